@@ -1,0 +1,170 @@
+// The experts' activation between their two products, and its gradient with the router weight folded in.
+//
+//   forward:   a = act(h)            or a = act(h) * g                                   [P,F]
+//   backward:  with d = grad of the unweighted output through w2 (d [P,F] = gathered grad @ w2[e].T) and w the row's
+//              router weight:  a' = w * a (the left operand of w2's gradient),  dh = w * d * act'(h) [* g],
+//              dg = w * d * act(h),  dw = <a, d>.   Recomputing a here is what lets backward save h and g only, and
+//              taking dw from it is what lets the layer drop the experts' output y.
+// Padding rows (slot -1) get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak.
+
+#include "common.cuh"
+#include "ops.h"
+
+namespace gbmoe {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The order is that of ACTIVATIONS in gbmoe/reference.py.
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity };
+
+template <typename A> struct ValueAndSlope { A value, slope; };
+
+template <typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x, int activation) {
+  switch (activation) {
+    case kSilu: {
+      const A s = A(1) / (A(1) + exp(-x));
+      return {x * s, s * (A(1) + x * (A(1) - s))};
+    }
+    case kGeluTanh: {
+      const A c = A(0.7978845608028654), cubic = A(0.044715);
+      const A t = tanh(c * (x + cubic * x * x * x));
+      return {A(0.5) * x * (A(1) + t), A(0.5) * (A(1) + t) + A(0.5) * x * (A(1) - t * t) * c * (A(1) + A(3) * cubic * x * x)};
+    }
+    case kGelu: {
+      const A cdf = A(0.5) * (A(1) + erf(x * A(0.7071067811865476)));
+      return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
+    }
+    case kRelu: return {x > A(0) || x != x ? x : A(0), x > A(0) ? A(1) : A(0)};
+    case kReluSquared: {
+      const A r = x > A(0) || x != x ? x : A(0);
+      return {r * r, A(2) * r};
+    }
+    default: return {x, A(1)};
+  }
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) activate_kernel(
+    const Vector<T, N>* h, const Vector<T, N>* g, Vector<T, N>* out, int64_t vectors, int activation) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; v < vectors; v += stride) {
+    const Vector<T, N> hv = h[v];
+    Vector<T, N> gv{}, result;
+    if (g) gv = g[v];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      accumulate_t<T> value = activation_at(widen(hv.element[i]), activation).value;
+      if (g) value *= widen(gv.element[i]);
+      result.element[i] = narrow<T>(value);
+    }
+    out[v] = result;
+  }
+}
+
+// One block a row: the row's dot product is reduced inside it, in a fixed order.
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) activate_backward_kernel(
+    const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, const Vector<T, N>* grad_PF, const int* slot_of_row, Scalars weights,
+    Vector<T, N>* a_PF, Vector<T, N>* dh_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int vectors, int activation) {
+  using A = accumulate_t<T>;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * vectors;
+  const int slot = slot_of_row[blockIdx.x];
+  if (slot < 0) {
+    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+      a_PF[first + v] = Vector<T, N>{};
+      dh_PF[first + v] = Vector<T, N>{};
+      if (g_PF) dg_PF[first + v] = Vector<T, N>{};
+    }
+    return;
+  }
+  const A weight = weights.data ? weights.read(slot) : 1.0;
+  A dot = 0;
+  for (int v = threadIdx.x; v < vectors; v += kThreads) {
+    const Vector<T, N> hv = h_PF[first + v], dv = grad_PF[first + v];
+    Vector<T, N> gv{}, a, dh, dg;
+    if (g_PF) gv = g_PF[first + v];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const ValueAndSlope<A> act = activation_at(widen(hv.element[i]), activation);
+      const A gate = g_PF ? widen(gv.element[i]) : A(1), d = widen(dv.element[i]);
+      dot += act.value * gate * d;
+      a.element[i] = narrow<T>(weight * act.value * gate);
+      dh.element[i] = narrow<T>(weight * d * act.slope * gate);
+      dg.element[i] = narrow<T>(weight * d * act.value);
+    }
+    a_PF[first + v] = a;
+    dh_PF[first + v] = dh;
+    if (g_PF) dg_PF[first + v] = dg;
+  }
+  if (!grad_weights.data) return;
+  __shared__ A warp_sums[kThreads / 32];
+  for (int lane = 16; lane > 0; lane /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, lane);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = dot;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    A sum = 0;
+    for (int w = 0; w < kThreads / 32; ++w) sum += warp_sums[w];
+    grad_weights.write(slot, sum);
+  }
+}
+
+template <typename T> bool vectors_fit(int64_t columns, std::initializer_list<const Tensor*> tensors) {
+  bool fits = columns % kVectorLength<T> == 0;
+  for (const Tensor* tensor : tensors) fits = fits && (!tensor || aligned_16(*tensor));
+  return fits;
+}
+
+template <typename T, int N> Vector<T, N>* vectors_of(const Tensor* tensor) {
+  return tensor ? static_cast<Vector<T, N>*>(tensor->data_ptr()) : nullptr;
+}
+
+}  // namespace
+
+Tensor activate(Tensor h, std::optional<Tensor> g, int64_t activation) {
+  const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
+  Tensor out = torch::stable::empty_like(h);
+  if (out.numel() == 0) return out;
+  const Tensor* gate = g ? &*g : nullptr;
+  GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate", {
+    const auto launch = [&](auto length) {
+      constexpr int N = decltype(length)::value;
+      const int64_t vectors = h.numel() / N;
+      const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(ceil_div(vectors, kThreads), 132 * 32));
+      activate_kernel<T, N><<<blocks, kThreads, 0, current_stream(h)>>>(
+          vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&out), vectors, static_cast<int>(activation));
+    };
+    if (vectors_fit<T>(h.numel(), {&h, gate, &out})) launch(std::integral_constant<int, kVectorLength<T>>());
+    else launch(std::integral_constant<int, 1>());
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> activate_backward(
+    Tensor h, std::optional<Tensor> g, Tensor grad, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation) {
+  const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
+  Tensor a = torch::stable::empty_like(h), dh = torch::stable::empty_like(h);
+  Tensor dg = g ? torch::stable::empty_like(h) : torch::stable::new_empty(h, {0});
+  // Dropped slots own no row and keep the zero.
+  Tensor dw = weights ? torch::stable::new_zeros(*weights, {weights->size(0), weights->size(1)})
+                      : torch::stable::new_empty(h, {0});
+  if (h.numel() == 0) return {a, dh, dg, dw};
+  const Tensor* gate = g ? &*g : nullptr;
+  const Scalars grad_weights = weights ? scalars(dw) : Scalars{nullptr, ScalarType::Float};
+  GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
+    const auto launch = [&](auto length) {
+      constexpr int N = decltype(length)::value;
+      activate_backward_kernel<T, N><<<static_cast<unsigned>(h.size(0)), kThreads, 0, current_stream(h)>>>(
+          vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&grad),
+          static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a), vectors_of<T, N>(&dh),
+          vectors_of<T, N>(gate ? &dg : nullptr), grad_weights, static_cast<int>(h.size(1) / N), static_cast<int>(activation));
+    };
+    if (vectors_fit<T>(h.size(1), {&h, gate, &grad, &a, &dh})) launch(std::integral_constant<int, kVectorLength<T>>());
+    else launch(std::integral_constant<int, 1>());
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {a, dh, dg, dw};
+}
+
+}  // namespace gbmoe

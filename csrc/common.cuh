@@ -1,0 +1,103 @@
+// What every kernel file shares: the element types, 16-byte vectors, and the few facts asked of a stable tensor.
+//
+// Legend of shape letters used in csrc/: T tokens, K slots a token (top-k), E experts, H hidden, F ffn hidden,
+// P padded rows (each expert's rows rounded up to the plan's alignment). A slot is t * K + j; -1 stands for "none".
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace gbmoe {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+inline Tensor empty_2d(const Tensor& like, int64_t rows, int64_t columns) {
+  return torch::stable::new_empty(like, {rows, columns});
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The type sums are kept in: fp32, but fp64 for fp64.
+template <typename T> struct Accumulate { using type = float; };
+template <> struct Accumulate<double> { using type = double; };
+template <typename T> using accumulate_t = typename Accumulate<T>::type;
+
+template <typename T> __device__ __forceinline__ accumulate_t<T> widen(T value) { return value; }
+template <> __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+template <> __device__ __forceinline__ float widen(__half value) { return __half2float(value); }
+
+template <typename T> __device__ __forceinline__ T narrow(accumulate_t<T> value) { return value; }
+template <> __device__ __forceinline__ __nv_bfloat16 narrow(float value) { return __float2bfloat16_rn(value); }
+template <> __device__ __forceinline__ __half narrow(float value) { return __float2half_rn(value); }
+
+// N elements moved by one instruction where N * sizeof(T) is 16.
+template <typename T, int N> struct alignas(sizeof(T) * N) Vector { T element[N]; };
+
+template <typename T> constexpr int kVectorLength = 16 / static_cast<int>(sizeof(T));
+
+inline bool aligned_16(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
+
+// A small tensor whose dtype is known only at run time (router weights: fp32 beside bf16 rows, or the rows' own dtype).
+// Reading it through a switch costs nothing beside the row it scales and saves a template parameter everywhere.
+struct Scalars {
+  void* data;
+  ScalarType dtype;
+
+  __device__ __forceinline__ double read(int64_t i) const {
+    switch (dtype) {
+      case ScalarType::Float: return static_cast<const float*>(data)[i];
+      case ScalarType::BFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+      case ScalarType::Half: return __half2float(static_cast<const __half*>(data)[i]);
+      default: return static_cast<const double*>(data)[i];
+    }
+  }
+  __device__ __forceinline__ void write(int64_t i, double value) const {
+    switch (dtype) {
+      case ScalarType::Float: static_cast<float*>(data)[i] = static_cast<float>(value); break;
+      case ScalarType::BFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value)); break;
+      case ScalarType::Half: static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value)); break;
+      default: static_cast<double*>(data)[i] = value;
+    }
+  }
+};
+
+inline Scalars scalars(const std::optional<Tensor>& tensor) {
+  if (!tensor.has_value()) return {nullptr, ScalarType::Float};
+  return {tensor->data_ptr(), tensor->scalar_type()};
+}
+
+// Runs body with T bound to the C++ type of `dtype`; bf16, fp16, fp32 and fp64 are the types every operator takes.
+#define GBMOE_DISPATCH_FLOATING(dtype, name, ...)                                      \
+  do {                                                                                 \
+    switch (dtype) {                                                                   \
+      case ::gbmoe::ScalarType::BFloat16: { using T = __nv_bfloat16; __VA_ARGS__; break; } \
+      case ::gbmoe::ScalarType::Half: { using T = __half; __VA_ARGS__; break; }          \
+      case ::gbmoe::ScalarType::Float: { using T = float; __VA_ARGS__; break; }          \
+      case ::gbmoe::ScalarType::Double: { using T = double; __VA_ARGS__; break; }        \
+      default: STD_TORCH_CHECK(false, name, ": expected bfloat16, float16, float32 or float64"); \
+    }                                                                                  \
+  } while (0)
+
+}  // namespace gbmoe

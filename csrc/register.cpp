@@ -1,0 +1,30 @@
+// Registers the extension's operators with torch.library through the stable ABI; nothing computes here.
+//
+// These are the CUDA halves that gbmoe/ calls after it has checked the arguments. The public operators, their autograd,
+// fakes and autocast rules live in gbmoe/ops/ under the namespace "gbmoe".
+
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
+  m.def("cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor(a!) out) -> ()");
+  m.def("cublas_grouped(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor(a!) out) -> ()");
+  m.def("padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row) -> Tensor");
+  m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? weights) -> Tensor");
+  m.def("padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? weights)"
+        " -> (Tensor, Tensor)");
+  m.def("activate(Tensor h, Tensor? g, int activation) -> Tensor");
+  m.def("activate_backward(Tensor h, Tensor? g, Tensor grad, Tensor slot_of_row, Tensor? weights, int activation)"
+        " -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
+  m.impl("cublas_loop", TORCH_BOX(&gbmoe::cublas_loop));
+  m.impl("cublas_grouped", TORCH_BOX(&gbmoe::cublas_grouped));
+  m.impl("padded_gather", TORCH_BOX(&gbmoe::padded_gather));
+  m.impl("padded_scatter", TORCH_BOX(&gbmoe::padded_scatter));
+  m.impl("padded_scatter_backward", TORCH_BOX(&gbmoe::padded_scatter_backward));
+  m.impl("activate", TORCH_BOX(&gbmoe::activate));
+  m.impl("activate_backward", TORCH_BOX(&gbmoe::activate_backward));
+}

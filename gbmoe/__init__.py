@@ -1,0 +1,24 @@
+"""gbmoe: the experts of a Mixture-of-Experts layer, with MegaBlocks' interface.
+
+Importing it starts no CUDA context, builds nothing, and changes nothing in other packages.
+"""
+
+from gbmoe import ops
+from gbmoe._version import __version__
+from gbmoe.layers import (
+    Arguments,
+    batched_load_balancing_loss,
+    batched_router_zloss,
+    clear_load_balancing_loss,
+    clear_router_zloss,
+    dMoE,
+    get_load_balancing_loss,
+)
+from gbmoe.ops import expert_mlp, gmm, padded_gather, padded_scatter
+from gbmoe.routing import RoutingPlan
+
+__all__ = [
+    "Arguments", "RoutingPlan", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
+    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm", "ops",
+    "padded_gather", "padded_scatter",
+]

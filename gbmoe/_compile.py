@@ -1,0 +1,204 @@
+"""Compile csrc/ into one shared object. Standard library only: setup.py runs this file before gbmoe can be imported.
+
+The object is written against torch's stable ABI and holds no Python API, so one file serves every Python version and
+every torch from 2.10 on that was built for the same CUDA major version. Two callers: setup.py, ahead of time, when torch
+is importable during the build; gbmoe.extension, once, at the first use of a CUDA tensor. No GPU is probed here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+# The oldest torch whose stable ABI has all that csrc/ uses (2.10), in the encoding of TORCH_TARGET_VERSION.
+TORCH_TARGET_VERSION = "0x020a000000000000"
+DEFAULT_ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0")
+# TORCH_CUDA_ARCH_LIST also takes family names; the same table as torch.utils.cpp_extension.
+_ARCHITECTURE_NAMES = {
+    "Volta": "7.0+PTX", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX", "Blackwell+Tegra": "11.0", "Blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
+
+
+class CompileError(RuntimeError):
+    """csrc/ cannot be compiled here; the message says what is missing or what nvcc printed."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What the build needs to know of torch, without importing it: its folder and the CUDA it was built for."""
+    folder: Path
+    cuda: str | None  # "13.0", or None for a build without CUDA
+    version: str
+
+    @classmethod
+    def imported(cls) -> "Torch":
+        import torch
+        return cls(Path(torch.__file__).parent, torch.version.cuda, torch.__version__)
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """One CUDA compiler: its path, its version and the architectures it can generate code for."""
+    path: Path
+    version: tuple[int, int]
+    codes: frozenset[str]  # {"80", "90", "90a", ...}
+
+    @property
+    def home(self) -> Path:
+        return self.path.parent.parent
+
+    @classmethod
+    def find(cls) -> "Nvcc | None":
+        """nvcc of CUDA_HOME or CUDA_PATH, then of PATH, then of /usr/local/cuda; None where there is none that runs."""
+        homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+        candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
+        on_path = shutil.which("nvcc")
+        candidates += [Path(on_path)] if on_path else []
+        candidates += [Path("/usr/local/cuda/bin/nvcc")]
+        for path in candidates:
+            if not path.exists():
+                continue
+            try:
+                version = _run([str(path), "--version"])
+                codes = _run([str(path), "--list-gpu-code"])
+            except (CompileError, OSError):
+                continue
+            found = re.search(r"release (\d+)\.(\d+)", version)
+            if found:
+                # A wrapper script on PATH has no toolkit around it; the dry run names the real one.
+                dryrun = subprocess.run([str(path), "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
+                top = re.search(r"^#\$ TOP=(.*)$", dryrun.stderr, re.MULTILINE)
+                real = Path(top.group(1)).resolve() / "bin" / "nvcc" if top else path.resolve()
+                return cls(real if real.exists() else path, (int(found[1]), int(found[2])),
+                           frozenset(re.findall(r"sm_(\d+[af]?)", codes)))
+        return None
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise CompileError(f"{' '.join(command)}\n{done.stdout}{done.stderr}".rstrip())
+    return done.stdout + done.stderr
+
+
+def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[str]:
+    """Architectures to compile for, as in TORCH_CUDA_ARCH_LIST ("8.0", "9.0a", "9.0+PTX").
+
+    The variable wins where it is set, and naming one that nvcc lacks is an error. Otherwise those of `default` that this
+    nvcc knows, with PTX of the newest for devices after it.
+    """
+    requested = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    if requested:
+        for name, numbers in _ARCHITECTURE_NAMES.items():
+            requested = re.sub(rf"\b{re.escape(name)}\b", numbers, requested)
+        chosen = [part for part in re.split(r"[;,\s]+", requested) if part]
+        for part in chosen:
+            if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", part):
+                raise CompileError(f"TORCH_CUDA_ARCH_LIST: expected entries such as 8.0 or 9.0+PTX, got {part!r}")
+            code = _code(part)
+            if code not in nvcc.codes and code.rstrip("af") not in nvcc.codes:
+                raise CompileError(f"TORCH_CUDA_ARCH_LIST: nvcc {nvcc.version[0]}.{nvcc.version[1]} cannot compile for {part}"
+                                   f"; it knows {', '.join(sorted(nvcc.codes, key=lambda c: int(re.sub('[af]', '', c))))}")
+        return chosen
+    chosen = [part for part in default if _code(part) in nvcc.codes]
+    if not chosen:
+        raise CompileError(f"nvcc {nvcc.version[0]}.{nvcc.version[1]} knows none of the architectures {', '.join(default)}")
+    return chosen[:-1] + [chosen[-1] + "+PTX"]
+
+
+def _code(architecture: str) -> str:
+    return architecture.removesuffix("+PTX").replace(".", "")
+
+
+def _gencode(chosen: list[str]) -> list[str]:
+    flags = []
+    for part in chosen:
+        code = _code(part)
+        flags.append(f"-gencode=arch=compute_{code},code=sm_{code}")
+        if part.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{code},code=compute_{code}")
+    return flags
+
+
+def _library_roots(nvcc: Nvcc, torch: Torch) -> list[Path]:
+    """Folders that hold include/ and lib/: the toolkit, then the nvidia wheels beside torch and on sys.path."""
+    major = nvcc.version[0]
+    sites = [torch.folder.parent, *(Path(entry) for entry in sys.path if entry)]
+    wheels = [site / "nvidia" / name for site in sites for name in (f"cu{major}", "cublas", "cuda_runtime")]
+    return list(dict.fromkeys([nvcc.home, nvcc.home / "targets" / "x86_64-linux", *wheels]))
+
+
+def include_flags(nvcc: Nvcc, torch: Torch) -> list[str]:
+    """-I for torch's headers and for the folder that has cublas_v2.h. Raises CompileError where no folder has it."""
+    root = next((r for r in _library_roots(nvcc, torch) if (r / "include" / "cublas_v2.h").exists()), None)
+    if root is None:
+        raise CompileError(f"cublas_v2.h is neither in {nvcc.home / 'include'} nor in an nvidia-cublas wheel beside torch")
+    cublas = [] if root == nvcc.home else ["-isystem", str(root / "include")]
+    return ["-I", str(torch.folder / "include"), *cublas]
+
+
+def compile_flags(nvcc: Nvcc, torch: Torch, chosen: list[str]) -> list[str]:
+    """The flags of every translation unit, as scripts and tests that compile a single file want them too."""
+    return ["-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden",
+            "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", *_gencode(chosen), *include_flags(nvcc, torch)]
+
+
+def sources(folder: Path) -> list[Path]:
+    """The translation units of csrc/, in a fixed order."""
+    return sorted([*folder.glob("*.cu"), *folder.glob("*.cpp")])
+
+
+def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, output: Path) -> None:
+    """Compile one file of csrc/ to an object. Raises CompileError with nvcc's output."""
+    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), "-x", "cu", "-c", str(source), "-o", str(output)])
+
+
+def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:
+    """None where the extension can be built, else the reason in one line."""
+    if torch is None:
+        return "torch is not importable"
+    if torch.cuda is None:
+        return f"torch {torch.version} is built without CUDA"
+    if nvcc is None:
+        return "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
+    if nvcc.version[0] != int(torch.cuda.split(".")[0]):
+        return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]} but torch {torch.version} is built for CUDA {torch.cuda}"
+    return None
+
+
+def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[str]:
+    """Compile every file of `folder` and link `output`; returns the architectures. Raises CompileError.
+
+    `output` appears by rename, whole or not at all, so that processes that race for it never load half a file.
+    """
+    nvcc, torch = Nvcc.find(), Torch.imported()
+    reason = why_not(nvcc, torch)
+    if reason is not None:
+        raise CompileError(reason)
+    chosen = architectures(nvcc, default)
+    roots = _library_roots(nvcc, torch)
+    cublas = next((lib for root in roots for sub in ("lib64", "lib")
+                   for lib in [root / sub / f"libcublas.so.{nvcc.version[0]}"] if lib.exists()), None)
+    if cublas is None:
+        raise CompileError(f"libcublas.so.{nvcc.version[0]} is neither in {nvcc.home} nor in an nvidia-cublas wheel beside torch")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gbmoe-build-") as scratch:
+        units = [(source, Path(scratch) / f"{source.name}.o") for source in sources(folder)]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(lambda unit: compile_unit(nvcc, torch, chosen, *unit), units))
+        linked = output.with_name(f".{output.name}.{os.getpid()}")
+        # Linked by name with libtorch_cuda: torch loads its libraries with local visibility, so an object that merely
+        # leaves the symbols open would not find them.
+        _run([str(nvcc.path), "-shared", "-cudart", "static", "-o", str(linked), *(str(obj) for _, obj in units),
+              "-L", str(torch.folder / "lib"), "-ltorch_cuda", "-ltorch_cpu", "-lc10",
+              f"-L{cublas.parent}", f"-l:{cublas.name}"])
+        os.replace(linked, output)
+    return chosen

@@ -1,0 +1,1 @@
+"""Thin adapters to other packages; importing gbmoe imports none of them."""

@@ -1,0 +1,39 @@
+"""cuBLAS from the extension: one cublasGemmEx per group, or one cublasGemmGroupedBatchedEx for all (csrc/gmm_cublas.cu)."""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe import extension
+from gbmoe.engines.base import Engine, host_sizes, result_shape
+
+
+class _Cublas(Engine):
+    needs_host_sizes = True
+
+    def unavailable(self, device):
+        if device.type != "cuda":
+            return f"runs on CUDA devices only, not on {device.type}"
+        status = extension.status()
+        return None if status.loaded else f"needs the CUDA extension: {status.reason}"
+
+    def _kernel(self):
+        return getattr(torch.ops.gbmoe_cuda, self.name)
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        if out is None:
+            out = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
+        self._kernel()(a, b, host_sizes(sizes), trans_a, trans_b, accumulate, out)
+        return out
+
+
+class CublasLoop(_Cublas):
+    """At dense speed where every group has thousands of rows; pays a launch a group where they are small."""
+
+    name = "cublas_loop"
+
+
+class CublasGrouped(_Cublas):
+    """One launch for all groups, but without a Hopper kernel in cuBLAS 13: right everywhere, seldom fastest."""
+
+    name = "cublas_grouped"

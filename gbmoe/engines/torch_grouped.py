@@ -1,0 +1,44 @@
+"""torch.nn.functional.grouped_mm: CUTLASS on Hopper, the sizes stay on the device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from gbmoe.engines.base import Engine
+
+
+class TorchGrouped(Engine):
+    name = "torch"
+
+    def unavailable(self, device):
+        if device.type != "cuda":
+            return f"runs on CUDA devices only, not on {device.type}"
+        if not hasattr(F, "grouped_mm"):
+            return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is None and capability < (9, 0):
+            return f"torch's grouped product has kernels from compute capability 9.0 on, this device has {capability[0]}.{capability[1]}"
+        return None
+
+    def refuses(self, problem):
+        if problem.dtype != torch.bfloat16:
+            return f"torch's grouped product takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+        # Its tensor maps want rows that start at multiples of 16 bytes.
+        if problem.inner % 8 or problem.columns % 8:
+            return f"torch's grouped product takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
+        if 0 in (problem.rows, problem.groups, problem.inner, problem.columns):
+            return "torch's grouped product takes no empty operands"
+        return None
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        ends = sizes.to(device=a.device, dtype=torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
+        if trans_a:
+            product = F.grouped_mm(a.t(), b, offs=ends)
+            # Groups of zero rows are not written by every kernel behind this call.
+            product.masked_fill_((sizes.to(a.device) == 0)[:, None, None], 0)
+        else:
+            product = F.grouped_mm(a, b.transpose(1, 2) if trans_b else b, offs=ends)
+        if out is None:
+            return product
+        return out.add_(product) if accumulate else out.copy_(product)

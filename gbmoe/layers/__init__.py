@@ -1,0 +1,18 @@
+"""The layers, with MegaBlocks' names."""
+
+from gbmoe.layers.arguments import Arguments, from_megatron
+from gbmoe.layers.dmoe import (
+    ParallelDroplessMLP,
+    batched_load_balancing_loss,
+    clear_load_balancing_loss,
+    dMoE,
+    get_load_balancing_loss,
+    save_load_balancing_loss,
+)
+from gbmoe.layers.router import LearnedRouter, batched_router_zloss, clear_router_zloss
+
+__all__ = [
+    "Arguments", "LearnedRouter", "ParallelDroplessMLP", "batched_load_balancing_loss", "batched_router_zloss",
+    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "from_megatron", "get_load_balancing_loss",
+    "save_load_balancing_loss",
+]

@@ -1,0 +1,129 @@
+"""Arguments of the layers: MegaBlocks' fields, names and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from gbmoe import engines
+from gbmoe._checks import require
+
+DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
+MLP_TYPES = ("mlp", "glu")
+MLP_IMPLS = ("gbmoe", "bmm", "reference")
+
+
+def default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclasses.dataclass
+class Arguments:
+    """What a layer is built from; mirrors megablocks.layers.arguments.Arguments field by field.
+
+    Differences: `device` falls back to the CPU; `mlp_impl` is "gbmoe" (the grouped products), "bmm" (every expert padded to
+    the largest, torch.bmm) or "reference" (a plain loop over the experts); `engine` names the engine of the grouped products
+    (gbmoe.engines). fp16 wins over bf16; with both False parameters have torch's default dtype.
+
+    moe_capacity_factor is kept for its name: the layers here drop no token.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+
+    Example:
+        >>> Arguments(hidden_size=64, ffn_hidden_size=128, moe_num_experts=4, moe_top_k=2, fp16=False).mlp_impl
+        'gbmoe'
+    """
+
+    # Model.
+    hidden_size: int = 1024
+    ffn_hidden_size: int = 4096
+    num_layers: int = 1
+    bias: bool = True
+    return_bias: bool = True
+    activation_fn: Callable | None = DEFAULT_ACTIVATION_FN
+
+    # Mixture of experts.
+    moe_num_experts: int = 1
+    moe_top_k: int = 1
+    moe_capacity_factor: int = 1
+    moe_normalize_expert_weights: int | float | None = None
+    moe_loss_weight: float = 0.1
+    moe_jitter_eps: float | None = None
+    moe_lbl_in_fp32: bool = False
+
+    # Parallelism.
+    moe_expert_model_parallelism: bool = False
+    expert_parallel_group: dist.ProcessGroup | None = None
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+
+    # Computation.
+    memory_optimized_mlp: bool = False
+    mlp_type: str = "mlp"
+    mlp_impl: str = "gbmoe"
+
+    # Initialisation.
+    fp16: bool = True
+    bf16: bool = False
+    device: int | str | torch.device = dataclasses.field(default_factory=default_device)
+    init_method: Callable[[torch.Tensor], Any] = partial(torch.nn.init.normal_, mean=0.0, std=0.02)
+    output_layer_init_method: Callable[[torch.Tensor], Any] = init_method
+
+    # Benchmarking: route slot i to expert i % experts, whatever the router says.
+    uniform_expert_assignment: bool = False
+
+    # Shared expert.
+    shared_expert: bool = False
+    fc_cls: Any = torch.nn.Linear
+    fc_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remat_act_fn: bool = True
+    shared_expert_hidden_size: int | None = None
+    shared_expert_weighted_sum: bool = False
+
+    # Router z-loss.
+    moe_zloss_weight: float = 0
+    moe_zloss_in_fp32: bool = False
+
+    # Not in MegaBlocks.
+    engine: str = "auto"
+
+    def __post_init__(self):
+        for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 1, "Arguments", name, "an int of at least 1", repr(value))
+        require(self.moe_top_k <= self.moe_num_experts, "Arguments", "moe_top_k",
+                f"at most moe_num_experts == {self.moe_num_experts}", self.moe_top_k)
+        require(self.mlp_type in MLP_TYPES, "Arguments", "mlp_type", f"one of {', '.join(MLP_TYPES)}", repr(self.mlp_type))
+        hint = " (MegaBlocks' own; 'gbmoe' takes its place)" if self.mlp_impl in ("grouped", "sparse") else ""
+        require(self.mlp_impl in MLP_IMPLS, "Arguments", "mlp_impl", f"one of {', '.join(MLP_IMPLS)}", repr(self.mlp_impl) + hint)
+        require(self.engine in engines.names(), "Arguments", "engine", f"one of {', '.join(engines.names())}", repr(self.engine))
+        require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable", repr(self.activation_fn))
+        if self.shared_expert_hidden_size is None:
+            self.shared_expert_hidden_size = self.ffn_hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the parameters."""
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.get_default_dtype()
+
+
+def from_megatron(megatron_args: Any) -> Arguments:
+    """Arguments from any object with attributes of the same names (Megatron-LM's parsed arguments); others are ignored.
+
+    Mirrors megablocks.layers.arguments.from_megatron. An mlp_impl of MegaBlocks' ('grouped', 'sparse') becomes 'gbmoe'.
+    """
+    names = [field.name for field in dataclasses.fields(Arguments) if hasattr(megatron_args, field.name)]
+    values = {name: getattr(megatron_args, name) for name in names}
+    if values.get("mlp_impl") in ("grouped", "sparse"):
+        values["mlp_impl"] = "gbmoe"
+    return Arguments(**values)

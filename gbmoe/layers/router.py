@@ -1,0 +1,70 @@
+"""LearnedRouter: scores, weights and ids of each token's experts; mirrors megablocks.layers.router.
+
+Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from gbmoe.layers.arguments import Arguments
+
+_ROUTER_LOGITS: list[torch.Tensor] = []
+
+
+def clear_router_zloss() -> None:
+    """Forget the logits saved since the last call; call it once a step, after the loss."""
+    _ROUTER_LOGITS.clear()
+
+
+def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
+    """moe_zloss_weight * mean over tokens of logsumexp(logits)**2, one entry a router that ran since the last clear.
+
+    Mirrors megablocks.layers.router.batched_router_zloss (ST-MoE, arXiv 2202.08906). 0, with a warning, where the weight is 0.
+    """
+    if args.moe_zloss_weight == 0:
+        warnings.warn("batched_router_zloss was called, but moe_zloss_weight is 0", stacklevel=2)
+        return 0
+    logits = [l.float() if args.moe_zloss_in_fp32 else l for l in _ROUTER_LOGITS]
+    return args.moe_zloss_weight * torch.stack([torch.logsumexp(l, dim=1).square().mean() for l in logits])
+
+
+class LearnedRouter(torch.nn.Module):
+    """A bias-free linear layer, softmax over the experts, and the K highest scores.
+
+    forward(x [..., H]) returns scores [T,E], expert_weights [T,K] and expert_indices [T,K] (int64). In training the input is
+    jittered (moe_jitter_eps), and the logits are kept for the z-loss where it has a weight.
+    """
+
+    def __init__(self, args: Arguments):
+        super().__init__()
+        self.args = args
+        self.layer = torch.nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, dtype=args.dtype, device=args.device)
+        args.init_method(self.layer.weight)
+
+    def jitter(self, x: torch.Tensor) -> torch.Tensor:
+        """Factors uniform in [1 - eps, 1 + eps), shape and dtype of x."""
+        low, high = 1.0 - self.args.moe_jitter_eps, 1.0 + self.args.moe_jitter_eps
+        return low + torch.rand_like(x) * (high - low)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.training and self.args.moe_jitter_eps is not None:
+            x = x * self.jitter(x)
+        logits_TE = self.layer(x.reshape(-1, x.size(-1)))
+        # As in MegaBlocks, kept in evaluation too.
+        if self.args.moe_zloss_weight != 0:
+            _ROUTER_LOGITS.append(logits_TE)
+        scores_TE = logits_TE.softmax(dim=-1)
+        if self.args.moe_top_k == 1:
+            weights_TK, experts_TK = scores_TE.max(dim=-1, keepdim=True)
+        else:
+            weights_TK, experts_TK = torch.topk(scores_TE, self.args.moe_top_k, dim=-1)
+        if self.args.moe_normalize_expert_weights:
+            norm_T1 = torch.norm(weights_TK, p=self.args.moe_normalize_expert_weights, dim=-1, keepdim=True)
+            weights_TK = weights_TK / norm_T1
+        if self.args.uniform_expert_assignment:
+            slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
+            experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
+        return scores_TE, weights_TK, experts_TK

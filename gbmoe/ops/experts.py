@@ -1,0 +1,276 @@
+"""expert_mlp: every expert's MLP or GLU over the tokens routed to it, from x to the weighted sum, as one operator.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan.
+
+Saved for backward are x, the pre-activations h (and g) and the plan: the padded copy of x is gathered again, the activation
+is computed again, and the router weights' gradient comes from the activation, so that the experts' output y is not needed
+(csrc/activation.cu has the formulas).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from gbmoe import engines, extension, reference
+from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._library import define
+from gbmoe.engines.base import Problem
+from gbmoe.ops.gmm import product
+from gbmoe.ops.permute import check_weights, gather, padded_gather, padded_scatter, scatter
+from gbmoe.routing import RoutingPlan
+
+_ACTIVATION_INDEX = {name: index for index, name in enumerate(reference.ACTIVATIONS)}
+
+
+def activation_name(activation: str | Callable) -> str | None:
+    """The name in reference.ACTIVATIONS of an activation that has a kernel; None for any other callable."""
+    if isinstance(activation, str):
+        require(activation in reference.ACTIVATIONS, "expert_mlp", "activation",
+                f"a callable or one of {', '.join(reference.ACTIVATIONS)}", repr(activation))
+        return activation
+    if isinstance(activation, partial) and activation.func is F.gelu and not activation.args:
+        if set(activation.keywords) <= {"approximate"}:
+            return {"tanh": "gelu_tanh", "none": "gelu"}.get(activation.keywords.get("approximate", "none"))
+    if type(activation) is torch.nn.GELU:
+        return {"tanh": "gelu_tanh", "none": "gelu"}.get(activation.approximate)
+    modules = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", torch.nn.Identity: "identity"}
+    functions = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
+    return modules.get(type(activation)) or next((name for f, name in functions.items() if f is activation), None)
+
+
+def expert_mlp(
+    x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
+    *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
+    recompute_activation: bool = True,
+) -> torch.Tensor:
+    """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
+
+    mlp_e(x) = act(x @ w1[e].T) @ w2[e], or with v1 the GLU (act(x @ w1[e].T) * (x @ v1[e].T)) @ w2[e]; MegaBlocks' weight
+    layout. Differentiable in x, weights, w1, w2 and v1, any of which may be frozen.
+
+    Args:
+        x_TH: [T,H], bfloat16, float16, float32 or float64.
+        plan: of the router's choice, on the device of x.
+        w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x).
+        weights_TK: router weights [T,K], any floating dtype; None counts every slot once.
+        activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F]; torch's
+            own functions and modules of those names are recognised and take the fused path.
+        engine: of the grouped products; see gbmoe.engines.
+        recompute_activation: for other callables: save the pre-activation and compute the activation again in backward
+            (True) or keep its graph (False). The fused path always recomputes.
+
+    Returns:
+        [T,H], dtype of x.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> x, experts = torch.randn(6, 16), torch.randint(4, (6, 2))
+        >>> w1, w2 = torch.randn(4, 32, 16), torch.randn(4, 32, 16)
+        >>> plan = RoutingPlan.from_experts(experts, num_experts=4)
+        >>> expert_mlp(x, plan, w1, w2, weights_TK=torch.rand(6, 2), activation="gelu").shape
+        torch.Size([6, 16])
+    """
+    _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
+    sizes = plan_sizes(plan, x_TH, w1_EFH, engine)
+    name = activation_name(activation)
+    if name is None:
+        return _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
+    tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _expert_mlp(x_TH, weights_TK, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH,
+                       name, engine, save)[0]
+
+
+def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
+    """The plan's rows per expert where the engine wants them: on the host, at one wait a plan, or on the device."""
+    device_type, dtype = x_TH.device.type, x_TH.dtype
+    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    experts, ffn, hidden = w_EFH.shape
+    wanted = (engines.select(engine, Problem(x_TH.device, dtype, plan.num_rows, experts, hidden, ffn, variable_k)).needs_host_sizes
+              for variable_k in (False, True))
+    return plan.host_sizes() if any(wanted) else plan.padded_counts_E
+
+
+def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
+    device = plan.row_of_slot_TK.device
+    require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)
+    require(x_TH.size(0) == plan.num_tokens, "expert_mlp", "x", f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
+    require_tensor(w1_EFH, "expert_mlp", "w1", rank=3, dtypes=FLOATING, device=device)
+    expected = [plan.num_experts, w1_EFH.size(1), x_TH.size(1)]
+    for argument, weight in (("w1", w1_EFH), ("w2", w2_EFH), ("v1", v1_EFH)):
+        if weight is None and argument == "v1":
+            continue
+        require_tensor(weight, "expert_mlp", argument, rank=3, dtypes=FLOATING, device=device)
+        require(list(weight.shape) == expected, "expert_mlp", argument, f"shape [E,F,H] == {expected}", list(weight.shape))
+        if not torch.is_autocast_enabled(device.type):
+            require(weight.dtype == x_TH.dtype, "expert_mlp", argument, f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
+    if weights_TK is not None:
+        check_weights(weights_TK, "expert_mlp", plan)
+
+
+# ------------------------------------------------------------------------------------------------------- fused operator
+
+
+def _activate(h_PF, g_PF, activation):
+    if h_PF.device.type == "cuda" and extension.loaded():
+        return torch.ops.gbmoe_cuda.activate(h_PF, g_PF, _ACTIVATION_INDEX[activation])
+    return reference.activate(h_PF, g_PF, activation)
+
+
+def _activate_backward(h_PF, g_PF, grad_PF, slot_of_row_P, weights_TK, activation):
+    if h_PF.device.type == "cuda" and extension.loaded():
+        weights_TK = None if weights_TK is None else weights_TK.contiguous()
+        return torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, grad_PF, slot_of_row_P, weights_TK,
+                                                      _ACTIVATION_INDEX[activation])
+    return reference.activate_backward(h_PF, g_PF, grad_PF, slot_of_row_P, weights_TK, activation)
+
+
+def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
+    """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
+    xp_PH = gather(x, row_of_slot, slot_of_row)
+    h_PF = product(xp_PH, w1, sizes, trans_b=True, engine=engine)
+    g_PF = None if v1 is None else product(xp_PH, v1, sizes, trans_b=True, engine=engine)
+    del xp_PH
+    a_PF = _activate(h_PF, g_PF, activation)
+    if not save:
+        h_PF = g_PF = None
+    y_PH = product(a_PF, w2, sizes, engine=engine)
+    del a_PF
+    out_TH = scatter(y_PH, row_of_slot, weights)
+    return out_TH, *(x.new_empty(0) if t is None else t for t in (h_PF, g_PF))
+
+
+def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
+    saved = (slot_of_row.size(0), w1.size(1))
+    return torch.empty_like(x), x.new_empty(saved if save else 0), x.new_empty(saved if save and v1 is not None else 0)
+
+
+def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
+              need_x, need_weights, need_w1, need_w2, need_v1):
+    """Returns (dx, dweights, dw1, dw2, dv1), each empty where it is not needed."""
+    empty = grad.new_empty(0)
+    dx, dw1, dw2, dv1 = empty, empty, empty, empty
+    dz_PH = gather(grad, row_of_slot, slot_of_row)
+    d_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
+    a_PF, dh_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, d_PF, slot_of_row, weights, activation)
+    del d_PF
+    if need_w2:
+        dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
+    del a_PF, dz_PH
+    if need_w1 or need_v1:
+        xp_PH = gather(x, row_of_slot, slot_of_row)
+        if need_w1:
+            dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
+        if need_v1:
+            dv1 = product(dg_PF, xp_PH, sizes, trans_a=True, engine=engine)
+        del xp_PH
+    if need_x:
+        dxp_PH = product(dh_PF, w1, sizes, engine=engine)
+        if v1 is not None:
+            product(dg_PF, v1, sizes, engine=engine, out=dxp_PH, accumulate=True)
+        dx = scatter(dxp_PH, row_of_slot, None)
+    return dx, dweights if need_weights else empty, dw1, dw2, dv1
+
+
+def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
+                   need_x, need_weights, need_w1, need_w2, need_v1):
+    wanted = ((x, need_x), (weights, need_weights), (w1, need_w1), (w2, need_w2), (v1, need_v1))
+    return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in wanted)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, _ = inputs
+    _, h, g = output
+    ctx.mark_non_differentiable(h, g)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g)
+
+
+def _autograd_backward(ctx, grad, _grad_h, _grad_g):
+    needs = ctx.needs_input_grad
+    wanted = {0: needs[0], 1: needs[1], 5: needs[5], 6: needs[6], 7: needs[7]}
+    grads = [None] * 11
+    if grad is None:
+        return tuple(grads)
+    computed = _expert_mlp_backward(grad, *ctx.saved_tensors, ctx.activation, ctx.engine, *wanted.values())
+    for (position, needed), value in zip(wanted.items(), computed):
+        grads[position] = value if needed else None
+    return tuple(grads)
+
+
+_expert_mlp = define(
+    "expert_mlp(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
+    " Tensor? v1, str activation, str engine, bool save) -> (Tensor, Tensor, Tensor)",
+    reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
+)
+
+_expert_mlp_backward = define(
+    "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes,"
+    " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, str activation, str engine, bool need_x, bool need_weights,"
+    " bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_backward, fake=_backward_fake,
+)
+
+
+# --------------------------------------------------------------------------------------------------------- any callable
+
+
+def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute):
+    """The same from the separate operators, with an activation that only Python knows."""
+    xp_PH = padded_gather(x_TH, plan)
+    h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
+    g_PF = None if v1_EFH is None else _grouped(xp_PH, v1_EFH, sizes, True, engine)
+    if recompute and torch.is_grad_enabled():
+        y_PH = _RecomputedActivation.apply(h_PF, g_PF, w2_EFH, sizes, activation, engine)
+    else:
+        a_PF = activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
+        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
+    return padded_scatter(y_PH, plan, weights_TK)
+
+
+def _grouped(a, b, sizes, trans_b, engine):
+    # The operator itself: the plan's sizes are known to be right and need not fill the rows.
+    return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine)
+
+
+class _RecomputedActivation(torch.autograd.Function):
+    """(act(h) * g) @ w2 that saves h, g and w2, and computes the activation again in backward.
+
+    Each gradient is computed only where it is needed, and the incoming one is not written to.
+    """
+
+    @staticmethod
+    def forward(ctx, h_PF, g_PF, w2_EFH, sizes, activation, engine):
+        ctx.save_for_backward(h_PF, g_PF, w2_EFH, sizes)
+        ctx.activation, ctx.engine = activation, engine
+        # autograd.Function runs its backward with autocast off; what the products were cast to is kept in the output.
+        a_PF = activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
+        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
+        ctx.dtype = y_PH.dtype
+        return y_PH
+
+    @staticmethod
+    def backward(ctx, grad_PH):
+        h_PF, g_PF, w2_EFH, sizes = ctx.saved_tensors
+        need_h, need_g, need_w2 = ctx.needs_input_grad[:3]
+        with torch.enable_grad():
+            h_PF = h_PF.detach().requires_grad_(need_h)
+            g_PF = None if g_PF is None else g_PF.detach().requires_grad_(need_g)
+            a_PF = ctx.activation(h_PF) if g_PF is None else ctx.activation(h_PF) * g_PF
+        grad_h = grad_g = grad_w2 = None
+        if need_w2:
+            grad_w2 = torch.ops.gbmoe.gmm(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, False, ctx.engine).to(w2_EFH.dtype)
+        wanted = [t for t in (h_PF, g_PF) if t is not None and t.requires_grad]
+        if wanted:
+            grad_a = _grouped(grad_PH, w2_EFH.to(ctx.dtype), sizes, True, ctx.engine)
+            grads = list(torch.autograd.grad(a_PF, wanted, grad_a.to(a_PF.dtype)))
+            grad_h = grads.pop(0) if need_h else None
+            grad_g = grads.pop(0) if grads else None
+        return grad_h, grad_g, grad_w2, None, None, None

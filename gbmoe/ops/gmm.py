@@ -1,0 +1,133 @@
+"""gmm: the grouped matrix product, with grouped_gemm's shapes and meaning.
+
+Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe import engines
+from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._library import define
+from gbmoe.engines.base import Problem, result_shape
+
+
+def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+        *, engine: str = "auto") -> torch.Tensor:
+    """One matrix product a group: rows batch_sizes[0] of a with b[0], the next batch_sizes[1] with b[1], and so on.
+
+    Mirrors grouped_gemm.ops.gmm (and its backend's trans_a), with more dtypes and with checks. Differentiable in a and b;
+    the gradient of a group without rows is exactly 0.
+
+    Args:
+        a: [M,K]. bfloat16, float16, float32 (follows torch.backends.cuda.matmul.allow_tf32) or float64; any device, any
+            strides. Sums are kept in float32 (float64 for float64).
+        b: [E,K,N], or [E,N,K] with trans_b; with trans_a [M,N]. Dtype and device of a.
+        batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are fine.
+            Engines that need them on the host wait for the device where they are there; the others assert them on it.
+        trans_a: variable k: out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
+        engine: "auto", or one of gbmoe.engines.ENGINES.
+
+    Returns:
+        [M,N], or [E,K,N] with trans_a.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> a, b = torch.randn(5, 8), torch.randn(2, 8, 4)
+        >>> gmm(a, b, torch.tensor([3, 2])).shape
+        torch.Size([5, 4])
+    """
+    require_tensor(a, "gmm", "a", rank=2, dtypes=FLOATING)
+    require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=FLOATING, device=a.device)
+    require_tensor(batch_sizes, "gmm", "batch_sizes", rank=1, dtypes=(torch.int32, torch.int64))
+    require(batch_sizes.device.type == "cpu" or batch_sizes.device == a.device, "gmm", "batch_sizes",
+            f"device cpu or {a.device}", batch_sizes.device)
+    require(not (trans_a and trans_b), "gmm", "trans_a, trans_b", "at most one of them", "both")
+    groups = batch_sizes.numel()
+    if not trans_a:
+        require(b.size(0) == groups, "gmm", "batch_sizes", f"b.size(0) == {b.size(0)} entries", groups)
+    # Under fakes and in a traced graph the values are not there to look at.
+    if not torch.compiler.is_compiling():
+        chosen = engines.select(engine, Problem.of(a, b, groups, trans_a, trans_b))
+        if batch_sizes.device.type != "cpu" and chosen.needs_host_sizes:
+            batch_sizes = batch_sizes.to("cpu", torch.int64)
+        _check_sizes(batch_sizes, a.size(0))
+    return _gmm(a, b, batch_sizes, trans_a, trans_b, engine)
+
+
+def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
+    if batch_sizes.device.type == "cpu":
+        low = int(batch_sizes.min()) if batch_sizes.numel() else 0
+        require(low >= 0, "gmm", "batch_sizes", "no negative entry", low)
+        total = int(batch_sizes.sum())
+        require(total == rows, "gmm", "batch_sizes", f"sum(batch_sizes) == a.size(0) == {rows}", total)
+    elif batch_sizes.device.type != "meta":
+        torch._assert_async((batch_sizes >= 0).all() & (batch_sizes.sum() == rows),
+                            f"gmm: batch_sizes: expected no negative entry and sum(batch_sizes) == a.size(0) == {rows}")
+
+
+def _check_operands(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+    # Inside the operator, behind the autocast rule: only here are the dtypes the ones that meet.
+    require(a.dtype == b.dtype, "gmm", "b", f"the dtype of a, {a.dtype}", b.dtype, TypeError)
+    if trans_a:
+        require(a.size(0) == b.size(0), "gmm", "b", f"b.size(0) == a.size(0) == {a.size(0)}", b.size(0))
+    else:
+        inner = 2 if trans_b else 1
+        require(b.size(inner) == a.size(1), "gmm", "b", f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
+
+
+def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+            *, engine: str, out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
+    """The product without autograd, checks of sizes or a demand that the groups fill a: what operators call inside.
+
+    Rows behind the last group are neither read nor written. See Engine.gmm for out and accumulate.
+    """
+    # A transposed view of a stack of matrices is the other layout, not a copy.
+    if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
+        b, trans_b = b.transpose(1, 2), not trans_b
+    a, b = a.contiguous(), b.contiguous()
+    chosen = engines.select(engine, Problem.of(a, b, sizes.numel(), trans_a, trans_b))
+    return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
+
+
+def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine):
+    _check_operands(a, b, batch_sizes, trans_a, trans_b)
+    return product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+
+
+def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine):
+    _check_operands(a, b, batch_sizes, trans_a, trans_b)
+    return a.new_empty(result_shape(a, b, batch_sizes.size(0), trans_a, trans_b))
+
+
+def _gmm_setup_context(ctx, inputs, output):
+    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine = inputs
+    need_a, need_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if need_b else None, b if need_a else None, batch_sizes)
+
+
+def _gmm_backward(ctx, grad):
+    a, b, sizes = ctx.saved_tensors
+    need_a, need_b = ctx.needs_input_grad[:2]
+    grad_a = grad_b = None
+    if ctx.trans_a:  # out[e] = a_e.T @ b_e
+        if need_a:
+            grad_a = _gmm(b, grad, sizes, False, True, ctx.engine)
+        if need_b:
+            grad_b = _gmm(a, grad, sizes, False, False, ctx.engine)
+    else:            # out_e = a_e @ b[e]
+        if need_a:
+            grad_a = _gmm(grad, b, sizes, False, not ctx.trans_b, ctx.engine)
+        if need_b:
+            left, right = (grad, a) if ctx.trans_b else (a, grad)
+            grad_b = _gmm(left, right, sizes, True, False, ctx.engine)
+    return grad_a, grad_b, None, None, None, None
+
+
+_gmm = define(
+    "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine) -> Tensor",
+    reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=(0, 1),
+)

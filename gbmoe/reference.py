@@ -1,0 +1,228 @@
+"""The operators in plain PyTorch: the path of every device without a kernel of its own, and the oracle of the tests.
+
+Nothing here is tuned, and nothing here accumulates in less than fp32 (fp64 for fp64), rounds more than once, depends on the
+order in which threads finish, or reads a row that the plan does not name. The functions know no autograd: the operators in
+gbmoe/ops/ give them gradients.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups, N columns,
+P padded rows (see gbmoe/routing.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+# Rows that an elementwise step widens to fp32 at a time, in elements: bounds the temporaries on any device.
+_CHUNK_ELEMENTS = 1 << 25
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: float32, but float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------------- routing
+
+
+def padded_rows(slots: int, num_experts: int, align: int) -> int:
+    """Rows that hold `slots` slots whatever their routing, each expert's rows rounded up to `align`."""
+    return (slots + min(slots, num_experts) * (align - 1)) // align * align
+
+
+def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:
+    """Where every slot goes; see RoutingPlan for the five tensors. Runs on any device without a host wait.
+
+    Ids outside [0, num_experts) belong to no expert: their slots get row -1.
+    """
+    device, slots = experts_TK.device, experts_TK.numel()
+    rows = padded_rows(slots, num_experts, align)
+    ids = experts_TK.reshape(-1).long()
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    order = torch.argsort(ids, stable=True)
+    sorted_ids = ids[order]
+    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
+    counts = starts.diff()
+    padded = (counts + align - 1) // align * align
+    offsets = F.pad(padded.cumsum(0), (1, 0))
+    within = torch.arange(slots, device=device) - starts[sorted_ids]
+    routed = sorted_ids < num_experts
+    row = torch.where(routed, offsets[sorted_ids.clamp(max=num_experts - 1)] + within, -1)
+
+    row_of_slot = torch.empty(slots, dtype=torch.int32, device=device)
+    row_of_slot[order] = row.int()
+    # Unrouted slots all write to one spare row behind the last, which the slice drops.
+    slot_of_row = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
+    slot_of_row[torch.where(routed, row, rows)] = order.int()
+    tiles = torch.arange(0, rows, align, device=device)
+    expert_of_tile = torch.searchsorted(offsets[1:], tiles, right=True)
+    expert_of_tile = torch.where(tiles < offsets[-1], expert_of_tile, -1)
+    return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(), expert_of_tile.int())
+
+
+# ---------------------------------------------------------------------------------------------------------------- permute
+
+
+def padded_gather(x_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor) -> torch.Tensor:
+    """out[row] = x[token of the row's slot], zero rows where a row has no slot. [T,H] -> [P,H], bit for bit."""
+    if slot_of_row_P.numel() == 0:
+        return x_TH.new_empty(0, x_TH.size(1))
+    slot_P1 = slot_of_row_P.long().unsqueeze(1)
+    token_P = slot_P1.squeeze(1).clamp(min=0) // row_of_slot_TK.size(1)
+    return torch.where(slot_P1 >= 0, x_TH.index_select(0, token_P), 0)
+
+
+def padded_scatter(y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+    """out[t] = sum over j of weights[t,j] * y[row of slot (t,j)], in slot order, rounded once. [P,H] -> [T,H].
+
+    Without weights every routed slot counts once. A slot without a row adds nothing, whatever its weight.
+    """
+    wide = accumulate_dtype(y_PH.dtype)
+    tokens, slots = row_of_slot_TK.shape
+    out_TH = torch.zeros(tokens, y_PH.size(1), dtype=wide, device=y_PH.device)
+    if y_PH.size(0) == 0:
+        return out_TH.to(y_PH.dtype)
+    for j in range(slots):
+        row_T = row_of_slot_TK[:, j].long()
+        term_TH = y_PH.index_select(0, row_T.clamp(min=0)).to(wide)
+        if weights_TK is not None:
+            term_TH = term_TH * weights_TK[:, j, None].to(wide)
+        out_TH += torch.where((row_T >= 0).unsqueeze(1), term_TH, 0)
+    return out_TH.to(y_PH.dtype)
+
+
+def padded_scatter_backward(
+    grad_TH: torch.Tensor, y_PH: torch.Tensor | None, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of padded_scatter: (grad_y [P,H], grad_weights [T,K]).
+
+    grad_y[row] = weight * grad[token], zero where a row has no slot; grad_weights[t,j] = <grad[t], y[row]>, zero where a
+    slot has no row. Without y or without weights the second is an empty tensor.
+    """
+    wide = accumulate_dtype(grad_TH.dtype)
+    grad_y_PH = padded_gather(grad_TH, row_of_slot_TK, slot_of_row_P)
+    if weights_TK is not None and grad_y_PH.numel() > 0:
+        weight_P1 = weights_TK.reshape(-1).index_select(0, slot_of_row_P.long().clamp(min=0)).unsqueeze(1).to(wide)
+        scaled_PH = grad_y_PH.to(wide) * weight_P1
+        grad_y_PH = torch.where(slot_of_row_P.unsqueeze(1) >= 0, scaled_PH, 0).to(grad_TH.dtype)
+    if y_PH is None or weights_TK is None:
+        return grad_y_PH, grad_TH.new_empty(0)
+    grad_weights_TK = torch.zeros(weights_TK.shape, dtype=wide, device=grad_TH.device)
+    if y_PH.size(0) > 0:
+        for j in range(row_of_slot_TK.size(1)):
+            row_T = row_of_slot_TK[:, j].long()
+            dot_T = (grad_TH.to(wide) * y_PH.index_select(0, row_T.clamp(min=0)).to(wide)).sum(1)
+            grad_weights_TK[:, j] = torch.where(row_T >= 0, dot_T, 0)
+    return grad_y_PH, grad_weights_TK.to(weights_TK.dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- grouped product
+
+
+def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans_b: bool, out: torch.Tensor,
+        accumulate: bool = False) -> None:
+    """Write the grouped product to `out`: one matrix product a group, in at least fp32, rounded once.
+
+    Variable m: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. Variable k (trans_a): a [M,K], b [M,N], out [E,K,N].
+    Rows behind the last group are not touched. With `accumulate` the product is added to what `out` holds.
+    """
+    wide = accumulate_dtype(a.dtype)
+    row = 0
+    for e, size in enumerate(sizes):
+        rows = slice(row, row + size)
+        row += size
+        if trans_a:
+            product, target = a[rows].to(wide).t() @ b[rows].to(wide), out[e]
+        else:
+            weight = b[e].to(wide)
+            product, target = a[rows].to(wide) @ (weight.t() if trans_b else weight), out[rows]
+        target.copy_(product + target if accumulate else product)
+
+
+# ------------------------------------------------------------------------------------------------------------- activation
+
+
+def _silu(x, slope):
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s)) if slope else x * s
+
+
+def _gelu_tanh(x, slope):
+    c, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(c * (x + cubic * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * cubic * x * x) if slope else 0.5 * x * (1 + t)
+
+
+def _gelu(x, slope):
+    cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi) if slope else x * cdf
+
+
+def _relu(x, slope):
+    return (x > 0).to(x.dtype) if slope else torch.relu(x)
+
+
+def _relu_squared(x, slope):
+    return 2 * torch.relu(x) if slope else torch.relu(x).square()
+
+
+def _identity(x, slope):
+    return torch.ones_like(x) if slope else x
+
+
+# The activations that have kernels, in the order of csrc/activation.cu. Called with (x, slope): the value, or its slope.
+ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu_squared": _relu_squared,
+               "identity": _identity}
+
+
+def _row_chunks(h_PF: torch.Tensor):
+    step = max(1, _CHUNK_ELEMENTS // max(1, h_PF.size(1)))
+    return [slice(first, first + step) for first in range(0, h_PF.size(0), step)]
+
+
+def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """act(h), times g where there is one, rounded once."""
+    wide, out_PF = accumulate_dtype(h_PF.dtype), torch.empty_like(h_PF)
+    for rows in _row_chunks(h_PF):
+        value = ACTIVATIONS[activation](h_PF[rows].to(wide), False)
+        out_PF[rows] = value if g_PF is None else value * g_PF[rows].to(wide)
+    return out_PF
+
+
+def activate_backward(
+    h_PF: torch.Tensor, g_PF: torch.Tensor | None, grad_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
+    weights_TK: torch.Tensor | None, activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation.cu.
+
+    grad_PF is the gradient of the output before the router weight. Returns (weight * a [P,F], dh [P,F], dg [P,F] or empty,
+    grad_weights [T,K] or empty); rows without a slot are zero.
+    """
+    wide = accumulate_dtype(h_PF.dtype)
+    a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
+    dg_PF = torch.empty_like(h_PF) if g_PF is not None else h_PF.new_empty(0)
+    dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
+    function = ACTIVATIONS[activation]
+    for rows in _row_chunks(h_PF):
+        h, d = h_PF[rows].to(wide), grad_PF[rows].to(wide)
+        value, slope = function(h, False), function(h, True)
+        gate = 1 if g_PF is None else g_PF[rows].to(wide)
+        slot = slot_of_row_P[rows].long()
+        live = (slot >= 0).unsqueeze(1)
+        weight = 1
+        if weights_TK is not None:
+            weight = weights_TK.reshape(-1).index_select(0, slot.clamp(min=0)).unsqueeze(1).to(wide)
+            dot_P[rows] = (value * gate * d).sum(1)
+        a_PF[rows] = torch.where(live, weight * value * gate, 0).to(a_PF.dtype)
+        dh_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(a_PF.dtype)
+        if g_PF is not None:
+            dg_PF[rows] = torch.where(live, weight * d * value, 0).to(a_PF.dtype)
+    if weights_TK is None:
+        return a_PF, dh_PF, dg_PF, h_PF.new_empty(0)
+    # One spare slot takes what the rows without a slot computed.
+    spread = torch.zeros(weights_TK.numel() + 1, dtype=wide, device=h_PF.device)
+    spread[torch.where(slot_of_row_P >= 0, slot_of_row_P.long(), weights_TK.numel())] = dot_P
+    return a_PF, dh_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype)

@@ -1,0 +1,132 @@
+"""RoutingPlan: which row of the padded, expert-major matrix belongs to which token, on the device and without a host wait.
+
+Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P padded rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from gbmoe import reference
+from gbmoe._checks import require, require_tensor
+from gbmoe._library import define
+
+_NAME = "RoutingPlan.from_experts"
+_INT32_MAX = 2**31 - 1
+
+
+def _fake_routing_plan(experts, num_experts, align):
+    rows = reference.padded_rows(experts.numel(), num_experts, align)
+    sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (rows // align,))
+    return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+_routing_plan = define(
+    "routing_plan(Tensor experts, int num_experts, int align) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.routing_plan, fake=_fake_routing_plan,
+)
+
+
+@dataclass(eq=False)
+class RoutingPlan:
+    """Where each slot's row is. Built once a layer call; gather, products, scatter and their gradients all read it.
+
+    Slot t * K + j is token t's j-th choice. Rows are expert-major; inside an expert they follow slot order (the sort is
+    stable). Each expert's rows start at a multiple of `align` and are padded to one. All tensors are int32, on the device of
+    the ids:
+
+        row_of_slot_TK     row of each slot, -1 where the slot is dropped (its id names no expert)
+        slot_of_row_P      slot of each row, -1 where the row is padding
+        counts_E           rows of each expert, without padding
+        offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
+        expert_of_tile     expert of each run of `align` rows, -1 behind the last expert
+
+    P is a bound that holds for every routing, so that building the plan needs no host wait; `exact=True` waits once and cuts
+    the plan to the rows in use.
+
+    Example:
+        >>> plan = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+        >>> plan.slot_of_row_P.tolist()
+        [1, 0, 2, 3]
+    """
+
+    num_experts: int
+    align: int
+    row_of_slot_TK: torch.Tensor
+    slot_of_row_P: torch.Tensor
+    counts_E: torch.Tensor
+    offsets_E1: torch.Tensor
+    expert_of_tile: torch.Tensor
+    _host_sizes_E: torch.Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_experts(
+        cls, experts_TK: torch.Tensor, num_experts: int, *, align: int = 1, exact: bool = False, check: str = "auto"
+    ) -> "RoutingPlan":
+        """Build the plan from expert ids.
+
+        Args:
+            experts_TK: ids [T,K] (or [T], one slot a token), int32 or int64, any device. -1 drops a slot.
+            num_experts: E, at least 1.
+            align: each expert's rows are padded to a multiple of this, at least 1.
+            exact: cut P to the rows in use; waits for the device once.
+            check: what happens to ids outside [-1, E). "wait" reads them back and raises ValueError; "device" raises a
+                device-side assertion without a wait; "none" drops their slots. "auto" is "wait" on the CPU, where nothing
+                has to be waited for, and "device" elsewhere. Whatever is chosen, no row out of bounds is ever touched.
+        """
+        require_tensor(experts_TK, _NAME, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
+        require(isinstance(num_experts, int) and num_experts >= 1, _NAME, "num_experts", "an int of at least 1", num_experts)
+        require(isinstance(align, int) and align >= 1, _NAME, "align", "an int of at least 1", align)
+        require(check in ("auto", "wait", "device", "none"), _NAME, "check", "auto, wait, device or none", repr(check))
+        if experts_TK.dim() == 1:
+            experts_TK = experts_TK.unsqueeze(1)
+        rows = reference.padded_rows(experts_TK.numel(), num_experts, align)
+        require(rows <= _INT32_MAX, _NAME, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
+        if check == "auto":
+            check = "wait" if experts_TK.device.type == "cpu" else "device"
+        if check != "none" and experts_TK.numel() > 0 and experts_TK.device.type != "meta":
+            _check_ids(experts_TK, num_experts, wait=check == "wait")
+        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align))
+        return plan.exact() if exact else plan
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row_of_slot_TK.size(0)
+
+    @property
+    def top_k(self) -> int:
+        return self.row_of_slot_TK.size(1)
+
+    @property
+    def num_rows(self) -> int:
+        """P: rows of the padded matrix."""
+        return self.slot_of_row_P.size(0)
+
+    @property
+    def padded_counts_E(self) -> torch.Tensor:
+        """Rows of each expert with its padding, int32 [E], on the device."""
+        return self.offsets_E1.diff()
+
+    def host_sizes(self) -> torch.Tensor:
+        """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan."""
+        if self._host_sizes_E is None:
+            self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+        return self._host_sizes_E
+
+    def exact(self) -> "RoutingPlan":
+        """The same plan without the rows behind the last expert. Waits for the device, once a plan."""
+        rows = int(self.host_sizes().sum())
+        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], expert_of_tile=self.expert_of_tile[: rows // self.align])
+
+
+def _check_ids(experts_TK: torch.Tensor, num_experts: int, wait: bool) -> None:
+    low, high = experts_TK.aminmax()
+    if wait:
+        low, high = int(low), int(high)
+        require(low >= -1 and high < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
+                f"ids from {low} to {high}")
+    else:
+        torch._assert_async((low >= -1) & (high < num_experts),
+                            f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")

@@ -1,0 +1,66 @@
+"""Build gbmoe; everything declarative is in pyproject.toml.
+
+The CUDA extension is compiled here when torch is importable during the build (`pip install . --no-build-isolation`), is a
+CUDA build and nvcc is found; otherwise the package is pure Python and compiles csrc/ once, at the first use of a CUDA
+tensor (gbmoe/extension.py). GBMOE_REQUIRE_EXTENSION=1 makes a build without the extension fail.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools < 70.1 leaves it to the wheel package
+    from wheel.bdist_wheel import bdist_wheel
+
+ROOT = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("gbmoe_compile", ROOT / "gbmoe" / "_compile.py")
+compiler = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = compiler  # dataclasses look their module up there
+_spec.loader.exec_module(compiler)
+
+
+def reason_for_no_extension():
+    """None where the extension is to be compiled during this build, else why it is not."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not importable during the build; csrc/ is compiled at the first use of a CUDA tensor"
+    return compiler.why_not(compiler.Nvcc.find(), compiler.Torch.imported())
+
+
+REASON = reason_for_no_extension()
+
+
+class BuildPy(build_py):
+    def run(self):
+        super().run()
+        if REASON is None:
+            target = Path(self.build_lib) / "gbmoe" / "_C.so"
+            if self.editable_mode:
+                target = ROOT / "gbmoe" / "_C.so"
+            compiled = compiler.build(ROOT / "csrc", target)
+            print(f"gbmoe: compiled the CUDA extension for {', '.join(compiled)}")
+        elif os.environ.get("GBMOE_REQUIRE_EXTENSION") == "1":
+            raise SystemExit(f"gbmoe: GBMOE_REQUIRE_EXTENSION=1, but the CUDA extension cannot be built: {REASON}")
+        else:
+            print(f"gbmoe: no CUDA extension in this build: {REASON}")
+
+
+class BinaryIfCompiled(Distribution):
+    def has_ext_modules(self):
+        return REASON is None
+
+
+class WheelForEveryPython(bdist_wheel):
+    """The extension has no Python API: tag the wheel py3-none-<platform>, not with this interpreter."""
+
+    def get_tag(self):
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if REASON is None else (python, abi, platform)
+
+
+setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython})
