@@ -1,0 +1,134 @@
+"""Shapes and inputs, defined once for the tests, `verify` and `bench`.
+
+Values are drawn so that bfloat16, float16, float32 and float64 all hold them exactly (multiples of 1/64 below 2): one
+float64 reference then serves every dtype, and an error against it is the operator's, not the inputs' rounding.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows, N columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MoeCase:
+    """One layer: T tokens, hidden H, ffn F, E experts, top-K."""
+
+    name: str
+    tokens: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    mlp_type: str = "mlp"
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+    def forward_flops(self) -> int:
+        """Multiplications and additions of the experts' products, forward; backward takes twice that."""
+        return 2 * self.slots * self.hidden * self.ffn * (3 if self.mlp_type == "glu" else 2)
+
+
+def _nyu(sequences: int, length: int, hidden: int, experts: int, top_k: int) -> MoeCase:
+    name = f"nyu-{sequences}x{length}x{hidden}-e{experts}k{top_k}"
+    return MoeCase(name, sequences * length, hidden, 2 * hidden, experts, top_k)
+
+
+# The article's cases, (num_sequences, sequence_length, hidden, experts, top_k), ffn = 2 * hidden, a plain MLP.
+NYU_CASES = tuple(_nyu(*case) for case in (
+    *((16, 1024, 512, e, 1) for e in (1, 2, 4, 8)),
+    *((8, 2048, 512, e, 1) for e in (1, 2, 4)),
+    *((16, 1024, 512, e, k) for e, k in ((2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8))),
+    (32, 1024, 512, 8, 8),
+    (64, 1024, 512, 8, 8),
+    (64, 1024, 8192, 8, 8),
+    (32, 512, 512, 8, 4),     # on which MegaBlocks' Triton kernels failed
+    (64, 1024, 4224, 8, 3),   # the largest before 16 GB ran out
+))
+# The uneven split that ran faster than the even one at (64, 1024, 512, 8, 8).
+NYU_UNEVEN_SPLIT = (130759, 78925, 35368, 90425, 1433, 120455, 64589, 2134)
+
+# The layers that the peers are measured on (GLU).
+LAYER_CASES = (
+    MoeCase("mixtral", 8192, 4096, 14336, 8, 2, "glu"),
+    MoeCase("olmoe", 16384, 2048, 1024, 64, 8, "glu"),
+    MoeCase("qwen3", 16384, 2048, 768, 128, 8, "glu"),
+    MoeCase("fine", 24576, 1536, 256, 128, 8, "glu"),
+    MoeCase("wide", 32768, 4096, 1024, 128, 8, "glu"),
+)
+
+# Small layers for the command line's smoke suite and for a CPU.
+SMOKE_CASES = (
+    MoeCase("tiny-mlp", 256, 64, 128, 4, 2),
+    MoeCase("tiny-glu", 256, 64, 128, 8, 2, "glu"),
+    MoeCase("small-glu", 1024, 128, 256, 16, 4, "glu"),
+)
+
+
+def scaled_down(case: MoeCase) -> MoeCase:
+    """The case at a size for a CPU: the same experts and top-k, few tokens, a narrow layer."""
+    hidden = min(case.hidden, 48)
+    return MoeCase(f"{case.name}-small", max(16, case.tokens // 256), hidden, 2 * hidden, case.experts, case.top_k, case.mlp_type)
+
+
+# Rows of each group: the shapes that a grouped product gets wrong first.
+GROUP_SIZES = {
+    "equal": (16, 16, 16, 16),
+    "uneven": (37, 5, 64, 22),
+    "one-row": (1, 1, 1),
+    "empty-first": (0, 24, 8),
+    "empty-middle": (24, 0, 0, 9),
+    "empty-last": (24, 9, 0),
+    "everything-in-one": (0, 0, 96, 0),
+    "single-group": (40,),
+    "all-empty": (0, 0, 0),
+}
+
+
+def generator(device: torch.device | str, seed: int) -> torch.Generator:
+    """A seeded generator on `device`."""
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def exact_values(*shape: int, dtype: torch.dtype, device: torch.device | str, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Bell-shaped values that every floating dtype holds exactly: integers in [-127, 127] over 64, times a power of two."""
+    values = torch.randn(*shape, generator=generator(device, seed), device=device, dtype=torch.float32)
+    return values.mul_(40).round_().clamp_(-127, 127).mul_(scale / 64).to(dtype)
+
+
+def fan_in_scale(inner: int) -> float:
+    """The power of two next below 1 / sqrt(inner): keeps products of `inner` terms near 1 without leaving exact values."""
+    return 2.0 ** -((inner.bit_length()) // 2)
+
+
+def expert_ids(tokens: int, experts: int, top_k: int, *, device: torch.device | str, seed: int, skew: float = 0.0) -> torch.Tensor:
+    """Distinct experts for each token, int64 [T,K]: uniform, or with `skew` s in proportion to 1 / rank**s (Zipf)."""
+    weight_E = torch.arange(1, experts + 1, device=device, dtype=torch.float32).pow(-skew)
+    noise_TE = torch.rand(tokens, experts, generator=generator(device, seed), device=device).clamp_min_(1e-20)
+    # Gumbel's trick: the top k of log-weights plus noise are k draws without replacement.
+    return torch.topk(weight_E.log() - (-noise_TE.log()).log(), top_k, dim=1).indices
+
+
+def poison(device: torch.device | str, mebibytes: int = 64) -> None:
+    """Fill memory with NaN and free it, so that the next allocations start from NaN instead of zeros.
+
+    Blocks of several sizes, because the allocator serves small and large requests from different pools.
+    """
+    wanted = mebibytes << 20
+    blocks = [torch.full((size // 4,), float("nan"), device=device) for size in (wanted, wanted // 4, 1 << 20, 1 << 16, 1 << 12, 512)
+              for _ in range(4)]
+    del blocks
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """||result - reference|| / ||reference||, in float64; infinite where either holds NaN or the shapes differ."""
+    if result.shape != reference.shape:
+        return float("inf")
+    difference = (result.double() - reference.double()).norm()
+    error = float(difference / reference.double().norm()) if float(difference) else 0.0
+    return error if error == error else float("inf")
