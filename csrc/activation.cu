@@ -5,7 +5,8 @@
 //              router weight:  a' = w * a (the left operand of w2's gradient),  dh = w * d * act'(h) [* g],
 //              dg = w * d * act(h),  dw = <a, d>.   Recomputing a here is what lets backward save h and g only, and
 //              taking dw from it is what lets the layer drop the experts' output y.
-// Padding rows (slot -1) get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak.
+// dh takes the place of d, in the same memory: at [P,F] these are the largest tensors of a layer. Padding rows (slot -1)
+// get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak.
 
 #include "common.cuh"
 #include "ops.h"
@@ -65,15 +66,15 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(
 // One block a row: the row's dot product is reduced inside it, in a fixed order.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
-    const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, const Vector<T, N>* grad_PF, const int* slot_of_row, Scalars weights,
-    Vector<T, N>* a_PF, Vector<T, N>* dh_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int vectors, int activation) {
+    const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
+    Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int vectors, int activation) {
   using A = accumulate_t<T>;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * vectors;
   const int slot = slot_of_row[blockIdx.x];
   if (slot < 0) {
     for (int v = threadIdx.x; v < vectors; v += kThreads) {
       a_PF[first + v] = Vector<T, N>{};
-      dh_PF[first + v] = Vector<T, N>{};
+      d_PF[first + v] = Vector<T, N>{};
       if (g_PF) dg_PF[first + v] = Vector<T, N>{};
     }
     return;
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   const A weight = weights.data ? weights.read(slot) : 1.0;
   A dot = 0;
   for (int v = threadIdx.x; v < vectors; v += kThreads) {
-    const Vector<T, N> hv = h_PF[first + v], dv = grad_PF[first + v];
+    const Vector<T, N> hv = h_PF[first + v], dv = d_PF[first + v];
     Vector<T, N> gv{}, a, dh, dg;
     if (g_PF) gv = g_PF[first + v];
 #pragma unroll
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
       dg.element[i] = narrow<T>(weight * d * act.value);
     }
     a_PF[first + v] = a;
-    dh_PF[first + v] = dh;
+    d_PF[first + v] = dh;
     if (g_PF) dg_PF[first + v] = dg;
   }
   if (!grad_weights.data) return;
@@ -141,30 +142,30 @@ Tensor activate(Tensor h, std::optional<Tensor> g, int64_t activation) {
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> activate_backward(
-    Tensor h, std::optional<Tensor> g, Tensor grad, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation) {
+std::tuple<Tensor, Tensor, Tensor> activate_backward(
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
-  Tensor a = torch::stable::empty_like(h), dh = torch::stable::empty_like(h);
+  Tensor a = torch::stable::empty_like(h);
   Tensor dg = g ? torch::stable::empty_like(h) : torch::stable::new_empty(h, {0});
   // Dropped slots own no row and keep the zero.
   Tensor dw = weights ? torch::stable::new_zeros(*weights, {weights->size(0), weights->size(1)})
                       : torch::stable::new_empty(h, {0});
-  if (h.numel() == 0) return {a, dh, dg, dw};
+  if (h.numel() == 0) return {a, dg, dw};
   const Tensor* gate = g ? &*g : nullptr;
   const Scalars grad_weights = weights ? scalars(dw) : Scalars{nullptr, ScalarType::Float};
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
       activate_backward_kernel<T, N><<<static_cast<unsigned>(h.size(0)), kThreads, 0, current_stream(h)>>>(
-          vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&grad),
-          static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a), vectors_of<T, N>(&dh),
+          vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&d),
+          static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a),
           vectors_of<T, N>(gate ? &dg : nullptr), grad_weights, static_cast<int>(h.size(1) / N), static_cast<int>(activation));
     };
-    if (vectors_fit<T>(h.size(1), {&h, gate, &grad, &a, &dh})) launch(std::integral_constant<int, kVectorLength<T>>());
+    if (vectors_fit<T>(h.size(1), {&h, gate, &d, &a})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return {a, dh, dg, dw};
+  return {a, dg, dw};
 }
 
 }  // namespace gbmoe

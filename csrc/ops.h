@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> padded_scatter_backward(
 
 // activation.cu
 Tensor activate(Tensor h, std::optional<Tensor> g, int64_t activation);
-std::tuple<Tensor, Tensor, Tensor, Tensor> activate_backward(
-    Tensor h, std::optional<Tensor> g, Tensor grad, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation);
+std::tuple<Tensor, Tensor, Tensor> activate_backward(
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation);
 
 }  // namespace gbmoe

@@ -15,8 +15,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? weights)"
         " -> (Tensor, Tensor)");
   m.def("activate(Tensor h, Tensor? g, int activation) -> Tensor");
-  m.def("activate_backward(Tensor h, Tensor? g, Tensor grad, Tensor slot_of_row, Tensor? weights, int activation)"
-        " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation)"
+        " -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {

@@ -114,14 +114,16 @@ def expert_ids(tokens: int, experts: int, top_k: int, *, device: torch.device | 
     return torch.topk(weight_E.log() - (-noise_TE.log()).log(), top_k, dim=1).indices
 
 
-def poison(device: torch.device | str, mebibytes: int = 64) -> None:
+def poison(device: torch.device | str) -> None:
     """Fill memory with NaN and free it, so that the next allocations start from NaN instead of zeros.
 
-    Blocks of several sizes, because the allocator serves small and large requests from different pools.
+    Blocks of several sizes, because allocators serve small and large requests from different pools. The CPU's serves large
+    ones with fresh zeros from the system whatever was freed before, so there only small ones are worth filling.
     """
-    wanted = mebibytes << 20
-    blocks = [torch.full((size // 4,), float("nan"), device=device) for size in (wanted, wanted // 4, 1 << 20, 1 << 16, 1 << 12, 512)
-              for _ in range(4)]
+    sizes = [512, 1 << 12, 1 << 16, 1 << 18]
+    if torch.device(device).type != "cpu":
+        sizes += [1 << 20, 1 << 24, 1 << 26]
+    blocks = [torch.full((size // 4,), float("nan"), device=device) for size in sizes for _ in range(4)]
     del blocks
 
 

@@ -193,21 +193,21 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
 
 
 def activate_backward(
-    h_PF: torch.Tensor, g_PF: torch.Tensor | None, grad_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
+    h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
     weights_TK: torch.Tensor | None, activation: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation.cu.
 
-    grad_PF is the gradient of the output before the router weight. Returns (weight * a [P,F], dh [P,F], dg [P,F] or empty,
-    grad_weights [T,K] or empty); rows without a slot are zero.
+    d_PF is the gradient of the activation before the router weight, and is overwritten with dh. Returns (weight * a [P,F],
+    dg [P,F] or empty, grad_weights [T,K] or empty); rows without a slot are zero.
     """
     wide = accumulate_dtype(h_PF.dtype)
-    a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
+    a_PF = torch.empty_like(h_PF)
     dg_PF = torch.empty_like(h_PF) if g_PF is not None else h_PF.new_empty(0)
     dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
     function = ACTIVATIONS[activation]
     for rows in _row_chunks(h_PF):
-        h, d = h_PF[rows].to(wide), grad_PF[rows].to(wide)
+        h, d = h_PF[rows].to(wide), d_PF[rows].to(wide)
         value, slope = function(h, False), function(h, True)
         gate = 1 if g_PF is None else g_PF[rows].to(wide)
         slot = slot_of_row_P[rows].long()
@@ -216,13 +216,13 @@ def activate_backward(
         if weights_TK is not None:
             weight = weights_TK.reshape(-1).index_select(0, slot.clamp(min=0)).unsqueeze(1).to(wide)
             dot_P[rows] = (value * gate * d).sum(1)
-        a_PF[rows] = torch.where(live, weight * value * gate, 0).to(a_PF.dtype)
-        dh_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(a_PF.dtype)
+        a_PF[rows] = torch.where(live, weight * value * gate, 0).to(h_PF.dtype)
         if g_PF is not None:
-            dg_PF[rows] = torch.where(live, weight * d * value, 0).to(a_PF.dtype)
+            dg_PF[rows] = torch.where(live, weight * d * value, 0).to(h_PF.dtype)
+        d_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(h_PF.dtype)  # last: d may be a view of it
     if weights_TK is None:
-        return a_PF, dh_PF, dg_PF, h_PF.new_empty(0)
+        return a_PF, dg_PF, h_PF.new_empty(0)
     # One spare slot takes what the rows without a slot computed.
     spread = torch.zeros(weights_TK.numel() + 1, dtype=wide, device=h_PF.device)
     spread[torch.where(slot_of_row_P >= 0, slot_of_row_P.long(), weights_TK.numel())] = dot_P
-    return a_PF, dh_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype)
+    return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype)

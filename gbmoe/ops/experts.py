@@ -124,12 +124,13 @@ def _activate(h_PF, g_PF, activation):
     return reference.activate(h_PF, g_PF, activation)
 
 
-def _activate_backward(h_PF, g_PF, grad_PF, slot_of_row_P, weights_TK, activation):
+def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
+    # Writes dh over d.
     if h_PF.device.type == "cuda" and extension.loaded():
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        return torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, grad_PF, slot_of_row_P, weights_TK,
+        return torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK,
                                                       _ACTIVATION_INDEX[activation])
-    return reference.activate_backward(h_PF, g_PF, grad_PF, slot_of_row_P, weights_TK, activation)
+    return reference.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
 
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
@@ -158,9 +159,8 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
     empty = grad.new_empty(0)
     dx, dw1, dw2, dv1 = empty, empty, empty, empty
     dz_PH = gather(grad, row_of_slot, slot_of_row)
-    d_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
-    a_PF, dh_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, d_PF, slot_of_row, weights, activation)
-    del d_PF
+    dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
+    a_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, dh_PF, slot_of_row, weights, activation)
     if need_w2:
         dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
     del a_PF, dz_PH

@@ -1,0 +1,275 @@
+"""gmm: every engine, layout, dtype and group shape against float64, forward and both gradients."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gbmoe
+from gbmoe import cases, engines
+from gbmoe.engines.base import Problem
+from gbmoe.ops.gmm import product
+from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+
+LAYOUTS = {"a@b": (False, False), "a@b.T": (False, True), "a.T@b": (True, False)}
+
+
+def operands(sizes, layout, dtype, device, inner=32, columns=24):
+    trans_a, trans_b = LAYOUTS[layout]
+    rows = sum(sizes)
+    shape = (rows, columns) if trans_a else (len(sizes), columns, inner) if trans_b else (len(sizes), inner, columns)
+    a = cases.exact_values(rows, inner, dtype=dtype, device=device, seed=1)
+    b = cases.exact_values(*shape, dtype=dtype, device=device, seed=2)
+    return a, b, torch.tensor(sizes)
+
+
+def per_group(a, b, sizes, trans_a, trans_b):
+    """The obvious PyTorch: one product a group, whatever the dtype."""
+    parts = a.split(sizes)
+    if trans_a:
+        return torch.stack([x.t() @ y for x, y in zip(parts, b.split(sizes))])
+    return torch.cat([x @ (w.t() if trans_b else w) for x, w in zip(parts, b)])
+
+
+def skip_if_refused(engine, a, b, sizes, trans_a, trans_b):
+    """Skip where the engine says that it does not take these operands, in its words."""
+    reason = engines.ENGINES[engine].refuses(Problem.of(a, b, len(sizes), trans_a, trans_b))
+    if reason is not None:
+        pytest.skip(f"{engine}: {reason}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("sizes", cases.GROUP_SIZES.values(), ids=cases.GROUP_SIZES)
+def test_forward_and_gradients(engine_on, layout, dtype, sizes):
+    engine, device = engine_on
+    trans_a, trans_b = LAYOUTS[layout]
+    a, b, batch_sizes = operands(sizes, layout, dtype, device)
+    skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+    a.requires_grad_()
+    b.requires_grad_()
+    out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    grad = cases.exact_values(*out.shape, dtype=dtype, device=device, seed=3)
+    cases.poison(device)
+    results = (out, *torch.autograd.grad(out, (a, b), grad))
+
+    def expected(a, b, grad):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        out = per_group(a, b, sizes, trans_a, trans_b)
+        return (out, *torch.autograd.grad(out, (a, b), grad))
+
+    reference = expected(a.double(), b.double(), grad.double())
+    # On a CPU a half-precision product may itself be kept in half precision; the bar is the float32 one, rounded once.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    baseline = [t.to(dtype) for t in expected(a.to(wide), b.to(wide), grad.to(wide))]
+    for what, result, base, ref in zip(("out", "grad_a", "grad_b"), results, baseline, reference):
+        assert_as_accurate_as(result.detach(), base.detach(), ref.detach(), what)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_nyu_prototype_grouped_kernel_wrong_for_unequal_sizes(engine_on, dtype):
+    """The prototype placed group i at i * m * k, which holds only where every group has the same rows.
+
+    Variable m is the forward product and the input's gradient, variable k the weight's. The same operands in equal groups
+    must be right too, and the two splits must differ, or the test would prove nothing.
+    """
+    engine, device = engine_on
+    for layout, (trans_a, trans_b) in LAYOUTS.items():
+        results = {}
+        for sizes in ((64, 64, 64, 64), (5, 120, 1, 130)):
+            a, b, batch_sizes = operands(sizes, layout, dtype, device, inner=64, columns=40)
+            skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+            out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+            reference = per_group(a.double(), b.double(), list(sizes), trans_a, trans_b)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            baseline = per_group(a.to(wide), b.to(wide), list(sizes), trans_a, trans_b).to(dtype)
+            assert_as_accurate_as(out, baseline, reference, f"{layout} {sizes}")
+            results[sizes] = out
+        assert not torch.equal(*results.values())
+
+
+def test_gradient_of_an_empty_groups_weight_is_exactly_zero(engine_on):
+    """pytorch #172439, #193633: on memory full of NaN the gradient of a group without rows was left as it was."""
+    engine, device = engine_on
+    sizes = (0, 48, 0, 0, 80, 0)
+    a, b, batch_sizes = operands(sizes, "a@b", torch.bfloat16, device)
+    skip_if_refused(engine, a, b, sizes, False, False)
+    b.requires_grad_()
+    for _ in range(3):
+        out = gbmoe.gmm(a, b, batch_sizes, engine=engine)
+        grad_out = torch.ones_like(out)
+        cases.poison(device)
+        grad, = torch.autograd.grad(out, b, grad_out)
+        for e, size in enumerate(sizes):
+            assert bool((grad[e] == 0).all()) == (size == 0), f"expert {e} of {size} rows"
+
+
+@pytest.mark.parametrize("sizes_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("sizes_device", ["cpu", "same"])
+def test_batch_sizes_of_any_kind(device, sizes_dtype, sizes_device):
+    sizes = cases.GROUP_SIZES["uneven"]
+    a, b, batch_sizes = operands(sizes, "a@b", torch.float32, device)
+    batch_sizes = batch_sizes.to(device if sizes_device == "same" else "cpu", sizes_dtype)
+    expected = gbmoe.gmm(a, b, torch.tensor(sizes))
+    assert torch.equal(gbmoe.gmm(a, b, batch_sizes), expected)
+    assert torch.equal(gbmoe.gmm(a, b, batch_sizes.to(device), engine="reference"),
+                       gbmoe.gmm(a, b, torch.tensor(sizes), engine="reference"))
+
+
+def test_non_contiguous_inputs(engine_on):
+    engine, device = engine_on
+    sizes = cases.GROUP_SIZES["uneven"]
+    for layout, (trans_a, trans_b) in LAYOUTS.items():
+        a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, device)
+        skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+        expected = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+        strided_a = a.t().contiguous().t()
+        strided_b = b.transpose(-1, -2).contiguous().transpose(-1, -2)
+        padded = torch.full((*b.shape[:-1], b.size(-1) + 3), float("nan"), dtype=b.dtype, device=device)
+        padded[..., : b.size(-1)] = b
+        reference = per_group(a.double(), b.double(), list(sizes), trans_a, trans_b)
+        for b_view in (strided_b, padded[..., : b.size(-1)]):
+            got = gbmoe.gmm(strided_a, b_view, batch_sizes, trans_a, trans_b, engine=engine)
+            assert_as_accurate_as(got, expected, reference, layout)
+    # An expanded gradient has strides of 0.
+    a, b, batch_sizes = operands(sizes, "a@b", torch.float32, device)
+    a.requires_grad_()
+    gbmoe.gmm(a, b, batch_sizes).sum().backward()
+    torch.testing.assert_close(a.grad, per_group(torch.ones(len(a), b.size(2), device=device), b, list(sizes), False, True))
+
+
+@pytest.mark.parametrize("inner, columns", [(0, 8), (8, 0), (0, 0), (1, 1), (3, 5)])
+def test_degenerate_and_odd_shapes(device, inner, columns):
+    sizes = (2, 0, 3)
+    for engine in engines.ENGINES:
+        for layout, (trans_a, trans_b) in LAYOUTS.items():
+            a, b, batch_sizes = operands(sizes, layout, torch.float32, device, inner, columns)
+            chosen = engines.ENGINES[engine]
+            if chosen.unavailable(device) or chosen.refuses(Problem.of(a, b, 3, trans_a, trans_b)):
+                continue
+            cases.poison(device)
+            out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+            torch.testing.assert_close(out, per_group(a, b, list(sizes), trans_a, trans_b))
+
+
+def test_rows_behind_the_last_group_are_not_touched(device):
+    a, b, _ = operands((6, 4), "a@b", torch.float32, device)
+    for name, engine in engines.ENGINES.items():
+        if engine.unavailable(device) or engine.refuses(Problem.of(a, b, 2, False, False)):
+            continue
+        out = torch.full((10, b.size(2)), 7.0, device=device)
+        product(a, b, torch.tensor([3, 4]), engine=name, out=out)
+        assert bool((out[7:] == 7).all()) and not bool((out[:7] == 7).any())
+
+
+def test_tf32_is_off_unless_torch_allows_it(device):
+    """Float32 products keep float32's accuracy; with allow_tf32 a GPU may, and cuBLAS does, round the operands."""
+    a = torch.randn(256, 512, device=device)
+    b = torch.randn(2, 512, 256, device=device)
+    reference = per_group(a.double(), b.double(), [100, 156], False, False)
+    errors = {}
+    for allowed in (False, True):
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        try:
+            for engine in ("cublas_loop", "cublas_grouped") if device.type == "cuda" else ("reference",):
+                if engines.ENGINES[engine].unavailable(device):
+                    pytest.skip(engines.ENGINES[engine].unavailable(device))
+                out = gbmoe.gmm(a, b, torch.tensor([100, 156]), engine=engine)
+                errors[engine, allowed] = cases.relative_error(out, reference)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+    assert all(error < 2e-6 for (_, allowed), error in errors.items() if not allowed), errors
+    if device.type == "cuda":
+        assert all(1e-5 < error < 2e-3 for (_, allowed), error in errors.items() if allowed), errors
+
+
+def test_autocast_casts_the_operands(device):
+    a = torch.randn(8, 16, device=device, requires_grad=True)
+    b = torch.randn(2, 16, 8, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = gbmoe.gmm(a, b.half(), torch.tensor([3, 5]))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert a.grad.dtype == b.grad.dtype == torch.float32
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert gbmoe.gmm(a.double(), b.double(), torch.tensor([3, 5])).dtype == torch.float64
+
+
+def test_opcheck(device):
+    a, b, batch_sizes = operands((3, 0, 5), "a@b", torch.float32, device)
+    torch.library.opcheck(torch.ops.gbmoe.gmm.default,
+                          (a.requires_grad_(), b.requires_grad_(), batch_sizes, False, False, "reference"))
+
+
+def test_two_runs_and_two_processes_give_the_same_bits(device):
+    program = f"""
+import hashlib, torch, gbmoe
+from gbmoe import cases
+a = cases.exact_values(300, 128, dtype=torch.bfloat16, device="{device.type}", seed=1)
+b = cases.exact_values(4, 128, 96, dtype=torch.bfloat16, device="{device.type}", seed=2).requires_grad_()
+out = gbmoe.gmm(a, b, torch.tensor([7, 200, 0, 93]))
+grad, = torch.autograd.grad(out, b, out.detach())
+print(hashlib.sha256(torch.cat([out.flatten(), grad.flatten()]).detach().cpu().view(torch.int16).numpy().tobytes()).hexdigest())
+"""
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ})
+            for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
+GOOD = dict(a=torch.zeros(4, 3), b=torch.zeros(2, 3, 5), batch_sizes=torch.tensor([1, 3]))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(a=[1]), "a: expected a torch.Tensor, got list"),
+    (dict(a=torch.zeros(4, 3, 1)), "a: expected 2 dimensions, got \\[4, 3, 1\\]"),
+    (dict(a=torch.zeros(4, 3, dtype=torch.int32)), "a: expected dtype bfloat16, float16, float32, float64, got torch.int32"),
+    (dict(b=torch.zeros(3, 5)), "b: expected 3 dimensions, got \\[3, 5\\]"),
+    (dict(b=torch.zeros(2, 3, 5, dtype=torch.float64)), "b: expected the dtype of a, torch.float32, got torch.float64"),
+    (dict(b=torch.zeros(2, 4, 5)), "b: expected b.size\\(1\\) == a.size\\(1\\) == 3, got 4"),
+    (dict(b=torch.zeros(2, 3, 5), trans_b=True), "b: expected b.size\\(2\\) == a.size\\(1\\) == 3, got 5"),
+    (dict(b=torch.zeros(2, 3, 5, device="meta")), "b: expected device cpu, got meta"),
+    (dict(batch_sizes=[1, 3]), "batch_sizes: expected a torch.Tensor, got list"),
+    (dict(batch_sizes=torch.tensor([1.0, 3.0])), "batch_sizes: expected dtype int32, int64, got torch.float32"),
+    (dict(batch_sizes=torch.tensor([[1, 3]])), "batch_sizes: expected 1 dimensions, got \\[1, 2\\]"),
+    (dict(batch_sizes=torch.tensor([4])), "batch_sizes: expected b.size\\(0\\) == 2 entries, got 1"),
+    (dict(batch_sizes=torch.tensor([1, 2])), "batch_sizes: expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 3"),
+    (dict(batch_sizes=torch.tensor([-1, 5])), "batch_sizes: expected no negative entry, got -1"),
+    (dict(trans_a=True, trans_b=True, b=torch.zeros(4, 5)), "trans_a, trans_b: expected at most one of them, got both"),
+    (dict(trans_a=True, b=torch.zeros(5, 5)), "b: expected b.size\\(0\\) == a.size\\(0\\) == 4, got 5"),
+    (dict(engine="cutlass"), "engine: expected one of auto, cublas_loop, cublas_grouped, torch, reference, got 'cutlass'"),
+    (dict(engine="cublas_loop"), "engine 'cublas_loop' cannot serve this product: runs on CUDA devices only, not on cpu"),
+])
+def test_bad_arguments(change, words):
+    with pytest.raises((TypeError, ValueError), match="gmm: " + words):
+        gbmoe.gmm(**{**GOOD, **change})
+
+
+@pytest.mark.gpu
+def test_wrong_sizes_on_the_device():
+    a, b = torch.zeros(4, 8, device="cuda"), torch.zeros(2, 8, 8, device="cuda")
+    with pytest.raises(ValueError, match="expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 3"):
+        gbmoe.gmm(a, b, torch.tensor([1, 2], device="cuda"), engine="reference")
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+    """Offsets into a pass 2^31: with int32 offsets the last group would read and write somewhere else."""
+    rows, inner = (1 << 31) // 4096 + 4096, 4096
+    a = torch.zeros(rows, inner, dtype=torch.bfloat16, device="cuda")
+    a[-64:] = cases.exact_values(64, inner, dtype=torch.bfloat16, device="cuda", seed=1)
+    b = cases.exact_values(3, inner, 64, dtype=torch.bfloat16, device="cuda", seed=2)
+    sizes = torch.tensor([rows - 100, 36, 64])
+    for engine in engines.ENGINES:
+        problem = Problem.of(a, b, 3, False, False)
+        if engines.ENGINES[engine].unavailable(a.device) or engines.ENGINES[engine].refuses(problem):
+            continue
+        out = gbmoe.gmm(a, b, sizes, engine=engine)
+        reference = a[-64:].double() @ b[2].double()
+        assert_as_accurate_as(out[-64:], a[-64:] @ b[2], reference, engine)
+        assert bool((out[:-64] == 0).all())
+        weight_grad = gbmoe.gmm(a, out, sizes, trans_a=True, engine=engine)
+        assert bool((weight_grad[:2] == 0).all())
+        assert_as_accurate_as(weight_grad[2], a[-64:].t() @ out[-64:], a[-64:].double().t() @ out[-64:].double(), engine)

@@ -1,0 +1,132 @@
+"""RoutingPlan: the order, the padding, the bound, and what happens to ids that name no expert."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gbmoe import RoutingPlan, cases
+
+
+def check_invariants(plan, experts_TK):
+    """Every statement of RoutingPlan's docstring, against plain Python."""
+    ids = experts_TK.reshape(-1).tolist()
+    row_of_slot = plan.row_of_slot_TK.reshape(-1).tolist()
+    slot_of_row, offsets = plan.slot_of_row_P.tolist(), plan.offsets_E1.tolist()
+    by_expert = {e: [slot for slot, i in enumerate(ids) if i == e] for e in range(plan.num_experts)}
+    end = 0
+    for e, slots in by_expert.items():
+        assert offsets[e] == end and offsets[e] % plan.align == 0
+        assert plan.counts_E[e] == len(slots)
+        assert slot_of_row[end : end + len(slots)] == slots  # stable: ascending slots
+        padded = -(-len(slots) // plan.align) * plan.align
+        assert slot_of_row[end + len(slots) : end + padded] == [-1] * (padded - len(slots))
+        end += padded
+    assert offsets[-1] == end <= plan.num_rows and plan.num_rows % plan.align == 0
+    assert slot_of_row[end:] == [-1] * (plan.num_rows - end)
+    for slot, row in enumerate(row_of_slot):
+        assert (row == -1 and not 0 <= ids[slot] < plan.num_experts) or slot_of_row[row] == slot
+    for tile, e in enumerate(plan.expert_of_tile.tolist()):
+        first = tile * plan.align
+        assert (e == -1) if first >= end else offsets[e] <= first < offsets[e + 1]
+    assert all(t.dtype == torch.int32 for t in (plan.row_of_slot_TK, plan.slot_of_row_P, plan.counts_E, plan.offsets_E1,
+                                                plan.expert_of_tile))
+
+
+@pytest.mark.parametrize("tokens, experts, top_k", [(0, 4, 2), (1, 1, 1), (7, 3, 1), (64, 8, 2), (33, 128, 8), (300, 5, 5)])
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_plan_invariants(device, tokens, experts, top_k, align, dtype):
+    ids = cases.expert_ids(tokens, experts, top_k, device=device, seed=tokens, skew=1.0).to(dtype)
+    check_invariants(RoutingPlan.from_experts(ids, experts, align=align), ids)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_plan_invariants_on_any_ids(data):
+    experts, align = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 2, 5, 16]))
+    tokens, top_k = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 4))
+    flat = data.draw(st.lists(st.integers(-2, experts + 1), min_size=tokens * top_k, max_size=tokens * top_k))
+    ids = torch.tensor(flat, dtype=torch.int64).view(tokens, top_k)
+    check_invariants(RoutingPlan.from_experts(ids, experts, align=align, check="none"), ids)
+
+
+def test_one_expert_takes_everything(device):
+    ids = torch.full((50, 2), 3, device=device)
+    check_invariants(RoutingPlan.from_experts(ids, 5, align=16), ids)
+
+
+def test_dropped_slots_have_no_row(device):
+    ids = torch.tensor([[-1, 2], [0, -1], [-1, -1]], device=device)
+    plan = RoutingPlan.from_experts(ids, 3, align=4)
+    check_invariants(plan, ids)
+    assert (plan.row_of_slot_TK == -1).tolist() == [[True, False], [False, True], [True, True]]
+
+
+def test_exact_cuts_to_the_rows_in_use(device):
+    ids = cases.expert_ids(40, 6, 2, device=device, seed=0)
+    plan = RoutingPlan.from_experts(ids, 6, align=16, exact=True)
+    assert plan.num_rows == int(plan.padded_counts_E.sum()) == plan.expert_of_tile.numel() * 16
+    check_invariants(plan, ids)
+
+
+def test_one_dimensional_ids_are_one_slot_a_token():
+    plan = RoutingPlan.from_experts(torch.tensor([1, 0, 1]), 2)
+    assert plan.row_of_slot_TK.tolist() == [[1], [0], [2]]
+
+
+@pytest.mark.parametrize("bad, words", [
+    (dict(experts_TK=[[0, 1]], num_experts=2), "experts: expected a torch.Tensor, got list"),
+    (dict(experts_TK=torch.zeros(2, 2), num_experts=2), "experts: expected dtype int32, int64, got torch.float32"),
+    (dict(experts_TK=torch.zeros(2, 2, 2, dtype=torch.int64), num_experts=2), "experts: expected 1 or 2 dimensions, got \\[2, 2, 2\\]"),
+    (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=0), "num_experts: expected an int of at least 1, got 0"),
+    (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=2, align=0), "align: expected an int of at least 1, got 0"),
+    (dict(experts_TK=torch.tensor([[0, 2]]), num_experts=2), "experts: expected ids in \\[0, 2\\), or -1 to drop a slot, got ids from 0 to 2"),
+    (dict(experts_TK=torch.tensor([[-2, 1]]), num_experts=2), "got ids from -2 to 1"),
+    (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=2, check="maybe"), "check: expected auto, wait, device or none, got 'maybe'"),
+])
+def test_bad_arguments(bad, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        RoutingPlan.from_experts(**bad)
+
+
+@pytest.mark.gpu
+def test_ids_out_of_range_raise_on_the_gpu_where_asked_to_wait():
+    with pytest.raises(ValueError, match="got ids from 0 to 9"):
+        RoutingPlan.from_experts(torch.tensor([[0, 9]], device="cuda"), 4, check="wait")
+
+
+@pytest.mark.gpu
+def test_ids_out_of_range_assert_on_the_device_without_a_wait():
+    # A device-side assertion ends the CUDA context, so it gets a process of its own.
+    program = """
+import torch
+from gbmoe import RoutingPlan
+ids = torch.tensor([[0, 9]], device="cuda")
+torch.cuda.set_sync_debug_mode("error")
+RoutingPlan.from_experts(ids, 4)
+torch.cuda.set_sync_debug_mode("default")
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("caught", type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "caught" in done.stdout, done.stderr
+    assert "expected ids in [0, 4)" in done.stderr
+
+
+@pytest.mark.gpu
+def test_plan_is_built_without_a_host_wait():
+    ids = cases.expert_ids(512, 16, 4, device="cuda", seed=0)
+    RoutingPlan.from_experts(ids, 16, align=128)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = RoutingPlan.from_experts(ids, 16, align=128)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check_invariants(plan, ids)
