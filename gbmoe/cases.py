@@ -131,6 +131,6 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     """||result - reference|| / ||reference||, in float64; infinite where either holds NaN or the shapes differ."""
     if result.shape != reference.shape:
         return float("inf")
-    difference = (result.double() - reference.double()).norm()
-    error = float(difference / reference.double().norm()) if float(difference) else 0.0
+    difference = (result.detach().double() - reference.detach().double()).norm()
+    error = float(difference / reference.detach().double().norm()) if float(difference) else 0.0
     return error if error == error else float("inf")

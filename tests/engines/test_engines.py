@@ -1,0 +1,51 @@
+"""The table of engines: what is available where, what is refused, what "auto" takes."""
+
+import pytest
+import torch
+
+from gbmoe import engines
+from gbmoe.engines.base import Problem
+
+CPU = torch.device("cpu")
+
+
+def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, columns=64, variable_k=False):
+    return Problem(torch.device(device), dtype, rows, groups, inner, columns, variable_k)
+
+
+def test_every_engine_says_yes_or_why_not(device):
+    table = engines.availability(device)
+    assert list(table) == ["cublas_loop", "cublas_grouped", "torch", "reference"]
+    assert table["reference"] is None
+    for name, reason in table.items():
+        assert reason is None or len(reason) > 10, name
+    if device.type == "cpu":
+        assert all(reason == "runs on CUDA devices only, not on cpu" for name, reason in table.items() if name != "reference")
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(dtype=torch.float16), "takes bfloat16, not float16"),
+    (dict(inner=60), "multiples of 8, not 60 and 64"),
+    (dict(columns=63), "multiples of 8, not 64 and 63"),
+    (dict(rows=0), "takes no empty operands"),
+])
+def test_torchs_product_says_what_it_does_not_take(change, words):
+    assert words in engines.ENGINES["torch"].refuses(problem(**change))
+    assert engines.ENGINES["torch"].refuses(problem()) is None
+
+
+@pytest.mark.parametrize("variable_k", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows, groups, inner, columns", [(0, 4, 8, 8), (8, 4, 8, 8), (7, 3, 5, 9), (65536, 8, 4096, 4096), (8, 512, 64, 64)])
+def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, inner, columns, variable_k):
+    wanted = problem(device, dtype, rows, groups, inner, columns, variable_k)
+    chosen = engines.select("auto", wanted)
+    assert chosen.unavailable(wanted.device) is None and chosen.refuses(wanted) is None
+
+
+def test_a_forced_engine_serves_or_raises():
+    assert engines.select("reference", problem()).name == "reference"
+    with pytest.raises(ValueError, match="engine 'torch' cannot serve this product: runs on CUDA devices only"):
+        engines.select("torch", problem())
+    with pytest.raises(ValueError, match="engine: expected one of auto, .* got 'fast'"):
+        engines.select("fast", problem())

@@ -1,0 +1,69 @@
+"""Arguments: MegaBlocks' fields and defaults, and what is refused."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from gbmoe.layers import Arguments, from_megatron
+
+# Names and defaults of megablocks 0.10.0's Arguments, in its order; None where the default is no plain value.
+MEGABLOCKS = dict(
+    hidden_size=1024, ffn_hidden_size=4096, num_layers=1, bias=True, return_bias=True, moe_num_experts=1, moe_top_k=1,
+    moe_capacity_factor=1, moe_normalize_expert_weights=None, moe_loss_weight=0.1, moe_jitter_eps=None, moe_lbl_in_fp32=False,
+    moe_expert_model_parallelism=False, expert_parallel_group=None, pipeline_model_parallel_size=1,
+    num_layers_per_virtual_pipeline_stage=None, memory_optimized_mlp=False, mlp_type="mlp", fp16=True, bf16=False,
+    uniform_expert_assignment=False, shared_expert=False, fc_cls=torch.nn.Linear, fc_kwargs={}, remat_act_fn=True,
+    shared_expert_hidden_size=4096, shared_expert_weighted_sum=False, moe_zloss_weight=0, moe_zloss_in_fp32=False,
+)
+
+
+def test_defaults_are_megablocks():
+    args = Arguments()
+    assert {name: getattr(args, name) for name in MEGABLOCKS} == MEGABLOCKS
+    names = {field.name for field in dataclasses.fields(Arguments)}
+    assert names - set(MEGABLOCKS) == {"activation_fn", "mlp_impl", "device", "init_method", "output_layer_init_method", "engine"}
+    assert args.mlp_impl == "gbmoe"
+    assert args.activation_fn.func is torch.nn.functional.gelu and args.activation_fn.keywords == {"approximate": "tanh"}
+    weight = torch.empty(400, 400)
+    args.init_method(weight)
+    assert abs(float(weight.std()) - 0.02) < 1e-3 and abs(float(weight.mean())) < 1e-3
+
+
+def test_device_is_the_cpu_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Arguments().device == torch.device("cpu")
+
+
+@pytest.mark.gpu
+def test_device_is_the_current_cuda_device():
+    assert Arguments().device == torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.parametrize("fields, dtype", [
+    (dict(), torch.float16), (dict(bf16=True), torch.float16), (dict(fp16=False, bf16=True), torch.bfloat16),
+    (dict(fp16=False), torch.float32)])
+def test_dtype(fields, dtype):
+    assert Arguments(**fields).dtype == dtype
+
+
+@pytest.mark.parametrize("fields, words", [
+    (dict(moe_num_experts=4, moe_top_k=5), "moe_top_k: expected at most moe_num_experts == 4, got 5"),
+    (dict(mlp_impl="grouped"), "mlp_impl: expected one of gbmoe, bmm, reference, got 'grouped' \\(MegaBlocks' own"),
+    (dict(mlp_impl="fast"), "mlp_impl: expected one of gbmoe, bmm, reference, got 'fast'"),
+    (dict(mlp_type="moe"), "mlp_type: expected one of mlp, glu, got 'moe'"),
+    (dict(hidden_size=0), "hidden_size: expected an int of at least 1, got 0"),
+    (dict(ffn_hidden_size=2.5), "ffn_hidden_size: expected an int of at least 1, got 2.5"),
+    (dict(engine="warp"), "engine: expected one of auto, .*got 'warp'"),
+    (dict(activation_fn=None), "activation_fn: expected a callable, got None"),
+])
+def test_refused(fields, words):
+    with pytest.raises(ValueError, match="Arguments: " + words):
+        Arguments(**fields)
+
+
+def test_from_megatron_takes_what_it_knows():
+    args = from_megatron(types.SimpleNamespace(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4, mlp_impl="grouped", lr=1e-4))
+    assert (args.hidden_size, args.ffn_hidden_size, args.moe_num_experts, args.mlp_impl) == (8, 16, 4, "gbmoe")
+    assert args.shared_expert_hidden_size == 16

@@ -1,0 +1,253 @@
+"""dMoE: MegaBlocks' conventions, and the three implementations against each other."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gbmoe
+from gbmoe import cases
+from gbmoe.layers import Arguments
+from tests.conftest import assert_as_accurate_as, dtype_id
+
+SIZES = dict(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def fresh_losses():
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+    yield
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+
+
+def make(device="cpu", seed=0, **fields):
+    args = Arguments(**{**SIZES, "fp16": False, "device": device, **fields})
+    torch.manual_seed(seed)
+    return gbmoe.dMoE(args), args
+
+
+def with_weights_of(layer, **fields):
+    """A layer of other fields with the same parameters."""
+    other, _ = make(**fields)
+    other.load_state_dict({name: t.to(other.state_dict()[name]) for name, t in layer.state_dict().items()}, strict=True)
+    return other
+
+
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+@pytest.mark.parametrize("shared_expert", [False, True])
+@pytest.mark.parametrize("impl", ["gbmoe", "bmm", "reference"])
+def test_parameters_are_megablocks_checkpoint(mlp_type, shared_expert, impl):
+    layer, args = make(mlp_type=mlp_type, shared_expert=shared_expert, mlp_impl=impl)
+    rows = args.moe_num_experts * args.ffn_hidden_size
+    expected = {"router.layer.weight": (4, 32), "experts.bias": (32,), "experts.mlp.w1": (rows, 32), "experts.mlp.w2": (rows, 32)}
+    if mlp_type == "glu":
+        expected["experts.mlp.v1"] = (rows, 32)
+    if shared_expert:
+        expected.update({"shared_expert.up_proj.weight": (64, 32), "shared_expert.up_proj.bias": (64,),
+                         "shared_expert.down_proj.weight": (32, 64), "shared_expert.down_proj.bias": (32,)})
+        if mlp_type == "glu":
+            expected.update({"shared_expert.gate_proj.weight": (64, 32), "shared_expert.gate_proj.bias": (64,)})
+    assert {name: tuple(t.shape) for name, t in layer.state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+@pytest.mark.parametrize("activation", [F.silu, torch.tanh], ids=["silu", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("memory_optimized", [False, True])
+def test_implementations_agree_with_float64(device, mlp_type, activation, dtype, memory_optimized):
+    fields = dict(device=device, mlp_type=mlp_type, activation_fn=activation, memory_optimized_mlp=memory_optimized,
+                  moe_normalize_expert_weights=1, moe_zloss_weight=1e-2, shared_expert=True, seed=3,
+                  init_method=lambda w: w.copy_(cases.exact_values(*w.shape, dtype=w.dtype, device=w.device, seed=w.numel(), scale=0.25)))
+    halves = dict(fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
+    with torch.no_grad():
+        layer, args = make(mlp_impl="gbmoe", **halves, **fields)
+    layers = {"gbmoe": layer}
+    for impl in ("bmm", "reference"):
+        with torch.no_grad():
+            layers[impl], _ = make(mlp_impl=impl, **halves, **fields)
+        layers[impl].load_state_dict(layer.state_dict())
+    x = cases.exact_values(24, 2, 32, dtype=dtype, device=device, seed=1)
+    grad = cases.exact_values(24, 2, 32, dtype=dtype, device=device, seed=2)
+    ids = layer.router(x)[2]
+
+    def run(layer, x, grad):
+        gbmoe.clear_load_balancing_loss()
+        gbmoe.clear_router_zloss()
+        x = x.clone().requires_grad_()
+        out, bias = layer(x)
+        losses = gbmoe.batched_load_balancing_loss(args) + gbmoe.batched_router_zloss(args).sum()
+        cases.poison(device)
+        torch.autograd.backward([out + bias, losses], [grad, torch.ones_like(losses)])
+        return {"out": out.detach(), "losses": losses.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+
+    with torch.no_grad():
+        exact_layer, _ = make(mlp_impl="reference", **fields)
+    exact_layer = exact_layer.double()
+    exact_layer.load_state_dict({n: t.double() for n, t in layer.state_dict().items()})
+    # Float64 could break a near-tie the other way: the experts are those of the dtype under test.
+    exact_layer.router.forward = _router_with_ids(exact_layer.router, ids)
+    exact = run(exact_layer, x.double(), grad.double())
+    results = {impl: run(layers[impl], x, grad) for impl in layers}
+    for impl in ("gbmoe", "reference"):
+        for what, result in results[impl].items():
+            assert_as_accurate_as(result, results["bmm"][what], exact[what], f"{impl} {what}")
+
+
+def _router_with_ids(router, ids):
+    from gbmoe.layers import router as router_module
+
+    def forward(x):
+        logits = router.layer(x.reshape(-1, x.size(-1)))
+        router_module._ROUTER_LOGITS.append(logits)
+        scores = logits.softmax(-1)
+        weights = scores.gather(1, ids)
+        return scores, weights / weights.norm(p=1, dim=-1, keepdim=True), ids
+    return forward
+
+
+@pytest.mark.parametrize("bias, return_bias", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("shared_expert", [False, True])
+def test_return_convention(bias, return_bias, shared_expert):
+    layer, _ = make(bias=bias, return_bias=return_bias, shared_expert=shared_expert)
+    x = torch.randn(7, 3, 32)
+    out = layer(x)
+    if bias and return_bias:
+        out, vector = out
+        assert vector is layer.experts.bias
+    assert isinstance(out, torch.Tensor) and out.shape == x.shape
+    if bias:
+        with torch.no_grad():
+            layer.experts.bias.fill_(3.0)
+        again = layer(x)
+        again = again[0] if return_bias else again - 3.0
+        torch.testing.assert_close(again, out)
+
+
+def test_shared_expert_weighted_sum():
+    layer, args = make(shared_expert=True, shared_expert_weighted_sum=True, bias=False)
+    x = torch.randn(5, 1, 32)
+    shared = layer.shared_expert(x)
+    layer_without = with_weights_of(gbmoe_only(layer), bias=False)
+    torch.testing.assert_close(layer(x), shared / 3 + layer_without(x) * 2 / 3)
+
+
+def gbmoe_only(layer):
+    """The layer's parameters without the shared expert's."""
+    class Part:
+        @staticmethod
+        def state_dict():
+            return {n: t for n, t in layer.state_dict().items() if not n.startswith("shared_expert")}
+    return Part
+
+
+def test_shared_expert_in_half_precision():
+    """MegaBlocks leaves it in float32 there, and the first forward fails."""
+    layer, _ = make(shared_expert=True, bf16=True, mlp_type="glu", shared_expert_hidden_size=48, fc_kwargs={"bias": False})
+    assert layer.shared_expert.gate_proj.weight.shape == (48, 32) and layer.shared_expert.up_proj.bias is None
+    assert layer(torch.randn(5, 1, 32).bfloat16())[0].dtype == torch.bfloat16
+
+
+def test_fp16_default_runs_on_the_cpu():
+    layer, args = make(fp16=True)
+    x = torch.randn(5, 1, 32).half().requires_grad_()
+    out, _ = layer(x)
+    (out.sum() + gbmoe.batched_load_balancing_loss(args)).backward()
+    assert out.dtype == torch.float16 and bool(x.grad.isfinite().all())
+
+
+def test_load_balancing_loss():
+    layers = [make(num_layers=2, seed=s)[0] for s in (0, 1)]
+    args = layers[0].experts.args
+    x, kept = torch.randn(20, 1, 32), []
+    for layer in layers:
+        layer(x)
+        scores, _, ids = layer.router(x)
+        kept.append((torch.bincount(ids.flatten(), minlength=4), scores))
+    expected = sum(0.1 * 4 / (2 * 20 * 2) * torch.dot(c.float(), s.mean(0)) for c, s in kept)
+    torch.testing.assert_close(gbmoe.batched_load_balancing_loss(args), expected)
+    layers[0].eval()(x)
+    assert len(gbmoe.get_load_balancing_loss()) == 2  # evaluation keeps nothing
+    gbmoe.clear_load_balancing_loss()
+    layers[1](x)
+    with pytest.raises(ValueError, match="layers that ran in training since the last clear: expected 2 .* got 1"):
+        gbmoe.batched_load_balancing_loss(args)
+
+
+def test_load_balancing_loss_of_weight_zero_keeps_nothing():
+    layer, args = make(moe_loss_weight=0)
+    layer(torch.randn(5, 1, 32))
+    assert gbmoe.get_load_balancing_loss() == [] and gbmoe.batched_load_balancing_loss(args) == 0.0
+
+
+def test_uniform_expert_assignment(device):
+    for impl in ("gbmoe", "bmm", "reference"):
+        layer, _ = make(device, uniform_expert_assignment=True, mlp_impl=impl, moe_top_k=3)
+        layer(torch.randn(8, 1, 32, device=device))
+        assert gbmoe.get_load_balancing_loss()[-1][0].tolist() == [6, 6, 6, 6]
+
+
+def test_autocast_from_float32_parameters(device):
+    layer, args = make(device, mlp_type="glu", shared_expert=True)
+    x = torch.randn(9, 2, 32, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out, _ = layer(x)
+        loss = out.float().square().sum() + gbmoe.batched_load_balancing_loss(args)
+    loss.backward()
+    assert out.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 for n, p in layer.named_parameters() if n != "experts.bias")
+    plain, _ = with_weights_of(layer, device=device, mlp_type="glu", shared_expert=True)(x)
+    assert cases.relative_error(out, plain) < 2e-2
+
+
+def test_memory_optimised_with_frozen_weights_or_input(device):
+    for frozen in ("experts.mlp.w1", "experts.mlp.w2", "experts.mlp.v1", "x"):
+        layer, _ = make(device, memory_optimized_mlp=True, mlp_type="glu", activation_fn=torch.tanh)
+        full_x = torch.randn(9, 2, 32, device=device, generator=cases.generator(device, 1))
+        x = full_x.clone().requires_grad_(frozen != "x")
+        if frozen != "x":
+            layer.get_parameter(frozen).requires_grad_(False)
+        out, _ = layer(x)
+        grad = torch.ones_like(out)
+        out.backward(grad)
+        assert bool((grad == 1).all())
+        reference_layer = with_weights_of(layer, device=device, mlp_impl="reference", mlp_type="glu", activation_fn=torch.tanh)
+        reference_x = full_x.clone().requires_grad_()
+        reference_layer(reference_x)[0].backward(grad)
+        for name, parameter in layer.named_parameters():
+            if name not in (frozen, "experts.bias"):
+                torch.testing.assert_close(parameter.grad, reference_layer.get_parameter(name).grad, rtol=2e-5, atol=1e-6)
+
+
+def test_meta_device_gives_shapes():
+    layer, _ = make("meta", mlp_type="glu")
+    assert layer.experts.mlp.w1.device.type == "meta"
+
+
+def test_zero_tokens(device):
+    for impl in ("gbmoe", "bmm", "reference"):
+        layer, args = make(device, mlp_impl=impl)
+        x = torch.randn(0, 3, 32, device=device, requires_grad=True)
+        out, _ = layer(x)
+        (out.sum() + gbmoe.batched_load_balancing_loss(args)).backward()
+        gbmoe.clear_load_balancing_loss()
+        assert out.shape == x.shape and bool((layer.experts.mlp.w1.grad == 0).all())
+
+
+@pytest.mark.parametrize("x, words", [
+    (torch.zeros(3, 1, 31), "x: expected last dimension hidden_size == 32, got \\[3, 1, 31\\]"),
+    (torch.zeros(3, 1, 32, dtype=torch.float64), "x: expected the layer's dtype torch.float32, or autocast, got torch.float64"),
+    (torch.zeros(3, 1, 32, device="meta"), "x: expected device cpu, got meta"),
+    ([1.0], "x: expected a torch.Tensor, got list"),
+])
+def test_bad_input(x, words):
+    with pytest.raises((TypeError, ValueError), match="dMoE: " + words):
+        make()[0](x)
+
+
+def test_expert_parameters_are_marked_for_optimizers():
+    layer, _ = make()
+    assert layer.experts.mlp.w1.expert_model_parallel is False
+    assert not hasattr(layer.router.layer.weight, "expert_model_parallel")

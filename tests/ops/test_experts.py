@@ -1,0 +1,234 @@
+"""expert_mlp: the fused operator and the composed path, every activation, engine and combination of frozen inputs."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gbmoe
+from gbmoe import RoutingPlan, cases, reference
+from gbmoe.ops.experts import activation_name
+from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+
+CALLABLES = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu,
+             "relu_squared": lambda x: F.relu(x).square(), "identity": lambda x: x}
+
+
+def inputs(dtype, device, *, tokens=50, hidden=24, ffn=40, experts=5, top_k=2, glu=True):
+    values = partial(cases.exact_values, dtype=dtype, device=device)
+    scale = cases.fan_in_scale(hidden)
+    tensors = {
+        "x": values(tokens, hidden, seed=1), "weights": values(tokens, top_k, seed=2),
+        "w1": values(experts, ffn, hidden, seed=3, scale=scale), "w2": values(experts, ffn, hidden, seed=4, scale=scale),
+    }
+    if glu:
+        tensors["v1"] = values(experts, ffn, hidden, seed=5, scale=scale)
+    ids = cases.expert_ids(tokens, experts - 1, top_k, device=device, seed=6, skew=1.0)  # the last expert stays empty
+    if tokens > 3:
+        ids[2, 0] = -1
+        ids[3] = -1
+    return tensors, ids, values(tokens, hidden, seed=7)
+
+
+def loop(ids, activation, *, x, weights, w1, w2, v1=None):
+    """The definition: a sum over each token's slots, one expert at a time, with PyTorch's own gradients."""
+    out = torch.zeros_like(x)
+    for e in range(w1.size(0)):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        a = activation(x[token] @ w1[e].t())
+        if v1 is not None:
+            a = a * (x[token] @ v1[e].t())
+        out = out.index_add(0, token, weights[token, slot, None] * (a @ w2[e]))
+    return out
+
+
+def forward_and_gradients(function, tensors, grad):
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    out = function(**leaves)
+    grads = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {"out": out.detach(), **dict(zip((f"grad_{name}" for name in leaves), grads))}
+
+
+def run(tensors, ids, grad, activation, engine="auto", align=1, **options):
+    plan = RoutingPlan.from_experts(ids, tensors["w1"].size(0), align=align)
+
+    def layer(x, weights, w1, w2, v1=None):
+        return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=activation, engine=engine, **options)
+
+    cases.poison(ids.device)
+    return forward_and_gradients(layer, tensors, grad)
+
+
+def expected(tensors, ids, grad, activation, dtype):
+    tensors = {name: t.to(dtype) for name, t in tensors.items()}
+    return forward_and_gradients(lambda **leaves: loop(ids, activation, **leaves), tensors, grad.to(dtype))
+
+
+@pytest.mark.parametrize("activation", [*CALLABLES, "tanh", "tanh-kept"])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("align", [1, 16])
+def test_float64_is_the_definition(device, activation, glu, align):
+    tensors, ids, grad = inputs(torch.float64, device, glu=glu)
+    function = CALLABLES.get(activation, torch.tanh)
+    chosen = activation if activation in CALLABLES else torch.tanh
+    got = run(tensors, ids, grad, chosen, align=align, recompute_activation=activation != "tanh-kept")
+    torch.testing.assert_close(got, expected(tensors, ids, grad, function, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
+def test_every_engine_is_as_accurate_as_a_loop(engine_on, dtype, glu, activation):
+    engine, device = engine_on
+    if engine == "torch" and dtype != torch.bfloat16:
+        pytest.skip("torch's grouped product takes bfloat16")
+    tensors, ids, grad = inputs(dtype, device, glu=glu)
+    function = F.silu if activation == "silu" else activation
+    got = run(tensors, ids, grad, activation, engine)
+    exact = expected(tensors, ids, grad, function, torch.float64)
+    baseline = expected(tensors, ids, grad, function, dtype)
+    for what in got:
+        assert_as_accurate_as(got[what], baseline[what], exact[what], what)
+
+
+@pytest.mark.parametrize("shape", [dict(tokens=0), dict(tokens=1, top_k=1), dict(hidden=8, ffn=8), dict(hidden=7, ffn=5),
+                                   dict(experts=2, top_k=1), dict(tokens=3, experts=130, top_k=3)], ids=str)
+def test_unusual_shapes(device, shape):
+    tensors, ids, grad = inputs(torch.float32, device, **shape)
+    got = run(tensors, ids, grad, "gelu", align=8)
+    torch.testing.assert_close(got, expected(tensors, ids, grad, F.gelu, torch.float32), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
+@pytest.mark.parametrize("frozen", ["x", "weights", "w1", "w2", "v1", "all but x", "all but w2", "all but v1"])
+def test_frozen_inputs(device, activation, frozen):
+    """MegaBlocks' memory-optimised function fails unless x and every weight need a gradient."""
+    tensors, ids, grad = inputs(torch.float64, device)
+    full = run(tensors, ids, grad, activation)
+    trained = [n for n in tensors if (n == frozen[8:] if frozen.startswith("all but ") else n != frozen)]
+    leaves = {n: t.clone().requires_grad_(n in trained) for n, t in tensors.items()}
+    plan = RoutingPlan.from_experts(ids, leaves["w1"].size(0))
+    out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"],
+                           activation=activation)
+    out.backward(grad)
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == (name in trained)
+        if name in trained:
+            torch.testing.assert_close(leaf.grad, full[f"grad_{name}"])
+
+
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
+def test_incoming_gradient_is_not_written_to(device, activation):
+    """MegaBlocks' memory-optimised function computes the input's gradient in the memory of the incoming one."""
+    tensors, ids, grad = inputs(torch.float32, device)
+    before = grad.clone()
+    run(tensors, ids, grad, activation)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
+def test_backward_twice_gives_the_same_gradients(device, activation):
+    tensors, ids, grad = inputs(torch.float32, device)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    plan = RoutingPlan.from_experts(ids, 5)
+    out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1], activation=activation)
+    first = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, grad)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu_squared", torch.tanh], ids=str)
+def test_nan_in_one_expert_stays_with_its_tokens(device, activation):
+    tensors, ids, grad = inputs(torch.float32, device)
+    for name in ("w1", "v1"):
+        tensors[name][1, 0, 0] = float("nan")
+    got = run(tensors, ids, grad, activation, align=16)
+    hit = (ids == 1).any(1)
+    assert bool(got["out"][hit].isnan().any(1).all()) and not bool(got["out"][~hit].isnan().any())
+    for what in ("grad_w1", "grad_w2", "grad_v1"):
+        others = [e for e in range(5) if e != 1]
+        assert not bool(got[what][others].isnan().any()), what
+    assert bool((got["grad_w1"][4] == 0).all() & (got["grad_w2"][4] == 0).all())
+
+
+def test_nothing_but_x_and_preactivations_is_saved():
+    """The padded copy of x, the activation and the experts' output are computed again, not kept."""
+    tensors, ids, _ = inputs(torch.float32, "cpu", tokens=64, hidden=8, ffn=24)
+    leaves = {n: t.requires_grad_() for n, t in tensors.items()}
+    plan = RoutingPlan.from_experts(ids, 5, align=16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"])
+    rows = plan.num_rows
+    assert sorted(tuple(s) for s in saved if len(s) == 2 and s[0] == rows) == [(rows, 24), (rows, 24)]
+
+
+def test_no_gradient_saves_nothing(device):
+    tensors, ids, _ = inputs(torch.float32, device)
+    plan = RoutingPlan.from_experts(ids, 5)
+    out, h, g = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
+                                           tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False)
+    assert h.numel() == g.numel() == 0
+    torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
+
+
+def test_autocast(device):
+    tensors, ids, _ = inputs(torch.float32, device)
+    leaves = {n: t.requires_grad_() for n, t in tensors.items()}
+    plan = RoutingPlan.from_experts(ids, 5)
+    for activation in ("silu", torch.tanh):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"],
+                                   activation=activation)
+        assert out.dtype == torch.bfloat16
+        grads = torch.autograd.grad(out.float().sum(), list(leaves.values()))
+        assert all(g.dtype == torch.float32 and bool(g.isfinite().all()) for g in grads)
+
+
+def test_opcheck(device):
+    tensors, ids, _ = inputs(torch.float32, device, tokens=12)
+    leaves = {n: t.requires_grad_() for n, t in tensors.items()}
+    plan = RoutingPlan.from_experts(ids.clamp(min=0), 5)  # every row in use: rows in use by nobody hold what they held
+    torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
+        leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
+        leaves["v1"], "silu", "reference", True))
+
+
+@pytest.mark.parametrize("activation, name", [
+    (F.silu, "silu"), (torch.nn.SiLU(), "silu"), (F.gelu, "gelu"), (partial(F.gelu, approximate="tanh"), "gelu_tanh"),
+    (partial(F.gelu, approximate="none"), "gelu"), (torch.nn.GELU(), "gelu"), (torch.nn.GELU("tanh"), "gelu_tanh"),
+    (F.relu, "relu"), (torch.relu, "relu"), (torch.nn.ReLU(), "relu"), (torch.nn.Identity(), "identity"), (torch.tanh, None),
+    (partial(F.silu, inplace=True), None), (lambda x: x, None), ("relu_squared", "relu_squared")])
+def test_recognised_activations(activation, name):
+    assert activation_name(activation) == name
+
+
+T, K, E, H, FFN = 6, 2, 3, 8, 16
+PLAN = RoutingPlan.from_experts(torch.randint(E, (T, K)), E)
+GOOD = dict(x_TH=torch.zeros(T, H), plan=PLAN, w1_EFH=torch.zeros(E, FFN, H), w2_EFH=torch.zeros(E, FFN, H))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(x_TH=torch.zeros(5, H)), "x: expected 6 rows, as in the plan, got 5"),
+    (dict(x_TH=torch.zeros(T, 9)), "w1: expected shape \\[E,F,H\\] == \\[3, 16, 9\\], got \\[3, 16, 8\\]"),
+    (dict(w1_EFH=torch.zeros(4, FFN, H)), "w1: expected shape \\[E,F,H\\] == \\[3, 16, 8\\], got \\[4, 16, 8\\]"),
+    (dict(w2_EFH=torch.zeros(E, 17, H)), "w2: expected shape \\[E,F,H\\] == \\[3, 16, 8\\], got \\[3, 17, 8\\]"),
+    (dict(v1_EFH=torch.zeros(E, FFN, 7)), "v1: expected shape \\[E,F,H\\] == \\[3, 16, 8\\], got \\[3, 16, 7\\]"),
+    (dict(w1_EFH=torch.zeros(E * FFN, H)), "w1: expected 3 dimensions, got \\[48, 8\\]"),
+    (dict(w2_EFH=torch.zeros(E, FFN, H).half()), "w2: expected the dtype of x, torch.float32, got torch.float16"),
+    (dict(weights_TK=torch.zeros(T, 3)), "weights: expected shape \\[6, 2\\], one a slot, got \\[6, 3\\]"),
+    (dict(activation="softmax"), "activation: expected a callable or one of silu, .* got 'softmax'"),
+])
+def test_bad_arguments(change, words):
+    with pytest.raises((TypeError, ValueError), match="expert_mlp: " + words):
+        gbmoe.expert_mlp(**{**GOOD, **change})
+
+
+def test_slot_weights_of_a_row_are_the_only_ones_read():
+    """relu_squared has a reference slope of its own; this pins that the fused backward uses the row's slot, not its row."""
+    tensors, ids, grad = inputs(torch.float64, "cpu", tokens=20, top_k=3)
+    got = run(tensors, ids, grad, "relu_squared", align=16)
+    want = expected(tensors, ids, grad, CALLABLES["relu_squared"], torch.float64)
+    torch.testing.assert_close(got["grad_weights"], want["grad_weights"])
+    assert list(reference.ACTIVATIONS) == ["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity"]
