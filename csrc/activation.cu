@@ -8,6 +8,9 @@
 // dh takes the place of d, in the same memory: at [P,F] these are the largest tensors of a layer. Padding rows (slot -1)
 // get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak.
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "common.cuh"
 #include "ops.h"
 
@@ -122,10 +125,9 @@ template <typename T, int N> Vector<T, N>* vectors_of(const Tensor* tensor) {
 
 }  // namespace
 
-Tensor activate(Tensor h, std::optional<Tensor> g, int64_t activation) {
+void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
-  Tensor out = torch::stable::empty_like(h);
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate", {
     const auto launch = [&](auto length) {
@@ -139,33 +141,27 @@ Tensor activate(Tensor h, std::optional<Tensor> g, int64_t activation) {
     else launch(std::integral_constant<int, 1>());
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> activate_backward(
-    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation) {
+void activate_backward(
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
+    Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
-  Tensor a = torch::stable::empty_like(h);
-  Tensor dg = g ? torch::stable::empty_like(h) : torch::stable::new_empty(h, {0});
-  // Dropped slots own no row and keep the zero.
-  Tensor dw = weights ? torch::stable::new_zeros(*weights, {weights->size(0), weights->size(1)})
-                      : torch::stable::new_empty(h, {0});
-  if (h.numel() == 0) return {a, dg, dw};
+  if (h.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
-  const Scalars grad_weights = weights ? scalars(dw) : Scalars{nullptr, ScalarType::Float};
+  const Tensor* gate_grad = dg ? &*dg : nullptr;
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
       activate_backward_kernel<T, N><<<static_cast<unsigned>(h.size(0)), kThreads, 0, current_stream(h)>>>(
           vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&d),
           static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a),
-          vectors_of<T, N>(gate ? &dg : nullptr), grad_weights, static_cast<int>(h.size(1) / N), static_cast<int>(activation));
+          vectors_of<T, N>(gate_grad), scalars(grad_weights), static_cast<int>(h.size(1) / N), static_cast<int>(activation));
     };
-    if (vectors_fit<T>(h.size(1), {&h, gate, &d, &a})) launch(std::integral_constant<int, kVectorLength<T>>());
+    if (vectors_fit<T>(h.size(1), {&h, gate, &d, &a, gate_grad})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return {a, dg, dw};
 }
 
 }  // namespace gbmoe

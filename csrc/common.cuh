@@ -12,7 +12,6 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -29,10 +28,6 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
-}
-
-inline Tensor empty_2d(const Tensor& like, int64_t rows, int64_t columns) {
-  return torch::stable::new_empty(like, {rows, columns});
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

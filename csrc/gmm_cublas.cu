@@ -158,6 +158,37 @@ __global__ void write_pointers(
   out_pointers[i] = out + chunk.out[i];
 }
 
+// The three base addresses of a call.
+struct Operands {
+  const char* left;
+  const char* right;
+  char* out;
+};
+
+Operands operands_of(const Tensor& a, const Tensor& b, const Tensor& out) {
+  return {static_cast<const char*>(b.data_ptr()), static_cast<const char*>(a.data_ptr()), static_cast<char*>(out.data_ptr())};
+}
+
+void multiply_one(const Handle& handle, const Plan& plan, const Types& types, const Product& p, const Operands& at, bool accumulate) {
+  const Factor one = factor(1.0, types.compute), beta = factor(accumulate ? 1.0 : 0.0, types.compute);
+  GBMOE_CUBLAS_CHECK(cublasGemmEx_64(
+      handle.get(),
+      plan.op_left,
+      plan.op_right,
+      p.m, p.n, p.k,
+      &one,
+      at.left + p.left, types.storage, plan.ld_left,
+      at.right + p.right, types.storage, plan.ld_right,
+      &beta,
+      at.out + p.out, types.storage, plan.ld_out,
+      types.compute,
+      CUBLAS_GEMM_DEFAULT));
+}
+
+// The grouped kernel adds the k terms of an fp32 sum one after the other, where cublasGemmEx may split them: behind this
+// many terms its error is more than twice the other's (measured for weight gradients, whose k is the rows of a group).
+constexpr int64_t kLongestSingleChain = 2048;
+
 }  // namespace
 
 void cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor out) {
@@ -165,42 +196,34 @@ void cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, b
   const Plan plan = plan_products(a, b, sizes, trans_a, trans_b, out);
   write_zeros_where_k_is_zero(plan, a, out, accumulate, current_stream(a));
   if (plan.products.empty()) return;
-
   const Handle handle;
   const Types types = types_of(a.scalar_type(), handle.allows_tf32());
-  const Factor one = factor(1.0, types.compute), beta = factor(accumulate ? 1.0 : 0.0, types.compute);
-  const char* left = static_cast<const char*>(b.data_ptr());
-  const char* right = static_cast<const char*>(a.data_ptr());
-  char* result = static_cast<char*>(out.data_ptr());
-  for (const Product& p : plan.products) {
-    GBMOE_CUBLAS_CHECK(cublasGemmEx_64(
-        handle.get(),
-        plan.op_left,
-        plan.op_right,
-        p.m, p.n, p.k,
-        &one,
-        left + p.left, types.storage, plan.ld_left,
-        right + p.right, types.storage, plan.ld_right,
-        &beta,
-        result + p.out, types.storage, plan.ld_out,
-        types.compute,
-        CUBLAS_GEMM_DEFAULT));
-  }
+  for (const Product& p : plan.products) multiply_one(handle, plan, types, p, operands_of(a, b, out), accumulate);
 }
 
-void cublas_grouped(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor out) {
+void cublas_grouped(
+    Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor pointers, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const cudaStream_t stream = current_stream(a);
   const Plan plan = plan_products(a, b, sizes, trans_a, trans_b, out);
   write_zeros_where_k_is_zero(plan, a, out, accumulate, stream);
-  const int64_t count = static_cast<int64_t>(plan.products.size());
-  if (count == 0) return;
+  if (plan.products.empty()) return;
 
   const Handle handle;
   const Types types = types_of(a.scalar_type(), handle.allows_tf32());
+  const Operands at = operands_of(a, b, out);
+  std::vector<Product> products;
+  for (const Product& p : plan.products) {
+    if (trans_a && a.scalar_type() == ScalarType::Float && p.k > kLongestSingleChain) {
+      multiply_one(handle, plan, types, p, at, accumulate);
+    } else {
+      products.push_back(p);
+    }
+  }
+  const int64_t count = static_cast<int64_t>(products.size());
+  if (count == 0) return;
 
-  // The three device arrays of pointers, from torch's caching allocator, written on the current stream.
-  Tensor pointers = torch::stable::new_empty(a, {3, count}, ScalarType::Long);
+  // The three device arrays of pointers, in memory of torch's caching allocator, written on the current stream.
   const void** left_pointers = static_cast<const void**>(pointers.data_ptr());
   const void** right_pointers = left_pointers + count;
   void** out_pointers = const_cast<void**>(right_pointers + count);
@@ -208,14 +231,13 @@ void cublas_grouped(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b
     const int chunk_size = static_cast<int>(std::min<int64_t>(kPointersPerLaunch, count - first));
     OffsetChunk chunk;
     for (int i = 0; i < chunk_size; ++i) {
-      const Product& p = plan.products[first + i];
+      const Product& p = products[first + i];
       chunk.left[i] = p.left;
       chunk.right[i] = p.right;
       chunk.out[i] = p.out;
     }
     write_pointers<<<1, kPointersPerLaunch, 0, stream>>>(
-        chunk, chunk_size, static_cast<const char*>(b.data_ptr()), static_cast<const char*>(a.data_ptr()),
-        static_cast<char*>(out.data_ptr()), left_pointers + first, right_pointers + first, out_pointers + first);
+        chunk, chunk_size, at.left, at.right, at.out, left_pointers + first, right_pointers + first, out_pointers + first);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
@@ -226,9 +248,9 @@ void cublas_grouped(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b
   std::vector<float> ones(count, 1.0f), betas(count, accumulate ? 1.0f : 0.0f);
   std::vector<double> ones_64(count, 1.0), betas_64(count, accumulate ? 1.0 : 0.0);
   for (int64_t i = 0; i < count; ++i) {
-    m[i] = plan.products[i].m;
-    n[i] = plan.products[i].n;
-    k[i] = plan.products[i].k;
+    m[i] = products[i].m;
+    n[i] = products[i].n;
+    k[i] = products[i].k;
   }
   const bool full = types.compute == CUBLAS_COMPUTE_64F;
   GBMOE_CUBLAS_CHECK(cublasGemmGroupedBatchedEx_64(

@@ -178,42 +178,37 @@ const int* ints(const Tensor& tensor) { return static_cast<const int*>(tensor.da
 
 }  // namespace
 
-Tensor padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row) {
+void padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t hidden = x.size(1), rows = slot_of_row.size(0);
-  Tensor out = empty_2d(x, rows, hidden);
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return;
   GBMOE_DISPATCH_FLOATING(x.scalar_type(), "padded_gather", GBMOE_DISPATCH_VECTOR(vectors_fit<T>(hidden, x, out), {
     const Shape shape = make_shape(x.size(0), row_of_slot.size(1), rows, hidden / N);
     gather_kernel<T, N><<<shape.token_blocks + clearing_blocks(rows), kThreads, 0, current_stream(x)>>>(
         vectors<T, N>(x), ints(row_of_slot), ints(slot_of_row), vectors<T, N>(out), shape);
   }));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return out;
 }
 
-Tensor padded_scatter(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights) {
+void padded_scatter(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
   const int64_t hidden = y.size(1), tokens = row_of_slot.size(0);
-  Tensor out = empty_2d(y, tokens, hidden);
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return;
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", GBMOE_DISPATCH_VECTOR(vectors_fit<T>(hidden, y, out), {
     const Shape shape = make_shape(tokens, row_of_slot.size(1), y.size(0), hidden / N);
     scatter_kernel<T, N><<<shape.token_blocks, kThreads, 0, current_stream(y)>>>(
         vectors<T, N>(y), ints(row_of_slot), scalars(weights), vectors<T, N>(out), shape);
   }));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return out;
 }
 
-std::tuple<Tensor, Tensor> padded_scatter_backward(
-    Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> weights) {
+void padded_scatter_backward(
+    Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> weights,
+    Tensor grad_y, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
   const int64_t hidden = grad.size(1), tokens = grad.size(0), slots = row_of_slot.size(1), rows = slot_of_row.size(0);
-  Tensor grad_y = empty_2d(grad, rows, hidden);
-  Tensor grad_weights = weights && y ? empty_2d(*weights, tokens, slots) : torch::stable::new_empty(grad, {0});
-  if (hidden == 0 && grad_weights.numel() > 0) torch::stable::zero_(grad_weights);
-  if (grad_y.numel() == 0) return {grad_y, grad_weights};
+  if (grad_y.numel() == 0) return;
+  if (!grad_weights) y.reset();  // y serves its gradient only
   GBMOE_DISPATCH_FLOATING(grad.scalar_type(), "padded_scatter_backward", {
     const bool fits = vectors_fit<T>(hidden, grad, grad_y) && (!y || aligned_16(*y));
     GBMOE_DISPATCH_VECTOR(fits, {
@@ -230,7 +225,6 @@ std::tuple<Tensor, Tensor> padded_scatter_backward(
     });
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return {grad_y, grad_weights};
 }
 
 }  // namespace gbmoe

@@ -1,10 +1,12 @@
 """The engines and the table that chooses one.
 
-`engine="auto"` takes the first engine of the table's row that is available and does not refuse the operands; `reference`
-closes every row. A name forces that engine and raises where it cannot serve.
+`engine="auto"` takes the first engine of the table's row that is available and does not refuse the operands, and
+`reference` where there is none. A name forces that engine and raises where it cannot serve.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -17,14 +19,33 @@ from gbmoe.engines.torch_grouped import TorchGrouped
 ENGINES: dict[str, Engine] = {e.name: e for e in (CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """One row of the table: which products, and the engines to try for them in this order."""
+    dtypes: tuple[torch.dtype, ...]
+    at_least_flops_a_group: float
+    order: tuple[str, ...]
+
+
+_HALF_OR_SINGLE = (torch.float16, torch.float32)
+# Measured on an H200 (cuBLAS 13.1, torch 2.11; results/h200/gemm.json, `python -m gbmoe bench --suite gemm`). The loop pays
+# some 10 us a group, so it wins where one group's product lasts longer than that; below, torch's persistent kernel does in
+# bfloat16, and cuBLAS' grouped one where torch has none. Looked through from the top.
+_TABLE = (
+    _Rule((torch.bfloat16,), 1.2e10, ("cublas_loop", "torch")),
+    _Rule((torch.bfloat16,), 0, ("torch", "cublas_grouped")),
+    _Rule(_HALF_OR_SINGLE, 2.5e9, ("cublas_loop",)),
+    _Rule(_HALF_OR_SINGLE, 0, ("cublas_grouped",)),
+    _Rule((torch.float64,), 0, ("cublas_loop",)),
+)
+
+
 def _preference(problem: Problem) -> tuple[str, ...]:
-    """Engines in the order in which "auto" tries them."""
+    """Engines in the order in which "auto" tries them; the caller falls back on `reference`."""
     if problem.device.type != "cuda":
-        return ("reference",)
-    rows_a_group = problem.rows / max(1, problem.groups)
-    if problem.dtype == torch.bfloat16 and rows_a_group < 4096:
-        return ("torch", "cublas_loop", "reference")
-    return ("cublas_loop", "torch", "reference")
+        return ()
+    flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
+    return next(rule.order for rule in _TABLE if problem.dtype in rule.dtypes and flops_a_group >= rule.at_least_flops_a_group)
 
 
 def names() -> list[str]:

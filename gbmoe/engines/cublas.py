@@ -17,13 +17,10 @@ class _Cublas(Engine):
         status = extension.status()
         return None if status.loaded else f"needs the CUDA extension: {status.reason}"
 
-    def _kernel(self):
-        return getattr(torch.ops.gbmoe_cuda, self.name)
-
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if out is None:
             out = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
-        self._kernel()(a, b, host_sizes(sizes), trans_a, trans_b, accumulate, out)
+        self._call(a, b, host_sizes(sizes), trans_a, trans_b, accumulate, out)
         return out
 
 
@@ -32,8 +29,15 @@ class CublasLoop(_Cublas):
 
     name = "cublas_loop"
 
+    def _call(self, *arguments):
+        torch.ops.gbmoe_cuda.cublas_loop(*arguments)
+
 
 class CublasGrouped(_Cublas):
     """One launch for all groups, but without a Hopper kernel in cuBLAS 13: right everywhere, seldom fastest."""
 
     name = "cublas_grouped"
+
+    def _call(self, a, b, sizes, trans_a, trans_b, accumulate, out):
+        pointers = a.new_empty(3 * sizes.numel(), dtype=torch.int64)
+        torch.ops.gbmoe_cuda.cublas_grouped(a, b, sizes, trans_a, trans_b, accumulate, pointers, out)

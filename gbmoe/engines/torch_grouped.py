@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from gbmoe import extension
 from gbmoe.engines.base import Engine
 
 
@@ -32,13 +33,21 @@ class TorchGrouped(Engine):
         return None
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        ends = sizes.to(device=a.device, dtype=torch.int32, non_blocking=True).cumsum(0, dtype=torch.int32)
+        sizes = sizes.to(device=a.device, non_blocking=True)
+        ends = sizes.cumsum(0, dtype=torch.int32)
         if trans_a:
             product = F.grouped_mm(a.t(), b, offs=ends)
-            # Groups of zero rows are not written by every kernel behind this call.
-            product.masked_fill_((sizes.to(a.device) == 0)[:, None, None], 0)
+            _zero_empty_groups(product, sizes)
         else:
             product = F.grouped_mm(a, b.transpose(1, 2) if trans_b else b, offs=ends)
         if out is None:
             return product
         return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _zero_empty_groups(out, sizes):
+    # Not every release of torch writes the groups without rows (pytorch #172439, #193633).
+    if extension.loaded():
+        torch.ops.gbmoe_cuda.zero_empty_groups(sizes, out)
+    else:
+        out.masked_fill_((sizes == 0)[:, None, None], 0)

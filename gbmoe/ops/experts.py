@@ -119,18 +119,24 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
 
 
 def _activate(h_PF, g_PF, activation):
-    if h_PF.device.type == "cuda" and extension.loaded():
-        return torch.ops.gbmoe_cuda.activate(h_PF, g_PF, _ACTIVATION_INDEX[activation])
-    return reference.activate(h_PF, g_PF, activation)
+    if h_PF.device.type != "cuda" or not extension.loaded():
+        return reference.activate(h_PF, g_PF, activation)
+    a_PF = torch.empty_like(h_PF)
+    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, _ACTIVATION_INDEX[activation], a_PF)
+    return a_PF
 
 
 def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
     # Writes dh over d.
-    if h_PF.device.type == "cuda" and extension.loaded():
-        weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        return torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK,
-                                                      _ACTIVATION_INDEX[activation])
-    return reference.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+    if h_PF.device.type != "cuda" or not extension.loaded():
+        return reference.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+    a_PF = torch.empty_like(h_PF)
+    dg_PF = None if g_PF is None else torch.empty_like(h_PF)
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
+    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, _ACTIVATION_INDEX[activation],
+                                           a_PF, dg_PF, grad_weights_TK)
+    return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))
 
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):

@@ -77,24 +77,40 @@ def check_weights(weights_TK: torch.Tensor, operator: str, plan: RoutingPlan) ->
 def gather(x_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor) -> torch.Tensor:
     """padded_gather without checks and autograd; the CUDA kernel where it is loaded."""
     if x_TH.device.type == "cuda" and extension.loaded():
-        return torch.ops.gbmoe_cuda.padded_gather(x_TH.contiguous(), row_of_slot_TK, slot_of_row_P)
+        out_PH = x_TH.new_empty(slot_of_row_P.size(0), x_TH.size(1))
+        torch.ops.gbmoe_cuda.padded_gather(x_TH.contiguous(), row_of_slot_TK, slot_of_row_P, out_PH)
+        return out_PH
     return reference.padded_gather(x_TH, row_of_slot_TK, slot_of_row_P)
 
 
 def scatter(y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
     """padded_scatter without checks and autograd; the CUDA kernel where it is loaded."""
     if y_PH.device.type == "cuda" and extension.loaded():
+        out_TH = y_PH.new_empty(row_of_slot_TK.size(0), y_PH.size(1))
         weights_TK = None if weights_TK is None else weights_TK.contiguous()
-        return torch.ops.gbmoe_cuda.padded_scatter(y_PH.contiguous(), row_of_slot_TK, weights_TK)
+        torch.ops.gbmoe_cuda.padded_scatter(y_PH.contiguous(), row_of_slot_TK, weights_TK, out_TH)
+        return out_TH
     return reference.padded_scatter(y_PH, row_of_slot_TK, weights_TK)
 
 
-def _scatter_backward_kernel(grad, y, row_of_slot, slot_of_row, weights):
-    if grad.device.type == "cuda" and extension.loaded():
-        y = None if y is None else y.contiguous()
-        weights = None if weights is None else weights.contiguous()
-        return torch.ops.gbmoe_cuda.padded_scatter_backward(grad.contiguous(), y, row_of_slot, slot_of_row, weights)
-    return reference.padded_scatter_backward(grad, y, row_of_slot, slot_of_row, weights)
+def scatter_backward(
+    grad_TH: torch.Tensor, y_PH: torch.Tensor | None, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of padded_scatter, see reference.padded_scatter_backward; the CUDA kernel where it is loaded."""
+    if grad_TH.device.type != "cuda" or not extension.loaded():
+        return reference.padded_scatter_backward(grad_TH, y_PH, row_of_slot_TK, slot_of_row_P, weights_TK)
+    y_PH = None if y_PH is None else y_PH.contiguous()
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    grad_y_PH = grad_TH.new_empty(slot_of_row_P.size(0), grad_TH.size(1))
+    grad_weights_TK = None
+    if y_PH is not None and weights_TK is not None:
+        # The kernel writes every slot where there is a row to write it from.
+        make = torch.empty_like if grad_y_PH.numel() else torch.zeros_like
+        grad_weights_TK = make(weights_TK)
+    torch.ops.gbmoe_cuda.padded_scatter_backward(
+        grad_TH.contiguous(), y_PH, row_of_slot_TK, slot_of_row_P, weights_TK, grad_y_PH, grad_weights_TK)
+    return grad_y_PH, grad_TH.new_empty(0) if grad_weights_TK is None else grad_weights_TK
 
 
 # -------------------------------------------------------------------------------------------------------------- operators
@@ -144,5 +160,5 @@ _scatter = define(
 _scatter_backward_op = define(
     "padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? weights)"
     " -> (Tensor, Tensor)",
-    reference=_scatter_backward_kernel, fake=_scatter_backward_fake,
+    reference=scatter_backward, fake=_scatter_backward_fake,
 )

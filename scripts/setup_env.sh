@@ -1,0 +1,30 @@
+# Sourced by quickstart.sh and test.sh: makes .venv once, with a torch that suits the machine, and installs gbmoe into it.
+#
+#   GBMOE_PYTHON   interpreter to make .venv from (default: python3, 3.10 or newer)
+#   GBMOE_TORCH    requirement to install, e.g. "torch==2.11.0" (default: torch==2.13.0; a GPU is served by the CUDA build
+#                  that the registry offers under that name)
+#
+# Afterwards: $python is the environment's interpreter. An environment that is already active and has torch is used as it is.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+say() { printf '\n== %s\n' "$*"; }
+
+if [[ -n "${VIRTUAL_ENV:-}" ]] && "$VIRTUAL_ENV/bin/python" -c 'import torch' 2>/dev/null; then
+  python=$VIRTUAL_ENV/bin/python
+else
+  python=$root/.venv/bin/python
+  if ! "$python" -c 'import torch' 2>/dev/null; then
+    say "making $root/.venv"
+    "${GBMOE_PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+      { echo "expected python3 3.10 or newer (set GBMOE_PYTHON)" >&2; exit 1; }
+    "${GBMOE_PYTHON:-python3}" -m venv "$root/.venv"
+    "$python" -m pip install -q --upgrade pip 'setuptools>=70.1' wheel
+    "$python" -m pip install -q "${GBMOE_TORCH:-torch==2.13.0}"
+  fi
+fi
+
+# Torch is there now, so the extension is compiled ahead of time where it can be; -e keeps the checkout the one source.
+"$python" -m pip install -q 'setuptools>=70.1' wheel
+say "installing gbmoe ($("$python" -c 'import torch; print("torch", torch.__version__)'))"
+"$python" -m pip install -q --no-build-isolation -e "$root[cli,plot,test]"

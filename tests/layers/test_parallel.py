@@ -1,0 +1,71 @@
+"""Expert parallelism: two and four gloo processes give what one process gives."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import gbmoe
+from gbmoe.layers import Arguments
+
+TOKENS, HIDDEN = 12, 16
+
+
+def make(experts, parallel, mlp_type):
+    torch.manual_seed(0)
+    return gbmoe.dMoE(Arguments(
+        hidden_size=HIDDEN, ffn_hidden_size=32, moe_num_experts=experts, moe_top_k=min(2, experts), mlp_type=mlp_type, fp16=False,
+        moe_expert_model_parallelism=parallel, device="cpu", bias=False,
+        init_method=functools.partial(torch.nn.init.normal_, std=0.3)))
+
+
+def inputs(world):
+    return torch.randn(world, TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(7))
+
+
+def worker(rank, world, store, experts, mlp_type, results):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    layer = make(experts, True, mlp_type)
+    x = inputs(world)[rank].requires_grad_()
+    out = layer(x)
+    counts = gbmoe.get_load_balancing_loss()[-1][0]
+    out.square().sum().backward()
+    results[rank] = {"out": out.detach(), "x": x.grad, "counts": counts, "router": layer.router.layer.weight.grad,
+                     **{name: (p.detach(), p.grad) for name, p in layer.experts.mlp.named_parameters()}}
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world, experts", [(2, 4), (2, 2), (4, 2), (2, 1)])
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+def test_ranks_together_are_one_layer(tmp_path, world, experts, mlp_type):
+    """(4, 2) has more ranks than experts: each expert's ffn rows are sharded over two ranks."""
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, (world, tmp_path / "store", experts, mlp_type, results), nprocs=world)
+        results = [results[rank] for rank in range(world)]
+    layer, x = make(experts, False, mlp_type), inputs(world).requires_grad_()
+    outs = [layer(x[rank]) for rank in range(world)]
+    counts = [c for c, _ in gbmoe.get_load_balancing_loss()[-world:]]
+    gbmoe.clear_load_balancing_loss()
+    sum(out.square().sum() for out in outs).backward()
+    degree = min(world, experts)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result["out"], outs[rank].detach())
+        torch.testing.assert_close(result["x"], x.grad[rank])
+        assert torch.equal(result["counts"], counts[rank])
+        for name, whole in layer.experts.mlp.named_parameters():
+            weight, grad = result[name]
+            def mine(t):
+                t = t.view(degree, experts // degree, world // degree, -1, HIDDEN)
+                return t[rank % degree, :, rank // degree].reshape(-1, HIDDEN)
+            assert torch.equal(weight, mine(whole.detach()))
+            torch.testing.assert_close(grad, mine(whole.grad) / world)  # expert gradients are scaled by 1 / world
+    torch.testing.assert_close(sum(r["router"] for r in results), layer.router.layer.weight.grad)
+
+
+def test_experts_that_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
+    with pytest.raises(ValueError, match="moe_num_experts: expected a multiple of 3 ranks, got 4"):
+        make(4, True, "mlp")
