@@ -50,7 +50,7 @@ NYU_CASES = tuple(_nyu(*case) for case in (
     (32, 512, 512, 8, 4),     # on which MegaBlocks' Triton kernels failed
     (64, 1024, 4224, 8, 3),   # the largest before 16 GB ran out
 ))
-# The uneven split that ran faster than the even one at (64, 1024, 512, 8, 8).
+# The uneven split that ran faster than the even one at (64, 1024, 512, 8, 8); as printed, 200 rows short of that case's 524,288.
 NYU_UNEVEN_SPLIT = (130759, 78925, 35368, 90425, 1433, 120455, 64589, 2134)
 
 # The layers that the peers are measured on (GLU).
@@ -60,6 +60,16 @@ LAYER_CASES = (
     MoeCase("qwen3", 16384, 2048, 768, 128, 8, "glu"),
     MoeCase("fine", 24576, 1536, 256, 128, 8, "glu"),
     MoeCase("wide", 32768, 4096, 1024, 128, 8, "glu"),
+)
+
+# Single grouped products: a[M,H] @ b[E][H,F], M = T * K.
+GEMM_CASES = (
+    MoeCase("mixtral", 16384, 4096, 14336, 8, 2),
+    MoeCase("olmoe", 16384, 2048, 1024, 64, 8),
+    MoeCase("qwen3-30b", 16384, 2048, 768, 128, 8),
+    MoeCase("megablocks", 16384, 1024, 4096, 64, 1),
+    MoeCase("nyu-512", 65536, 512, 2048, 8, 8),
+    MoeCase("nyu-4224", 65536, 4224, 4224, 8, 3),
 )
 
 # Small layers for the command line's smoke suite and for a CPU.

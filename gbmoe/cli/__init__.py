@@ -1,0 +1,31 @@
+"""The command line: `python -m gbmoe info | verify | bench`, one file a command.
+
+A command's module has add_arguments(parser) and run(arguments) -> exit status: 0, or 1 where something is wrong with gbmoe
+on this machine. Arguments that make no sense end with status 2, as argparse has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from gbmoe.cli import bench, info, verify
+
+_COMMANDS = {
+    "info": (info, "versions, device, extension, and every engine with the reason where it cannot run"),
+    "verify": (verify, "every operator and engine against float64, in under a minute"),
+    "bench": (bench, "time layers and products, each verified first"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; `argv` is sys.argv[1:] where it is not given."""
+    parser = argparse.ArgumentParser(prog="gbmoe", description="The experts of a Mixture-of-Experts layer: what is here, is it"
+                                     " right, how fast is it.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, (module, summary) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)

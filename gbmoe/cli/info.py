@@ -1,0 +1,55 @@
+"""`gbmoe info`: versions, device, extension and engines, for people and, with --json, for programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from gbmoe import engines
+from gbmoe.cli.machine import describe_extension, describe_machine, describe_versions
+from gbmoe.layers.arguments import default_device
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def collect() -> dict:
+    """Everything that `info` shows. Starts a CUDA context, and builds the extension, only where there is a device."""
+    device = default_device()
+    available = {name: {"available": reason is None, "reason": reason} for name, reason in engines.availability(device).items()}
+    return {"versions": describe_versions(), "machine": describe_machine(device), "extension": describe_extension(),
+            "engines": available}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what `collect` found."""
+    found = collect()
+    print(json.dumps(found, indent=2) if arguments.json else _text(found))
+    return 0
+
+
+def _text(found: dict) -> str:
+    versions, machine, extension = found["versions"], found["machine"], found["extension"]
+    gbmoe = versions["gbmoe"]
+    if versions["commit"]:
+        gbmoe += f", commit {versions['commit'][:12]}{' with changes' if versions['dirty'] else ''}"
+    device = machine["name"]
+    if machine["device"] == "cuda":
+        device += (f", compute capability {machine['capability']}, {machine['memory_bytes'] / 2**30:.0f} GiB,"
+                   f" driver {machine['driver'] or 'unknown'}")
+    facts = {
+        "gbmoe": gbmoe, "python": versions["python"], "torch": versions["torch"], "CUDA": versions["cuda"] or "none",
+        "device": f"{machine['device']}: {device}", "CPU": f"{machine['cpu']}, {machine['threads']} threads in use",
+        "extension": "loaded" if extension["loaded"] else f"not loaded: {extension['reason']}",
+    }
+    if extension["path"]:
+        against = extension["built_against"]
+        facts["  file"] = f"{extension['path']}, compiled {extension['compiled']}"
+        facts["  built against"] = f"CUDA {against['cuda_major'] or 'unknown'}, stable ABI of torch {against['torch_at_least']}"
+    facts["engines"] = ""
+    for name, engine in found["engines"].items():
+        facts[f"  {name}"] = "yes" if engine["available"] else f"no: {engine['reason']}"
+    width = max(map(len, facts))
+    return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in facts.items())

@@ -1,0 +1,156 @@
+"""The operators as one would write them in PyTorch without gbmoe, and the error that they allow.
+
+Called with float64 tensors these functions are the oracle of `verify` and `bench`; called with the dtype under test they are
+the yardstick: a result passes where its error against the oracle is at most twice the yardstick's. Nothing here calls an
+operator of gbmoe.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups, P padded rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gbmoe.cases import relative_error
+
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(), "identity": lambda x: x,
+}
+# In float64 the oracle is no better than the result: its units in the last place by which they may differ.
+_FLOAT64_ULPS = 8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The output that comes nearest to its limit, or exceeds it most."""
+    output: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        # A yardstick that overflowed measures nothing.
+        return self.error <= self.limit < math.inf
+
+    def __str__(self) -> str:
+        return f"{self.output}: relative error {self.error:.2e}, limit {self.limit:.2e}"
+
+
+def judge(results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], yardstick: Mapping[str, torch.Tensor],
+          copies: Sequence[str] = ()) -> Verdict:
+    """Compare every output with the oracle's; those named in `copies` must agree bit for bit.
+
+    The limit is twice the yardstick's error, or one unit in the last place where that is zero.
+    """
+    verdicts = []
+    for name, result in results.items():
+        ulp = torch.finfo(result.dtype).eps
+        limit = 2 * _error(yardstick[name], exact[name]) or ulp
+        if result.dtype == torch.float64:
+            limit = max(limit, _FLOAT64_ULPS * ulp)
+        verdicts.append(Verdict(name, _error(result, exact[name]), 0.0 if name in copies else limit))
+    return max(verdicts, key=lambda v: (not v.passed, v.error / v.limit if v.limit else math.inf if v.error else 0.0))
+
+
+def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """The relative error; of one matrix a group, the worst group's, because among many one missing row would be lost."""
+    if result.dim() == 3 and result.shape == exact.shape:
+        return max(map(relative_error, result, exact), default=0.0)
+    return relative_error(result, exact)
+
+
+# -------------------------------------------------------------------------------------------------------------- operators
+
+
+def routing(experts_TK: torch.Tensor, num_experts: int, align: int) -> dict[str, list[int]]:
+    """What a RoutingPlan holds, flattened, under its attributes' names."""
+    ids = experts_TK.flatten().tolist()
+    slot_of_row, counts, offsets, expert_of_tile = [], [], [0], []
+    for e in range(num_experts):
+        mine = [slot for slot, expert in enumerate(ids) if expert == e]
+        slot_of_row += mine + [-1] * (-len(mine) % align)
+        counts.append(len(mine))
+        expert_of_tile += [e] * ((len(slot_of_row) - offsets[-1]) // align)
+        offsets.append(len(slot_of_row))
+    bound = (len(ids) + min(len(ids), num_experts) * (align - 1)) // align * align
+    slot_of_row += [-1] * (bound - len(slot_of_row))
+    expert_of_tile += [-1] * (bound // align - len(expert_of_tile))
+    row_of_slot = [-1] * len(ids)
+    for row, slot in enumerate(slot_of_row):
+        if slot >= 0:
+            row_of_slot[slot] = row
+    return {"row_of_slot_TK": row_of_slot, "slot_of_row_P": slot_of_row, "counts_E": counts, "offsets_E1": offsets,
+            "expert_of_tile": expert_of_tile}
+
+
+def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """rows[index], with rows of zeros where the index is -1."""
+    return torch.cat([rows, rows.new_zeros(1, rows.size(1))])[index]
+
+
+def scatter(y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+    """The weighted sum of each token's rows."""
+    y_TKH = take(y_PH, row_of_slot_TK)
+    return (y_TKH if weights_TK is None else y_TKH * weights_TK.unsqueeze(-1)).sum(1)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], trans_a: bool = False,
+            trans_b: bool = False) -> torch.Tensor:
+    """The grouped product of gbmoe.gmm; b is taken to a's dtype one group at a time."""
+    if trans_a:
+        return torch.stack([left.t() @ right for left, right in zip(a.split(sizes), b.split(sizes))])
+    weights = (weight.to(a.dtype) for weight in b)
+    return torch.cat([rows @ (weight.t() if trans_b else weight) for rows, weight in zip(a.split(sizes), weights)])
+
+
+def mlp(x: torch.Tensor, activation: Callable, w1: torch.Tensor, w2: torch.Tensor,
+        v1: torch.Tensor | None = None) -> torch.Tensor:
+    """One expert."""
+    hidden = activation(x @ w1.t())
+    return (hidden if v1 is None else hidden * (x @ v1.t())) @ w2
+
+
+def experts(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, activation: Callable,
+            w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None = None) -> torch.Tensor:
+    """Each token's weighted sum over its experts, weights [E,F,H]; these are taken to x's dtype one expert at a time."""
+    def expert(rows, e):
+        return mlp(rows, activation, *(w if w is None else w[e].to(rows.dtype) for w in (w1, w2, v1)))
+
+    out_TH = torch.zeros_like(x_TH)
+    for e in range(w1.size(0)):
+        token, slot = (experts_TK == e).nonzero(as_tuple=True)
+        # Computed again in backward, so that autograd keeps no expert's weights in the wider dtype.
+        y = checkpoint(expert, x_TH[token], e, use_reentrant=False, preserve_rng_state=False)
+        out_TH = out_TH.index_add(0, token, y * weights_TK[token, slot, None])
+    return out_TH
+
+
+def router_weights(x_TH: torch.Tensor, router_EH: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+    """The softmax scores of the experts that the router chose."""
+    return (x_TH @ router_EH.to(x_TH.dtype).t()).softmax(-1).gather(1, chosen_TK)
+
+
+def weight_gradients(
+    x_TH: torch.Tensor, grad_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, activation: Callable,
+    weights_EFH: Mapping[str, torch.Tensor], dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Gradients of w1, w2 and v1, computed in `dtype` with one expert in memory at a time.
+
+    A gradient of row f of these matrices depends on no other row, so for a sample of rows only those need be given.
+    """
+    gradients = []
+    for e in range(next(iter(weights_EFH.values())).size(0)):
+        token, slot = (experts_TK == e).nonzero(as_tuple=True)
+        leaves = {name: w[e].detach().to(dtype).requires_grad_() for name, w in weights_EFH.items()}
+        y = mlp(x_TH[token].to(dtype), activation, **leaves)
+        upstream = grad_TH[token].to(dtype) * weights_TK[token, slot, None].to(dtype)
+        gradients.append(torch.autograd.grad(y, list(leaves.values()), upstream))
+    return {f"grad {name}": torch.stack(per_expert) for name, per_expert in zip(weights_EFH, zip(*gradients))}

@@ -1,0 +1,59 @@
+"""`gbmoe info`: complete as text and as JSON, and the same through `python -m gbmoe`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gbmoe
+from gbmoe import engines, extension
+from gbmoe.cli import machine, main
+from gbmoe.layers.arguments import default_device
+
+
+def test_text_names_versions_device_extension_and_every_engine(capsys):
+    assert main(["info"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.replace("\n  ", "\n> ").splitlines() if "  " in line)
+    lines = {name: value.strip() for name, value in lines.items()}
+    assert lines["gbmoe"].startswith(gbmoe.__version__) and lines["torch"] == torch.__version__
+    assert lines["device"].startswith(default_device().type)
+    for name, reason in engines.availability(default_device()).items():
+        assert lines[f"> {name}"] == (f"no: {reason}" if reason else "yes")
+    status = extension.status()
+    assert lines["extension"] == ("loaded" if status.loaded else f"not loaded: {status.reason}")
+
+
+def test_json_is_one_object_with_the_same_facts():
+    done = subprocess.run([sys.executable, "-m", "gbmoe", "info", "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["versions"]["gbmoe"] == gbmoe.__version__ and found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["device"] == default_device().type and found["machine"]["name"]
+    assert set(found["engines"]) == set(engines.ENGINES)
+    for engine in found["engines"].values():
+        assert engine["available"] == (engine["reason"] is None)
+    assert found["engines"]["reference"]["available"]
+    assert found["extension"]["loaded"] == (found["extension"]["reason"] is None)
+
+
+def test_extension_says_what_it_was_built_against(tmp_path, monkeypatch, capsys):
+    built = tmp_path / "_C.so"
+    built.write_bytes(b"\x7fELF...\0libcublas.so.13\0libtorch_cuda.so\0")
+    monkeypatch.setattr(extension, "_AHEAD_OF_TIME", built)
+    monkeypatch.setattr(extension, "status", lambda: extension.Status(True, built, None))
+    described = machine.describe_extension()
+    assert described["loaded"] and described["path"] == str(built) and described["compiled"] == "ahead of time"
+    assert described["built_against"] == {"cuda_major": 13, "torch_at_least": "2.10"}
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert str(built) in out and "CUDA 13, stable ABI of torch 2.10" in out
+
+
+def test_a_command_is_required_and_an_absent_device_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="2"):
+            main(["verify", "--device", "cuda"])
+        assert "sees no CUDA device" in capsys.readouterr().err
