@@ -164,7 +164,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
 @pytest.mark.parametrize("suite, dtype", [("layers", "bf16"), ("gemm", "fp32")])
 def test_suites_for_cuda_scaled_down(suite, dtype, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cases, "LAYER_CASES", cases.LAYER_CASES[:2])
-    monkeypatch.setattr(suites, "GEMM_CASES", suites.GEMM_CASES[1:4])
+    monkeypatch.setattr(cases, "GEMM_CASES", cases.GEMM_CASES[1:4])
     file = tmp_path / "rows.json"
     status = main(["bench", "--suite", suite, "--device", "cpu", "--dtype", dtype, "--json", str(file)])
     assert status == 0, capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_samples_find_one_missing_row_in_a_large_product(monkeypatch):
 
 
 def test_group_sizes_sum_to_the_slots():
-    for case in suites.GEMM_CASES:
+    for case in cases.GEMM_CASES:
         equal, skewed = suites.group_sizes(case, "equal"), suites.group_sizes(case, "skewed")
         assert sum(equal) == sum(skewed) == case.slots
         assert set(equal) == {case.slots // case.experts} and max(skewed) > 2 * min(skewed)
