@@ -60,12 +60,16 @@ def describe_machine(device: torch.device) -> dict:
 
 
 def describe_versions() -> dict:
-    """Versions, and the commit where gbmoe is imported from a checkout (`dirty`: tracked files differ from it)."""
+    """Versions, and the commit where gbmoe is imported from a checkout (`dirty`: tracked files differ from it).
+
+    A copy without .git, as on a compute node, can be told its commit by GBMOE_COMMIT.
+    """
     root = Path(gbmoe.__file__).parent.parent
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
+    told = os.environ.get("GBMOE_COMMIT")
     changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") if commit else None
     return {
-        "gbmoe": gbmoe.__version__, "commit": commit, "dirty": bool(changes) if commit else None,
+        "gbmoe": gbmoe.__version__, "commit": commit or told, "dirty": bool(changes) if commit else None,
         "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
     }
 
