@@ -1,0 +1,578 @@
+"""Train a small byte-level language model, a transformer whose MLPs are dMoE layers of gbmoe, on real text.
+
+    python scripts/train_lm.py                              the Python standard library's sources, on the first GPU or the CPU
+    python scripts/train_lm.py books/ notes.txt --impl bmm --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 2 scripts/train_lm.py         data parallel: each rank takes a part of every batch
+
+Writes checkpoint.pt, log.json and loss.png to --out, and goes on from the checkpoint that lies there. SIGTERM and SIGUSR1 end
+the run after the current step: it saves and exits with 0. A resumed run has the losses of an uninterrupted one bit for bit,
+given the same machine, number of threads and number of ranks.
+
+Losses are in nats per byte. Balance is, for each layer, the tokens of its busiest expert over the mean.
+
+Shape suffixes: B sequences, S positions, H hidden, N heads, D head, V byte values, L layers, E experts, W held-out windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+# Threads that spin at OpenMP's barriers make a step tens of times slower where another process wants the same cores. libgomp
+# reads this when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# cuBLAS sums in a fixed order only with a workspace of fixed size; it reads this when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import gbmoe
+
+VOCABULARY = 256
+HELDOUT_FRACTION = 0.1
+CLIP_NORM = 1.0
+STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# Arguments that may differ between a run and its continuation: they change no loss. The text is compared by its hash.
+FREE_ON_RESUME = frozenset({"paths", "device", "out", "resume", "log_every", "save_every"})
+
+
+class InputError(Exception):
+    """What the user gave does not serve; the message says what was expected and what came."""
+
+
+# ------------------------------------------------------------------------------------------------------------------- text
+
+
+def text_files(paths: Sequence[str]) -> list[Path]:
+    """The files that `paths` name, sorted, hidden ones left out; without paths the standard library's sources."""
+    roots = [Path(path) for path in paths] or [Path(sysconfig.get_paths()["stdlib"])]
+    suffix, skipped = ("", frozenset()) if paths else (".py", STDLIB_SKIPPED)
+    files = {root for root in roots if root.is_file()}
+    for root in roots:
+        if not root.exists():
+            raise InputError(f"paths: expected an existing file or folder, got {root}")
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
+            files.update(Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
+    return sorted(file for file in files if file.is_file())
+
+
+def read_text(path: Path) -> bytes:
+    """The file's bytes; none where it cannot be read or is not UTF-8 text."""
+    try:
+        content = path.read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError):
+        return b""
+    return b"" if b"\0" in content else content
+
+
+def load_text(paths: Sequence[str], max_bytes: int, length: int) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    """Join the files in a fixed shuffled order, up to max_bytes, and hold out the last tenth, which is a sample of the files.
+
+    Returns:
+        The bytes to train on and the bytes held out, uint8, and what they are; unigram_entropy, that of the single bytes, is
+        the loss of the best model that sees no context.
+
+    Raises:
+        InputError: where there is no text, or where a part has less than one window of length + 1 bytes.
+    """
+    candidates = text_files(paths)
+    # A constant seed: the text does not depend on --seed.
+    random.Random(0).shuffle(candidates)
+    content, files = bytearray(), 0
+    for path in candidates:
+        if len(content) >= max_bytes:
+            break
+        piece = read_text(path)
+        files += bool(piece)
+        content += piece
+    del content[max_bytes:]
+    where = ", ".join(paths) or "the standard library"
+    if not content:
+        raise InputError(f"paths: expected at least one UTF-8 text file in {where}, got none among {len(candidates)} files")
+    heldout_bytes = int(len(content) * HELDOUT_FRACTION)
+    if heldout_bytes < length + 1:
+        raise InputError(f"paths: expected at least {math.ceil((length + 1) / HELDOUT_FRACTION)} bytes of text in {where} for"
+                         f" --length {length}, got {len(content)}")
+    text = torch.frombuffer(content, dtype=torch.uint8)
+    p_V = torch.bincount(text, minlength=VOCABULARY).double() / len(text)
+    statistics = {"files": files, "bytes": len(text), "heldout_bytes": heldout_bytes,
+                  "unigram_entropy": -float(torch.xlogy(p_V, p_V).sum()), "sha256": hashlib.sha256(content).hexdigest()}
+    return text[:-heldout_bytes], text[-heldout_bytes:], statistics
+
+
+def windows(text: torch.Tensor, starts: Sequence[int], length: int) -> torch.Tensor:
+    """int64 [B, S + 1]: `length` bytes from each start, and the one that follows them."""
+    return torch.stack([text[start : start + length + 1] for start in starts]).long()
+
+
+def batch_starts(text: torch.Tensor, args: argparse.Namespace, step: int) -> list[int]:
+    """Where the windows of a step's batch begin: a function of (--seed, step) alone, so that a resumed run sees the same."""
+    draw = random.Random(f"{args.seed}/{step}")
+    return [draw.randrange(len(text) - args.length) for _ in range(args.batch)]
+
+
+def heldout_starts(text: torch.Tensor, args: argparse.Namespace) -> list[int]:
+    """Where the held-out windows begin: spread evenly, the same at every evaluation."""
+    return [w * (len(text) - args.length - 1) // max(1, args.eval_windows - 1) for w in range(args.eval_windows)]
+
+
+# ------------------------------------------------------------------------------------------------------------------ model
+
+
+def moe_arguments(args: argparse.Namespace) -> gbmoe.Arguments:
+    """What the dMoE layers are built from; on the CPU, so that a seed gives the same weights whatever the device."""
+    return gbmoe.Arguments(
+        hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_layers=args.layers, bias=False, activation_fn=F.silu,
+        moe_num_experts=args.experts, moe_top_k=args.top_k, moe_normalize_expert_weights=1,
+        moe_loss_weight=args.balance_weight, moe_lbl_in_fp32=True, mlp_type="glu", mlp_impl=args.impl, fp16=False, device="cpu",
+        init_method=partial(torch.nn.init.normal_, std=args.hidden**-0.5),
+        output_layer_init_method=partial(torch.nn.init.normal_, std=(2 * args.layers * args.ffn) ** -0.5),
+    )
+
+
+class Attention(torch.nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        self.heads = args.heads
+        self.qkv = torch.nn.Linear(args.hidden, 3 * args.hidden, bias=False)
+        self.out = torch.nn.Linear(args.hidden, args.hidden, bias=False)
+        torch.nn.init.normal_(self.qkv.weight, std=args.hidden**-0.5)
+        torch.nn.init.normal_(self.out.weight, std=(2 * args.layers * args.hidden) ** -0.5)
+        half = args.hidden // args.heads // 2
+        angle_SD = torch.outer(torch.arange(args.length), 10000 ** (-torch.arange(half) / half))
+        self.register_buffer("cos_SD", angle_SD.cos(), persistent=False)
+        self.register_buffer("sin_SD", angle_SD.sin(), persistent=False)
+
+    def rotate(self, x_BNSD: torch.Tensor) -> torch.Tensor:
+        left, right = x_BNSD.chunk(2, dim=-1)
+        rotated = torch.cat([left * self.cos_SD - right * self.sin_SD, left * self.sin_SD + right * self.cos_SD], dim=-1)
+        return rotated.to(x_BNSD.dtype)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        B, S, H = x_BSH.shape
+        q_BNSD, k_BNSD, v_BNSD = self.qkv(x_BSH).view(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y_BNSD = F.scaled_dot_product_attention(self.rotate(q_BNSD), self.rotate(k_BNSD), v_BNSD, is_causal=True)
+        return self.out(y_BNSD.transpose(1, 2).reshape(B, S, H))
+
+
+class Block(torch.nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + dMoE(norm(x))."""
+
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        self.attention_norm = torch.nn.RMSNorm(args.hidden)
+        self.attention = Attention(args)
+        self.moe_norm = torch.nn.RMSNorm(args.hidden)
+        self.moe = gbmoe.dMoE(moe_arguments(args))
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH))
+        return x_BSH + self.moe(self.moe_norm(x_BSH))
+
+
+def byte_lm(args: argparse.Namespace) -> torch.nn.Sequential:
+    """bytes [B,S] -> logits of the next byte [B,S,V]; at first all bytes are as likely."""
+    head = torch.nn.Linear(args.hidden, VOCABULARY, bias=False)
+    torch.nn.init.zeros_(head.weight)
+    blocks = (Block(args) for _ in range(args.layers))
+    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, args.hidden), *blocks, torch.nn.RMSNorm(args.hidden), head)
+
+
+# ---------------------------------------------------------------------------------------------------------- data parallel
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together; a process alone is rank 0 of 1."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_first(self, value: object) -> object:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def average_gradients(self, model: torch.nn.Module) -> None:
+        """One all-reduce of all gradients.
+
+        Not DistributedDataParallel: it changes its buckets after its first step, and with them the order of the sums, so that
+        a resumed run would differ in its last bits.
+        """
+        if self.world == 1:
+            return
+        gradients = [parameter.grad for parameter in model.parameters()]
+        averages = self.sum(torch.cat([g.flatten() for g in gradients])) / self.world
+        for g, average in zip(gradients, averages.split([g.numel() for g in gradients])):
+            g.copy_(average.view_as(g))
+
+    def hold_same_weights(self, model: torch.nn.Module) -> bool:
+        """Whether every rank's weights are rank 0's, bit for bit."""
+        if self.world == 1:
+            return True
+        mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        first = mine.clone()
+        dist.broadcast(first, src=0)
+        return int(self.sum(torch.tensor(int(not torch.equal(mine, first)), device=self.device))) == 0
+
+
+@contextlib.contextmanager
+def joined_ranks(name: str) -> Iterator[Ranks]:
+    """This process's place as torchrun's environment gives it, with the process group open where there are several."""
+    device, world = torch.device(name), int(os.environ.get("WORLD_SIZE", 1))
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if world == 1:
+        yield Ranks(0, 1, device)
+        return
+    cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    yield Ranks(dist.get_rank(), world, device)
+    # Not after an error, when the others may wait in another collective. The barrier lets nobody leave before rank 0 has saved;
+    # and gloo's thread must have dropped the tensors of the last collective before the interpreter ends, or it aborts.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------------------- training
+
+
+class Trainer:
+    """Model, optimizer and gradient scaler; what a step does with them; their checkpoint."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks):
+        torch.manual_seed(args.seed)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        self.args, self.ranks = args, ranks
+        self.dtype = getattr(torch, args.dtype)
+        self.moe_args = moe_arguments(args)
+        self.model = byte_lm(args).to(ranks.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), fused=True)
+        self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
+
+    def loss(self, windows_BS1: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        """Cross-entropy of each byte given those before it; the products in --dtype by autocast, the loss in float32."""
+        windows_BS1 = windows_BS1.to(self.ranks.device)
+        with torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits_BSV = self.model(windows_BS1[:, :-1])
+        return F.cross_entropy(logits_BSV.flatten(0, 1).float(), windows_BS1[:, 1:].flatten(), reduction=reduction)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, and a cosine down to a twentieth."""
+        warm_up = min(1.0, (step + 1) / self.args.warmup)
+        return self.args.lr * warm_up * (0.525 + 0.475 * math.cos(math.pi * step / self.args.steps))
+
+    def train_step(self, windows_BS1: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One update. Returns this rank's loss and the tokens that each expert of each layer got [L,E]."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self.model.train()
+        gbmoe.clear_load_balancing_loss()
+        loss = self.loss(windows_BS1)
+        counts_LE = torch.stack([counts_E for counts_E, _ in gbmoe.get_load_balancing_loss()])
+        self.scaler.scale(loss + gbmoe.batched_load_balancing_loss(self.moe_args)).backward()
+        gbmoe.clear_load_balancing_loss()
+        self.ranks.average_gradients(self.model)
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.detach(), counts_LE
+
+    @torch.no_grad()
+    def heldout_loss(self, windows_WS1: torch.Tensor) -> float:
+        """Mean loss over the windows, each rank computing its part."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for windows_BS1 in windows_WS1[self.ranks.rank :: self.ranks.world].split(self.args.batch):
+            total += self.loss(windows_BS1, reduction="sum")
+        return float(self.ranks.sum(total)) / windows_WS1[:, 1:].numel()
+
+    def save(self, step: int, log: dict) -> None:
+        """Rank 0 writes checkpoint.pt and log.json; raises where the ranks' weights are no longer the same."""
+        if not self.ranks.hold_same_weights(self.model):
+            raise RuntimeError(f"step {step}: expected the same weights on all {self.ranks.world} ranks, got different ones")
+        if self.ranks.rank > 0:
+            return
+        checkpoint = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                      "scaler": self.scaler.state_dict(), "rng": torch.get_rng_state(), "step": step, "log": log}
+        out = Path(self.args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        replace(out / "checkpoint.pt", partial(torch.save, checkpoint))
+        replace(out / "log.json", lambda path: path.write_text(json.dumps(log, indent=1)))
+
+    def resume(self, path: Path, log: dict) -> tuple[int, dict]:
+        """Load the checkpoint, where rank 0 has one and --resume wants it. Returns its step and log, else (0, log).
+
+        Raises:
+            InputError: where it is of a run with other arguments or another text than `log`'s.
+        """
+        wanted = self.ranks.rank == 0 and self.args.resume == "auto" and path.exists()
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if wanted else None
+        # The other ranks may be on nodes that do not see --out.
+        checkpoint = self.ranks.from_first(checkpoint)
+        if checkpoint is None:
+            return 0, log
+        saved, given = checkpoint["log"]["args"], log["args"]
+        differences = [f"--{name.replace('_', '-')} {saved.get(name)} (got {given[name]})" for name in given
+                       if name not in FREE_ON_RESUME and saved.get(name) != given[name]]
+        if checkpoint["log"]["text"] != log["text"]:
+            differences.append("the text that it was trained on (got another)")
+        if differences:
+            raise InputError(f"{path} can only be resumed as it was begun: expected {', '.join(differences)}; give another"
+                             " --out, or --fresh to start anew")
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.scaler.load_state_dict(checkpoint["scaler"])
+        torch.set_rng_state(checkpoint["rng"])
+        return checkpoint["step"], checkpoint["log"]
+
+
+def train(args: argparse.Namespace, ranks: Ranks, signals: list[str]) -> None:
+    """Train from the checkpoint, or from nothing, to --steps or to the first signal."""
+    started = time.perf_counter()
+    out = Path(args.out)
+    train_text, heldout_text, statistics = load_text(args.paths, args.max_bytes, args.length)
+    windows_WS1 = windows(heldout_text, heldout_starts(heldout_text, args), args.length)
+    trainer = Trainer(args, ranks)
+    step, log = trainer.resume(out / "checkpoint.pt", new_log(trainer, statistics))
+    seconds_before = log["seconds"]
+    progress = Progress(args, step, shown=ranks.rank == 0)
+    progress.line(f"{statistics['files']} files, {statistics['bytes']:,} bytes, {statistics['heldout_bytes']:,} of them held"
+                  f" out; {log['parameters']:,} parameters; {args.impl} {args.dtype} on {log['device']}")
+    if step:
+        progress.line(f"resumed from {out / 'checkpoint.pt'} after step {step}/{args.steps}")
+    stop = False
+    with progress.bar or contextlib.nullcontext():
+        while step < args.steps and not stop:
+            step_started = time.perf_counter()
+            starts = batch_starts(train_text, args, step)[ranks.rank :: ranks.world]
+            loss, counts_LE = trainer.train_step(windows(train_text, starts, args.length), step)
+            # Whichever rank got a signal, all learn of it here and stop after the same step.
+            mine = [loss.double().view(1), counts_LE.double().flatten(), torch.full((1,), len(signals), device=ranks.device)]
+            loss_sum, *counts, stop = ranks.sum(torch.cat(mine)).tolist()
+            loads_LE = torch.tensor(counts).view(counts_LE.shape)
+            step += 1
+            entry = {"step": step, "loss": loss_sum / ranks.world, "balance": (loads_LE.amax(1) / loads_LE.mean(1)).tolist(),
+                     "tokens_per_s": args.batch * args.length / (time.perf_counter() - step_started)}
+            if not math.isfinite(entry["loss"]):
+                raise RuntimeError(f"step {step}: expected a finite loss, got {entry['loss']}")
+            log["train"].append(entry)
+            progress.step(entry)
+            if step % args.eval_every == 0 or step == args.steps:
+                log["heldout"].append({"step": step, "loss": trainer.heldout_loss(windows_WS1)})
+                progress.line(f"step {step}/{args.steps}  held-out loss {log['heldout'][-1]['loss']:.4f}")
+            if stop or step % args.save_every == 0 or step == args.steps:
+                log["seconds"] = seconds_before + time.perf_counter() - started
+                log["tokens_per_s"] = step / sum(1 / entry["tokens_per_s"] for entry in log["train"])
+                trainer.save(step, log)
+    if step < args.steps:
+        progress.line(f"stopped by {signals[0] if signals else 'a signal to another rank'}: saved {out / 'checkpoint.pt'} after"
+                      f" step {step}/{args.steps}; the same command goes on from there")
+    elif ranks.rank == 0:
+        summarize(log, out)
+
+
+# ----------------------------------------------------------------------------------------------------------------- output
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """write(temporary path), then rename: whoever reads, at whatever moment, finds the old file or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this file is in, if it is in one."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def new_log(trainer: Trainer, statistics: dict) -> dict:
+    """log.json before the first step."""
+    device = trainer.ranks.device
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return {
+        "args": vars(trainer.args), "text": statistics, "commit": git_commit(), "ranks": trainer.ranks.world,
+        "versions": {"gbmoe": gbmoe.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "train": [], "heldout": [], "seconds": 0.0, "tokens_per_s": None,
+    }
+
+
+class Progress:
+    """rich's bar on a terminal, a plain line every --log-every steps elsewhere; silent where not `shown`."""
+
+    def __init__(self, args: argparse.Namespace, first_step: int, shown: bool):
+        self.args, self.shown, self.bar = args, shown, None
+        if not (shown and sys.stdout.isatty()):
+            return
+        try:
+            from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+        except ImportError:
+            return
+        self.bar = Bar(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.task = self.bar.add_task("", total=args.steps, completed=first_step)
+
+    def line(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self.shown:
+            print(text, flush=True)
+
+    def step(self, entry: dict) -> None:
+        """Show a step's entry of the log, with the balance of the worst layer."""
+        text = (f"step {entry['step']}/{self.args.steps}  loss {entry['loss']:.4f}  {entry['tokens_per_s']:,.0f} tokens/s"
+                f"  balance {max(entry['balance']):.2f}")
+        if self.bar is not None:
+            self.bar.update(self.task, completed=entry["step"], description=text)
+        elif entry["step"] % self.args.log_every == 0:
+            self.line(text)
+
+
+def plot(log: dict, path: Path) -> None:
+    """Draw the losses against the step. Raises ImportError without matplotlib."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot([e["step"] for e in log["train"]], [e["loss"] for e in log["train"]], linewidth=0.8, label="train")
+    axes.plot([e["step"] for e in log["heldout"]], [e["loss"] for e in log["heldout"]], marker="o", label="held-out")
+    axes.axhline(log["text"]["unigram_entropy"], color="gray", linestyle="--", label="unigram entropy")
+    axes.set(xlabel="step", ylabel="nats per byte", title=f"byte-level MoE: {log['args']['impl']}, {log['args']['dtype']}")
+    axes.legend()
+    replace(path, partial(figure.savefig, dpi=150, format="png"))
+    plt.close(figure)
+
+
+def summarize(log: dict, out: Path) -> None:
+    """Draw the plot and print what came out."""
+    heldout, entropy = log["heldout"][-1]["loss"], log["text"]["unigram_entropy"]
+    try:
+        plot(log, out / "loss.png")
+    except ImportError:
+        print("no loss.png: matplotlib is not installed")
+    print(f"{log['seconds']:.1f} s, {log['tokens_per_s']:,.0f} tokens/s; results in {out}")
+    print(f"held-out loss {heldout:.4f} nats/byte ({heldout / math.log(2):.3f} bits/byte), unigram entropy {entropy:.4f}"
+          f" ({entropy / math.log(2):.3f}), gap {entropy - heldout:.4f}")
+
+
+# -------------------------------------------------------------------------------------------------------------- arguments
+
+
+NUMBERS = (
+    ("seed", 0, "of the weights and the batches"),
+    ("layers", 3, "blocks of attention and dMoE"),
+    ("hidden", 128, "width"),
+    ("heads", 4, "of the attention"),
+    ("ffn", 192, "hidden size of each expert"),
+    ("experts", 8, "of each layer"),
+    ("top-k", 2, "experts that a token goes to"),
+    ("balance-weight", 0.01, "of the load-balancing loss"),
+    ("length", 128, "bytes of a sequence"),
+    ("batch", 8, "sequences of a step, over all ranks"),
+    ("steps", 500, "of the whole run, resumed or not"),
+    ("lr", 2e-3, "highest learning rate"),
+    ("warmup", 50, "steps up to it"),
+    ("max-bytes", 1 << 24, "of text to use"),
+    ("eval-every", 100, "steps between held-out losses"),
+    ("eval-windows", 128, "sequences of a held-out loss"),
+    ("save-every", 200, "steps between checkpoints"),
+    ("log-every", 20, "steps between lines where there is no terminal"),
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; ends the process with status 2 and a message where it is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("paths", nargs="*", help="text files, or folders of them; none: the Python standard library's sources")
+    add("--impl", choices=("gbmoe", "bmm", "reference"), default="gbmoe", help="how the experts are computed")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:<index>")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+        help="of the products; parameters stay float32")
+    add("--out", default="runs/train_lm", help="folder of the checkpoint, the log and the plot")
+    add("--resume", choices=("auto", "never"), default="auto", help="go on from --out's checkpoint, if it has one")
+    add("--fresh", dest="resume", action="store_const", const="never", default=argparse.SUPPRESS, help="--resume never")
+    for name, default, text in NUMBERS:
+        add(f"--{name}", type=type(default), default=default, help=text)
+    args = parser.parse_args()
+
+    for name, _, _ in NUMBERS:
+        value = getattr(args, name.replace("-", "_"))
+        if name != "seed" and not 0 < value < math.inf:
+            parser.error(f"--{name}: expected a number greater than 0, got {value}")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.hidden % (2 * args.heads):
+        parser.error(f"--hidden: expected a multiple of 2 * heads == {2 * args.heads}, got {args.hidden}")
+    if args.batch % world:
+        parser.error(f"--batch: expected a multiple of the {world} ranks, got {args.batch}")
+    if args.eval_windows < world:
+        parser.error(f"--eval-windows: expected at least the {world} ranks, got {args.eval_windows}")
+    kind, _, index = args.device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        parser.error(f"--device: expected cpu, cuda or cuda:<index>, got {args.device!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device: expected a GPU that is there, got {args.device!r} with {torch.cuda.device_count()} GPUs")
+    try:
+        moe_arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> None:
+    signals: list[str] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, frame: signals.append(signal.Signals(received).name))
+    args = parse_arguments()
+    try:
+        with joined_ranks(args.device) as ranks:
+            train(args, ranks, signals)
+    except InputError as error:
+        sys.exit(f"train_lm: {error}")
+
+
+if __name__ == "__main__":
+    main()
