@@ -55,12 +55,13 @@ inline bool aligned_16(const Tensor& tensor) {
 }
 
 // A small tensor whose dtype is known only at run time (router weights: fp32 beside bf16 rows, or the rows' own dtype).
-// Reading it through a switch costs nothing beside the row it scales and saves a template parameter everywhere.
+// Reading it through a switch costs nothing beside the row it scales and saves a template parameter everywhere; out of line,
+// because kernels that unroll over slots would hold a copy of the switch for each.
 struct Scalars {
   void* data;
   ScalarType dtype;
 
-  __device__ __forceinline__ double read(int64_t i) const {
+  __device__ __noinline__ double read(int64_t i) const {
     switch (dtype) {
       case ScalarType::Float: return static_cast<const float*>(data)[i];
       case ScalarType::BFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
@@ -68,7 +69,7 @@ struct Scalars {
       default: return static_cast<const double*>(data)[i];
     }
   }
-  __device__ __forceinline__ void write(int64_t i, double value) const {
+  __device__ __noinline__ void write(int64_t i, double value) const {
     switch (dtype) {
       case ScalarType::Float: static_cast<float*>(data)[i] = static_cast<float>(value); break;
       case ScalarType::BFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value)); break;

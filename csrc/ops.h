@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <tuple>
 
 namespace gbmoe {
 
@@ -20,12 +21,28 @@ void cublas_grouped(
 // groups.cu
 void zero_empty_groups(Tensor sizes, Tensor out);
 
-// permute.cu
-void padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor out);
-void padded_scatter(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, Tensor out);
+// plan.cu; the exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
+// ids int32 or int64 [T,K]; returns row_of_slot, slot_of_row, counts, offsets, expert_of_tile
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows);
+
+// route.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
+void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp);
+void route_backward(
+    Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
+    std::optional<Tensor> grad_logsumexp, double p, Tensor grad);
+
+// permute.cu; row_of_slot, columns and counts may be views with a row stride
+void padded_gather(
+    Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
+    std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, Tensor out,
+    std::optional<Tensor> probs_out);
+void padded_scatter(
+    Tensor y, Tensor row_of_slot, std::optional<Tensor> columns, std::optional<Tensor> counts, std::optional<Tensor> weights,
+    Tensor out);
 void padded_scatter_backward(
-    Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> weights,
-    Tensor grad_y, std::optional<Tensor> grad_weights);
+    Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns,
+    std::optional<Tensor> counts, std::optional<Tensor> weights, bool clear_behind, std::optional<Tensor> grad_y,
+    std::optional<Tensor> grad_weights);
 
 // activation.cu; d becomes dh, grad_weights comes as zeros
 void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out);

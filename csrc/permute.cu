@@ -1,13 +1,18 @@
 // padded_gather and padded_scatter: tokens to expert-major padded rows and back, with their gradients.
 //
-// All three kernels are token-major: the threads of one group own one token, read what belongs to it once and visit its K
-// slots in ascending order. Sums are kept in fp32 (fp64 for fp64), in slot order, and rounded once; there are no atomics,
-// so two runs give the same bits. Row and slot numbers fit int32; element offsets are int64.
+// All kernels are token-major: the threads of one group own one token, read what belongs to it once and visit its slots in
+// ascending order, S of them at a time with their rows in registers. Sums are kept in fp32 (fp64 for fp64), in slot order,
+// and rounded once; there are no floating-point atomics, so two runs give the same bits. Row and slot numbers fit int32;
+// element offsets are int64.
 //
-// The kernels that write padded rows write the padding too (rows whose slot is -1, become zero): blocks behind the token
-// blocks look for such rows and clear them, so no memset precedes the launch.
+// The kernels that write padded rows write the padding too: each block owns a share of the rows, looks for those whose slot
+// is -1 and clears them when its tokens are done, so no memset precedes the launch and no few blocks clear at its end. Rows
+// behind the last expert (slot -2) are cleared only where asked.
+//
+// Bytes at the least: gather 2H (T + P), scatter 2H (P + T), its backward 2H (T + 2P) in bf16.
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "common.cuh"
 #include "ops.h"
@@ -16,212 +21,416 @@ namespace gbmoe {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kScanRows = 64;  // padded rows that one clearing block looks at
+constexpr int kPadding = -1, kBehindTheLast = -2;
 
-// How one launch divides its work: `group` threads own one token, blocks [0, token_blocks) own tokens, the rest own rows.
-struct Shape {
-  int64_t tokens, rows;
-  int slots, vectors;   // K, and vectors in one row of H elements
-  int group;            // threads that own one token: a power of two, 32 to kThreads
-  unsigned token_blocks;
+// Where each token's slots are. Dense: row [T,K], scalars [T,K]. Ragged (a mask map): the first count[t] entries of row and
+// column are in use, and slot j's scalar sits in column[t,j] of [T,E].
+struct Slots {
+  const int* row;
+  const int* column;
+  const int* count;
+  int64_t row_stride, column_stride, count_stride, scalar_stride;
+  int most;
+
+  __device__ __forceinline__ int in_use(int64_t token) const { return count ? count[token * count_stride] : most; }
+  __device__ __forceinline__ int row_of(int64_t token, int j) const { return row[token * row_stride + j]; }
+  __device__ __forceinline__ int64_t scalar_of(int64_t token, int j) const {
+    return token * scalar_stride + (column ? column[token * column_stride + j] : j);
+  }
 };
 
-Shape make_shape(int64_t tokens, int64_t slots, int64_t rows, int64_t vectors) {
+// How one launch divides its work: `group` threads own one token, and each block a share of the padded rows.
+struct Shape {
+  int64_t tokens, rows;
+  int vectors;          // in one row of H elements
+  int group;            // threads that own one token: a power of two, 32 to kThreads
+  unsigned blocks;
+  int rows_a_block;
+  bool clear_behind;    // the rows behind the last expert too
+};
+
+Shape make_shape(int64_t tokens, int64_t rows, int64_t vectors, bool clear_behind) {
+  // Four vectors a thread keep enough bytes in flight; more threads than that only add idle ones.
   int group = 32;
-  while (group < kThreads && group < vectors) group *= 2;
-  return {tokens, rows, static_cast<int>(slots), static_cast<int>(vectors), group,
-          static_cast<unsigned>(ceil_div(tokens, kThreads / group))};
+  while (group < kThreads / 2 && group * 4 < vectors) group *= 2;
+  const int64_t blocks = std::max<int64_t>(ceil_div(tokens, kThreads / group), rows > 0 ? 1 : 0);
+  return {tokens, rows, static_cast<int>(vectors), group, static_cast<unsigned>(blocks),
+          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks)) : 0, clear_behind};
 }
 
-template <typename V>
-__device__ void clear_padding_rows(V* rows_PH, const int* slot_of_row, const Shape& shape) {
-  __shared__ int padding[kScanRows];
-  __shared__ int found;
-  if (threadIdx.x == 0) found = 0;
-  __syncthreads();
-  const int64_t first = static_cast<int64_t>(blockIdx.x - shape.token_blocks) * kScanRows;
-  const int64_t row = first + threadIdx.x;
-  // The order in which rows enter the list does not matter: every entry receives the same zeros.
-  if (threadIdx.x < kScanRows && row < shape.rows && slot_of_row[row] < 0) padding[atomicAdd(&found, 1)] = threadIdx.x;
-  __syncthreads();
-  for (int i = threadIdx.x / 32; i < found; i += kThreads / 32) {
-    V* out = rows_PH + (first + padding[i]) * shape.vectors;
-    for (int v = threadIdx.x % 32; v < shape.vectors; v += 32) out[v] = V{};
-  }
-}
+// The share of the padded rows of one block; all its threads construct it before their tokens and clear after them, so that
+// the slots are read while the tokens are.
+class PaddingRows {
+ public:
+  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const Shape& shape)
+      : slot_of_row_(slot_of_row), first_(static_cast<int64_t>(blockIdx.x) * shape.rows_a_block),
+        count_(static_cast<int>(max(min(static_cast<int64_t>(shape.rows_a_block), shape.rows - first_), int64_t{0}))),
+        slot_(threadIdx.x < count_ ? slot_of_row[first_ + threadIdx.x] : 0) {}
 
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) gather_kernel(
-    const Vector<T, N>* x_TH, const int* row_of_slot, const int* slot_of_row, Vector<T, N>* out_PH, const Shape shape) {
-  if (blockIdx.x >= shape.token_blocks) {
-    clear_padding_rows(out_PH, slot_of_row, shape);
-    return;
-  }
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
-  if (token >= shape.tokens) return;
-  const Vector<T, N>* x = x_TH + token * shape.vectors;
-  const int* rows = row_of_slot + token * shape.slots;
-  for (int v = threadIdx.x % shape.group; v < shape.vectors; v += shape.group) {
-    const Vector<T, N> value = x[v];
-    for (int j = 0; j < shape.slots; ++j) {
-      const int64_t row = rows[j];
-      if (row >= 0) out_PH[row * shape.vectors + v] = value;
+  template <typename V> __device__ __forceinline__ void clear(V* rows_PH, const Scalars& scalars_P, const Shape& shape) const {
+    __shared__ int padding[kThreads];
+    __shared__ int found;
+    for (int base = 0; base < count_; base += kThreads) {
+      if (threadIdx.x == 0) found = 0;
+      __syncthreads();
+      const int i = base + threadIdx.x;
+      const int slot = i >= count_ ? 0 : base == 0 ? slot_ : slot_of_row_[first_ + i];
+      // The order in which rows enter the list does not matter: every entry receives the same zeros.
+      if (slot == kPadding || (slot == kBehindTheLast && shape.clear_behind)) {
+        padding[atomicAdd(&found, 1)] = i;
+        if (scalars_P.data) scalars_P.write(first_ + i, 0.0);
+      }
+      __syncthreads();
+      for (int r = threadIdx.x / 32; r < found; r += kThreads / 32) {
+        V* out = rows_PH + (first_ + padding[r]) * shape.vectors;
+        for (int v = threadIdx.x % 32; v < shape.vectors; v += 32) out[v] = V{};
+      }
+      __syncthreads();
     }
   }
-}
 
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) scatter_kernel(
-    const Vector<T, N>* y_PH, const int* row_of_slot, Scalars weights, Vector<T, N>* out_TH, const Shape shape) {
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
-  if (token >= shape.tokens) return;
-  const int64_t first_slot = token * shape.slots;
-  for (int v = threadIdx.x % shape.group; v < shape.vectors; v += shape.group) {
-    accumulate_t<T> sum[N] = {};
-#pragma unroll 4
-    for (int j = 0; j < shape.slots; ++j) {
-      const int64_t row = row_of_slot[first_slot + j];
-      if (row < 0) continue;
-      const accumulate_t<T> weight = weights.data ? weights.read(first_slot + j) : 1.0;
-      const Vector<T, N> value = y_PH[row * shape.vectors + v];
-#pragma unroll
-      for (int i = 0; i < N; ++i) sum[i] += weight * widen(value.element[i]);
-    }
-    Vector<T, N> out;
-#pragma unroll
-    for (int i = 0; i < N; ++i) out.element[i] = narrow<T>(sum[i]);
-    out_TH[token * shape.vectors + v] = out;
-  }
-}
+ private:
+  const int* slot_of_row_;
+  int64_t first_;
+  int count_, slot_;
+};
 
-// grad_y[row] = weight * grad[token]; grad_weight[slot] = <grad[token], y[row]>. Slots go in passes of S, so that their
-// partial dot products stay in registers while the token's gradient is read once for all of them.
-template <typename T, int N, int S>
-__global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
-    const Vector<T, N>* grad_TH, const Vector<T, N>* y_PH, const int* row_of_slot, const int* slot_of_row, Scalars weights,
-    Vector<T, N>* grad_y_PH, Scalars grad_weights, const Shape shape) {
-  using A = accumulate_t<T>;
-  if (blockIdx.x >= shape.token_blocks) {
-    clear_padding_rows(grad_y_PH, slot_of_row, shape);
-    return;
+// What gather does to a vector on its way.
+template <typename V> struct Copy {
+  using Vec = V;
+  using Factor = float;
+  static __device__ __forceinline__ V apply(const V& value, float) { return value; }
+};
+template <typename T, int N> struct Scale {
+  using Vec = Vector<T, N>;
+  using Factor = accumulate_t<T>;
+  static __device__ __forceinline__ Vec apply(const Vec& value, accumulate_t<T> scale) {
+    Vec scaled;
+#pragma unroll
+    for (int i = 0; i < N; ++i) scaled.element[i] = narrow<T>(scale * widen(value.element[i]));
+    return scaled;
   }
-  __shared__ A warp_sums[kThreads / 32][S];
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
-  const bool live = token < shape.tokens;
-  for (int pass = 0; pass < shape.slots; pass += S) {
-    const int64_t first_slot = token * shape.slots + pass;
-    int64_t row[S];
-    A weight[S], dot[S];
+};
+
+// The slots of one pass: where their rows begin, and their weights. A missing slot points at row 0, which every thread may
+// load, so that all loads of a pass leave together; `exists` keeps it out of the sums.
+template <typename A, int S> struct Pass {
+  int64_t at[S];
+  A weight[S];
+  unsigned exists = 0;
+
+  __device__ __forceinline__ Pass(const Slots& slots, const Scalars& weights, int64_t token, int first, int in_use, int vectors) {
 #pragma unroll
     for (int j = 0; j < S; ++j) {
-      const bool exists = live && pass + j < shape.slots;
-      row[j] = exists ? row_of_slot[first_slot + j] : -1;
-      weight[j] = row[j] >= 0 && weights.data ? weights.read(first_slot + j) : 1.0;
-      dot[j] = 0;
+      const int row = first + j < in_use ? slots.row_of(token, first + j) : -1;
+      at[j] = row >= 0 ? static_cast<int64_t>(row) * vectors : 0;
+      weight[j] = row >= 0 && weights.data ? static_cast<A>(weights.read(slots.scalar_of(token, first + j))) : A(1);
+      exists |= (row >= 0 ? 1u : 0u) << j;
     }
-    if (live) {
-      for (int v = threadIdx.x % shape.group; v < shape.vectors; v += shape.group) {
-        const Vector<T, N> grad = grad_TH[token * shape.vectors + v];
+  }
+  __device__ __forceinline__ bool has(int j) const { return exists >> j & 1; }
+};
+
+struct GatherScalars {
+  Scalars scale, probs, probs_out;
+  bool drop_zero_probs;  // a slot whose probability is exactly 0 gets a row of zeros
+};
+
+// U vectors of the token are loaded together and then stored to each of its rows. kProbs: the probabilities travel too.
+template <typename Step, int S, bool kProbs>
+__global__ void __launch_bounds__(kThreads) gather_kernel(
+    const typename Step::Vec* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row,
+    const GatherScalars scalars, typename Step::Vec* __restrict__ out_PH, const Shape shape) {
+  using V = typename Step::Vec;
+  constexpr int U = 4;
+  const PaddingRows padding(slot_of_row, shape);
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
+  const int lane = threadIdx.x % shape.group;
+  const V* x = x_TH + token * shape.vectors;
+  const int in_use = token < shape.tokens ? slots.in_use(token) : 0;
+  for (int first = 0; first < in_use; first += S) {
+    const Pass<typename Step::Factor, S> pass(slots, scalars.scale, token, first, in_use, shape.vectors);
+    unsigned zeroed = 0;
+    if constexpr (kProbs) {
 #pragma unroll
-        for (int j = 0; j < S; ++j) {
-          if (row[j] < 0) continue;
-          const int64_t at = row[j] * shape.vectors + v;
-          if (y_PH) {
-            const Vector<T, N> value = y_PH[at];
+      for (int j = 0; j < S; ++j) {
+        if (!pass.has(j)) continue;
+        const double prob = scalars.probs.read(slots.scalar_of(token, first + j));
+        if (lane == 0) scalars.probs_out.write(slots.row_of(token, first + j), prob);
+        if (scalars.drop_zero_probs && prob == 0.0) zeroed |= 1u << j;
+      }
+    }
+    for (int v = lane; v < shape.vectors; v += U * shape.group) {
+      V value[U];
 #pragma unroll
-            for (int i = 0; i < N; ++i) dot[j] += widen(grad.element[i]) * widen(value.element[i]);
-          }
-          Vector<T, N> scaled;
+      for (int u = 0; u < U; ++u) value[u] = x[min(v + u * shape.group, shape.vectors - 1)];
 #pragma unroll
-          for (int i = 0; i < N; ++i) scaled.element[i] = narrow<T>(weight[j] * widen(grad.element[i]));
-          grad_y_PH[at] = scaled;
+      for (int j = 0; j < S; ++j) {
+        if (!pass.has(j)) continue;
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+          V out = Step::apply(value[u], pass.weight[j]);
+          if (kProbs && (zeroed >> j & 1)) out = V{};
+          if (v + u * shape.group < shape.vectors) out_PH[pass.at[j] + v + u * shape.group] = out;
         }
       }
     }
-    if (!y_PH) continue;
-    // Threads of a warp by a butterfly, then the group's warps in ascending order.
+  }
+  padding.clear(out_PH, scalars.probs_out, shape);
+}
+
+// U vectors a thread at a time, U * S loads in flight. With kMany the slots take several passes, which start from the sums of
+// those before.
+template <typename T, int N, int S, bool kMany>
+__global__ void __launch_bounds__(kThreads) scatter_kernel(
+    const Vector<T, N>* __restrict__ y_PH, const Slots slots, const Scalars weights, Vector<T, N>* __restrict__ out_TH,
+    const Shape shape) {
+  using A = accumulate_t<T>;
+  constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
+  if (token >= shape.tokens) return;
+  const int in_use = slots.in_use(token);
+  const int lane = threadIdx.x % shape.group;
+  Vector<T, N>* out = out_TH + token * shape.vectors;
+  const auto add = [&](const Pass<A, S>& pass, int v, A (&sum)[U][N]) {
+    Vector<T, N> value[U][S];
 #pragma unroll
-    for (int j = 0; j < S; ++j) {
-      for (int lane = 16; lane > 0; lane /= 2) dot[j] += __shfl_xor_sync(0xffffffffu, dot[j], lane);
-      if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][j] = dot[j];
+    for (int u = 0; u < U; ++u) {
+      const int at = min(v + u * shape.group, shape.vectors - 1);
+#pragma unroll
+      for (int j = 0; j < S; ++j) value[u][j] = y_PH[pass.at[j] + at];
     }
-    __syncthreads();
-    const int within = threadIdx.x % shape.group;
-    if (live && within < S && pass + within < shape.slots) {
-      const int first_warp = threadIdx.x / shape.group * (shape.group / 32);
-      A sum = 0;
-      for (int w = 0; w < shape.group / 32; ++w) sum += warp_sums[first_warp + w][within];
-      grad_weights.write(first_slot + within, sum);
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+#pragma unroll
+      for (int j = 0; j < S; ++j) {
+        if (!pass.has(j)) continue;
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[u][i] += pass.weight[j] * widen(value[u][j].element[i]);
+      }
     }
-    __syncthreads();
+  };
+  const auto store = [&](int v, const A (&sum)[U][N]) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      Vector<T, N> rounded;
+#pragma unroll
+      for (int i = 0; i < N; ++i) rounded.element[i] = narrow<T>(sum[u][i]);
+      if (v + u * shape.group < shape.vectors) out[v + u * shape.group] = rounded;
+    }
+  };
+  if constexpr (kMany) {
+    for (int v = lane; v < shape.vectors; v += U * shape.group) {
+      A sum[U][N] = {};
+      for (int first = 0; first < in_use; first += S) {
+        const Pass<A, S> pass(slots, weights, token, first, in_use, shape.vectors);
+        if (pass.exists) add(pass, v, sum);
+      }
+      store(v, sum);
+    }
+  } else {
+    const Pass<A, S> pass(slots, weights, token, 0, in_use, shape.vectors);
+    for (int v = lane; v < shape.vectors; v += U * shape.group) {
+      A sum[U][N] = {};
+      if (pass.exists) add(pass, v, sum);
+      store(v, sum);
+    }
   }
 }
 
-unsigned clearing_blocks(int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kScanRows)); }
-
-// Runs body with N bound to the vector length: 16 bytes where rows and pointers allow it, one element otherwise.
-#define GBMOE_DISPATCH_VECTOR(fits, ...)                                \
-  do {                                                                  \
-    if (fits) { constexpr int N = kVectorLength<T>; __VA_ARGS__; }      \
-    else { constexpr int N = 1; __VA_ARGS__; }                          \
-  } while (0)
-
-template <typename T> bool vectors_fit(int64_t hidden, const Tensor& a, const Tensor& b) {
-  return hidden % kVectorLength<T> == 0 && aligned_16(a) && aligned_16(b);
-}
-
-template <typename T, int N> Vector<T, N>* vectors(const Tensor& tensor) {
-  return static_cast<Vector<T, N>*>(tensor.data_ptr());
+// grad_y[row] = weight * grad[token]; grad_weight[slot] = <grad[token], y[row]>. Either may be left out.
+template <typename T, int N, int S, bool kDots>
+__global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
+    const Vector<T, N>* __restrict__ grad_TH, const Vector<T, N>* __restrict__ y_PH, const Slots slots,
+    const int* __restrict__ slot_of_row, const Scalars weights, Vector<T, N>* __restrict__ grad_y_PH,
+    const Scalars grad_weights, const Shape shape) {
+  using A = accumulate_t<T>;
+  constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
+  const PaddingRows padding(slot_of_row, shape);
+  __shared__ A warp_sums[kThreads / 32][S];
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
+  const bool live = token < shape.tokens;
+  const int in_use = live ? slots.in_use(token) : 0;
+  const int lane = threadIdx.x % shape.group;
+  // Groups of one block may have different numbers of slots in use, and all threads must meet at the barriers.
+  __shared__ int most_in_use;
+  int passes = slots.most;
+  if (slots.count) {
+    if (threadIdx.x == 0) most_in_use = 0;
+    __syncthreads();
+    if (lane == 0) atomicMax(&most_in_use, in_use);
+    __syncthreads();
+    passes = most_in_use;
+  }
+  for (int first = 0; first < passes; first += S) {
+    const Pass<A, S> pass(slots, weights, live ? token : 0, first, in_use, shape.vectors);
+    A dot[S] = {};
+    if (pass.exists) {
+      for (int v = lane; v < shape.vectors; v += U * shape.group) {
+        Vector<T, N> grad[U], value[U][S];
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+          const int at = min(v + u * shape.group, shape.vectors - 1);
+          grad[u] = grad_TH[token * shape.vectors + at];
+          if constexpr (kDots) {
+#pragma unroll
+            for (int j = 0; j < S; ++j) value[u][j] = y_PH[pass.at[j] + at];
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+          const int at = v + u * shape.group;
+          if (at >= shape.vectors) continue;
+#pragma unroll
+          for (int j = 0; j < S; ++j) {
+            if (!pass.has(j)) continue;
+            if constexpr (kDots) {
+#pragma unroll
+              for (int i = 0; i < N; ++i) dot[j] += widen(grad[u].element[i]) * widen(value[u][j].element[i]);
+            }
+            if (grad_y_PH) {
+              Vector<T, N> scaled;
+#pragma unroll
+              for (int i = 0; i < N; ++i) scaled.element[i] = narrow<T>(pass.weight[j] * widen(grad[u].element[i]));
+              grad_y_PH[pass.at[j] + at] = scaled;
+            }
+          }
+        }
+      }
+    }
+    if constexpr (!kDots) continue;
+    // Threads of a warp by a butterfly, then the group's warps in ascending order.
+#pragma unroll
+    for (int j = 0; j < S; ++j) {
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) dot[j] += __shfl_xor_sync(0xffffffffu, dot[j], step);
+      if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][j] = dot[j];
+    }
+    __syncthreads();
+    if (lane < S && first + lane < in_use) {
+      const int first_warp = threadIdx.x / shape.group * (shape.group / 32);
+      A sum = 0;
+      for (int w = 0; w < shape.group / 32; ++w) sum += warp_sums[first_warp + w][lane];
+      grad_weights.write(slots.scalar_of(token, first + lane), sum);
+    }
+    __syncthreads();
+  }
+  padding.clear(grad_y_PH, Scalars{nullptr, ScalarType::Float}, shape);
 }
 
 const int* ints(const Tensor& tensor) { return static_cast<const int*>(tensor.data_ptr()); }
 
+Slots make_slots(const Tensor& row_of_slot, const std::optional<Tensor>& columns, const std::optional<Tensor>& counts,
+                 std::initializer_list<const std::optional<Tensor>*> scalar_tensors) {
+  int64_t scalar_stride = row_of_slot.size(1);
+  for (const auto* tensor : scalar_tensors) if (*tensor) scalar_stride = (*tensor)->size(1);
+  return {ints(row_of_slot), columns ? ints(*columns) : nullptr, counts ? ints(*counts) : nullptr, row_of_slot.stride(0),
+          columns ? columns->stride(0) : 0, counts ? counts->stride(0) : 0, scalar_stride, static_cast<int>(row_of_slot.size(1))};
+}
+
+// Runs body with N bound to the vector length and S to the slots of a pass: 16 bytes where rows and pointers allow it, with
+// S as the slots need; one element otherwise, with one S, to keep the number of kernels small.
+#define GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots, ...)                                  \
+  do {                                                                                    \
+    if (!(fits)) { constexpr int N = 1, S = 4; __VA_ARGS__; }                             \
+    else if (slots <= 1) { constexpr int N = kVectorLength<T>, S = 1; __VA_ARGS__; }      \
+    else if (slots <= 2) { constexpr int N = kVectorLength<T>, S = 2; __VA_ARGS__; }      \
+    else if (slots <= 4) { constexpr int N = kVectorLength<T>, S = 4; __VA_ARGS__; }      \
+    else { constexpr int N = kVectorLength<T>, S = 8; __VA_ARGS__; }                      \
+  } while (0)
+
+bool fits_16_bytes(int64_t row_bytes, std::initializer_list<const Tensor*> tensors) {
+  bool fits = row_bytes % 16 == 0;
+  for (const Tensor* tensor : tensors) fits = fits && (!tensor || aligned_16(*tensor));
+  return fits;
+}
+
+template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
+
 }  // namespace
 
-void padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor out) {
+void padded_gather(
+    Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
+    std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, Tensor out,
+    std::optional<Tensor> probs_out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t hidden = x.size(1), rows = slot_of_row.size(0);
-  if (out.numel() == 0) return;
-  GBMOE_DISPATCH_FLOATING(x.scalar_type(), "padded_gather", GBMOE_DISPATCH_VECTOR(vectors_fit<T>(hidden, x, out), {
-    const Shape shape = make_shape(x.size(0), row_of_slot.size(1), rows, hidden / N);
-    gather_kernel<T, N><<<shape.token_blocks + clearing_blocks(rows), kThreads, 0, current_stream(x)>>>(
-        vectors<T, N>(x), ints(row_of_slot), ints(slot_of_row), vectors<T, N>(out), shape);
-  }));
+  const int64_t hidden = x.size(1), rows = slot_of_row.size(0), tokens = x.size(0);
+  if (out.numel() == 0 && !probs_out) return;
+  const Slots slots = make_slots(row_of_slot, columns, counts, {&scale, &probs});
+  const GatherScalars scalar_data{scalars(scale), scalars(probs), scalars(probs_out), drop_zero_probs};
+  const auto launch = [&](auto step, auto slots_a_pass, int64_t vectors) {
+    using Step = decltype(step);
+    using V = typename Step::Vec;
+    const Shape shape = make_shape(tokens, rows, vectors, clear_behind);
+    if (shape.blocks == 0) return;
+    constexpr int S = decltype(slots_a_pass)::value;
+    const auto kernel = probs ? gather_kernel<Step, S, true> : gather_kernel<Step, S, false>;
+    kernel<<<shape.blocks, kThreads, 0, current_stream(x)>>>(
+        data<V>(x), slots, ints(slot_of_row), scalar_data, data<V>(out), shape);
+  };
+  const int64_t row_bytes = hidden * static_cast<int64_t>(x.element_size());
+  const bool fits = fits_16_bytes(row_bytes, {&x, &out});
+  using Four = std::integral_constant<int, 4>;
+  if (scale) {
+    GBMOE_DISPATCH_FLOATING(x.scalar_type(), "padded_gather", {
+      if (fits) launch(Scale<T, kVectorLength<T>>(), Four(), hidden / kVectorLength<T>);
+      else launch(Scale<T, 1>(), Four(), hidden);
+    });
+  } else if (fits) {
+    if (slots.most <= 1) launch(Copy<uint4>(), std::integral_constant<int, 1>(), row_bytes / 16);
+    else if (slots.most <= 2) launch(Copy<uint4>(), std::integral_constant<int, 2>(), row_bytes / 16);
+    else if (slots.most <= 4) launch(Copy<uint4>(), Four(), row_bytes / 16);
+    else launch(Copy<uint4>(), std::integral_constant<int, 8>(), row_bytes / 16);
+  } else {
+    switch (x.element_size()) {
+      case 8: launch(Copy<uint64_t>(), Four(), hidden); break;
+      case 4: launch(Copy<uint32_t>(), Four(), hidden); break;
+      case 2: launch(Copy<uint16_t>(), Four(), hidden); break;
+      default: launch(Copy<uint8_t>(), Four(), row_bytes);
+    }
+  }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void padded_scatter(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, Tensor out) {
+void padded_scatter(
+    Tensor y, Tensor row_of_slot, std::optional<Tensor> columns, std::optional<Tensor> counts, std::optional<Tensor> weights,
+    Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
-  const int64_t hidden = y.size(1), tokens = row_of_slot.size(0);
+  const int64_t hidden = y.size(1);
   if (out.numel() == 0) return;
-  GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", GBMOE_DISPATCH_VECTOR(vectors_fit<T>(hidden, y, out), {
-    const Shape shape = make_shape(tokens, row_of_slot.size(1), y.size(0), hidden / N);
-    scatter_kernel<T, N><<<shape.token_blocks, kThreads, 0, current_stream(y)>>>(
-        vectors<T, N>(y), ints(row_of_slot), scalars(weights), vectors<T, N>(out), shape);
-  }));
+  const Slots slots = make_slots(row_of_slot, columns, counts, {&weights});
+  GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", {
+    const bool fits = fits_16_bytes(hidden * sizeof(T), {&y, &out});
+    GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
+      const Shape shape = make_shape(out.size(0), 0, hidden / N, false);
+      const auto kernel = slots.most > S ? scatter_kernel<T, N, S, true> : scatter_kernel<T, N, S, false>;
+      kernel<<<shape.blocks, kThreads, 0, current_stream(y)>>>(
+          data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out), shape);
+    });
+  });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void padded_scatter_backward(
-    Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> weights,
-    Tensor grad_y, std::optional<Tensor> grad_weights) {
+    Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns,
+    std::optional<Tensor> counts, std::optional<Tensor> weights, bool clear_behind, std::optional<Tensor> grad_y,
+    std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(grad.get_device_index());
-  const int64_t hidden = grad.size(1), tokens = grad.size(0), slots = row_of_slot.size(1), rows = slot_of_row.size(0);
-  if (grad_y.numel() == 0) return;
+  const int64_t hidden = grad.size(1), tokens = grad.size(0), rows = grad_y ? grad_y->size(0) : 0;
+  if (hidden == 0 || (tokens == 0 && rows == 0)) return;
   if (!grad_weights) y.reset();  // y serves its gradient only
+  const Slots slots = make_slots(row_of_slot, columns, counts, {&weights, &grad_weights});
+  const Tensor* y_data = y ? &*y : nullptr;
+  const Tensor* grad_y_data = grad_y ? &*grad_y : nullptr;
   GBMOE_DISPATCH_FLOATING(grad.scalar_type(), "padded_scatter_backward", {
-    const bool fits = vectors_fit<T>(hidden, grad, grad_y) && (!y || aligned_16(*y));
-    GBMOE_DISPATCH_VECTOR(fits, {
-      const Shape shape = make_shape(tokens, slots, rows, hidden / N);
-      const auto launch = [&](auto pass_size) {
-        scatter_backward_kernel<T, N, decltype(pass_size)::value>
-            <<<shape.token_blocks + clearing_blocks(rows), kThreads, 0, current_stream(grad)>>>(
-                vectors<T, N>(grad), y ? vectors<T, N>(*y) : nullptr, ints(row_of_slot), ints(slot_of_row),
-                scalars(weights), vectors<T, N>(grad_y), scalars(grad_weights), shape);
-      };
-      if (slots == 1) launch(std::integral_constant<int, 1>());
-      else if (slots == 2) launch(std::integral_constant<int, 2>());
-      else launch(std::integral_constant<int, 4>());
+    const bool fits = fits_16_bytes(hidden * sizeof(T), {&grad, y_data, grad_y_data});
+    GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
+      using V = Vector<T, N>;
+      const Shape shape = make_shape(tokens, rows, hidden / N, clear_behind);
+      const auto kernel = y ? scatter_backward_kernel<T, N, S, true> : scatter_backward_kernel<T, N, S, false>;
+      kernel<<<shape.blocks, kThreads, 0, current_stream(grad)>>>(
+          data<V>(grad), y ? data<V>(*y) : nullptr, slots, ints(slot_of_row), scalars(weights),
+          grad_y ? data<V>(*grad_y) : nullptr, scalars(grad_weights), shape);
     });
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -12,10 +12,15 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("cublas_grouped(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor(a!) pointers,"
         " Tensor(b!) out) -> ()");
   m.def("zero_empty_groups(Tensor sizes, Tensor(a!) out) -> ()");
-  m.def("padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor(a!) out) -> ()");
-  m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? weights, Tensor(a!) out) -> ()");
-  m.def("padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? weights,"
-        " Tensor(a!) grad_y, Tensor(b!)? grad_weights) -> ()");
+  m.def("routing_plan(Tensor ids, int num_experts, int align, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("route(Tensor logits, float p, Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
+  m.def("route_backward(Tensor scores, Tensor ids, Tensor? grad_scores, Tensor? grad_weights, Tensor? grad_logsumexp, float p,"
+        " Tensor(a!) grad) -> ()");
+  m.def("padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? scale,"
+        " Tensor? probs, bool drop_zero_probs, bool clear_behind, Tensor(a!) out, Tensor(b!)? probs_out) -> ()");
+  m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? columns, Tensor? counts, Tensor? weights, Tensor(a!) out) -> ()");
+  m.def("padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns,"
+        " Tensor? counts, Tensor? weights, bool clear_behind, Tensor(a!)? grad_y, Tensor(b!)? grad_weights) -> ()");
   m.def("activate(Tensor h, Tensor? g, int activation, Tensor(a!) out) -> ()");
   m.def("activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
@@ -25,6 +30,9 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("cublas_loop", TORCH_BOX(&gbmoe::cublas_loop));
   m.impl("cublas_grouped", TORCH_BOX(&gbmoe::cublas_grouped));
   m.impl("zero_empty_groups", TORCH_BOX(&gbmoe::zero_empty_groups));
+  m.impl("routing_plan", TORCH_BOX(&gbmoe::routing_plan));
+  m.impl("route", TORCH_BOX(&gbmoe::route));
+  m.impl("route_backward", TORCH_BOX(&gbmoe::route_backward));
   m.impl("padded_gather", TORCH_BOX(&gbmoe::padded_gather));
   m.impl("padded_scatter", TORCH_BOX(&gbmoe::padded_scatter));
   m.impl("padded_scatter_backward", TORCH_BOX(&gbmoe::padded_scatter_backward));

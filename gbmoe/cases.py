@@ -72,6 +72,22 @@ GEMM_CASES = (
     MoeCase("nyu-4224", 65536, 4224, 4224, 8, 3),
 )
 
+
+def _permutation(tokens: int, experts: int, hidden: int, top_k: int) -> MoeCase:
+    return MoeCase(f"{tokens}x{hidden}-e{experts}k{top_k}", tokens, hidden, 0, experts, top_k)
+
+
+# Permutations, (tokens, experts, hidden, top_k); they have no ffn. The plan is also built for one more.
+PERMUTE_CASES = tuple(_permutation(*case) for case in (
+    (4096, 256, 7168, 8),
+    (16384, 128, 4096, 6),
+    (16384, 4, 7168, 1),
+    (16384, 8, 1024, 4),
+    (65536, 8, 1024, 1),
+    (16384, 64, 2048, 8),
+))
+PLAN_CASES = (*PERMUTE_CASES, _permutation(16384, 128, 2048, 8))
+
 # Small layers for the command line's smoke suite and for a CPU.
 SMOKE_CASES = (
     MoeCase("tiny-mlp", 256, 64, 128, 4, 2),

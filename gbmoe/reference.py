@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 # Rows that an elementwise step widens to fp32 at a time, in elements: bounds the temporaries on any device.
-_CHUNK_ELEMENTS = 1 << 25
+_CHUNK_ELEMENTS = 1 << 18
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,6 +25,49 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # ---------------------------------------------------------------------------------------------------------------- routing
+
+# What RoutingPlan.slot_of_row_P holds for rows without a slot: padding of an expert, and rows behind the last expert.
+PADDING, BEHIND_THE_LAST = -1, -2
+
+
+def route(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(scores [T,E], weights [T,K], ids [T,K], logsumexp [T]) of a router's logits; see gbmoe.ops.route.
+
+    Ties go to the lower expert, and NaN ranks above every number: a stable sort in descending order does both.
+    """
+    wide = accumulate_dtype(logits_TE.dtype)
+    logits_TE = logits_TE.to(wide)
+    scores_TE = logits_TE.softmax(-1)
+    ids_TK = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if p is not None:
+        weights_TK = weights_TK / torch.linalg.vector_norm(weights_TK, ord=p, dim=-1, keepdim=True)
+    return scores_TE.to(scores_dtype), weights_TK.to(scores_dtype), ids_TK, logits_TE.logsumexp(-1)
+
+
+def route_backward(
+    scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
+    grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/route.cu."""
+    wide = accumulate_dtype(scores_TE.dtype)
+    score_TE = scores_TE.to(wide)
+    grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
+    if grad_weights_TK is not None:
+        grad_TK, chosen_TK = grad_weights_TK.to(wide), score_TE.gather(1, ids_TK)
+        if p is not None:
+            norm_T1 = torch.linalg.vector_norm(chosen_TK, ord=p, dim=-1, keepdim=True)
+            if p == math.inf:
+                share_TK = (chosen_TK == norm_T1) / (chosen_TK == norm_T1).sum(-1, keepdim=True)
+            else:
+                share_TK = (chosen_TK / norm_T1) ** (p - 1)
+            inner_T1 = (grad_TK * chosen_TK).sum(-1, keepdim=True)
+            grad_TK = grad_TK / norm_T1 - inner_T1 / norm_T1.square() * share_TK
+        grad_TE = grad_TE.scatter_add(1, ids_TK, grad_TK)
+    grad_TE = grad_TE - (score_TE * grad_TE).sum(-1, keepdim=True)
+    if grad_logsumexp_T is not None:
+        grad_TE = grad_TE + grad_logsumexp_T.to(wide).unsqueeze(1)
+    return (score_TE * grad_TE).to(dtype)
 
 
 def padded_rows(slots: int, num_experts: int, align: int) -> int:
@@ -54,7 +97,7 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
     row_of_slot = torch.empty(slots, dtype=torch.int32, device=device)
     row_of_slot[order] = row.int()
     # Unrouted slots all write to one spare row behind the last, which the slice drops.
-    slot_of_row = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
+    slot_of_row = torch.where(torch.arange(rows + 1, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
     slot_of_row[torch.where(routed, row, rows)] = order.int()
     tiles = torch.arange(0, rows, align, device=device)
     expert_of_tile = torch.searchsorted(offsets[1:], tiles, right=True)
@@ -65,21 +108,66 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
 # ---------------------------------------------------------------------------------------------------------------- permute
 
 
-def padded_gather(x_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor) -> torch.Tensor:
-    """out[row] = x[token of the row's slot], zero rows where a row has no slot. [T,H] -> [P,H], bit for bit."""
-    if slot_of_row_P.numel() == 0:
-        return x_TH.new_empty(0, x_TH.size(1))
-    slot_P1 = slot_of_row_P.long().unsqueeze(1)
-    token_P = slot_P1.squeeze(1).clamp(min=0) // row_of_slot_TK.size(1)
-    return torch.where(slot_P1 >= 0, x_TH.index_select(0, token_P), 0)
+def _dense(row_of_slot_TK, columns_TK, counts_T, *scalars):
+    """The slots of a ragged map in the form of a dense one: rows with -1 behind each token's count, scalars [T,K]."""
+    if counts_T is not None:
+        in_use_TK = torch.arange(row_of_slot_TK.size(1), device=row_of_slot_TK.device) < counts_T.unsqueeze(1)
+        row_of_slot_TK = torch.where(in_use_TK, row_of_slot_TK, -1)
+    if columns_TK is not None:
+        columns_TK = torch.where(row_of_slot_TK >= 0, columns_TK, 0).long()
+        scalars = tuple(None if t is None else t.gather(1, columns_TK) for t in scalars)
+    return row_of_slot_TK, columns_TK, *scalars
 
 
-def padded_scatter(y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+def _token_and_place(row_of_slot_TK, rows):
+    """For each row its place in the flattened slots, or -1. Rows are unique, so no two slots write to one row."""
+    flat_R = row_of_slot_TK.reshape(-1).long()
+    place_P = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat_R.device)
+    place_P[torch.where(flat_R >= 0, flat_R, rows)] = torch.arange(flat_R.numel(), device=flat_R.device)
+    return place_P[:rows]
+
+
+def padded_gather(
+    x_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor, columns_TK: torch.Tensor | None = None,
+    counts_T: torch.Tensor | None = None, scale: torch.Tensor | None = None, probs: torch.Tensor | None = None,
+    drop_zero_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[row] = scale * x[token of the row's slot], zero rows where a row has no slot. [T,H] -> [P,H].
+
+    Without a scale a copy, bit for bit. The second result is probs in row order [P] (empty without probs), zero where a row
+    has no slot. Ragged maps: token t uses the first counts_T[t] entries of its row of row_of_slot_TK, and entry j's scalars
+    stand in column columns_TK[t,j] of scale and probs.
+    """
+    rows = slot_of_row_P.size(0)
+    row_of_slot_TK, _, scale, probs = _dense(row_of_slot_TK, columns_TK, counts_T, scale, probs)
+    if rows == 0 or x_TH.size(0) == 0:
+        return x_TH.new_zeros(rows, x_TH.size(1)), x_TH.new_zeros(0) if probs is None else probs.new_zeros(rows)
+    place_P = _token_and_place(row_of_slot_TK, rows)
+    live_P, place_P = place_P >= 0, place_P.clamp(min=0)
+    out_PH = x_TH.index_select(0, place_P // row_of_slot_TK.size(1))
+    if scale is not None:
+        wide = accumulate_dtype(x_TH.dtype)
+        out_PH = (out_PH.to(wide) * scale.reshape(-1)[place_P, None].to(wide)).to(x_TH.dtype)
+    probs_P = x_TH.new_zeros(0)
+    keep_P = live_P
+    if probs is not None:
+        probs_P = torch.where(live_P, probs.reshape(-1)[place_P], 0)
+        if drop_zero_probs:
+            keep_P = live_P & (probs_P != 0)
+    return torch.where(keep_P.unsqueeze(1), out_PH, torch.zeros((), dtype=out_PH.dtype, device=out_PH.device)), probs_P
+
+
+def padded_scatter(
+    y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights: torch.Tensor | None = None,
+    columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
+) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * y[row of slot (t,j)], in slot order, rounded once. [P,H] -> [T,H].
 
-    Without weights every routed slot counts once. A slot without a row adds nothing, whatever its weight.
+    Without weights every routed slot counts once. A slot without a row adds nothing, whatever its weight. Ragged maps as in
+    padded_gather.
     """
     wide = accumulate_dtype(y_PH.dtype)
+    row_of_slot_TK, _, weights_TK = _dense(row_of_slot_TK, columns_TK, counts_T, weights)
     tokens, slots = row_of_slot_TK.shape
     out_TH = torch.zeros(tokens, y_PH.size(1), dtype=wide, device=y_PH.device)
     if y_PH.size(0) == 0:
@@ -95,28 +183,28 @@ def padded_scatter(y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights_TK:
 
 def padded_scatter_backward(
     grad_TH: torch.Tensor, y_PH: torch.Tensor | None, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor,
-    weights_TK: torch.Tensor | None,
+    weights: torch.Tensor | None, columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of padded_scatter: (grad_y [P,H], grad_weights [T,K]).
+    """Gradients of padded_scatter: grad_y [P,H], and grad_weights in the shape of the weights.
 
-    grad_y[row] = weight * grad[token], zero where a row has no slot; grad_weights[t,j] = <grad[t], y[row]>, zero where a
-    slot has no row. Without y or without weights the second is an empty tensor.
+    grad_y[row] = weight * grad[token], zero where a row has no slot; a slot's weight receives <grad[t], y[row]>, zero where it
+    has no row. Without y or without weights the second is an empty tensor.
     """
     wide = accumulate_dtype(grad_TH.dtype)
-    grad_y_PH = padded_gather(grad_TH, row_of_slot_TK, slot_of_row_P)
-    if weights_TK is not None and grad_y_PH.numel() > 0:
-        weight_P1 = weights_TK.reshape(-1).index_select(0, slot_of_row_P.long().clamp(min=0)).unsqueeze(1).to(wide)
-        scaled_PH = grad_y_PH.to(wide) * weight_P1
-        grad_y_PH = torch.where(slot_of_row_P.unsqueeze(1) >= 0, scaled_PH, 0).to(grad_TH.dtype)
-    if y_PH is None or weights_TK is None:
+    grad_y_PH, _ = padded_gather(grad_TH, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, scale=weights)
+    if y_PH is None or weights is None:
         return grad_y_PH, grad_TH.new_empty(0)
-    grad_weights_TK = torch.zeros(weights_TK.shape, dtype=wide, device=grad_TH.device)
+    row_of_slot_TK, columns_TK = _dense(row_of_slot_TK, columns_TK, counts_T)
+    dots_TK = torch.zeros(row_of_slot_TK.shape, dtype=wide, device=grad_TH.device)
     if y_PH.size(0) > 0:
         for j in range(row_of_slot_TK.size(1)):
             row_T = row_of_slot_TK[:, j].long()
             dot_T = (grad_TH.to(wide) * y_PH.index_select(0, row_T.clamp(min=0)).to(wide)).sum(1)
-            grad_weights_TK[:, j] = torch.where(row_T >= 0, dot_T, 0)
-    return grad_y_PH, grad_weights_TK.to(weights_TK.dtype)
+            dots_TK[:, j] = torch.where(row_T >= 0, dot_T, 0)
+    if columns_TK is not None:
+        # Entries not in use add their zero to column 0.
+        dots_TK = torch.zeros(weights.shape, dtype=wide, device=weights.device).scatter_add(1, columns_TK, dots_TK)
+    return grad_y_PH, dots_TK.to(weights.dtype)
 
 
 # -------------------------------------------------------------------------------------------------------- grouped product

@@ -5,11 +5,12 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from gbmoe import reference
+from gbmoe import extension, reference
 from gbmoe._checks import require, require_tensor
 from gbmoe._library import define
 
@@ -23,9 +24,29 @@ def _fake_routing_plan(experts, num_experts, align):
     return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
+_MAX_EXPERTS = 1024  # of csrc/plan.cu
+
+
+def _shared_memory_needed(num_experts: int) -> int:
+    return 4 * ((32 + 2) * num_experts + 1) + 12 * 1024
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _routing_plan_cuda(experts, num_experts, align):
+    device = experts.device
+    if num_experts > _MAX_EXPERTS or _shared_memory_needed(num_experts) > _shared_memory(device) or not extension.loaded():
+        return reference.routing_plan(experts, num_experts, align)
+    rows = reference.padded_rows(experts.numel(), num_experts, align)
+    return torch.ops.gbmoe_cuda.routing_plan(experts.contiguous(), num_experts, align, rows)
+
+
 _routing_plan = define(
     "routing_plan(Tensor experts, int num_experts, int align) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.routing_plan, fake=_fake_routing_plan,
+    reference=reference.routing_plan, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
 )
 
 
@@ -38,7 +59,7 @@ class RoutingPlan:
     the ids:
 
         row_of_slot_TK     row of each slot, -1 where the slot is dropped (its id names no expert)
-        slot_of_row_P      slot of each row, -1 where the row is padding
+        slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 behind the last expert
         counts_E           rows of each expert, without padding
         offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
         expert_of_tile     expert of each run of `align` rows, -1 behind the last expert

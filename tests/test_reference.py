@@ -20,7 +20,7 @@ def inputs(dtype=torch.float64, tokens=23, hidden=6, experts=4, top_k=3, align=4
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 def test_padded_gather(dtype):
     plan, x, _ = inputs(dtype)
-    out = reference.padded_gather(x, plan.row_of_slot_TK, plan.slot_of_row_P)
+    out, _ = reference.padded_gather(x, plan.row_of_slot_TK, plan.slot_of_row_P)
     for row, slot in enumerate(plan.slot_of_row_P.tolist()):
         assert torch.equal(out[row], x[slot // plan.top_k] if slot >= 0 else torch.zeros_like(x[0]))
 

@@ -26,7 +26,7 @@ def check_invariants(plan, experts_TK):
         assert slot_of_row[end + len(slots) : end + padded] == [-1] * (padded - len(slots))
         end += padded
     assert offsets[-1] == end <= plan.num_rows and plan.num_rows % plan.align == 0
-    assert slot_of_row[end:] == [-1] * (plan.num_rows - end)
+    assert slot_of_row[end:] == [-2] * (plan.num_rows - end)
     for slot, row in enumerate(row_of_slot):
         assert (row == -1 and not 0 <= ids[slot] < plan.num_experts) or slot_of_row[row] == slot
     for tile, e in enumerate(plan.expert_of_tile.tolist()):
@@ -36,7 +36,8 @@ def check_invariants(plan, experts_TK):
                                                 plan.expert_of_tile))
 
 
-@pytest.mark.parametrize("tokens, experts, top_k", [(0, 4, 2), (1, 1, 1), (7, 3, 1), (64, 8, 2), (33, 128, 8), (300, 5, 5)])
+@pytest.mark.parametrize("tokens, experts, top_k", [(0, 4, 2), (1, 1, 1), (7, 3, 1), (64, 8, 2), (33, 128, 8), (300, 5, 5),
+                                                      (700, 1024, 3), (1500, 2, 2)])
 @pytest.mark.parametrize("align", [1, 16, 128])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_plan_invariants(device, tokens, experts, top_k, align, dtype):
@@ -111,7 +112,7 @@ try:
     RoutingPlan.from_experts(ids, 4)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-except torch.AcceleratorError as error:  # from whichever call notices first
+except RuntimeError as error:  # from whichever call notices first
     print("caught", error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

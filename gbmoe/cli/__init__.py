@@ -14,7 +14,7 @@ from gbmoe.cli import bench, info, verify
 _COMMANDS = {
     "info": (info, "versions, device, extension, and every engine with the reason where it cannot run"),
     "verify": (verify, "every operator and engine against float64, in under a minute"),
-    "bench": (bench, "time layers and products, each verified first"),
+    "bench": (bench, "time layers, products and permutations, each verified first"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`gbmoe bench`: time layers and grouped products; the time of a result that has not been verified is never shown.
+"""`gbmoe bench`: time layers, grouped products and permutations; the time of an unverified result is never shown.
 
 `measure` builds one configuration of a suite (gbmoe/cli/suites.py), verifies it and only then times it. Its row is a plain
 dict, ready for JSON, without any time where something was wrong.
@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from gbmoe import cases
+from gbmoe.cli.configuration import SEED, Configuration, Subject
 from gbmoe.cli.machine import DTYPES, describe_extension, describe_machine, describe_versions, device_argument
-from gbmoe.cli.suites import SEED, SUITES, Configuration, Subject, left_out
+from gbmoe.cli.suites import SUITES, left_out
 from gbmoe.cli.table import print_table
 from gbmoe.cli.timing import time_calls
 from gbmoe.layers.arguments import default_device
@@ -55,13 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"[{index}/{len(configurations)}] {_progress(rows[-1])}", file=sys.stderr, flush=True)
     compare(rows)
     _print_rows(rows)
-    unable = {name: reason for c in configurations for name, reason in left_out(c.case, device, dtype).items()}
-    for name, reason in unable.items():
-        print(f"engine {name} left out: {reason}")
+    unable = {name: reason for c in configurations if suite.uses_engines
+              for name, reason in left_out(c.case, device, dtype).items()}
+    peers = suite.peers_left_out()
+    for kind, reasons in (("engine", unable), ("peer", peers)):
+        for name, reason in reasons.items():
+            print(f"{kind} {name} left out: {reason}")
     if arguments.json:
         head = {"machine": describe_machine(device), "versions": describe_versions(), "extension": describe_extension(),
-                "engines_left_out": unable, "suite": arguments.suite, "dtype": str(dtype).removeprefix("torch."), "seed": SEED,
-                "time": started.isoformat(timespec="seconds")}
+                "engines_left_out": unable, "peers_left_out": peers, "suite": arguments.suite,
+                "dtype": str(dtype).removeprefix("torch."), "seed": SEED, "time": started.isoformat(timespec="seconds")}
         write_json(arguments.json, head | {"rows": rows})
     failed = [row for row in rows if not row["verified"]]
     for row in failed:
@@ -84,15 +88,20 @@ def measure(configuration: Configuration, device: torch.device, dtype: torch.dty
         row |= {"error": _finite(verdict.error), "limit": _finite(verdict.limit)}
         if not verdict.passed:
             return row | {"problem": str(verdict)}
-        timing = time_calls(subject.call, device, subject.reset)
+        timing = time_calls(subject.call, device, subject.reset, subject.hide_host)
         extra_peak_bytes = _extra_peak_bytes(subject, device)
+        flops, moved = configuration.flops(), subject.bytes_moved()
     except Exception as error:  # an engine that raises is a finding, and the other rows are wanted too
         return row | {"problem": f"{type(error).__name__}: {error}"}
     return row | {
         "verified": True, "median": timing.median, "quartiles": [timing.low, timing.high], "repetitions": timing.repetitions,
-        "flops": configuration.flops(), "tflops": configuration.flops() / timing.median / 1e12,
+        "flops": flops, "tflops": _tera(flops, timing.median), "bytes": moved, "terabytes": _tera(moved, timing.median),
         "extra_peak_bytes": extra_peak_bytes,
     }
+
+
+def _tera(count: int | None, seconds: float) -> float | None:
+    return None if count is None else count / seconds / 1e12
 
 
 def _finite(number: float) -> float | None:
@@ -111,47 +120,64 @@ def _extra_peak_bytes(subject: Subject, device: torch.device) -> int | None:
 
 
 def compare(rows: list[dict]) -> None:
-    """Add "speedup", over 'bmm' in the same contest, and "of_dense", the share of the fastest dense product's rate.
+    """Add "speedup", over 'bmm' in the same contest, "of_dense", the share of the fastest dense product's rate, and
+    "times_bound", the time over what the fastest copy of as many bytes takes.
 
-    Both among the verified rows only, None where there is nothing to compare with.
+    All among the verified rows only, None where there is nothing to compare with.
     """
     timed = [row for row in rows if row["verified"]]
     bmm = {row["contest"]: row["median"] for row in timed if row["implementation"] == "bmm"}
     dense = max((row["tflops"] for row in timed if row["implementation"] == "dense"), default=None)
+    copy = max((row["terabytes"] for row in timed if row["computation"] == "copy"), default=None)
     for row in timed:
         row["speedup"] = bmm[row["contest"]] / row["median"] if row["contest"] in bmm else None
         row["of_dense"] = row["tflops"] / dense if dense else None
+        row["times_bound"] = copy / row["terabytes"] if copy and row["terabytes"] else None
 
 
 # ------------------------------------------------------------------------------------------------------------- reporting
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:#.4g}"
+def _unit(row: dict) -> str:
+    return "us" if row["kind"] == "permutation" else "ms"
+
+
+def _duration(seconds: float, row: dict) -> str:
+    return f"{seconds * {'us': 1e6, 'ms': 1e3}[_unit(row)]:#.4g}"
+
+
+def _rates(row: dict) -> list[str]:
+    return [f"{row[key]:#.3g} {unit}" for key, unit in (("tflops", "TFLOP/s"), ("terabytes", "TB/s")) if row[key] is not None]
 
 
 def _progress(row: dict) -> str:
     if not row["verified"]:
         return f"{row['name']}: FAILED: {row['problem']}"
-    return f"{row['name']}: verified, {_milliseconds(row['median'])} ms, {row['tflops']:#.3g} TFLOP/s"
+    return f"{row['name']}: " + ", ".join(["verified", f"{_duration(row['median'], row)} {_unit(row)}", *_rates(row)])
 
 
 def _print_rows(rows: list[dict]) -> None:
     def shape(row):
-        return f"{row['case']} {row['tokens']}x{row['hidden']}x{row['ffn']} e{row['experts']}k{row['top_k']}"
+        sizes = "x".join(str(row[key]) for key in ("tokens", "hidden", "ffn") if row[key])
+        return f"{row['case']} {sizes} e{row['experts']}k{row['top_k']}"
 
+    unit = _unit(rows[0])
     # Heading, alignment, key that a row must have for the cell, and the cell.
     columns = [
-        ("case TxHxF", "<", "case", shape),
+        ("case TxH[xF]", "<", "case", shape),
         ("routing", "<", "routing", lambda row: row["routing"]),
+        ("align", ">", "align", lambda row: str(row["align"])),
         ("computation", "<", "computation", lambda row: row["computation"]),
         ("by", "<", "name", lambda row: row["name"].rpartition("/")[2]),
         ("verified", "<", "verified", lambda row: "yes" if row["verified"] else "NO"),
-        ("median ms", ">", "median", lambda row: _milliseconds(row["median"])),
-        ("quartiles ms", ">", "quartiles", lambda row: " - ".join(map(_milliseconds, row["quartiles"]))),
+        (f"median {unit}", ">", "median", lambda row: _duration(row["median"], row)),
+        (f"quartiles {unit}", ">", "quartiles", lambda row: " - ".join(_duration(end, row) for end in row["quartiles"])),
         ("TFLOP/s", ">", "tflops", lambda row: f"{row['tflops']:#.3g}"),
         ("x bmm", ">", "speedup", lambda row: f"{row['speedup']:.2f}"),
         ("of dense", ">", "of_dense", lambda row: f"{row['of_dense']:.0%}"),
+        ("MB moved", ">", "bytes", lambda row: f"{row['bytes'] / 1e6:#.4g}"),
+        ("TB/s", ">", "terabytes", lambda row: f"{row['terabytes']:#.3g}"),
+        ("x bound", ">", "times_bound", lambda row: f"{row['times_bound']:.2f}"),
         ("extra peak MiB", ">", "extra_peak_bytes", lambda row: f"{row['extra_peak_bytes'] / 2**20:.0f}"),
     ]
     shown = [column for column in columns if any(row.get(column[2]) is not None for row in rows)]

@@ -73,15 +73,18 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
 def routing(experts_TK: torch.Tensor, num_experts: int, align: int) -> dict[str, list[int]]:
     """What a RoutingPlan holds, flattened, under its attributes' names."""
     ids = experts_TK.flatten().tolist()
+    slots_of = [[] for _ in range(num_experts)]
+    for slot, expert in enumerate(ids):
+        if expert >= 0:
+            slots_of[expert].append(slot)
     slot_of_row, counts, offsets, expert_of_tile = [], [], [0], []
-    for e in range(num_experts):
-        mine = [slot for slot, expert in enumerate(ids) if expert == e]
+    for e, mine in enumerate(slots_of):
         slot_of_row += mine + [-1] * (-len(mine) % align)
         counts.append(len(mine))
         expert_of_tile += [e] * ((len(slot_of_row) - offsets[-1]) // align)
         offsets.append(len(slot_of_row))
     bound = (len(ids) + min(len(ids), num_experts) * (align - 1)) // align * align
-    slot_of_row += [-1] * (bound - len(slot_of_row))
+    slot_of_row += [-2] * (bound - len(slot_of_row))
     expert_of_tile += [-1] * (bound // align - len(expert_of_tile))
     row_of_slot = [-1] * len(ids)
     for row, slot in enumerate(slot_of_row):
@@ -131,6 +134,18 @@ def experts(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tens
         y = checkpoint(expert, x_TH[token], e, use_reentrant=False, preserve_rng_state=False)
         out_TH = out_TH.index_add(0, token, y * weights_TK[token, slot, None])
     return out_TH
+
+
+def best_experts(logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The top_k experts [T,K] of the highest logits; of equal ones the lower expert's comes first."""
+    return logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def route(logits_TE: torch.Tensor, chosen_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, the chosen experts' weights, and the logits' logsumexp in at least float32."""
+    scores_TE = logits_TE.softmax(-1)
+    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    return scores_TE, scores_TE.gather(1, chosen_TK), logits_TE.to(wide).logsumexp(-1)
 
 
 def router_weights(x_TH: torch.Tensor, router_EH: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:

@@ -1,109 +1,35 @@
-"""What `gbmoe bench` measures: configurations, and suites of them.
+"""What `gbmoe bench` measures: layers and grouped products (the permutation's steps have a file of their own), and suites.
 
-A configuration is compared with float64 on samples, so that no case needs much more memory than its own tensors: some
-tokens through the whole layer, forward and backward; some ffn rows of every expert's weight gradient, over all tokens; some
-rows, or a block, of every group of a grouped product. Limits are those of gbmoe/cli/plain.py.
+Layers and products are compared with float64 on samples: some tokens through the whole layer, forward and backward; some ffn
+rows of every expert's weight gradient, over all tokens; some rows, or a block, of every group of a grouped product. Limits are
+those of gbmoe/cli/plain.py.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, S sampled tokens, M rows of all groups.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 
 from gbmoe import cases, engines
 from gbmoe.cases import MoeCase, generator
 from gbmoe.cli import plain
+from gbmoe.cli.configuration import SEED, Configuration, Subject, random_values, require_finite, sample
 from gbmoe.cli.machine import refusal
+from gbmoe.cli.permutation import SKEWS, PermutationConfiguration, peers_left_out
 from gbmoe.layers import Arguments, dMoE
 from gbmoe.ops.gmm import product
 
-SEED = 0
 # At most so many tokens, ffn rows, rows (beside each group's first and last) and columns are compared with the oracle.
 _SAMPLED_TOKENS, _SAMPLED_FEATURES, _SAMPLED_ROWS, _SAMPLED_COLUMNS = 512, 128, 512, 64
 # A group's share in skewed products falls as 1 / rank to this power.
 _SKEW = 0.5
-
-
-class Subject(ABC):
-    """A configuration with its tensors: what is timed, and how it is verified."""
-
-    @abstractmethod
-    def call(self) -> object:
-        """What is timed."""
-
-    def reset(self) -> None:
-        """What precedes each call, untimed."""
-
-    @abstractmethod
-    def check(self) -> plain.Verdict:
-        """Call once and compare with the oracle. Raises where the result is not even finite."""
-
-
-@dataclass(frozen=True)
-class Configuration(ABC):
-    """One line of a suite: a shape, who computes it (an implementation and, for gbmoe's own, an engine), how tokens or rows
-    are spread over the experts, and which computation it is."""
-
-    case: MoeCase
-    implementation: str
-    engine: str | None
-    routing: str
-    computation: str
-
-    kind: ClassVar[str]
-
-    @property
-    def contest(self) -> str:
-        """The same for all that compute the same."""
-        return f"{self.kind}/{self.case.name}/{self.routing}/{self.computation}"
-
-    @property
-    def name(self) -> str:
-        """Unique in the suite and the same in every run."""
-        return f"{self.contest}/{self.implementation}{f'-{self.engine}' if self.engine else ''}"
-
-    def describe(self) -> dict:
-        """The row's fields that are known before anything runs."""
-        return {"name": self.name, "contest": self.contest, "kind": self.kind, "case": self.case.name,
-                **{field: getattr(self.case, field) for field in ("tokens", "hidden", "ffn", "experts", "top_k", "mlp_type")},
-                "routing": self.routing, "computation": self.computation, "implementation": self.implementation,
-                "engine": self.engine}
-
-    @abstractmethod
-    def flops(self) -> int:
-        """Useful multiplications and additions a call: padding does not count."""
-
-    @abstractmethod
-    def build(self, device: torch.device, dtype: torch.dtype) -> Subject:
-        """The tensors, drawn from SEED."""
-
-
-# --------------------------------------------------------------------------------------------------------------- samples
-
-
-def _sample(count: int, most: int, device: torch.device) -> torch.Tensor:
-    """Ascending indices below `count`: all of them, or `most` with the first and the last among them."""
-    if count <= most:
-        return torch.arange(count, device=device)
-    inner = torch.randperm(count - 2, generator=generator("cpu", SEED))[: most - 2] + 1
-    return torch.cat([torch.tensor([0, count - 1]), inner]).sort().values.to(device)
-
-
-def _random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, std: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(device, seed), device=device).mul_(std).to(dtype)
-
-
-def _require_finite(tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds NaN or infinity")
+# Of the permutation: what FP8 consumers need, and what the Hopper kernel does.
+_ALIGNMENTS = (16, 128)
 
 
 # ---------------------------------------------------------------------------------------------------------------- layers
@@ -137,11 +63,11 @@ class _Layer(Subject):
             init_method=partial(init, std=case.hidden**-0.5), output_layer_init_method=partial(init, std=case.ffn**-0.5),
         )).to(dtype)
         self.top_k = case.top_k
-        draw = partial(_random, case.tokens, case.hidden, dtype=dtype, device=device)
+        draw = partial(random_values, case.tokens, case.hidden, dtype=dtype, device=device)
         self.x_TH = draw(seed=SEED + 1).requires_grad_(self.backward)
         self.grad_TH = draw(seed=SEED + 2) if self.backward else None
-        self.tokens_S = _sample(case.tokens, _SAMPLED_TOKENS, device)
-        self.features = _sample(case.ffn, _SAMPLED_FEATURES, device)
+        self.tokens_S = sample(case.tokens, _SAMPLED_TOKENS, device)
+        self.features = sample(case.ffn, _SAMPLED_FEATURES, device)
 
     def call(self) -> torch.Tensor:
         with torch.set_grad_enabled(self.backward):
@@ -158,22 +84,26 @@ class _Layer(Subject):
         routed = {}
 
         def keep(_module, _inputs, outputs):
-            routed["scores"], routed["weights"], routed["experts"] = outputs
+            _, routed["weights"], routed["experts"] = outputs
             if self.backward:
                 routed["weights"].retain_grad()
 
+        def keep_logits(_module, _inputs, logits):
+            routed["logits"] = logits.detach()
+
         self.reset()
-        hook = self.layer.router.register_forward_hook(keep)
+        hooks = [self.layer.router.register_forward_hook(keep), self.layer.router.layer.register_forward_hook(keep_logits)]
         try:
             out_TH = self.call()
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         outputs = {"out": out_TH}
         if self.backward:
             outputs |= {"grad x": self.x_TH.grad, "grad expert weights": routed["weights"].grad}
             outputs |= {f"grad {name}": self._by_expert(p.grad) for name, p in self.layer.experts.mlp.named_parameters()}
-            _require_finite({"grad router": self.layer.router.layer.weight.grad})
-        _require_finite(outputs)
+            require_finite({"grad router": self.layer.router.layer.weight.grad})
+        require_finite(outputs)
         everything = slice(None)
         yardstick = self._expected(routed, self.x_TH.dtype, everything, everything)
         exact = self._expected(routed, torch.float64, self.tokens_S, self.features)
@@ -191,8 +121,7 @@ class _Layer(Subject):
     def _expected(self, routed: dict, dtype: torch.dtype, tokens, features) -> dict[str, torch.Tensor]:
         """These tokens' outputs and these ffn rows' gradients in plain PyTorch, for the experts that the router chose."""
         # As the router does, because with uniform routing the weights are not those of the experts that get the tokens.
-        scores_TE = routed["scores"].detach()
-        chosen_TK = scores_TE.max(-1, keepdim=True).indices if self.top_k == 1 else scores_TE.topk(self.top_k, dim=-1).indices
+        chosen_TK = plain.best_experts(routed["logits"], self.top_k)
         activation = plain.ACTIVATIONS[self.activation]
         weights_EFH = {name: self._by_expert(p) for name, p in self.layer.experts.mlp.named_parameters()}
         x_SH = self.x_TH.detach()[tokens].to(dtype).requires_grad_(self.backward)
@@ -239,7 +168,7 @@ class _Product(Subject):
         case, self.trans_a = configuration.case, configuration.computation == "weight-gradient"
         self.implementation, self.engine = configuration.implementation, configuration.engine
         self.sizes = [case.slots] if self.implementation == "dense" else group_sizes(case, configuration.routing)
-        draw = partial(_random, dtype=dtype, device=device)
+        draw = partial(random_values, dtype=dtype, device=device)
         self.a = draw(case.slots, case.hidden, seed=SEED + 1)
         if self.trans_a:
             self.b = draw(case.slots, case.ffn, seed=SEED + 2)
@@ -264,14 +193,14 @@ class _Product(Subject):
         out = self.call()
         if self.implementation == "bmm" and not self.trans_a:
             out = torch.cat([rows[:size] for rows, size in zip(out, self.sizes)])
-        _require_finite({"out": out})
+        require_finite({"out": out})
         yardstick = plain.product(self.a, self.b, self.sizes, self.trans_a)
         sampled, exact = self._columns() if self.trans_a else self._rows()
         return plain.judge({"out": sampled(out)}, {"out": exact}, {"out": sampled(yardstick)})
 
     def _columns(self) -> tuple[Callable, torch.Tensor]:
         """A block of every group's gradient: the function that takes it from the result, and its exact value."""
-        first, second = (_sample(matrix.size(1), _SAMPLED_COLUMNS, matrix.device) for matrix in (self.a, self.b))
+        first, second = (sample(matrix.size(1), _SAMPLED_COLUMNS, matrix.device) for matrix in (self.a, self.b))
         exact = plain.product(self.a[:, first].double(), self.b[:, second].double(), self.sizes, trans_a=True)
         return lambda out: out.view(len(self.sizes), self.a.size(1), -1)[:, first][:, :, second], exact
 
@@ -279,7 +208,7 @@ class _Product(Subject):
         """The same for some rows of all, and the first and the last row of every group."""
         count, ends = len(self.a), torch.tensor(self.sizes, device=self.a.device).cumsum(0)
         borders = torch.cat([ends - torch.tensor(self.sizes, device=ends.device), ends - 1]).clamp(0, count - 1)
-        rows = torch.cat([_sample(count, _SAMPLED_ROWS, ends.device), borders]).unique()
+        rows = torch.cat([sample(count, _SAMPLED_ROWS, ends.device), borders]).unique()
         sizes = torch.bucketize(rows, ends, right=True).bincount(minlength=len(self.sizes)).tolist()
         return lambda out: out[rows], plain.product(self.a[rows].double(), self.b, sizes)
 
@@ -296,6 +225,8 @@ class Suite:
     summary: str
     configurations: Callable[[torch.device, torch.dtype], list[Configuration]]
     needs_cuda: bool = True
+    uses_engines: bool = True
+    peers_left_out: Callable[[], Mapping[str, str]] = dict
 
 
 def left_out(case: MoeCase, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -311,7 +242,10 @@ def _engines(case: MoeCase, device: torch.device, dtype: torch.dtype) -> list[st
 
 
 def _for_device(case: MoeCase, device: torch.device) -> MoeCase:
-    return case if device.type == "cuda" else cases.scaled_down(case)
+    if device.type == "cuda":
+        return case
+    small = cases.scaled_down(case)
+    return small if case.ffn else replace(small, ffn=0)
 
 
 def _smoke(device: torch.device, dtype: torch.dtype) -> list[Configuration]:
@@ -352,8 +286,28 @@ def _gemm(device: torch.device, dtype: torch.dtype) -> list[Configuration]:
     return configurations
 
 
+def _permute(device: torch.device, dtype: torch.dtype) -> list[Configuration]:
+    def step(case: MoeCase, routing: str, computation: str, align: int | None = None) -> Configuration:
+        return PermutationConfiguration(case, "gbmoe", None, routing, computation, align)
+
+    # Four GiB of bf16, read and written; on a CPU a 128th of that.
+    tokens = 2**20 if device.type == "cuda" else 2**13
+    copy = MoeCase("copy", tokens, 2048, 0, 1, 1)
+    configurations = [PermutationConfiguration(copy, "torch", None, "none", "copy")]
+    for case in cases.PLAN_CASES:
+        steps = ("plan", "gather", "padded_gather", "scatter", "scatter-backward") if case in cases.PERMUTE_CASES else ("plan",)
+        case = _for_device(case, device)
+        if "gather" in steps:
+            configurations += [step(case, "random", computation) for computation in ("route", "route-backward")]
+        configurations += [step(case, routing, computation, align)
+                           for routing in SKEWS for align in _ALIGNMENTS for computation in steps]
+    return configurations
+
+
 SUITES = {
     "smoke": Suite("small layers and products, for any machine", _smoke, needs_cuda=False),
     "layers": Suite("the layers that the peers are measured on, each engine, balanced and really routed", _layers),
     "gemm": Suite("single grouped products, each engine, equal and skewed groups", _gemm),
+    "permute": Suite("plan, router operator, gather and scatter, each against what a copy of its bytes takes", _permute,
+                     uses_engines=False, peers_left_out=peers_left_out),
 }

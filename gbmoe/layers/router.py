@@ -10,13 +10,14 @@ import warnings
 import torch
 
 from gbmoe.layers.arguments import Arguments
+from gbmoe.ops import route
 
-_ROUTER_LOGITS: list[torch.Tensor] = []
+_ROUTER_LOGSUMEXP: list[torch.Tensor] = []
 
 
 def clear_router_zloss() -> None:
-    """Forget the logits saved since the last call; call it once a step, after the loss."""
-    _ROUTER_LOGITS.clear()
+    """Forget what the routers kept for the z-loss; call it once a step, after the loss."""
+    _ROUTER_LOGSUMEXP.clear()
 
 
 def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
@@ -27,15 +28,15 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
     if args.moe_zloss_weight == 0:
         warnings.warn("batched_router_zloss was called, but moe_zloss_weight is 0", stacklevel=2)
         return 0
-    logits = [l.float() if args.moe_zloss_in_fp32 else l for l in _ROUTER_LOGITS]
-    return args.moe_zloss_weight * torch.stack([torch.logsumexp(l, dim=1).square().mean() for l in logits])
+    kept = [logsumexp_T.float() if args.moe_zloss_in_fp32 else logsumexp_T for logsumexp_T in _ROUTER_LOGSUMEXP]
+    return args.moe_zloss_weight * torch.stack([logsumexp_T.square().mean() for logsumexp_T in kept])
 
 
 class LearnedRouter(torch.nn.Module):
     """A bias-free linear layer, softmax over the experts, and the K highest scores.
 
     forward(x [..., H]) returns scores [T,E], expert_weights [T,K] and expert_indices [T,K] (int64). In training the input is
-    jittered (moe_jitter_eps), and the logits are kept for the z-loss where it has a weight.
+    jittered (moe_jitter_eps), and the logits' logsumexp is kept for the z-loss where it has a weight.
     """
 
     def __init__(self, args: Arguments):
@@ -53,17 +54,10 @@ class LearnedRouter(torch.nn.Module):
         if self.training and self.args.moe_jitter_eps is not None:
             x = x * self.jitter(x)
         logits_TE = self.layer(x.reshape(-1, x.size(-1)))
-        # As in MegaBlocks, kept in evaluation too.
-        if self.args.moe_zloss_weight != 0:
-            _ROUTER_LOGITS.append(logits_TE)
-        scores_TE = logits_TE.softmax(dim=-1)
-        if self.args.moe_top_k == 1:
-            weights_TK, experts_TK = scores_TE.max(dim=-1, keepdim=True)
-        else:
-            weights_TK, experts_TK = torch.topk(scores_TE, self.args.moe_top_k, dim=-1)
-        if self.args.moe_normalize_expert_weights:
-            norm_T1 = torch.norm(weights_TK, p=self.args.moe_normalize_expert_weights, dim=-1, keepdim=True)
-            weights_TK = weights_TK / norm_T1
+        scores_TE, weights_TK, experts_TK, logsumexp_T = route(
+            logits_TE, self.args.moe_top_k, normalize=self.args.moe_normalize_expert_weights or None)
+        if self.args.moe_zloss_weight != 0:  # as in MegaBlocks, in evaluation too
+            _ROUTER_LOGSUMEXP.append(logsumexp_T.to(logits_TE.dtype))
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)

@@ -1,7 +1,8 @@
-"""The operators: gmm, padded_gather, padded_scatter, expert_mlp; one file each."""
+"""The operators, one file each: route, gmm, the padded gather and scatter, expert_mlp."""
 
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
 from gbmoe.ops.permute import padded_gather, padded_scatter
+from gbmoe.ops.route import Routing, route
 
-__all__ = ["expert_mlp", "gmm", "padded_gather", "padded_scatter"]
+__all__ = ["Routing", "expert_mlp", "gmm", "padded_gather", "padded_scatter", "route"]

@@ -20,7 +20,7 @@ from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
 from gbmoe.engines.base import Problem
 from gbmoe.ops.gmm import product
-from gbmoe.ops.permute import check_weights, gather, padded_gather, padded_scatter, scatter
+from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
 from gbmoe.routing import RoutingPlan
 
 _ACTIVATION_INDEX = {name: index for index, name in enumerate(reference.ACTIVATIONS)}
@@ -112,7 +112,7 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
         if not torch.is_autocast_enabled(device.type):
             require(weight.dtype == x_TH.dtype, "expert_mlp", argument, f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
     if weights_TK is not None:
-        check_weights(weights_TK, "expert_mlp", plan)
+        check_slot_scalars(weights_TK, "expert_mlp", "weights", plan)
 
 
 # ------------------------------------------------------------------------------------------------------- fused operator
@@ -141,7 +141,7 @@ def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
-    xp_PH = gather(x, row_of_slot, slot_of_row)
+    xp_PH, _ = gather(x, row_of_slot, slot_of_row)
     h_PF = product(xp_PH, w1, sizes, trans_b=True, engine=engine)
     g_PF = None if v1 is None else product(xp_PH, v1, sizes, trans_b=True, engine=engine)
     del xp_PH
@@ -150,7 +150,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
         h_PF = g_PF = None
     y_PH = product(a_PF, w2, sizes, engine=engine)
     del a_PF
-    out_TH = scatter(y_PH, row_of_slot, weights)
+    out_TH = scatter(y_PH, row_of_slot, weights=weights)
     return out_TH, *(x.new_empty(0) if t is None else t for t in (h_PF, g_PF))
 
 
@@ -164,14 +164,14 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
     """Returns (dx, dweights, dw1, dw2, dv1), each empty where it is not needed."""
     empty = grad.new_empty(0)
     dx, dw1, dw2, dv1 = empty, empty, empty, empty
-    dz_PH = gather(grad, row_of_slot, slot_of_row)
+    dz_PH, _ = gather(grad, row_of_slot, slot_of_row)
     dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
     a_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, dh_PF, slot_of_row, weights, activation)
     if need_w2:
         dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
     del a_PF, dz_PH
     if need_w1 or need_v1:
-        xp_PH = gather(x, row_of_slot, slot_of_row)
+        xp_PH, _ = gather(x, row_of_slot, slot_of_row)
         if need_w1:
             dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
         if need_v1:
@@ -181,7 +181,7 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
         dxp_PH = product(dh_PF, w1, sizes, engine=engine)
         if v1 is not None:
             product(dg_PF, v1, sizes, engine=engine, out=dxp_PH, accumulate=True)
-        dx = scatter(dxp_PH, row_of_slot, None)
+        dx = scatter(dxp_PH, row_of_slot)
     return dx, dweights if need_weights else empty, dw1, dw2, dv1
 
 

@@ -3,18 +3,20 @@
 import json
 import re
 import sys
+import time
 
 import pytest
 import torch
 
-from gbmoe import cases, layers
-from gbmoe.cli import bench, main, suites, timing
+from gbmoe import cases, layers, reference, routing
+from gbmoe.cli import bench, main, permutation, suites, timing
 from gbmoe.cli.table import print_table
 from gbmoe.engines.reference import Reference
 from gbmoe.layers.mlp import BmmExperts
+from gbmoe.ops import permute
 from tests.conftest import DEVICES
 
-TIMES = {"median", "quartiles", "repetitions", "tflops", "speedup", "of_dense"}
+TIMES = {"median", "quartiles", "repetitions", "tflops", "speedup", "of_dense", "terabytes", "times_bound"}
 CPU = torch.device("cpu")
 
 
@@ -82,7 +84,7 @@ def assert_no_time(captured, failed):
     for row in failed:
         assert not row["verified"] and row["problem"] and not TIMES & set(row)
         progress, = [line for line in captured.err.splitlines() if f" {row['name']}: " in line]
-        assert "FAILED" in progress and not re.search(r"\d ms|TFLOP", progress)
+        assert "FAILED" in progress and not re.search(r"\d [mu]s|TFLOP|TB/s", progress)
         assert any(line.startswith(f"FAIL: {row['name']}: ") for line in captured.out.splitlines())
     lines = [re.split(r" {2,}", line.strip()) for line in captured.out.splitlines() if re.search(r"  NO +-", line)]
     assert len(lines) == len(failed)
@@ -154,7 +156,7 @@ def test_a_wrong_result_is_not_even_timed(fault, monkeypatch):
     assert not bench.measure(configuration, CPU, torch.bfloat16)["verified"]
 
 
-@pytest.mark.parametrize("suite", ["layers", "gemm"])
+@pytest.mark.parametrize("suite", ["layers", "gemm", "permute"])
 def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     monkeypatch.setattr(bench, "default_device", lambda: CPU)
     assert main(["bench", "--suite", suite]) == 2
@@ -200,6 +202,109 @@ def test_group_sizes_sum_to_the_slots():
         assert set(equal) == {case.slots // case.experts} and max(skewed) > 2 * min(skewed)
 
 
+def run_permute(tmp_path, monkeypatch, dtype="bf16"):
+    """Exit status of the permute suite on the CPU with two shapes, the JSON, and its rows by name."""
+    monkeypatch.setattr(cases, "PLAN_CASES", (*cases.PERMUTE_CASES[4:], cases.PLAN_CASES[-1]))
+    file = tmp_path / "rows.json"
+    status = main(["bench", "--suite", "permute", "--device", "cpu", "--dtype", dtype, "--json", str(file)])
+    content = json.loads(file.read_text())
+    return status, content, {row["name"]: row for row in content["rows"]}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_permute_is_complete(dtype, tmp_path, monkeypatch, capsys):
+    status, content, rows = run_permute(tmp_path, monkeypatch, dtype)
+    assert status == 0, [row["problem"] for row in rows.values() if row["problem"]]
+    assert set(content["peers_left_out"]) == {"MegaBlocks", "TransformerEngine"} and not content["engines_left_out"]
+    routed = {f"{routing}/{step}/align{align}" for routing in ("uniform", "zipf") for align in (16, 128)
+              for step in ("plan", "gather", "padded_gather", "scatter", "scatter-backward")}
+    expected = {"copy/none/copy/torch"}
+    for case in ("65536x1024-e8k1-small", "16384x2048-e64k8-small"):
+        expected |= {f"{case}/{step}/gbmoe" for step in {"random/route", "random/route-backward", *routed}}
+    expected |= {f"16384x2048-e128k8-small/{step}/gbmoe" for step in routed if "/plan/" in step}
+    assert set(rows) == {f"permutation/{name}" for name in expected} and len(content["rows"]) == len(rows)
+    copy = rows["permutation/copy/none/copy/torch"]
+    assert copy["times_bound"] == 1
+    for row in rows.values():
+        assert row["verified"] and row["problem"] is None and row["error"] <= row["limit"] and TIMES <= set(row)
+        if row["computation"] == "plan":
+            assert row["bytes"] is row["terabytes"] is row["times_bound"] is None
+        else:
+            bound = row["bytes"] / (copy["bytes"] / copy["median"])
+            assert row["bytes"] > 0 and row["times_bound"] == pytest.approx(row["median"] / bound)
+    assert "median us" in capsys.readouterr().out
+
+
+def test_bytes_are_those_of_the_formulas():
+    case = cases.MoeCase("case", tokens=40, hidden=6, ffn=0, experts=8, top_k=2)
+    slots, rows = 80, reference.padded_rows(80, 8, 16)
+
+    def subject(computation, align=16):
+        return permutation.PermutationConfiguration(case, "gbmoe", None, "zipf", computation, align).build(CPU, torch.bfloat16)
+
+    plan = subject("plan").build_plan()
+    used = int(plan.padded_counts_E.sum())
+    assert slots < used < rows == plan.num_rows
+    row = 2 * case.hidden
+    assert subject("copy", None).bytes_moved() == 2 * 2 * 40 * 6
+    assert subject("route", None).bytes_moved() == 2 * 40 * 8 + (2 * 40 * 8 + 2 * slots + 8 * slots + 4 * 40)
+    assert subject("route-backward", None).bytes_moved() == 2 * (2 * 40 * 8) + 2 * slots + 8 * slots + 4 * 40 + 2 * 40 * 8
+    assert subject("gather").bytes_moved() == row * (40 + used)
+    assert subject("padded_gather").bytes_moved() == row * (40 + rows)
+    assert subject("scatter").bytes_moved() == row * (slots + 40) + 4 * slots
+    assert subject("scatter-backward").bytes_moved() == row * (40 + 2 * slots) + row * (rows - slots) + 2 * 4 * slots
+    assert subject("plan").bytes_moved() is None
+
+
+def last_row(result):
+    result[-1] += 1
+    return result
+
+
+# Where, what is wrong there, and the computations whose rows must then fail.
+FAULTS = {
+    "plan": (routing, "_routing_plan", lambda right: lambda *args: (right(*args)[0].flip(0), *right(*args)[1:]),
+             {"plan", "gather", "padded_gather", "scatter", "scatter-backward"}),
+    "tiles": (routing, "_routing_plan", lambda right: lambda *args: (*right(*args)[:4], last_row(right(*args)[4])), {"plan"}),
+    "gather": (permute, "gather", lambda right: lambda x, row_of_slot, *args, **options: (
+        right(x, row_of_slot, *args, **options)[0].index_fill_(0, row_of_slot[-1, -1:].long(), 0), x.new_empty(0)),
+        {"gather", "padded_gather"}),
+    "rows behind the last expert": (
+        permute, "gather", lambda right: lambda x, *args, **options: (last_row(right(x, *args, **options)[0]), x.new_empty(0)),
+        {"padded_gather"}),
+    "scatter": (permute, "scatter", lambda right: lambda *args, **options: last_row(right(*args, **options)), {"scatter"}),
+    "scatter-backward": (reference, "padded_scatter_backward",
+                         lambda right: lambda *args: (right(*args)[0], last_row(right(*args)[1])), {"scatter-backward"}),
+    "padding of a gradient": (reference, "padded_scatter_backward",
+                              lambda right: lambda *args: (last_row(right(*args)[0]), right(*args)[1]), {"scatter-backward"}),
+    "route": (reference, "route", lambda right: lambda *args: (*right(*args)[:2], right(*args)[2].roll(1, 0), right(*args)[3]),
+              {"route"}),
+    "logsumexp": (reference, "route", lambda right: lambda *args: (*right(*args)[:3], last_row(right(*args)[3])), {"route"}),
+    "route-backward": (reference, "route_backward", lambda right: lambda *args: last_row(right(*args)), {"route-backward"}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_time_for_a_wrong_permutation(fault, tmp_path, capsys, monkeypatch):
+    place, name, wrong, computations = FAULTS[fault]
+    monkeypatch.setattr(place, name, wrong(getattr(place, name)))
+    status, _, rows = run_permute(tmp_path, monkeypatch)
+    assert status == 1
+    failed = [row for row in rows.values() if not row["verified"]]
+    assert {row["computation"] for row in failed} == computations and not any("Error" in row["problem"] for row in failed)
+    assert_no_time(capsys.readouterr(), failed)
+
+
+def test_no_bound_from_a_wrong_copy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(permutation._Copy, "call", lambda self: (self.target,))
+    status, _, rows = run_permute(tmp_path, monkeypatch)
+    assert status == 1
+    failed = [row for row in rows.values() if not row["verified"]]
+    assert [row["computation"] for row in failed] == ["copy"]
+    assert all(row["times_bound"] is None for row in rows.values() if row["verified"])
+    assert_no_time(capsys.readouterr(), failed)
+
+
 def test_layers_leave_nothing_in_the_load_balancing_loss(one_case, tmp_path):
     layers.clear_load_balancing_loss()
     assert run_smoke(tmp_path)[0] == 0
@@ -232,3 +337,15 @@ def test_quartiles_and_resets():
     measured = timing.time_calls(lambda: calls.append("call"), CPU, lambda: calls.append("reset"))
     assert measured.repetitions == 2 and 0 <= measured.low <= measured.median <= measured.high
     assert calls[::2] == ["reset"] * (len(calls) // 2) and calls[1::2] == ["call"] * (len(calls) // 2)
+
+
+@pytest.mark.gpu
+def test_a_slow_host_can_be_kept_out_of_the_time():
+    tensor = torch.zeros(1024, device="cuda")
+
+    def call():
+        time.sleep(5e-4)
+        tensor.add_(1)
+
+    shown, hidden = (timing.time_calls(call, tensor.device, hide_host=hide).median for hide in (False, True))
+    assert hidden < 1e-4 < shown

@@ -101,7 +101,7 @@ def _router_with_ids(router, ids):
 
     def forward(x):
         logits = router.layer(x.reshape(-1, x.size(-1)))
-        router_module._ROUTER_LOGITS.append(logits)
+        router_module._ROUTER_LOGSUMEXP.append(logits.logsumexp(-1))
         scores = logits.softmax(-1)
         weights = scores.gather(1, ids)
         return scores, weights / weights.norm(p=1, dim=-1, keepdim=True), ids

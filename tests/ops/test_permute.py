@@ -28,7 +28,7 @@ def test_gather_is_a_copy_to_the_bit(device, shape, align, dtype):
     x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
     cases.poison(device)
     out = gbmoe.padded_gather(x, plan)
-    assert torch.equal(out, reference.padded_gather(x, plan.row_of_slot_TK, plan.slot_of_row_P))
+    assert torch.equal(out, reference.padded_gather(x, plan.row_of_slot_TK, plan.slot_of_row_P)[0])
     assert bool((out[plan.slot_of_row_P < 0] == 0).all())
 
 
@@ -141,8 +141,8 @@ def test_opcheck(device):
     x = torch.randn(20, 8, device=device, requires_grad=True)
     y = torch.randn(plan.num_rows, 8, device=device, requires_grad=True)
     weights = torch.rand(20, 2, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.gbmoe.padded_gather.default, (x, plan.row_of_slot_TK, plan.slot_of_row_P))
-    torch.library.opcheck(torch.ops.gbmoe.padded_scatter.default, (y, plan.row_of_slot_TK, plan.slot_of_row_P, weights))
+    torch.library.opcheck(torch.ops.gbmoe.padded_gather.default, (x, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, None, None, False))
+    torch.library.opcheck(torch.ops.gbmoe.padded_scatter.default, (y, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, weights))
     torch.library.opcheck(torch.ops.gbmoe.routing_plan.default, (torch.randint(4, (20, 2), device=device), 4, 8))
 
 

@@ -1,0 +1,150 @@
+"""route: softmax, top-k, norm and logsumexp against PyTorch's own, forward and gradients."""
+
+import math
+
+import pytest
+import torch
+
+from gbmoe import cases
+from gbmoe.ops import route
+from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+
+SHAPES = [(33, 8, 2), (5, 1, 1), (64, 3, 3), (20, 16, 4), (17, 33, 5), (40, 64, 6), (50, 128, 8), (21, 256, 8), (9, 250, 7), (13, 512, 32),
+          (11, 1024, 32), (7, 1000, 9), (0, 8, 2), (300, 5, 1)]
+
+
+def torchs(logits, ids, p):
+    """The same in PyTorch's own functions, for experts already chosen."""
+    scores = logits.softmax(-1)
+    weights = scores.gather(1, ids)
+    if p is not None:
+        weights = weights / torch.norm(weights, p=p, dim=-1, keepdim=True)
+    return scores, weights, logits.logsumexp(-1)
+
+
+def distinct_logits(tokens, experts, dtype, device, seed=1):
+    """Logits without ties in any dtype: a permutation of evenly spaced values that bfloat16 still tells apart."""
+    noise = torch.rand(tokens, experts, device=device, generator=cases.generator(device, seed))
+    rank = noise.argsort(-1).argsort(-1)
+    # Steps within an octave of 128 values; higher experts counts go through several octaves.
+    exponent, mantissa = rank // 128, rank % 128
+    return (torch.exp2(exponent.float()) * (1 + mantissa.float() / 128) * 0.25).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("p", [None, 1.0, 2.0, 3.0, math.inf])
+def test_forward_and_gradients(device, shape, dtype, p):
+    tokens, experts, top_k = shape
+    logits = distinct_logits(tokens, experts, dtype, device).requires_grad_()
+    cases.poison(device)
+    got = route(logits, top_k, normalize=p)
+    ids = logits.detach().double().topk(top_k, dim=-1).indices
+    assert torch.equal(got.experts_TK, ids) and got.experts_TK.dtype == torch.int64
+    leaves = {name: logits.detach().to(t).requires_grad_() for name, t in (("baseline", dtype), ("exact", torch.float64))}
+    expected = {name: torchs(leaf, ids, p) for name, leaf in leaves.items()}
+    outputs = {"got": (got.scores_TE, got.weights_TK, got.logsumexp_T.to(dtype)), **expected}
+    for what, *values in zip(("scores", "weights", "logsumexp"), outputs["got"], outputs["baseline"], outputs["exact"]):
+        assert_as_accurate_as(*(t.detach() for t in values), what)
+    if tokens == 0:
+        return
+    grads = [cases.exact_values(*t.shape, dtype=torch.float64, device=device, seed=seed)
+             for seed, t in enumerate(outputs["exact"], start=2)]
+    for chosen in ((0,), (1,), (2,), (0, 1, 2)):  # each output's own path, and all together
+        gradients = [
+            torch.autograd.grad([outputs[name][i] for i in chosen], leaf, [grads[i].to(leaf.dtype) for i in chosen], retain_graph=True)[0]
+            for name, leaf in (("got", logits), *leaves.items())]
+        if not gradients[1].isfinite().all():  # torch's own float16 overflows in r**p; the float32 gradient, rounded, does not
+            leaf = logits.detach().float().requires_grad_()
+            values = torchs(leaf, ids, p)
+            gradients[1] = torch.autograd.grad([values[i] for i in chosen], leaf, [grads[i].float() for i in chosen])[0].to(dtype)
+        if chosen == (1,) and top_k == 1 and p is not None:
+            assert float(gradients[0].abs().max()) <= 16 * torch.finfo(dtype).eps  # a weight that is always 1
+        else:
+            assert_as_accurate_as(*gradients, f"gradient through {chosen}")
+
+
+def test_gradcheck(device):
+    logits = torch.randn(6, 9, dtype=torch.float64, device=device, requires_grad=True)
+    for p in (None, 1.0, 2.0):
+        torch.autograd.gradcheck(lambda x: [t for t in route(x, 3, normalize=p) if t.is_floating_point()], logits)
+
+
+def test_ties_go_to_the_lower_expert(device):
+    logits = torch.zeros(4, 70, device=device)
+    logits[1, 5] = logits[1, 40] = 1.0
+    ids = route(logits, 3).experts_TK.tolist()
+    assert ids[0] == [0, 1, 2] and ids[1] == [5, 40, 0]
+
+
+def test_negative_and_positive_zero_are_one_value(device):
+    logits = torch.tensor([[-0.0, 0.0, -1.0]], device=device)
+    assert route(logits, 2).experts_TK.tolist() == [[0, 1]]
+
+
+def test_minus_infinity_is_never_chosen_before_a_number(device):
+    logits = torch.full((2, 40), -math.inf, device=device)
+    logits[0, 33], logits[0, 7] = 1.0, -50.0
+    scores, weights, ids, _ = route(logits, 3)
+    assert ids[0].tolist() == [33, 7, 0] and float(weights[0, 2]) == 0
+    assert float(scores[0].sum()) == pytest.approx(1)
+    assert ids[1].tolist() == [0, 1, 2] and bool(scores[1].isnan().all())  # nothing but -inf has no softmax
+
+
+def test_nan_ranks_above_every_number_and_stays_in_its_token(device):
+    logits = torch.randn(3, 20, device=device)
+    logits[1, 13] = float("nan")
+    scores, weights, ids, logsumexp = route(logits, 2)
+    assert ids[1, 0].item() == 13 and bool(scores[1].isnan().all())
+    assert not bool(scores[[0, 2]].isnan().any() | weights[[0, 2]].isnan().any() | logsumexp[[0, 2]].isnan().any())
+
+
+def test_infinite_logits_do_not_hide_the_others(device):
+    logits = torch.tensor([[1e30, 3e38, -3e38, 0.0]], device=device)
+    assert route(logits, 3).experts_TK.tolist() == [[1, 0, 3]]
+
+
+def test_autocast_gives_float32_scores_as_softmax_does(device):
+    logits = torch.randn(5, 8, device=device).bfloat16().requires_grad_()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        scores, weights, _, _ = route(logits, 2)
+    assert scores.dtype == weights.dtype == torch.float32
+    (scores.square().sum() + weights.sum()).backward()
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_logits_in_the_middle_of_a_tensor(device):
+    """A row that starts at no multiple of 16 bytes must not be read as if it did."""
+    buffer = torch.randn(5 * 128 + 3, device=device).bfloat16()
+    logits = buffer[3:].view(5, 128).detach().requires_grad_()
+    got, expected = route(logits, 4), route(logits.detach().clone(), 4)
+    assert torch.equal(got.experts_TK, expected.experts_TK) and torch.equal(got.scores_TE, expected.scores_TE)
+    got.weights_TK.sum().backward()
+    assert bool(logits.grad.isfinite().all())
+
+
+def test_opcheck(device):
+    logits = distinct_logits(6, 9, torch.float32, device).requires_grad_()
+    torch.library.opcheck(torch.ops.gbmoe.route.default, (logits, 3, 1.0, False))
+
+
+def test_repeats_give_the_same_bits(device):
+    logits = torch.randn(200, 96, device=device).bfloat16()
+    first = route(logits, 6, normalize=1.0)
+    assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, route(logits, 6, normalize=1.0)))
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ((torch.zeros(3), 1), "logits: expected 2 dimensions, got \\[3\\]"),
+    ((torch.zeros(3, 4, dtype=torch.int64), 1), "logits: expected dtype .*, got torch.int64"),
+    ((torch.zeros(3, 4), 5), "top_k: expected 1 to 4, the number of experts, got 5"),
+    ((torch.zeros(3, 4), 0), "top_k: expected 1 to 4, the number of experts, got 0"),
+])
+def test_bad_arguments(arguments, words):
+    with pytest.raises((TypeError, ValueError), match="route: " + words):
+        route(*arguments)
+
+
+def test_bad_norm():
+    with pytest.raises(ValueError, match="normalize: expected None or a positive p, got -1"):
+        route(torch.zeros(3, 4), 1, normalize=-1)
