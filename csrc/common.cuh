@@ -54,29 +54,33 @@ inline bool aligned_16(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
 }
 
-// A small tensor whose dtype is known only at run time (router weights: fp32 beside bf16 rows, or the rows' own dtype).
-// Reading it through a switch costs nothing beside the row it scales and saves a template parameter everywhere; out of line,
-// because kernels that unroll over slots would hold a copy of the switch for each.
+// Element i of an array whose dtype is known only at run time. Out of line, because kernels that unroll over slots would hold a
+// copy of the switch for each, and with arguments by value: a pointer to a kernel's parameters would put them on the stack.
+static __device__ __noinline__ double read_scalar(const void* data, ScalarType dtype, int64_t i) {
+  switch (dtype) {
+    case ScalarType::Float: return static_cast<const float*>(data)[i];
+    case ScalarType::BFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+    case ScalarType::Half: return __half2float(static_cast<const __half*>(data)[i]);
+    default: return static_cast<const double*>(data)[i];
+  }
+}
+static __device__ __noinline__ void write_scalar(void* data, ScalarType dtype, int64_t i, double value) {
+  switch (dtype) {
+    case ScalarType::Float: static_cast<float*>(data)[i] = static_cast<float>(value); break;
+    case ScalarType::BFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value)); break;
+    case ScalarType::Half: static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value)); break;
+    default: static_cast<double*>(data)[i] = value;
+  }
+}
+
+// A small tensor of any floating dtype (router weights: fp32 beside bf16 rows, or the rows' own dtype). Choosing at run time
+// costs nothing beside the row that the number scales, and saves a template parameter everywhere.
 struct Scalars {
   void* data;
   ScalarType dtype;
 
-  __device__ __noinline__ double read(int64_t i) const {
-    switch (dtype) {
-      case ScalarType::Float: return static_cast<const float*>(data)[i];
-      case ScalarType::BFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-      case ScalarType::Half: return __half2float(static_cast<const __half*>(data)[i]);
-      default: return static_cast<const double*>(data)[i];
-    }
-  }
-  __device__ __noinline__ void write(int64_t i, double value) const {
-    switch (dtype) {
-      case ScalarType::Float: static_cast<float*>(data)[i] = static_cast<float>(value); break;
-      case ScalarType::BFloat16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(static_cast<float>(value)); break;
-      case ScalarType::Half: static_cast<__half*>(data)[i] = __float2half_rn(static_cast<float>(value)); break;
-      default: static_cast<double*>(data)[i] = value;
-    }
-  }
+  __device__ __forceinline__ double read(int64_t i) const { return read_scalar(data, dtype, i); }
+  __device__ __forceinline__ void write(int64_t i, double value) const { write_scalar(data, dtype, i, value); }
 };
 
 inline Scalars scalars(const std::optional<Tensor>& tensor) {

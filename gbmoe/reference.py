@@ -108,7 +108,7 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
 # ---------------------------------------------------------------------------------------------------------------- permute
 
 
-def _dense(row_of_slot_TK, columns_TK, counts_T, *scalars):
+def dense_slots(row_of_slot_TK, columns_TK, counts_T, *scalars):
     """The slots of a ragged map in the form of a dense one: rows with -1 behind each token's count, scalars [T,K]."""
     if counts_T is not None:
         in_use_TK = torch.arange(row_of_slot_TK.size(1), device=row_of_slot_TK.device) < counts_T.unsqueeze(1)
@@ -139,7 +139,7 @@ def padded_gather(
     stand in column columns_TK[t,j] of scale and probs.
     """
     rows = slot_of_row_P.size(0)
-    row_of_slot_TK, _, scale, probs = _dense(row_of_slot_TK, columns_TK, counts_T, scale, probs)
+    row_of_slot_TK, _, scale, probs = dense_slots(row_of_slot_TK, columns_TK, counts_T, scale, probs)
     if rows == 0 or x_TH.size(0) == 0:
         return x_TH.new_zeros(rows, x_TH.size(1)), x_TH.new_zeros(0) if probs is None else probs.new_zeros(rows)
     place_P = _token_and_place(row_of_slot_TK, rows)
@@ -167,7 +167,7 @@ def padded_scatter(
     padded_gather.
     """
     wide = accumulate_dtype(y_PH.dtype)
-    row_of_slot_TK, _, weights_TK = _dense(row_of_slot_TK, columns_TK, counts_T, weights)
+    row_of_slot_TK, _, weights_TK = dense_slots(row_of_slot_TK, columns_TK, counts_T, weights)
     tokens, slots = row_of_slot_TK.shape
     out_TH = torch.zeros(tokens, y_PH.size(1), dtype=wide, device=y_PH.device)
     if y_PH.size(0) == 0:
@@ -194,7 +194,7 @@ def padded_scatter_backward(
     grad_y_PH, _ = padded_gather(grad_TH, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, scale=weights)
     if y_PH is None or weights is None:
         return grad_y_PH, grad_TH.new_empty(0)
-    row_of_slot_TK, columns_TK = _dense(row_of_slot_TK, columns_TK, counts_T)
+    row_of_slot_TK, columns_TK = dense_slots(row_of_slot_TK, columns_TK, counts_T)
     dots_TK = torch.zeros(row_of_slot_TK.shape, dtype=wide, device=grad_TH.device)
     if y_PH.size(0) > 0:
         for j in range(row_of_slot_TK.size(1)):

@@ -185,8 +185,7 @@ def _gather_backward(ctx, grad_out, grad_probs_P):
     if grad_out is not None:
         if ctx.drop_zero_probs:
             # Rows that a zero probability cleared do not depend on x.
-            slot_probs = probs if columns is None else probs.gather(1, columns.clamp(min=0).long())
-            live = row_of_slot if columns is None else reference._dense(row_of_slot, columns, counts)[0]
+            live, _, slot_probs = reference.dense_slots(row_of_slot, columns, counts, probs)
             row_of_slot_grad = torch.where(slot_probs == 0, -1, live)
         else:
             row_of_slot_grad = row_of_slot
@@ -195,7 +194,7 @@ def _gather_backward(ctx, grad_out, grad_probs_P):
         if x is not None:
             _, grad_scale = _scatter_backward_op(x, grad_out, row_of_slot_grad, slot_of_row, columns, counts, scale, False)
     if grad_probs_P is not None and probs is not None and ctx.needs_input_grad[6]:
-        live, dense_columns = reference._dense(row_of_slot, columns, counts)
+        live, dense_columns = reference.dense_slots(row_of_slot, columns, counts)
         grad_TK = torch.where(live >= 0, grad_probs_P[live.clamp(min=0).long()], 0) if grad_probs_P.numel() \
             else grad_probs_P.new_zeros(live.shape)
         grad_probs = grad_TK if columns is None else torch.zeros_like(probs).scatter_add(1, dense_columns, grad_TK)

@@ -1,0 +1,341 @@
+"""megablocks.ops by name and signature, on gbmoe's operators: CPU and CUDA, every floating dtype, deterministic.
+
+What stays MegaBlocks' own: the meaning of indices, bins and the rest, and the one host wait of padded_gather. What changes:
+sums are kept in float32 and rounded once, gradients come out in each input's dtype, rows that nothing writes are zero, and
+wrong arguments raise TypeError or ValueError with the argument, what was expected and what came.
+
+Shape suffixes: T tokens, K slots a token (top_k), R = T * K slots, E experts (bins), H hidden, P padded rows, C rows of a
+bin with a capacity, B rows of a batch.
+
+    indices_R      slots in the order of their rows; slot t * K + j is token t's j-th choice
+    bin_ids_R      expert of each of them, ascending; an id outside [0, E) has no row
+    bins_E         inclusive sum of the experts' counts (a single expert's may be 0-d, as inclusive_cumsum returns it)
+    padded_bins_E  the same with every count rounded up
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe.ops.permute import FLOAT8, _gather, _scatter
+from gbmoe.reference import PADDING, accumulate_dtype
+
+__all__ = ["binned_gather", "binned_scatter", "exclusive_cumsum", "gather", "histogram", "inclusive_cumsum", "padded_gather",
+           "padded_scatter", "repeat", "replicate", "round_up", "scatter", "sort", "sum", "topology"]
+
+_BITS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
+_INTEGERS = tuple(_BITS)
+
+
+# ---------------------------------------------------------------------------------------------------------------- permute
+
+
+def gather(
+    x: torch.Tensor, indices: torch.Tensor, bin_ids: torch.Tensor, bins: torch.Tensor, top_k: int,
+) -> torch.Tensor:
+    """Copy tokens to their slots' rows, expert-major and without padding. Mirrors megablocks.ops.gather.
+
+    Args:
+        x: [T,H], bfloat16, float16, float32 or float64 (differentiable), float8_e4m3fn or float8_e5m2 (not).
+        indices, bin_ids: int [R], R = T * top_k, on x's device.
+        bins: int [E], on x's device.
+        top_k: K.
+
+    Returns:
+        [R,H], dtype of x. No host wait.
+    """
+    _check_slots("gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins)
+    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, bins, top_k, indices.numel()))
+
+
+def padded_gather(
+    x: torch.Tensor, indices: torch.Tensor, bin_ids: torch.Tensor, bins: torch.Tensor, padded_bins: torch.Tensor, top_k: int,
+) -> torch.Tensor:
+    """Copy tokens to their slots' rows, each expert's rows padded with zeros. Mirrors megablocks.ops.padded_gather.
+
+    Args:
+        x, indices, bin_ids, bins, top_k: as in gather.
+        padded_bins: int [E], on x's device.
+
+    Returns:
+        [P,H], dtype of x, P = padded_bins[-1]: reading that number is the one host wait.
+    """
+    _check_slots("padded_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins,
+                 padded_bins=padded_bins)
+    rows = int(padded_bins.reshape(-1)[-1])
+    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, rows))
+
+
+def scatter(
+    x: torch.Tensor, indices: torch.Tensor, bin_ids: torch.Tensor, weights: torch.Tensor | None, bins: torch.Tensor, top_k: int,
+) -> torch.Tensor:
+    """Sum each token's rows, weighted. Mirrors megablocks.ops.scatter: padded_scatter of rows without padding."""
+    _check_slots("scatter", x, indices, top_k, bin_ids=bin_ids, bins=bins, weights=weights)
+    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, bins, top_k, x.size(0)))
+
+
+def padded_scatter(
+    x: torch.Tensor, indices: torch.Tensor, bin_ids: torch.Tensor, weights: torch.Tensor | None, bins: torch.Tensor,
+    padded_bins: torch.Tensor, top_k: int,
+) -> torch.Tensor:
+    """Sum each token's rows, weighted, back to token order. Mirrors megablocks.ops.padded_scatter.
+
+    Differentiable in x and weights, without a host wait in either direction. Padding rows are never read and get zero
+    gradients.
+
+    Args:
+        x: [P,H], bfloat16, float16, float32 or float64.
+        indices, bin_ids: int [R], on x's device.
+        weights: [R] in slot order, any of those dtypes (float32 beside bfloat16 rows is fine); None counts every slot once.
+        bins, padded_bins: int [E], on x's device.
+        top_k: K.
+
+    Returns:
+        [T,H], T = R // top_k, dtype of x.
+    """
+    _check_slots("padded_scatter", x, indices, top_k, bin_ids=bin_ids, bins=bins, padded_bins=padded_bins, weights=weights)
+    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, x.size(0)))
+
+
+def binned_gather(
+    x: torch.Tensor, indices: torch.Tensor, bins: torch.Tensor, bin_size: int, top_k: int,
+) -> torch.Tensor:
+    """Copy tokens to bins of one size; slots past an expert's capacity are dropped. Mirrors megablocks.ops.binned_gather.
+
+    Args:
+        x, indices, bins, top_k: as in gather.
+        bin_size: C, rows of each expert.
+
+    Returns:
+        [E,C,H], dtype of x, zero rows where an expert has fewer slots. Dropped slots give no gradient. No host wait.
+    """
+    _check_slots("binned_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bins=bins)
+    require(isinstance(bin_size, int) and bin_size >= 0, "binned_gather", "bin_size", "an int of at least 0", bin_size)
+    out_PH = _gather_rows(x, *_capacity_maps(indices, bins, bin_size, top_k))
+    return out_PH.view(bins.numel(), bin_size, x.size(1))
+
+
+def binned_scatter(
+    x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None, bins: torch.Tensor, top_k: int,
+) -> torch.Tensor:
+    """Sum each token's rows of equal bins, weighted. Mirrors megablocks.ops.binned_scatter.
+
+    Args:
+        x: [E,C,H], bfloat16, float16, float32 or float64.
+        indices, weights, bins, top_k: as in padded_scatter.
+
+    Returns:
+        [T,H], dtype of x. A dropped slot adds nothing and its weight's gradient is zero. No host wait.
+    """
+    _check_slots("binned_scatter", x, indices, top_k, rank=3, bins=bins, weights=weights)
+    require(x.size(0) == bins.numel(), "binned_scatter", "x", f"{bins.numel()} bins, as in bins", x.size(0))
+    return _scatter_rows(x.flatten(0, 1), weights, *_capacity_maps(indices, bins, x.size(1), top_k))
+
+
+def _check_slots(operator, x, indices, top_k, *, rank=2, dtypes=FLOATING, weights=None, bin_ids=None, **bins) -> None:
+    require_tensor(x, operator, "x", rank=rank, dtypes=dtypes)
+    require_tensor(indices, operator, "indices", rank=1, dtypes=_INTEGERS, device=x.device)
+    require(isinstance(top_k, int) and top_k >= 1, operator, "top_k", "an int of at least 1", top_k)
+    slots = indices.numel()
+    if operator.endswith("gather"):
+        require(slots == x.size(0) * top_k, operator, "indices", f"x.size(0) * top_k == {x.size(0) * top_k} entries", slots)
+    else:
+        require(slots % top_k == 0, operator, "indices", f"a multiple of top_k == {top_k} entries", slots)
+    if bin_ids is not None:
+        require_tensor(bin_ids, operator, "bin_ids", rank=1, dtypes=_INTEGERS, device=x.device)
+        require(bin_ids.numel() == slots, operator, "bin_ids", f"{slots} entries, as in indices", bin_ids.numel())
+    for argument, tensor in bins.items():
+        require_tensor(tensor, operator, argument, rank=(0, 1), dtypes=_INTEGERS, device=x.device)
+        require(tensor.numel() >= 1, operator, argument, "at least one bin", 0)
+        require(tensor.numel() == bins["bins"].numel(), operator, argument, f"{bins['bins'].numel()} entries, as in bins",
+                tensor.numel())
+    if weights is not None:
+        require_tensor(weights, operator, "weights", rank=1, dtypes=FLOATING, device=x.device)
+        require(weights.numel() == slots, operator, "weights", f"{slots} entries, one a slot", weights.numel())
+
+
+def _gather_rows(x_TH, row_of_slot_TK, slot_of_row_P):
+    as_bytes = x_TH.dtype in FLOAT8
+    rows_TH = x_TH.detach().view(torch.uint8) if as_bytes else x_TH
+    out_PH, _ = _gather(rows_TH, row_of_slot_TK, slot_of_row_P, None, None, None, None, False)
+    return out_PH.view(x_TH.dtype) if as_bytes else out_PH
+
+
+def _scatter_rows(x_PH, weights_R, row_of_slot_TK, slot_of_row_P):
+    weights_TK = None if weights_R is None else weights_R.view(row_of_slot_TK.shape)
+    return _scatter(x_PH, row_of_slot_TK, slot_of_row_P, None, None, weights_TK)
+
+
+def _starts(bins_E):
+    """First entry of each bin, int64."""
+    bins_E = bins_E.reshape(-1).long()
+    return torch.cat((bins_E.new_zeros(1), bins_E[:-1]))
+
+
+def _binned_maps(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows):
+    """(row_of_slot [T,K], slot_of_row [P]): a slot's place in its bin, counted from the padded bin's first row."""
+    shift_E = _starts(padded_bins_E) - _starts(bins_E)
+    bin_R = bin_ids_R.long()
+    row_R = torch.arange(bin_R.numel(), device=bin_R.device) + shift_E[bin_R.clamp(0, shift_E.numel() - 1)]
+    return _maps(indices_R, row_R, (bin_R >= 0) & (bin_R < shift_E.numel()), top_k, rows)
+
+
+def _capacity_maps(indices_R, bins_E, capacity, top_k):
+    """(row_of_slot [T,K], slot_of_row [E*C]): a slot's place in its bin, dropped from `capacity` on."""
+    starts_E, ends_E = _starts(bins_E), bins_E.reshape(-1).long()
+    entry_R = torch.arange(indices_R.numel(), device=indices_R.device)
+    bin_R = torch.searchsorted(ends_E, entry_R, right=True)
+    place_R = entry_R - starts_E[bin_R.clamp(max=ends_E.numel() - 1)]
+    in_a_bin_R = (bin_R < ends_E.numel()) & (place_R < capacity)
+    return _maps(indices_R, bin_R * capacity + place_R, in_a_bin_R, top_k, ends_E.numel() * capacity)
+
+
+def _maps(indices_R, row_R, routed_R, top_k, rows):
+    """Both directions of slot indices[i] <-> row[i]. Whatever the bins hold, no row outside [0, rows) is named."""
+    slot_R = indices_R.long()
+    row_R = torch.where(routed_R & (row_R >= 0) & (row_R < rows), row_R, -1)
+    row_of_slot_R = torch.full_like(row_R, -1).scatter_(0, slot_R, row_R)
+    # Slots without a row all write to one spare row behind the last.
+    slot_of_row = torch.full((rows + 1,), PADDING, device=row_R.device)
+    slot_of_row.scatter_(0, torch.where(row_R < 0, rows, row_R), slot_R)
+    return row_of_slot_R.view(slot_R.numel() // top_k, top_k).int(), slot_of_row[:rows].int()
+
+
+# ---------------------------------------------------------------------------------------------- sort, count, sum, replicate
+
+
+def sort(x: torch.Tensor, end_bit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sorted, indices) of x [R], both in x's dtype. Stable. Mirrors megablocks.ops.sort.
+
+    Args:
+        x: int16, int32 or int64 [R].
+        end_bit: compare bits [0, end_bit) only; None, or all bits of the dtype, compares the signed values.
+    """
+    require_tensor(x, "sort", "x", rank=1, dtypes=_INTEGERS)
+    bits = _BITS[x.dtype]
+    require(end_bit is None or 0 <= end_bit <= bits, "sort", "end_bit", f"None or 0 to {bits} for {x.dtype}", end_bit)
+    key = x if end_bit is None or end_bit == bits else x & ((1 << end_bit) - 1)
+    indices = torch.sort(key, stable=True).indices
+    return x[indices], indices.to(x.dtype)
+
+
+def histogram(x: torch.Tensor, max_val: int) -> torch.Tensor:
+    """How often each of 0 .. max_val - 1 occurs: int32 [max_val] of x [R], [B,max_val] of x [B,R]. Other values do not count.
+
+    Mirrors megablocks.ops.histogram. x is int16, int32 or int64. No host wait, unlike torch.bincount.
+    """
+    require_tensor(x, "histogram", "x", rank=(1, 2), dtypes=_INTEGERS)
+    bins = int(max_val)
+    require(bins >= 0, "histogram", "max_val", "at least 0", max_val)
+    bin_BR = torch.where((x >= 0) & (x < bins), x.long(), bins)
+    counts = torch.zeros(*x.shape[:-1], bins + 1, dtype=torch.int32, device=x.device)
+    # Sums of integers do not depend on their order.
+    counts.scatter_add_(-1, bin_BR, torch.ones_like(bin_BR, dtype=torch.int32))
+    return counts[..., :bins].contiguous()
+
+
+def inclusive_cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sums of the entries up to and with each, in x's dtype. Mirrors megablocks.ops.inclusive_cumsum.
+
+    Args:
+        x: int16, int32 or int64, [R] or [B,R].
+        dim: the last dimension; of no effect for [R].
+
+    Returns:
+        The shape of x, but 0-d for an x [1].
+    """
+    _check_cumsum("inclusive_cumsum", x, dim)
+    out = x.cumsum(-1, dtype=x.dtype)
+    return out.squeeze() if x.dim() == 1 else out
+
+
+def exclusive_cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sums of the entries before each; otherwise as inclusive_cumsum. Mirrors megablocks.ops.exclusive_cumsum."""
+    _check_cumsum("exclusive_cumsum", x, dim)
+    out = x.cumsum(-1, dtype=x.dtype) - x
+    return out.squeeze() if x.dim() == 1 else out
+
+
+def _check_cumsum(operator, x, dim) -> None:
+    require_tensor(x, operator, "x", rank=(1, 2), dtypes=_INTEGERS)
+    require(x.dim() == 1 or dim in (1, -1), operator, "dim", "1, the last dimension", dim)
+
+
+class _Replicate(torch.autograd.Function):
+    """Neither of gbmoe's operators sends one row to any number of rows, so this gradient is its own."""
+
+    @staticmethod
+    def forward(ctx, x_BE, bins_E, num_outputs):
+        ctx.save_for_backward(bins_E)
+        bin_N = torch.searchsorted(bins_E, torch.arange(num_outputs, device=x_BE.device), right=True)
+        out_BN = x_BE.index_select(1, bin_N.clamp(max=bins_E.numel() - 1))
+        return torch.where(bin_N < bins_E.numel(), out_BN, torch.zeros((), dtype=x_BE.dtype, device=x_BE.device))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_BN):
+        bins_E, = ctx.saved_tensors
+        offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).clamp(max=grad_BN.size(1))
+        # unsafe: no check of the offsets, which would wait for the device.
+        sums_EB = torch.segment_reduce(grad_BN.t().to(accumulate_dtype(grad_BN.dtype)).contiguous(), "sum", offsets=offsets_E1,
+                                       unsafe=True, initial=0)
+        return sums_EB.t().to(grad_BN.dtype), None, None
+
+
+def replicate(x: torch.Tensor, bins: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    """Repeat x[:, e] as often as bin e is long: [B,E] to [B,num_outputs]. Mirrors megablocks.ops.replicate.
+
+    Columns behind the last bin are zero. Differentiable for floating x: each bin's gradients are summed in order, in float32,
+    and rounded once. No host wait.
+
+    Args:
+        x: [B,E], any dtype.
+        bins: int [E], inclusive sums of the bins' lengths, on x's device.
+        num_outputs: columns of the result.
+    """
+    require_tensor(x, "replicate", "x", rank=2)
+    require_tensor(bins, "replicate", "bins", rank=(0, 1), dtypes=_INTEGERS, device=x.device)
+    require(x.size(1) == bins.numel() >= 1, "replicate", "x", f"one column a bin ({bins.numel()}), at least one", x.size(1))
+    require(isinstance(num_outputs, int) and num_outputs >= 0, "replicate", "num_outputs", "an int of at least 0", num_outputs)
+    return _Replicate.apply(x, bins.reshape(-1).long(), num_outputs)
+
+
+def topology(
+    padded_bins: torch.Tensor, block_size: int, output_block_rows: int, output_block_columns: int,
+) -> torch.Tensor:
+    """Column indices of the block-sparse activation matrix, int16 [rows * columns]. Mirrors megablocks.ops.topology.
+
+    Block row r of expert e holds block columns e * columns .. (e + 1) * columns - 1; rows behind the last expert are zeros.
+    gbmoe's own layers use no topology; this serves code that builds stk matrices. No host wait.
+
+    Args:
+        padded_bins: int [E], multiples of block_size.
+        block_size: rows of a block.
+        output_block_rows, output_block_columns: block rows in all, block columns of one expert.
+    """
+    require_tensor(padded_bins, "topology", "padded_bins", rank=(0, 1), dtypes=_INTEGERS)
+    for argument, value, least in (("block_size", block_size, 1), ("output_block_rows", output_block_rows, 0),
+                                   ("output_block_columns", output_block_columns, 0)):
+        require(isinstance(value, int) and value >= least, "topology", argument, f"an int of at least {least}", value)
+    end_E = padded_bins.reshape(-1).long() // block_size
+    row, column = (torch.arange(n, device=end_E.device) for n in (output_block_rows, output_block_columns))
+    expert = torch.searchsorted(end_E, row, right=True).unsqueeze(1)
+    return torch.where(expert < end_E.numel(), expert * output_block_columns + column, 0).flatten().to(torch.int16)
+
+
+def round_up(x: torch.Tensor, value: int) -> torch.Tensor:
+    """x, int32 or int64, rounded up to multiples of `value`. Mirrors megablocks.ops.round_up."""
+    require_tensor(x, "round_up", "x", dtypes=(torch.int32, torch.int64))
+    require(isinstance(value, int) and value >= 1, "round_up", "value", "an int of at least 1", value)
+    return torch.div(x + (value - 1), value, rounding_mode="trunc") * value
+
+
+def repeat(x: torch.Tensor, tiling: torch.Size) -> torch.Tensor:
+    """x.repeat(*tiling), or x itself where nothing repeats. Mirrors megablocks.ops.repeat."""
+    return x if all(times == 1 for times in tiling) else x.repeat(*tiling)
+
+
+def sum(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """x.sum(dim), or a view of x where that dimension is one long. Mirrors megablocks.ops.sum."""
+    return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)

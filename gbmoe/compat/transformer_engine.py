@@ -1,0 +1,374 @@
+"""TransformerEngine's MoE permutation functions by name and signature, on gbmoe's operators; and a chunk sort that pads.
+
+TransformerEngine need not be installed. Everything here runs on CPU and CUDA, is differentiable in rows and probabilities,
+gives the same bits on every run, sums in float32 (float64 for float64) in slot order and rounds once. Rows that hold no token
+are zero, probabilities and gradients included. Whatever the maps hold, no row outside the result is touched: a slot whose row
+would lie behind the last one is dropped.
+
+Host waits: none, except where a result's row count is asked of the device; those are named below.
+
+Rows may be bfloat16, float16, float32 or float64; functions that only move rows also take float8_e4m3fn, float8_e5m2 and uint8
+(a payload), which travel as bytes and are not differentiable. Probabilities may be any of the first four beside any rows, and
+their gradients have their dtype.
+
+Shape suffixes: T tokens, E experts, K slots a token, M = 2 * E + 1, H hidden, P permuted rows, S chunks, G groups of chunks.
+
+    routing_map  map_type 'mask': [T,E], a token goes to every expert whose entry is not 0; any number of them, none included.
+                 map_type 'index': ids [T,K]; -1 drops a slot. Rows are expert-major, inside an expert in token order.
+    row_id_map   of a mask: int32 [T,M], see mask_row_map. Of ids: int32 [K * T], entry k * T + t is slot (t,k)'s row or -1.
+                 Of a chunk sort: int32 [T], a token's row or -1.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+
+import torch
+
+from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe.ops.permute import FLOAT8, _gather, _scatter
+from gbmoe.reference import PADDING
+
+__all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+           "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
+           "moe_unpermute"]
+
+_BYTES = FLOAT8 + (torch.uint8,)
+_IDS = (torch.int32, torch.int64)
+_MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_IDS)
+
+
+def mask_row_map(mask_TE: torch.Tensor) -> torch.Tensor:
+    """Rows of a mask's tokens, int32 [T,2E+1], without padding and without a host wait.
+
+    Of token t, routed to n experts: entries 0 .. n-1 are its rows in ascending order of the experts, entries E .. E+n-1 those
+    experts, the last entry is n. The other entries are -1.
+    """
+    tokens, experts = mask_TE.shape
+    mask_TE = mask_TE != 0
+    count_E = mask_TE.sum(0)
+    row_TE = mask_TE.cumsum(0) + (count_E.cumsum(0) - count_E - 1)
+    place_TE = mask_TE.cumsum(1) - 1
+    map_TM = torch.full((tokens, 2 * experts + 1), -1, dtype=torch.int32, device=mask_TE.device)
+    # What is not routed goes to the last entry, which the count overwrites.
+    map_TM.scatter_(1, torch.where(mask_TE, place_TE, 2 * experts), row_TE.int())
+    expert_E = torch.arange(experts, dtype=torch.int32, device=mask_TE.device)
+    map_TM.scatter_(1, torch.where(mask_TE, place_TE + experts, 2 * experts), expert_E.expand(tokens, experts))
+    map_TM[:, -1] = mask_TE.sum(1)
+    return map_TM
+
+
+# ----------------------------------------------------------------------------------------------------------------- permute
+
+
+def moe_permute(
+    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy each token's row to its experts' rows: (out [P,H], row_id_map).
+
+    Args:
+        inp: [T,H].
+        routing_map: [T,E] or [T,K] as `map_type` says: bool or integer, int32 or int64; on inp's device.
+        num_out_tokens: P. Rows behind the routed ones are zero; slots whose rows are not below P are dropped. A mask's -1
+            counts the routed slots, which waits for the device once; ids' -1 and 0 stand for T * K.
+        max_token_num: accepted and of no effect; nothing here keeps a workspace.
+        map_type: 'mask' or 'index'.
+    """
+    name = "moe_permute"
+    _check_map_type(name, map_type)
+    if map_type == "mask":
+        return _permute_mask(name, inp, None, routing_map, num_out_tokens)[::2]
+    _check_rows(name, inp, FLOATING + _BYTES)
+    require_tensor(routing_map, name, "routing_map", rank=2, dtypes=_IDS, device=inp.device)
+    require(routing_map.size(0) == inp.size(0), name, "routing_map", f"{inp.size(0)} tokens, as in inp", routing_map.size(0))
+    id_R = routing_map.reshape(-1)
+    rows = _row_count(name, num_out_tokens)
+    rows = rows if rows > 0 else id_R.numel()
+    dropped_R = id_R < 0
+    order_R = torch.argsort(torch.where(dropped_R, torch.iinfo(id_R.dtype).max, id_R), stable=True)
+    row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(id_R.numel(), device=inp.device))
+    row_R = torch.where(dropped_R | (row_R >= rows), -1, row_R)
+    row_of_slot_TK = row_R.view(routing_map.shape).int()
+    out_PH, _ = _move(inp, row_of_slot_TK, _slot_of_row(row_of_slot_TK, rows))
+    return out_PH, row_of_slot_TK.t().reshape(-1)
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """moe_permute of a mask with its probabilities: (out [P,H], permuted_probs [P], row_id_map [T,M]).
+
+    Args:
+        inp, routing_map, num_out_tokens: as in moe_permute with a mask.
+        probs: [T,E], on inp's device. A routed slot whose probability is exactly 0 gets a zero row, and gives inp no gradient;
+            entries that are not routed are never read and get zero gradients.
+    """
+    return _permute_mask("moe_permute_with_probs", inp, probs, routing_map, num_out_tokens)
+
+
+def moe_permute_and_pad_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, tokens_per_expert: torch.Tensor, align_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """moe_permute_with_probs with each expert's rows padded with zeros to a multiple of `align_size`, in one pass.
+
+    Args:
+        inp, probs, routing_map: as in moe_permute_with_probs.
+        tokens_per_expert: int32 or int64 [E], the sums of the mask's columns. On the CPU there is no host wait; on a device
+            there is one, which reads it for the result's row count. Compared with the mask on the CPU only.
+        align_size: 16, 32, 128, 256 or any other positive number; 0 pads nothing.
+
+    Returns:
+        out [P,H], permuted_probs [P], row_id_map int32 [T,M] (its rows are those without padding), pad_offsets int64 [E], what
+        moe_unpermute adds to an expert's rows, None where nothing was padded, and target_tokens_per_expert int64 [E], the
+        padded counts, P their sum. All on inp's device.
+    """
+    name = "moe_permute_and_pad_with_probs"
+    _check_permute(name, inp, probs, routing_map)
+    experts = routing_map.size(1)
+    require_tensor(tokens_per_expert, name, "tokens_per_expert", rank=1, dtypes=_IDS)
+    _check_shape(name, "tokens_per_expert", tokens_per_expert, (experts,))
+    _check_align(name, align_size)
+    count_E = tokens_per_expert.to("cpu", torch.int64)
+    if inp.device.type == "cpu":
+        routed_E = (routing_map != 0).sum(0)
+        require(torch.equal(count_E, routed_E), name, "tokens_per_expert", f"the mask's {routed_E.tolist()}", count_E.tolist())
+    target_E, pad_offsets_E = _padded(count_E, align_size)
+    rows = int(target_E.sum())
+    padded = rows != int(count_E.sum())
+    target_E, pad_offsets_E = torch.stack((target_E, pad_offsets_E)).to(inp.device, non_blocking=True)
+    pad_offsets_E = pad_offsets_E if padded else None
+    row_id_map_TM = mask_row_map(routing_map)
+    out_PH, probs_P = _move(inp, *_mask_slots(row_id_map_TM, pad_offsets_E, rows), probs)
+    return out_PH, probs_P, row_id_map_TM, pad_offsets_E, target_E
+
+
+def moe_unpermute(
+    inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: torch.Tensor | None = None,
+    restore_shape: torch.Size | None = None, map_type: str = "mask", probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum each token's rows, weighted by merging_probs, back to token order: [P,H] to [T,H].
+
+    Args:
+        inp: [P,H], bfloat16, float16, float32 or float64. Rows that no slot names are not read and get zero gradients.
+        row_id_map: what the permutation of the same map_type returned. With 'index' also a chunk sort's: it is undone.
+        merging_probs: [T,E] beside a mask's map, [T,K] beside ids'; None counts every slot once. Entries that are not routed
+            are never read and get zero gradients.
+        restore_shape: (T,H). A mask's map knows T; ids without merging_probs need it to sum their K slots: without both, the
+            map's K * T entries are taken as one slot each, as TransformerEngine takes them.
+        map_type: 'mask' or 'index'.
+        probs: merging_probs' former name, deprecated.
+        pad_offsets: int32 or int64 [E] of moe_permute_and_pad_with_probs; None where nothing was padded. Masks only.
+    """
+    name = "moe_unpermute"
+    _check_map_type(name, map_type)
+    _check_rows(name, inp, FLOATING)
+    if probs is not None:
+        require(merging_probs is None, name, "probs", "None beside merging_probs", "both")
+        warnings.warn("moe_unpermute: probs is deprecated, use merging_probs", DeprecationWarning, stacklevel=2)
+        merging_probs = probs
+    map_rank = 2 if map_type == "mask" else 1
+    require_tensor(row_id_map, name, "row_id_map", rank=map_rank, dtypes=(torch.int32,), device=inp.device)
+    if merging_probs is not None:
+        require_tensor(merging_probs, name, "merging_probs", rank=2, dtypes=FLOATING, device=inp.device)
+    if map_type == "mask":
+        tokens, experts = row_id_map.size(0), row_id_map.size(1) // 2
+        require(row_id_map.size(1) % 2 == 1 and experts >= 1, name, "row_id_map", "2 * E + 1 columns", row_id_map.size(1))
+        if merging_probs is not None:
+            _check_shape(name, "merging_probs", merging_probs, (tokens, experts))
+        if pad_offsets is not None:
+            require_tensor(pad_offsets, name, "pad_offsets", rank=1, dtypes=_IDS, device=inp.device)
+            _check_shape(name, "pad_offsets", pad_offsets, (experts,))
+        slots = _mask_slots(row_id_map, pad_offsets, inp.size(0))
+    else:
+        require(pad_offsets is None, name, "pad_offsets", "None with map_type 'index'", "a tensor")
+        entries = row_id_map.numel()
+        if merging_probs is not None:
+            tokens, top_k = merging_probs.shape
+            require(tokens * top_k == entries, name, "merging_probs", f"{entries} entries, as in row_id_map", tokens * top_k)
+        elif restore_shape is not None:
+            tokens = restore_shape[0]
+            top_k = entries // max(tokens, 1)
+            require(tokens * top_k == entries, name, "restore_shape", f"a divisor of row_id_map's {entries} entries", tokens)
+        else:
+            tokens, top_k = entries, 1
+        row_of_slot_TK = row_id_map.view(top_k, tokens).t()
+        row_of_slot_TK = torch.where(row_of_slot_TK < inp.size(0), row_of_slot_TK, -1).contiguous()
+        slots = (row_of_slot_TK, _slot_of_row(row_of_slot_TK, inp.size(0)), None, None)
+    if restore_shape is not None:
+        expected = (tokens, inp.size(1))
+        require(tuple(restore_shape) == expected, name, "restore_shape", f"{expected}", tuple(restore_shape))
+    return _scatter(inp, *slots, merging_probs)
+
+
+def _permute_mask(name, inp, probs, routing_map, num_out_tokens):
+    _check_permute(name, inp, probs, routing_map)
+    rows = _row_count(name, num_out_tokens)
+    row_id_map_TM = mask_row_map(routing_map)
+    rows = rows if rows >= 0 else int(row_id_map_TM[:, -1].sum())
+    out_PH, probs_P = _move(inp, *_mask_slots(row_id_map_TM, None, rows), probs)
+    return out_PH, probs_P, row_id_map_TM
+
+
+def _mask_slots(row_id_map_TM, pad_offsets_E, rows):
+    """A mask's map in the form of the operators: row_of_slot [T,E], slot_of_row [P], columns [T,E], counts [T]."""
+    experts = row_id_map_TM.size(1) // 2
+    row_TE, column_TE, count_T = row_id_map_TM[:, :experts], row_id_map_TM[:, experts:-1], row_id_map_TM[:, -1]
+    if pad_offsets_E is None:
+        used_P = torch.arange(rows, device=row_TE.device) < count_T.sum()
+        return torch.where(row_TE < rows, row_TE, -1), torch.where(used_P, 0, PADDING).int(), column_TE, count_T
+    row_TE = row_TE + pad_offsets_E.int()[column_TE.clamp(0, experts - 1)]
+    in_use_TE = torch.arange(experts, device=row_TE.device) < count_T.unsqueeze(1)
+    row_TE = torch.where(in_use_TE & (row_TE < rows), row_TE, -1)
+    return row_TE, _slot_of_row(row_TE, rows), column_TE, count_T
+
+
+def _slot_of_row(row_of_slot_TK, rows):
+    """0 for rows that a slot names and -1 for others, int32 [P]: the operators read its sign only."""
+    slots = row_of_slot_TK.size(1)
+    # Slots without a row write behind the last one, each column to its own place: one place for all would be a queue.
+    target_TK = torch.where(row_of_slot_TK >= 0, row_of_slot_TK, rows + torch.arange(slots, device=row_of_slot_TK.device))
+    slot_of_row = torch.full((rows + slots,), PADDING, dtype=torch.int32, device=target_TK.device)
+    return slot_of_row.scatter_(0, target_TK.flatten(), 0)[:rows]
+
+
+def _move(inp, row_of_slot, slot_of_row, columns=None, counts=None, probs=None):
+    """(out [P,H], probs [P] or None). Beside a mask a probability of 0 clears its row."""
+    as_bytes, drop_zero_probs = inp.dtype in _BYTES, columns is not None
+    rows = inp.detach().view(torch.uint8) if as_bytes else inp
+    out, probs_P = _gather(rows, row_of_slot, slot_of_row, columns, counts, None, probs, drop_zero_probs and probs is not None)
+    return out.view(inp.dtype) if as_bytes else out, None if probs is None else probs_P
+
+
+def _padded(counts, align):
+    """(counts rounded up to `align`, padding before each)."""
+    target = counts if align == 0 else (counts + (align - 1)) // align * align
+    padding = target - counts
+    return target, padding.cumsum(0) - padding
+
+
+# -------------------------------------------------------------------------------------------------------------- chunk sort
+
+
+def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    """Cut rows into chunks and join these in another order: [T,H] to [T,H], chunk sorted_index[i] at place i.
+
+    Args:
+        inp: [T,H].
+        split_sizes: int32 or int64 [S], rows of each chunk, in order. Rows of inp behind their sum stay where they are.
+        sorted_index: int32 or int64 [S], a permutation of the chunks. Both on the CPU or on inp's device; no host wait.
+    """
+    return _sort_chunks("moe_sort_chunks_by_index", inp, None, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """moe_sort_chunks_by_index of rows and their probabilities [T]: (out [T,H], permuted_probs [T])."""
+    name = "moe_sort_chunks_by_index_with_probs"
+    require_tensor(probs, name, "probs")
+    return _sort_chunks(name, inp, probs, split_sizes, sorted_index)[:2]
+
+
+def moe_sort_chunks_and_pad_by_index_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor | None, split_sizes: torch.Tensor, sorted_index: torch.Tensor, align_size: int,
+    num_groups: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Sort chunks and pad what belongs to one expert, in one pass. Not in TransformerEngine, whose callers pad separately.
+
+    After an all-to-all a rank holds one chunk for each pair of sender and local expert. Sorted by expert, every S / num_groups
+    chunks in a row belong to one local expert: these groups are padded with zeros to multiples of `align_size`.
+    `moe_unpermute(out, row_id_map, map_type='index')` removes the padding and restores the order of inp.
+
+    Args:
+        inp: [T,H]. Rows behind the sum of split_sizes are left out: they get row -1 and no gradient.
+        probs: [T], on inp's device, or None.
+        split_sizes, sorted_index: as in moe_sort_chunks_by_index. Where both are on the CPU there is no host wait, otherwise
+            one, for the result's row count.
+        align_size: a positive number; 0 pads nothing.
+        num_groups: G, local experts; divides S.
+
+    Returns:
+        out [P,H], permuted_probs [P] or None, row_id_map int32 [T] (padding included), target_rows_per_group int64 [G], P their
+        sum, on inp's device.
+    """
+    name = "moe_sort_chunks_and_pad_by_index_with_probs"
+    require(isinstance(num_groups, int) and num_groups >= 1, name, "num_groups", "an int of at least 1", num_groups)
+    _check_align(name, align_size)
+    return _sort_chunks(name, inp, probs, split_sizes, sorted_index, num_groups, align_size)
+
+
+def _sort_chunks(name, inp, probs, split_sizes, sorted_index, groups=None, align=0):
+    """The chunk sorts; with `groups` padded. (out, probs [P] or None, row_id_map [T], rows of each group or None)."""
+    _check_rows(name, inp, FLOATING + _BYTES)
+    if probs is not None:
+        require_tensor(probs, name, "probs", rank=1, dtypes=FLOATING, device=inp.device)
+        _check_shape(name, "probs", probs, (inp.size(0),))
+    for argument, tensor in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
+        require_tensor(tensor, name, argument, rank=1, dtypes=_IDS)
+        devices = {"cpu", str(inp.device)}
+        require(str(tensor.device) in devices, name, argument, f"device {' or '.join(sorted(devices))}", tensor.device)
+    chunks = split_sizes.numel()
+    require(chunks >= 1, name, "split_sizes", "at least one chunk", 0)
+    require(sorted_index.numel() == chunks, name, "sorted_index", f"{chunks} chunks, as in split_sizes", sorted_index.numel())
+    require(groups is None or chunks % groups == 0, name, "num_groups", f"a divisor of the {chunks} chunks", groups)
+
+    # Tables of S entries, made on the CPU where both arguments are there.
+    place = split_sizes.device if split_sizes.device == sorted_index.device else inp.device
+    size_S, index_S = split_sizes.to(place, torch.int64), sorted_index.to(place, torch.int64)
+    sorted_S = size_S[index_S]
+    start_S = sorted_S.cumsum(0) - sorted_S
+    rows, target_G = inp.size(0), None
+    if groups is not None:
+        target_G, pad_offsets_G = _padded(sorted_S.view(groups, -1).sum(1), align)
+        start_S = (start_S.view(groups, -1) + pad_offsets_G.unsqueeze(1)).flatten()
+        rows, target_G = int(target_G.sum()), target_G.to(inp.device, non_blocking=True)
+    end_S = size_S.cumsum(0)
+    shift_S = torch.zeros_like(start_S).scatter_(0, index_S, start_S) - (end_S - size_S)
+    end_S, shift_S = torch.stack((end_S, shift_S)).to(inp.device, non_blocking=True)
+
+    token_T = torch.arange(inp.size(0), device=inp.device)
+    chunk_T = torch.searchsorted(end_S, token_T, right=True)
+    row_T = token_T + shift_S[chunk_T.clamp(max=chunks - 1)]
+    row_T = torch.where(chunk_T < chunks, row_T, token_T if groups is None else -1)
+    row_of_slot_T1 = torch.where(row_T < rows, row_T, -1).int().unsqueeze(1)
+    probs_T1 = None if probs is None else probs.unsqueeze(1)
+    out_PH, probs_P = _move(inp, row_of_slot_T1, _slot_of_row(row_of_slot_T1, rows), probs=probs_T1)
+    return out_PH, probs_P, row_of_slot_T1.squeeze(1), target_G
+
+
+# ------------------------------------------------------------------------------------------------------------------ checks
+
+
+def _check_rows(name, inp, dtypes) -> None:
+    require_tensor(inp, name, "inp", rank=2, dtypes=dtypes)
+
+
+def _check_shape(name, argument, tensor, expected) -> None:
+    require(tuple(tensor.shape) == expected, name, argument, f"shape {list(expected)}", list(tensor.shape))
+
+
+def _check_permute(name, inp, probs, routing_map) -> None:
+    _check_rows(name, inp, FLOATING + _BYTES)
+    require_tensor(routing_map, name, "routing_map", rank=2, dtypes=_MASKS, device=inp.device)
+    require(routing_map.size(0) == inp.size(0) and routing_map.size(1) >= 1, name, "routing_map",
+            f"shape [{inp.size(0)}, E], E at least 1", list(routing_map.shape))
+    if name != "moe_permute":
+        require_tensor(probs, name, "probs", rank=2, dtypes=FLOATING, device=inp.device)
+        _check_shape(name, "probs", probs, tuple(routing_map.shape))
+
+
+def _check_map_type(name, map_type) -> None:
+    require(map_type in ("mask", "index"), name, "map_type", "'mask' or 'index'", repr(map_type))
+
+
+def _row_count(name, num_out_tokens) -> int:
+    """num_out_tokens as an int; callers pass integers, 0-d tensors (read back where they are on a device) and None for -1."""
+    rows = -1 if num_out_tokens is None else operator.index(num_out_tokens)
+    require(rows >= -1, name, "num_out_tokens", "at least -1", rows)
+    return rows
+
+
+def _check_align(name, align_size) -> None:
+    require(isinstance(align_size, int) and align_size >= 0, name, "align_size", "an int of at least 0", align_size)
