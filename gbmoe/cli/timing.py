@@ -1,8 +1,9 @@
 """Time a call: warm, with a cold L2 cache, as a median with its quartiles.
 
-On CUDA by events, with a buffer several times the L2 written before each repetition, so that no repetition finds its operands
-where the last one left them; the write also gives the host a head start, as in a busy training step, and is repeated where
-that must cover all that the host does in the call. Elsewhere by time.perf_counter.
+On CUDA by events, with a buffer several times the L2 read before each repetition, so that no repetition finds its operands
+where the last one left them. Read, not written: a written buffer would leave the cache full of lines that the call has to
+write back, tens of megabytes that are not its own. Reading also gives the host a head start, as in a busy training step, and
+is repeated where that must cover all that the host does in the call. Elsewhere by time.perf_counter.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def _cpu_seconds(call, device, reset, repetitions) -> list[float]:
     return seconds
 
 
-def _flush_buffer(device) -> torch.Tensor:
-    return torch.empty(4 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
+def _flush_with(device) -> Callable[[], object]:
+    buffer = torch.zeros(4 * torch.cuda.get_device_properties(device).L2_cache_size // 4, dtype=torch.int32, device=device)
+    return buffer.max
 
 
 def _covering_flushes(call, device, reset) -> int:
@@ -68,18 +70,18 @@ def _covering_flushes(call, device, reset) -> int:
         reset()
         torch.cuda.synchronize(device)
         host += _cpu_seconds(call, device, lambda: None, 1)
-    flush = statistics.median(_cuda_seconds(_flush_buffer(device).zero_, device, lambda: None, 5))
+    flush = statistics.median(_cuda_seconds(_flush_with(device), device, lambda: None, 5))
     return min(_MOST_FLUSHES, 1 + math.ceil(2 * statistics.median(host) / flush))
 
 
 def _cuda_seconds(call, device, reset, repetitions, flushes=1) -> list[float]:
-    flush = _flush_buffer(device)
+    flush = _flush_with(device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
     torch.cuda.synchronize(device)
     for start, end in events:
         reset()
         for _ in range(flushes):
-            flush.zero_()
+            flush()
         start.record()
         call()
         end.record()

@@ -1,11 +1,17 @@
 """padded_gather and padded_scatter: forward and gradients, in every dtype, on poisoned memory."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import gbmoe
 from gbmoe import RoutingPlan, cases, reference
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+
+ROOT = Path(__file__).parent.parent.parent
 
 # (tokens, experts, top_k, hidden): odd hidden sizes take the path of single elements.
 SHAPES = [(64, 8, 2, 64), (33, 5, 3, 7), (1, 1, 1, 8), (0, 4, 2, 16), (200, 4, 1, 129), (40, 16, 8, 256), (17, 40, 33, 24), (9, 3, 2, 2056)]
@@ -194,3 +200,174 @@ def test_more_than_2_to_the_31_elements():
     grad_y, grad_weights = torch.autograd.grad(out, (xp, weights), x)
     assert torch.equal(grad_y[tokens:], x * 0.5) and torch.equal(grad_y[:tokens], x * 0.25)
     torch.testing.assert_close(grad_weights[-1], x[-1].float().square().sum().expand(2))
+
+
+# ------------------------------------------------------------------------------------- scale, probabilities, float8, ragged
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("scalars_dtype", [torch.float32, None], ids=["float32", "same"])
+@pytest.mark.parametrize("shape", [(64, 8, 2, 64), (33, 5, 3, 7), (40, 16, 8, 256)], ids=str)
+def test_gather_with_scale_and_probs(device, dtype, scalars_dtype, shape):
+    tokens, experts, top_k, hidden = shape
+    plan = make_plan(tokens, experts, top_k, device, align=16)
+    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1).requires_grad_()
+    scale, probs = (cases.exact_values(tokens, top_k, dtype=scalars_dtype or dtype, device=device, seed=s) for s in (2, 3))
+    for t in (scale, probs):
+        t[plan.row_of_slot_TK < 0] = float("nan")  # of slots that go nowhere
+        t.requires_grad_()
+    cases.poison(device)
+    out, probs_P = gbmoe.padded_gather(x, plan, slot_scale_TK=scale, probs_TK=probs)
+    grads = [cases.exact_values(*t.shape, dtype=t.dtype, device=device, seed=s) for s, t in ((4, out), (5, probs_P))]
+    for grad in grads:
+        grad[plan.slot_of_row_P < 0] = float("nan")
+    got = dict(zip(("x", "scale", "probs"), torch.autograd.grad((out, probs_P), (x, scale, probs), grads)))
+    slot = plan.slot_of_row_P.long()
+    live = slot >= 0
+    assert torch.equal(probs_P, torch.where(live, probs.detach().flatten()[slot.clamp(min=0)], 0))
+
+    def expected(wide):
+        leaves = [t.detach().to(wide).requires_grad_() for t in (x, scale)]
+        rows = leaves[0][slot[live] // top_k] * leaves[1].flatten()[slot[live], None]
+        return (rows.detach(), *torch.autograd.grad(rows, leaves, grads[0][live].to(wide)))
+
+    single = torch.float64 if dtype == torch.float64 else torch.float32
+    for what, result, base, exact in zip(("out", "grad_x", "grad_scale"), (out.detach()[live], got["x"], got["scale"]),
+                                         expected(single), expected(torch.float64)):
+        assert_as_accurate_as(result, base.to(result.dtype), exact, what)
+    assert bool((out[~live] == 0).all()) and bool((got["scale"][plan.row_of_slot_TK < 0] == 0).all())
+    rows = plan.row_of_slot_TK.long()
+    assert torch.equal(got["probs"], torch.where(rows >= 0, grads[1][rows.clamp(min=0)], 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_id)
+@pytest.mark.parametrize("hidden", [128, 37])
+def test_float8_rows_move_as_bytes_with_their_scales(device, dtype, hidden):
+    plan = make_plan(50, 6, 2, device, align=32)
+    x = torch.randn(50, hidden, device=device).to(dtype)
+    scales = torch.rand(50, 3, device=device)
+    out, probs_P, out_scales = gbmoe.padded_gather(x, plan, probs_TK=torch.rand(50, 2, device=device), row_scales_TS=scales)
+    slot = plan.slot_of_row_P.long()
+    token, live = slot.clamp(min=0) // 2, (slot >= 0).unsqueeze(1)
+    assert out.dtype == dtype
+    assert torch.equal(out.view(torch.uint8), torch.where(live, x.view(torch.uint8)[token], 0))
+    assert torch.equal(out_scales, torch.where(live, scales[token], 0)) and probs_P.shape == (plan.num_rows,)
+
+
+def test_a_zero_probability_clears_its_row_only_where_asked(device):
+    plan = make_plan(12, 4, 2, device, drop=False)
+    x, probs = torch.ones(12, 8, device=device, requires_grad=True), torch.rand(12, 2, device=device) + 0.1
+    probs[3, 1] = 0
+    row = int(plan.row_of_slot_TK[3, 1])
+    out, _ = gbmoe.padded_gather(x, plan, probs_TK=probs)
+    assert bool((out[row] == 1).all())
+    out, _ = torch.ops.gbmoe.padded_gather(x, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, None, probs, True)
+    assert bool((out[row] == 0).all()) and bool((out.detach().sum(1) == 8).sum() == 23)
+    out.sum().backward()
+    assert x.grad[3].tolist() == [1.0] * 8 and x.grad[4].tolist() == [2.0] * 8
+
+
+def test_ragged_map_is_the_dense_one_with_holes(device):
+    """Tokens with any number of slots, scalars in the columns of a [T,E] matrix, maps that are strided views."""
+    experts, tokens, hidden = 5, 40, 24
+    mask = torch.rand(tokens, experts, device=device, generator=cases.generator(device, 1)) < 0.4
+    mask[0], mask[1] = False, True
+    ids = torch.where(mask, torch.arange(experts, device=device), -1)
+    plan = RoutingPlan.from_experts(ids, experts, align=8)
+    packed = torch.full((tokens, 2 * experts + 1), 10**6, dtype=torch.int32, device=device)  # unused entries hold anything
+    for t in range(tokens):
+        routed = mask[t].nonzero().flatten()
+        packed[t, : len(routed)] = plan.row_of_slot_TK[t, routed]
+        packed[t, experts : experts + len(routed)] = routed.int()
+        packed[t, -1] = len(routed)
+    ragged = (packed[:, :experts], plan.slot_of_row_P, packed[:, experts : 2 * experts], packed[:, -1])
+    x = cases.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=2).requires_grad_()
+    weights = cases.exact_values(tokens, experts, dtype=torch.float32, device=device, seed=3)
+    weights[~mask] = float("nan")
+    weights.requires_grad_()
+    results = {}
+    for name, maps in (("ragged", ragged), ("dense", (plan.row_of_slot_TK, plan.slot_of_row_P, None, None))):
+        cases.poison(device)
+        xp, probs_P = torch.ops.gbmoe.padded_gather(x, *maps, weights, weights, False)
+        out = torch.ops.gbmoe.padded_scatter(xp, *maps, weights)
+        results[name] = (xp, probs_P, out, *torch.autograd.grad((out.square().sum() + probs_P.square().sum()), (x, weights)))
+    for ragged_result, dense_result in zip(*results.values()):
+        torch.testing.assert_close(ragged_result, dense_result, rtol=1e-6, atol=1e-6)
+        assert bool(ragged_result.isfinite().all())
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, slot_scale_TK=torch.zeros(3, 1)), "slot_scale: expected shape \\[3, 2\\]"),
+    (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, probs_TK=torch.zeros(3, 2).int()), "probs: expected dtype .*int32"),
+    (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, row_scales_TS=torch.zeros(4, 2)), "row_scales: expected 3 rows, as in the plan, got 4"),
+    (lambda: gbmoe.padded_gather(torch.zeros(3, 8).to(torch.float8_e5m2), PLAN, slot_scale_TK=torch.zeros(3, 2)),
+     "slot_scale: expected None beside a float8 x"),
+])
+def test_bad_options(call, words):
+    with pytest.raises((TypeError, ValueError), match="padded_gather: " + words):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------- no wait, CUDA graphs, bits
+
+
+def route_and_back(logits, x, y_scale):
+    """The whole path of this issue: routing, plan, gather, weighted scatter and all gradients."""
+    from gbmoe.ops import route
+    scores, weights, ids, _ = route(logits, 3, normalize=1.0)
+    plan = RoutingPlan.from_experts(ids, logits.size(1), align=16, check="none")
+    out = gbmoe.padded_scatter(gbmoe.padded_gather(x, plan) * y_scale, plan, weights)
+    grads = torch.autograd.grad(out.square().sum() + scores.square().sum(), (logits, x))
+    return out.detach(), *grads
+
+
+def path_inputs(seed, device="cuda"):
+    values = [torch.randn(shape, generator=cases.generator(device, seed + i), device=device) for i, shape in enumerate(((200, 24), (200, 64)))]
+    return [t.bfloat16().requires_grad_() for t in values]
+
+
+@pytest.mark.gpu
+def test_no_host_wait_anywhere_on_the_path():
+    logits, x = path_inputs(1)
+    route_and_back(logits, x, 0.5)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        route_and_back(logits, x, 0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_one_cuda_graph_serves_every_routing():
+    logits, x = path_inputs(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            route_and_back(logits, x, 0.5)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = route_and_back(logits, x, 0.5)
+    for seed in (1, 10, 20, 30):
+        new_logits, new_x = path_inputs(seed)
+        with torch.no_grad():
+            logits.copy_(new_logits)
+            x.copy_(new_x)
+        graph.replay()
+        eager = route_and_back(new_logits, new_x, 0.5)
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager)), f"seed {seed}"
+
+
+def test_a_hundred_repeats_and_a_fresh_process_give_the_same_bits(device):
+    program = f"""
+import hashlib
+from tests.ops.test_permute import path_inputs, route_and_back
+first = route_and_back(*path_inputs(5, "{device.type}"), 0.5)
+for _ in range(100):
+    assert all((a == b).all() for a, b in zip(first, route_and_back(*path_inputs(5, "{device.type}"), 0.5)))
+print(hashlib.sha256(b"".join(t.float().cpu().numpy().tobytes() for t in first)).hexdigest())
+"""
+    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout != ""
