@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   for (int i = 0; i < N; ++i) value[i] *= inverse;
   if (live) {
     Row<S, G, N, V, kWhole>::store(scores_TE + first, rows.experts, lane, value);
-    if (lane == 0) logsumexp_T[token] = highest + logf(sum);
+    if (lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logf(sum);
   }
 
   // Round j finds the group's best key; only the lane that had it looks for its next one, in the one block that lost an entry.

@@ -7,6 +7,7 @@ is importable during the build; gbmoe.extension, once, at the first use of a CUD
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 # The oldest torch whose stable ABI has all that csrc/ uses (2.10), in the encoding of TORCH_TARGET_VERSION.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 DEFAULT_ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0")
-# TORCH_CUDA_ARCH_LIST also takes family names; the same table as torch.utils.cpp_extension.
+# TORCH_CUDA_ARCH_LIST also takes family names.
 _ARCHITECTURE_NAMES = {
     "Volta": "7.0+PTX", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ada": "8.9+PTX",
     "Hopper": "9.0+PTX", "Blackwell+Tegra": "11.0", "Blackwell": "10.0;10.3;12.0;12.1+PTX",
@@ -110,8 +111,25 @@ def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) 
         return chosen
     chosen = [part for part in default if _code(part) in nvcc.codes]
     if not chosen:
+        # A compiler older than the device: its newest code of the same generation, or PTX, runs there.
+        older = sorted(int(code) for code in nvcc.codes if code.isdigit() and int(code) < int(_code(default[0])))
+        chosen = [f"{code // 10}.{code % 10}" for code in older[-1:]]
+    if not chosen:
         raise CompileError(f"nvcc {nvcc.version[0]}.{nvcc.version[1]} knows none of the architectures {', '.join(default)}")
     return chosen[:-1] + [chosen[-1] + "+PTX"]
+
+
+def source_digest(folder: Path) -> str:
+    """Names what is compiled and how: the files of `folder` and this one."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for source in sorted(p for p in folder.iterdir() if p.suffix in (".cu", ".cuh", ".cpp", ".h")):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
+def digest_file(output: Path) -> Path:
+    """Where `build` leaves the source_digest of what it compiled."""
+    return output.with_name(output.name + ".sources")
 
 
 def _code(architecture: str) -> str:
@@ -171,6 +189,8 @@ def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:
         return "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
     if nvcc.version[0] != int(torch.cuda.split(".")[0]):
         return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]} but torch {torch.version} is built for CUDA {torch.cuda}"
+    if nvcc.version < (12, 5):
+        return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]}; cuBLAS has grouped products from CUDA 12.5 on"
     return None
 
 
@@ -194,11 +214,15 @@ def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITE
         units = [(source, Path(scratch) / f"{source.name}.o") for source in sources(folder)]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(lambda unit: compile_unit(nvcc, torch, chosen, *unit), units))
-        linked = output.with_name(f".{output.name}.{os.getpid()}")
+        # On the target's file system, for the rename, and unique: process ids are not, where containers share a cache.
+        handle, linked = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+        os.close(handle)
+        os.chmod(linked, 0o755)
         # Linked by name with libtorch_cuda: torch loads its libraries with local visibility, so an object that merely
         # leaves the symbols open would not find them.
-        _run([str(nvcc.path), "-shared", "-cudart", "static", "-o", str(linked), *(str(obj) for _, obj in units),
+        _run([str(nvcc.path), "-shared", "-cudart", "static", "-o", linked, *(str(obj) for _, obj in units),
               "-L", str(torch.folder / "lib"), "-ltorch_cuda", "-ltorch_cpu", "-lc10",
               f"-L{cublas.parent}", f"-l:{cublas.name}"])
         os.replace(linked, output)
+    digest_file(output).write_text(source_digest(folder) + "\n")
     return chosen

@@ -26,6 +26,8 @@ def define(
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    if backward is None and name.endswith("_backward"):
+        backward, setup_context = _refuse_second_derivative, None
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
     operator = getattr(torch.ops.gbmoe, name).default
@@ -33,6 +35,10 @@ def define(
         for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
             _LIBRARY.impl(name, _autocast_kernel(operator, device_type, key, frozenset(autocast)), key)
     return operator
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise RuntimeError("gbmoe's operators are differentiable once: their gradients have no gradients of their own")
 
 
 def _autocast_kernel(operator, device_type: str, key: str, positions: frozenset[int]) -> Callable:

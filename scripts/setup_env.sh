@@ -4,14 +4,16 @@
 #   GBMOE_TORCH    requirement to install, e.g. "torch==2.11.0" (default: torch==2.13.0; a GPU is served by the CUDA build
 #                  that the registry offers under that name)
 #
-# Afterwards: $python is the environment's interpreter. An environment that is already active and has torch is used as it is.
+# Afterwards: $python is the environment's interpreter. Where an active environment
+# (venv or conda) has torch, that one is used, and gbmoe with its extras is installed into it.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 say() { printf '\n== %s\n' "$*"; }
 
-if [[ -n "${VIRTUAL_ENV:-}" ]] && "$VIRTUAL_ENV/bin/python" -c 'import torch' 2>/dev/null; then
-  python=$VIRTUAL_ENV/bin/python
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+if [[ -n "$active" ]] && "$active/bin/python" -c 'import torch' 2>/dev/null; then
+  python=$active/bin/python
 else
   python=$root/.venv/bin/python
   if ! "$python" -c 'import torch' 2>/dev/null; then

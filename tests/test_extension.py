@@ -76,6 +76,8 @@ def test_architectures_that_cannot_be_are_refused(monkeypatch, asked, words):
 def test_why_not():
     nvcc = _compile.Nvcc(Path("nvcc"), (12, 4), frozenset({"90"}))
     torch_cpu, torch_13 = _compile.Torch(Path(), None, "2.13.0+cpu"), _compile.Torch(Path(), "13.0", "2.13.0")
+    old = _compile.Nvcc(Path("nvcc"), (12, 4), frozenset())
+    assert _compile.why_not(old, _compile.Torch(Path(), "12.8", "2.10.0")) == "nvcc is 12.4; cuBLAS has grouped products from CUDA 12.5 on"
     assert _compile.why_not(nvcc, None) == "torch is not importable"
     assert _compile.why_not(nvcc, torch_cpu) == "torch 2.13.0+cpu is built without CUDA"
     assert _compile.why_not(None, torch_13).startswith("nvcc was not found")
@@ -88,7 +90,7 @@ def no_extension(monkeypatch):
     """The state of a machine where the extension can be neither found nor built."""
     def refuse():
         raise _compile.CompileError("nvcc was not found")
-    monkeypatch.setattr(extension, "_find_or_build", refuse)
+    monkeypatch.setattr(extension, "_load_object", refuse)
     extension.load.cache_clear()
     yield
     extension.load.cache_clear()

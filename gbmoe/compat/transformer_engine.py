@@ -214,7 +214,8 @@ def _permute_mask(name, inp, probs, routing_map, num_out_tokens):
 def _mask_slots(row_id_map_TM, pad_offsets_E, rows):
     """A mask's map in the form of the operators: row_of_slot [T,E], slot_of_row [P], columns [T,E], counts [T]."""
     experts = row_id_map_TM.size(1) // 2
-    row_TE, column_TE, count_T = row_id_map_TM[:, :experts], row_id_map_TM[:, experts:-1], row_id_map_TM[:, -1]
+    row_TE, column_TE = row_id_map_TM[:, :experts], row_id_map_TM[:, experts:-1]
+    count_T = row_id_map_TM[:, -1].clamp(0, experts)  # a map is a caller's tensor, and no count may lead outside it
     if pad_offsets_E is None:
         used_P = torch.arange(rows, device=row_TE.device) < count_T.sum()
         return torch.where(row_TE < rows, row_TE, -1), torch.where(used_P, 0, PADDING).int(), column_TE, count_T

@@ -28,12 +28,15 @@ class TorchGrouped(Engine):
         # Its tensor maps want rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
             return f"torch's grouped product takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
+        if problem.groups >= 1024:
+            return f"torch's grouped product takes fewer than 1024 groups, not {problem.groups}"
         if 0 in (problem.rows, problem.groups, problem.inner, problem.columns):
             return "torch's grouped product takes no empty operands"
         return None
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        sizes = sizes.to(device=a.device, non_blocking=True)
+        a, b = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (a, b))
+        sizes = sizes.to(device=a.device, non_blocking=True).contiguous()
         ends = sizes.cumsum(0, dtype=torch.int32)
         if trans_a:
             product = F.grouped_mm(a.t(), b, offs=ends)

@@ -14,12 +14,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from gbmoe import engines, extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import product
+from gbmoe.ops.gmm import computed_dtype, product
 from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
 from gbmoe.routing import RoutingPlan
 
@@ -61,7 +62,7 @@ def expert_mlp(
             own functions and modules of those names are recognised and take the fused path.
         engine: of the grouped products; see gbmoe.engines.
         recompute_activation: for other callables: save the pre-activation and compute the activation again in backward
-            (True) or keep its graph (False). The fused path always recomputes.
+            (True) or keep its graph (False). The fused path always recomputes; a module with parameters of its own never does.
 
     Returns:
         [T,H], dtype of x.
@@ -89,11 +90,8 @@ def expert_mlp(
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
     """The plan's rows per expert where the engine wants them: on the host, at one wait a plan, or on the device."""
-    device_type, dtype = x_TH.device.type, x_TH.dtype
-    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
     experts, ffn, hidden = w_EFH.shape
-    wanted = (engines.select(engine, Problem(x_TH.device, dtype, plan.num_rows, experts, hidden, ffn, variable_k)).needs_host_sizes
+    wanted = (engines.select(engine, Problem(x_TH.device, computed_dtype(x_TH), plan.num_rows, experts, hidden, ffn, variable_k)).needs_host_sizes
               for variable_k in (False, True))
     return plan.host_sizes() if any(wanted) else plan.padded_counts_E
 
@@ -156,7 +154,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
 
 def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     saved = (slot_of_row.size(0), w1.size(1))
-    return torch.empty_like(x), x.new_empty(saved if save else 0), x.new_empty(saved if save and v1 is not None else 0)
+    return x.new_empty(x.shape), x.new_empty(saved if save else 0), x.new_empty(saved if save and v1 is not None else 0)
 
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
@@ -233,29 +231,35 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
     xp_PH = padded_gather(x_TH, plan)
     h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
     g_PF = None if v1_EFH is None else _grouped(xp_PH, v1_EFH, sizes, True, engine)
-    if recompute and torch.is_grad_enabled():
+    trained = isinstance(activation, torch.nn.Module) and any(True for _ in activation.parameters())
+    if recompute and not trained and torch.is_grad_enabled():
         y_PH = _RecomputedActivation.apply(h_PF, g_PF, w2_EFH, sizes, activation, engine)
     else:
-        a_PF = activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
-        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
+        # The gradient of an activation's own parameters sums over all rows: those without a slot must not take part.
+        live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0
+        a_PF = activation(torch.where(live_P1, h_PF, 0) if trained else h_PF)
+        a_PF = torch.where(live_P1, a_PF, 0) if trained else a_PF
+        y_PH = _grouped(a_PF if g_PF is None else a_PF * g_PF, w2_EFH, sizes, False, engine)
     return padded_scatter(y_PH, plan, weights_TK)
 
 
 def _grouped(a, b, sizes, trans_b, engine):
     # The operator itself: the plan's sizes are known to be right and need not fill the rows.
-    return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine)
+    return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine, False)
 
 
 class _RecomputedActivation(torch.autograd.Function):
     """(act(h) * g) @ w2 that saves h, g and w2, and computes the activation again in backward.
 
-    Each gradient is computed only where it is needed, and the incoming one is not written to.
+    Each gradient is computed only where it is needed, and the incoming one is not written to. An activation that draws random
+    numbers draws the same ones again.
     """
 
     @staticmethod
     def forward(ctx, h_PF, g_PF, w2_EFH, sizes, activation, engine):
         ctx.save_for_backward(h_PF, g_PF, w2_EFH, sizes)
         ctx.activation, ctx.engine = activation, engine
+        ctx.cpu_rng_state, ctx.device_rng_states = torch.get_rng_state(), get_device_states(h_PF)
         # autograd.Function runs its backward with autocast off; what the products were cast to is kept in the output.
         a_PF = activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
         y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
@@ -266,13 +270,16 @@ class _RecomputedActivation(torch.autograd.Function):
     def backward(ctx, grad_PH):
         h_PF, g_PF, w2_EFH, sizes = ctx.saved_tensors
         need_h, need_g, need_w2 = ctx.needs_input_grad[:3]
-        with torch.enable_grad():
+        devices, states = ctx.device_rng_states
+        with torch.random.fork_rng(devices, device_type=h_PF.device.type if devices else "cuda"), torch.enable_grad():
+            torch.set_rng_state(ctx.cpu_rng_state)
+            set_device_states(devices, states, device_type=h_PF.device.type)
             h_PF = h_PF.detach().requires_grad_(need_h)
             g_PF = None if g_PF is None else g_PF.detach().requires_grad_(need_g)
             a_PF = ctx.activation(h_PF) if g_PF is None else ctx.activation(h_PF) * g_PF
         grad_h = grad_g = grad_w2 = None
         if need_w2:
-            grad_w2 = torch.ops.gbmoe.gmm(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, False, ctx.engine).to(w2_EFH.dtype)
+            grad_w2 = torch.ops.gbmoe.gmm(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, False, ctx.engine, False).to(w2_EFH.dtype)
         wanted = [t for t in (h_PF, g_PF) if t is not None and t.requires_grad]
         if wanted:
             grad_a = _grouped(grad_PH, w2_EFH.to(ctx.dtype), sizes, True, ctx.engine)

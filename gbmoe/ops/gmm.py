@@ -5,6 +5,8 @@ Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gbmoe import engines
@@ -49,13 +51,17 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     groups = batch_sizes.numel()
     if not trans_a:
         require(b.size(0) == groups, "gmm", "batch_sizes", f"b.size(0) == {b.size(0)} entries", groups)
-    # Under fakes and in a traced graph the values are not there to look at.
-    if not torch.compiler.is_compiling():
-        chosen = engines.select(engine, Problem.of(a, b, groups, trans_a, trans_b))
-        if batch_sizes.device.type != "cpu" and chosen.needs_host_sizes:
-            batch_sizes = batch_sizes.to("cpu", torch.int64)
-        _check_sizes(batch_sizes, a.size(0))
-    return _gmm(a, b, batch_sizes, trans_a, trans_b, engine)
+    problem = replace(Problem.of(a, b, groups, trans_a, trans_b), dtype=computed_dtype(a))
+    if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
+        batch_sizes = batch_sizes.to("cpu", torch.int64)
+    return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
+
+
+def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that products of `tensor` are computed in: its own, or autocast's where that is on (float64 stays)."""
+    if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(tensor.device.type)
+    return tensor.dtype
 
 
 def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
@@ -69,7 +75,7 @@ def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
                             f"gmm: batch_sizes: expected no negative entry and sum(batch_sizes) == a.size(0) == {rows}")
 
 
-def _check_operands(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
     # Inside the operator, behind the autocast rule: only here are the dtypes the ones that meet.
     require(a.dtype == b.dtype, "gmm", "b", f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     if trans_a:
@@ -85,6 +91,7 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
 
     Rows behind the last group are neither read nor written. See Engine.gmm for out and accumulate.
     """
+    require(a.dtype == b.dtype, "gmm", "b", f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     # A transposed view of a stack of matrices is the other layout, not a copy.
     if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
         b, trans_b = b.transpose(1, 2), not trans_b
@@ -93,18 +100,20 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
     return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
-def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine):
-    _check_operands(a, b, batch_sizes, trans_a, trans_b)
+def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):
+    _check_operands(a, b, trans_a, trans_b)
+    if fills:  # where the values are, so that a compiled graph checks them too
+        _check_sizes(batch_sizes, a.size(0))
     return product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
 
 
-def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine):
-    _check_operands(a, b, batch_sizes, trans_a, trans_b)
+def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
+    _check_operands(a, b, trans_a, trans_b)
     return a.new_empty(result_shape(a, b, batch_sizes.size(0), trans_a, trans_b))
 
 
 def _gmm_setup_context(ctx, inputs, output):
-    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine = inputs
+    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, _ = inputs
     need_a, need_b = ctx.needs_input_grad[:2]
     ctx.save_for_backward(a if need_b else None, b if need_a else None, batch_sizes)
 
@@ -115,19 +124,19 @@ def _gmm_backward(ctx, grad):
     grad_a = grad_b = None
     if ctx.trans_a:  # out[e] = a_e.T @ b_e
         if need_a:
-            grad_a = _gmm(b, grad, sizes, False, True, ctx.engine)
+            grad_a = _gmm(b, grad, sizes, False, True, ctx.engine, False)
         if need_b:
-            grad_b = _gmm(a, grad, sizes, False, False, ctx.engine)
+            grad_b = _gmm(a, grad, sizes, False, False, ctx.engine, False)
     else:            # out_e = a_e @ b[e]
         if need_a:
-            grad_a = _gmm(grad, b, sizes, False, not ctx.trans_b, ctx.engine)
+            grad_a = _gmm(grad, b, sizes, False, not ctx.trans_b, ctx.engine, False)
         if need_b:
             left, right = (grad, a) if ctx.trans_b else (a, grad)
-            grad_b = _gmm(left, right, sizes, True, False, ctx.engine)
-    return grad_a, grad_b, None, None, None, None
+            grad_b = _gmm(left, right, sizes, True, False, ctx.engine, False)
+    return grad_a, grad_b, None, None, None, None, None
 
 
 _gmm = define(
-    "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine) -> Tensor",
+    "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine, bool fills) -> Tensor",
     reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=(0, 1),
 )

@@ -152,6 +152,53 @@ def test_nan_in_one_expert_stays_with_its_tokens(device, activation):
     assert bool((got["grad_w1"][4] == 0).all() & (got["grad_w2"][4] == 0).all())
 
 
+def test_parameters_of_the_activation_are_trained(device):
+    """A recomputing function would lose them, and rows without a slot must not reach them, NaN or not."""
+    activation = torch.nn.PReLU(device=device, dtype=torch.float64)
+    for align in (1, 4):
+        tensors, ids, grad = inputs(torch.float64, device)
+        activation.weight.grad = None
+        plan = RoutingPlan.from_experts(ids, 5, align=align)
+        for recompute in (True, False):
+            activation.weight.grad = None
+            cases.poison(device)
+            out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"], weights_TK=tensors["weights"],
+                                   activation=activation, recompute_activation=recompute)
+            out.backward(grad)
+            got = activation.weight.grad
+            activation.weight.grad = None
+            loop(ids, activation, **tensors).backward(grad)
+            torch.testing.assert_close(got, activation.weight.grad)
+
+
+def test_random_numbers_of_the_activation_are_drawn_again(device):
+    """out is linear in w1 for an activation that only drops: <w1, grad> equals <out, grad_out> if both saw the same mask."""
+    tensors, ids, grad = inputs(torch.float64, device, glu=False)
+    w1 = tensors["w1"].requires_grad_()
+    plan = RoutingPlan.from_experts(ids, 5)
+    out = gbmoe.expert_mlp(tensors["x"], plan, w1, tensors["w2"], weights_TK=tensors["weights"],
+                           activation=lambda h: F.dropout(h, 0.5))
+    before = torch.rand(1, device=device)
+    out.backward(grad)
+    torch.testing.assert_close((w1 * w1.grad).sum(), (out * grad).sum())
+    assert not torch.equal(before, torch.rand(1, device=device))  # backward left the generator where it was
+
+
+def test_second_derivatives_are_refused(device):
+    tensors, ids, _ = inputs(torch.float64, device)
+    x = tensors["x"].requires_grad_()
+    out = gbmoe.expert_mlp(x, RoutingPlan.from_experts(ids, 5), tensors["w1"], tensors["w2"], activation="silu")
+    grad, = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
+
+
+def test_mixed_dtypes_under_autocast_are_refused(device):
+    tensors, ids, _ = inputs(torch.float32, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16), pytest.raises(TypeError, match="b: expected the dtype of a"):
+        gbmoe.expert_mlp(tensors["x"].double(), RoutingPlan.from_experts(ids, 5), tensors["w1"], tensors["w2"])
+
+
 def test_nothing_but_x_and_preactivations_is_saved():
     """The padded copy of x, the activation and the experts' output are computed again, not kept."""
     tensors, ids, _ = inputs(torch.float32, "cpu", tokens=64, hidden=8, ffn=24)

@@ -118,6 +118,29 @@ def test_batch_sizes_of_any_kind(device, sizes_dtype, sizes_device):
                        gbmoe.gmm(a, b, torch.tensor(sizes), engine="reference"))
 
 
+def test_strided_batch_sizes(engine_on):
+    engine, device = engine_on
+    a, b, _ = operands((3, 5), "a.T@b", torch.bfloat16, device)
+    sizes = torch.tensor([[3, 0], [5, 0]], device=device)[:, 0]
+    expected = gbmoe.gmm(a, b, torch.tensor([3, 5]), trans_a=True, engine=engine)
+    assert torch.equal(gbmoe.gmm(a, b, sizes, trans_a=True, engine=engine), expected)
+
+
+def test_operands_in_the_middle_of_a_tensor(engine_on):
+    engine, device = engine_on
+    a, b, sizes = operands((3, 5), "a@b", torch.bfloat16, device)
+    moved = [torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape) for t in (a, b)]
+    assert torch.equal(gbmoe.gmm(*moved, sizes, engine=engine), gbmoe.gmm(a, b, sizes, engine=engine))
+
+
+def test_sizes_are_checked_in_a_compiled_graph():
+    compiled = torch.compile(lambda a, b, sizes: gbmoe.gmm(a, b, sizes), backend="eager", fullgraph=True)
+    a, b = torch.zeros(5, 3), torch.zeros(2, 3, 4)
+    assert compiled(a, b, torch.tensor([2, 3])).shape == (5, 4)
+    with pytest.raises(ValueError, match="expected sum\\(batch_sizes\\) == a.size\\(0\\) == 5, got 3"):
+        compiled(a, b, torch.tensor([2, 1]))
+
+
 def test_non_contiguous_inputs(engine_on):
     engine, device = engine_on
     sizes = cases.GROUP_SIZES["uneven"]
@@ -201,7 +224,7 @@ def test_autocast_casts_the_operands(device):
 def test_opcheck(device):
     a, b, batch_sizes = operands((3, 0, 5), "a@b", torch.float32, device)
     torch.library.opcheck(torch.ops.gbmoe.gmm.default,
-                          (a.requires_grad_(), b.requires_grad_(), batch_sizes, False, False, "reference"))
+                          (a.requires_grad_(), b.requires_grad_(), batch_sizes, False, False, "reference", True))
 
 
 def test_two_runs_and_two_processes_give_the_same_bits(device):
