@@ -35,7 +35,6 @@ class TorchGrouped(Engine):
         return None
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        a, b = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (a, b))
         sizes = sizes.to(device=a.device, non_blocking=True).contiguous()
         ends = sizes.cumsum(0, dtype=torch.int32)
         if trans_a:

@@ -95,9 +95,16 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
     # A transposed view of a stack of matrices is the other layout, not a copy.
     if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
         b, trans_b = b.transpose(1, 2), not trans_b
-    a, b = a.contiguous(), b.contiguous()
+    # Engines hand device arrays of pointers to kernels that choose 16-byte accesses by the row length alone.
+    a, b = aligned(a), aligned(b)
     chosen = engines.select(engine, Problem.of(a, b, sizes.numel(), trans_a, trans_b))
     return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` contiguous and on a 16-byte boundary: a copy where it is a view that is not."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):

@@ -13,6 +13,7 @@ import torch
 from gbmoe import extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
+from gbmoe.ops.gmm import aligned
 
 _MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # of csrc/route.cu
 
@@ -75,23 +76,15 @@ def _route_kernel(logits, top_k, p, wide):
     if not _kernels_serve(logits, top_k, p):
         return reference.route(logits, top_k, p, _scores_dtype(logits, wide))
     outputs = _route_fake(logits, top_k, p, wide)
-    torch.ops.gbmoe_cuda.route(_aligned(logits), p or 0.0, *outputs)
+    torch.ops.gbmoe_cuda.route(aligned(logits), p or 0.0, *outputs)
     return outputs
-
-
-def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous and on a 16-byte boundary, for the kernels' vectors; a view into a larger tensor may be neither."""
-    if tensor is None:
-        return None
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _route_backward_kernel(scores, ids, grad_scores, grad_weights, grad_logsumexp, p, dtype):
     if not _kernels_serve(scores, ids.size(1), p):
         return reference.route_backward(scores, ids, grad_scores, grad_weights, grad_logsumexp, p, dtype)
     grad = torch.empty_like(scores, dtype=dtype)
-    given = map(_aligned, (grad_scores, grad_weights, grad_logsumexp))
+    given = (None if g is None else aligned(g) for g in (grad_scores, grad_weights, grad_logsumexp))
     torch.ops.gbmoe_cuda.route_backward(scores, ids, *given, p or 0.0, grad)
     return grad
 
