@@ -48,6 +48,7 @@ import gbmoe
 VOCABULARY = 256
 HELDOUT_FRACTION = 0.1
 CLIP_NORM = 1.0
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 # Arguments that may differ between a run and its continuation: they change no loss. The text is compared by its hash.
 FREE_ON_RESUME = frozenset({"paths", "device", "out", "resume", "log_every", "save_every"})
@@ -564,7 +565,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     signals: list[str] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOPPING:
         signal.signal(number, lambda received, frame: signals.append(signal.Signals(received).name))
     args = parse_arguments()
     try:
@@ -572,6 +573,9 @@ def main() -> None:
             train(args, ranks, signals)
     except InputError as error:
         sys.exit(f"train_lm: {error}")
+    # An interpreter that ends takes its handlers away: a signal sent once more would kill it, after all is saved.
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_signals_save_and_the_resumed_run_has_the_same_losses_bit_for_bit(text, 
         assert after_step <= stopped_after < STEPS
     end(start(text, "--out", tmp_path))
     assert losses(read_log(tmp_path)) == losses(read_log(finished["gbmoe"]))
+
+
+def test_a_signal_that_is_sent_again_and_again_does_not_spoil_the_exit(text, tmp_path):
+    process = start(text, "--out", tmp_path)
+    while not process.stdout.readline().startswith("step 3/"):
+        assert process.poll() is None
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.001)
+    assert process.returncode == 0 and "stopped by SIGUSR1" in process.communicate()[0]
 
 
 def test_log_holds_what_a_reader_needs(text, finished):

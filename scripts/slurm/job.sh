@@ -1,0 +1,30 @@
+# shellcheck shell=bash disable=SC2034  # the jobs read what is set here
+# Sourced by every job before anything else, with what submit.sh gave it: the checkout, the site file, the folder of
+# the run, the suite and options of `gbmoe bench` in one word. Afterwards the site's environment is active.
+set -euo pipefail
+
+root=$1 site=$2 run=$3 suite=$4
+read -ra bench_options <<< "$5"
+cd "$root"
+# shellcheck source=scripts/slurm/sites/constraint.sh
+source "$site"
+
+printf '== %(%F %T)T  %s, job %s%s, restart %s, on %s\n' -1 "$SLURM_JOB_NAME" "$SLURM_JOB_ID" \
+  "${SLURM_ARRAY_TASK_ID:+ (task $SLURM_ARRAY_TASK_ID)}" "${SLURM_RESTART_COUNT:-0}" "$(hostname)"
+
+set +u  # modules and activate scripts read variables that nobody has set
+activate
+set -u
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_gpu}
+
+# Asked for by name: a node whose GPU is broken must fail, not measure its CPU.
+device=cpu
+if ((gpus_per_node)); then
+  device=cuda
+  export GBMOE_REQUIRE_EXTENSION=1
+fi
+
+configurations=$run/configurations.tsv  # of the suite: index, tab, name
+gbmoe() { "${python[@]}" -m gbmoe "$@"; }
+bench() { gbmoe bench --suite "$suite" --device "$device" "${bench_options[@]}" "$@"; }
