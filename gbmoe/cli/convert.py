@@ -1,0 +1,45 @@
+"""`gbmoe convert`: MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back.
+
+    python -m gbmoe convert Mixtral-8x7B-v0.1 mixtral-megablocks --to megablocks
+    python -m gbmoe convert mixtral-megablocks mixtral-again --to transformers --experts w1
+
+gbmoe/compat/checkpoints.py says what the layouts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from gbmoe.compat import checkpoints
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare SOURCE, TARGET, --to and --experts."""
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a .safetensors file, or a directory with"
+                        " model.safetensors or model.safetensors.index.json")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file or directory to write; must not exist")
+    parser.add_argument("--to", choices=checkpoints.LAYOUTS, required=True, help="the layout to write")
+    parser.add_argument("--experts", choices=checkpoints.EXPERT_LAYOUTS, help="with --to transformers: all experts of a"
+                        " layer in one tensor (fused, the default), or a tensor for each, named as in most models"
+                        " (gate_proj) or as in Mixtral (w1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert; 1 where the checkpoint cannot be converted or written, with the reason and without a trace of TARGET."""
+    if arguments.experts and arguments.to != "transformers":
+        print("gbmoe convert: --experts goes with --to transformers", file=sys.stderr)
+        return 2
+    # A job that runs out of time is told so by SIGTERM: what was written so far is then removed, as after an error.
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        checkpoints.convert_checkpoint(arguments.source, arguments.target, arguments.to,
+                                       experts=arguments.experts or "fused", report=print)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"gbmoe convert: {error}", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return 0

@@ -1,0 +1,457 @@
+"""MoE layers in checkpoints: MegaBlocks' layout to Hugging Face transformers' and back, bit for bit.
+
+The two layouts of a layer, whose names begin with any prefix (model.layers.0.mlp., transformer.blocks.0.ffn., none):
+
+    MegaBlocks (and gbmoe.dMoE)    transformers
+    router.layer.weight [E,H]      gate.weight [E,H]
+    experts.mlp.w1 [E*F,H]         experts.gate_up_proj [E,2F,H], gate above up; without a gate experts.up_proj [E,F,H]
+    experts.mlp.v1 [E*F,H]         its up half; there is no v1 without a gate
+    experts.mlp.w2 [E*F,H]         experts.down_proj [E,H,F]
+    shared_expert.*_proj.weight    shared_experts.*_proj.weight
+
+That is what transformers 5 has in memory, here called "fused". On disk most of its models still have a tensor for each
+expert: save_pretrained writes them by default, and what is published holds them. All are read, each can be written, and
+from_pretrained loads each:
+
+    "gate_proj"    experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H], experts.0.down_proj.weight [H,F]
+    "w1"           experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same, as Mixtral names them
+
+Prefixes and all other tensors stay as they are. A layer that holds anything else has no counterpart in the other layout
+(an output bias, biases of the experts or the router, DeepSeek-V3's correction bias, the gate of Qwen2-MoE's shared
+expert) and is refused with the names that do not fit. Whole checkpoints only: one rank's part of an expert-parallel
+model looks like a smaller layer.
+
+Shape suffixes: E experts, H hidden, F ffn hidden, N columns of one expert's matrices: F or, fused with a gate, 2F.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+__all__ = ["EXPERT_LAYOUTS", "LAYOUTS", "convert_checkpoint", "to_megablocks", "to_transformers"]
+
+LAYOUTS = ("transformers", "megablocks")
+# Of transformers' layouts with a tensor for each expert the names of gate, up and down.
+_PER_EXPERT = {"gate_proj": ("gate_proj", "up_proj", "down_proj"), "w1": ("w1", "w3", "w2")}
+EXPERT_LAYOUTS = ("fused", *_PER_EXPERT)
+
+
+def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict with its MoE layers in MegaBlocks' layout, for gbmoe.dMoE and for MegaBlocks.
+
+    Args:
+        state_dict: of a transformers model or of one MoE block; any dtype and device.
+
+    Returns:
+        A new dict. Converted tensors are copies, all others are those of `state_dict`.
+
+    Raises:
+        ValueError: where there is no MoE layer, or with the names that do not fit.
+
+    Example:
+        >>> block = {"gate.weight": torch.zeros(4, 8), "experts.gate_up_proj": torch.zeros(4, 2 * 16, 8),
+        ...          "experts.down_proj": torch.zeros(4, 8, 16)}
+        >>> {name: list(value.shape) for name, value in to_megablocks(block).items()}
+        {'router.layer.weight': [4, 8], 'experts.mlp.w1': [64, 8], 'experts.mlp.v1': [64, 8], 'experts.mlp.w2': [64, 8]}
+    """
+    return _converted(state_dict, "megablocks", "fused")
+
+
+def to_transformers(state_dict: Mapping[str, torch.Tensor], experts: str = "fused") -> dict[str, torch.Tensor]:
+    """The state dict with its MoE layers in transformers' layout; the inverse of to_megablocks.
+
+    Args:
+        state_dict: of a model with gbmoe.dMoE or MegaBlocks' layers, or of one such layer; any dtype and device. The
+            router's rows tell how many experts there are.
+        experts: "fused", "gate_proj" or "w1"; see the top of this file.
+
+    Returns, Raises: as to_megablocks.
+    """
+    return _converted(state_dict, "transformers", experts)
+
+
+def _converted(state_dict, to, experts):
+    outputs = _plan({name: (list(value.shape), value.dtype) for name, value in state_dict.items()}, to, experts)
+    return {output.name: output.value(state_dict) if output.build is None
+            else output.value(state_dict).clone(memory_format=torch.contiguous_format) for output in outputs}
+
+
+# ----------------------------------------------------------------------------------------------- names, shapes, dtypes
+
+# (shape, dtype) of every tensor; a dtype is only compared with others.
+_Signatures = Mapping[str, tuple[list[int], object]]
+
+_ROUTER = {"megablocks": "router.layer.weight", "transformers": "gate.weight"}
+_SHARED = {"megablocks": "shared_expert.", "transformers": "shared_experts."}
+_IN_A_LAYER = re.compile(r"((?:.*?\.)?)experts\..+")
+_ONE_EXPERT = re.compile(r"experts\.\d+\.(\w+)\.weight")
+_FAULTS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of the result: build(*sources), of that shape, perhaps a view; without `build` its source."""
+    name: str
+    sources: tuple[str, ...]
+    build: Callable[..., torch.Tensor] | None = None
+    shape: tuple[int, ...] = ()
+
+    def value(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        sources = [tensors[name] for name in self.sources]
+        return sources[0] if self.build is None else self.build(*sources)
+
+
+def _plan(signatures: _Signatures, to: str, experts: str) -> list[_Output]:
+    """Every tensor of the result. Raises ValueError where the layers are not what the other layout can hold."""
+    if to not in LAYOUTS or experts not in EXPERT_LAYOUTS:
+        raise ValueError(f"convert: expected to in {LAYOUTS} and experts in {EXPERT_LAYOUTS}, got {to!r}, {experts!r}")
+    prefixes = dict.fromkeys(match[1] for match in map(_IN_A_LAYER.fullmatch, signatures) if match)
+    if not prefixes:
+        raise ValueError(f"convert to {to}: there is no MoE layer: no name holds 'experts.'")
+    layers, outputs, faults = {prefix: {} for prefix in prefixes}, [], []
+    for name, signature in signatures.items():
+        prefix = next((parent for parent in _parents(name) if parent in layers), None)
+        if prefix is None:
+            outputs.append(_Output(name, (name,)))
+        else:
+            layers[prefix][name.removeprefix(prefix)] = signature
+    for prefix, tensors in layers.items():
+        expected, converted = _layer(tensors, to, experts)
+        faults += [f"{prefix}{fault}" for fault in _faults(tensors, expected)]
+        outputs += [replace(output, name=prefix + output.name, sources=tuple(prefix + name for name in output.sources))
+                    for output in converted]
+    if faults:
+        more = [f"and {len(faults) - _FAULTS_SHOWN} more"] if len(faults) > _FAULTS_SHOWN else []
+        raise ValueError("\n  ".join([f"convert to {to}: these tensors do not fit:", *faults[:_FAULTS_SHOWN], *more]))
+    return outputs
+
+
+def _parents(name: str) -> Iterator[str]:
+    """'a.b.c' -> 'a.b.', 'a.', ''."""
+    while name:
+        name = name[: name[:-1].rfind(".") + 1]
+        yield name
+
+
+def _faults(tensors: _Signatures, expected: Mapping[str, list[int]]) -> list[str]:
+    """What differs from the expected shapes: names first, then shapes, then dtypes, because one leads to the next."""
+    names = [f"{name}: missing" for name in expected if name not in tensors]
+    names += [f"{name}: unexpected, shape {shape}" for name, (shape, _) in tensors.items() if name not in expected]
+    shapes = [f"{name}: expected shape {shape}, got {tensors[name][0]}" for name, shape in expected.items()
+              if not names and tensors[name][0] != shape]
+    dtypes = {name: dtype for name, (_, dtype) in tensors.items() if name.startswith("experts.")}
+    first = next(iter(dtypes.values()), None)
+    return names or shapes or [f"{name}: expected {first}, as of the layer's other experts, got {dtype}"
+                               for name, dtype in dtypes.items() if dtype != first]
+
+
+def _layer(tensors: _Signatures, to: str, layout: str) -> tuple[dict[str, list[int]], list[_Output]]:
+    """The shapes that one layer should have, going by the sizes found in it, and what becomes of it."""
+    source = "transformers" if to == "megablocks" else "megablocks"
+    experts, hidden = _shape(tensors, _ROUTER[source], 2)
+    kinds = {match[1] for match in map(_ONE_EXPERT.fullmatch, tensors) if match}
+    gated = bool(tensors.keys() & {"experts.mlp.v1", "experts.gate_up_proj"} or kinds & {"gate_proj", "w1", "w3"})
+    if to == "transformers":
+        expected, outputs = _experts_from_megablocks(tensors, experts, hidden, gated, layout)
+    elif kinds:
+        layout = "w1" if "w2" in kinds else "gate_proj"
+        expected, outputs = _experts_from_one_each(tensors, experts, hidden, gated, layout)
+    else:
+        expected, outputs = _experts_from_fused(tensors, experts, hidden, gated)
+    expected[_ROUTER[source]] = [experts, hidden]
+    outputs.append(_Output(_ROUTER[to], (_ROUTER[source],)))
+    shared, shared_target = _SHARED[source], _SHARED[to]
+    if any(name.startswith(shared) for name in tensors):
+        ffn = _shape(tensors, f"{shared}up_proj.weight", 2)[0]
+        for name in ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj"):
+            expected[f"{shared}{name}.weight"] = [hidden, ffn] if name == "down_proj" else [ffn, hidden]
+            outputs.append(_Output(f"{shared_target}{name}.weight", (f"{shared}{name}.weight",)))
+    return expected, outputs
+
+
+def _shape(tensors: _Signatures, name: str, rank: int) -> list[int]:
+    """That tensor's shape, or zeros where it is absent or of another rank: _faults then says so."""
+    shape = tensors[name][0] if name in tensors else []
+    return shape if len(shape) == rank else [0] * rank
+
+
+def _experts_from_fused(tensors, experts, hidden, gated):
+    up, inward = ("experts.gate_up_proj", ("w1", "v1")) if gated else ("experts.up_proj", ("w1",))
+    down = "experts.down_proj"
+    ffn = _shape(tensors, down, 3)[2]
+    expected = {up: [experts, len(inward) * ffn, hidden], down: [experts, hidden, ffn]}
+    rows = (experts * ffn, hidden)
+    outputs = [_Output(f"experts.mlp.{name}", (up,), partial(_rows_of_part, part=part, parts=len(inward)), rows)
+               for part, name in enumerate(inward)]
+    return expected, [*outputs, _Output("experts.mlp.w2", (down,), _rows_of_transposed, rows)]
+
+
+def _experts_from_one_each(tensors, experts, hidden, gated, layout):
+    gate, up, down = _PER_EXPERT[layout]
+    ffn = _shape(tensors, f"experts.0.{down}.weight", 2)[1]
+    expected, outputs = {}, []
+    for target, kind in (("w1", gate), ("v1", up), ("w2", down)) if gated else (("w1", up), ("w2", down)):
+        names = tuple(f"experts.{e}.{kind}.weight" for e in range(experts))
+        expected |= dict.fromkeys(names, [hidden, ffn] if kind == down else [ffn, hidden])
+        build = _stacked_transposed if kind == down else _stacked
+        outputs.append(_Output(f"experts.mlp.{target}", names, build, (experts * ffn, hidden)))
+    return expected, outputs
+
+
+def _experts_from_megablocks(tensors, experts, hidden, gated, layout):
+    inward, w2 = tuple(f"experts.mlp.{name}" for name in ("w1", "v1")[: 1 + gated]), "experts.mlp.w2"
+    ffn = _shape(tensors, w2, 2)[0] // max(1, experts)
+    expected = dict.fromkeys((*inward, w2), [experts * ffn, hidden])
+    if layout == "fused":
+        up = "experts.gate_up_proj" if gated else "experts.up_proj"
+        return expected, [
+            _Output(up, inward, partial(_fused, experts=experts), (experts, len(inward) * ffn, hidden)),
+            _Output("experts.down_proj", (w2,), partial(_transposed, experts=experts), (experts, hidden, ffn)),
+        ]
+    if layout == "w1" and not gated:
+        raise ValueError("convert to transformers: experts: expected 'fused' or 'gate_proj' for experts without a gate,"
+                         f" got {layout!r}")
+    gate, up, down = _PER_EXPERT[layout]
+    outputs = []
+    for e in range(experts):
+        outputs += [_Output(f"experts.{e}.{kind}.weight", (name,), partial(_one, e=e, experts=experts), (ffn, hidden))
+                    for kind, name in zip((gate, up) if gated else (up,), inward)]
+        build = partial(_one_transposed, e=e, experts=experts)
+        outputs.append(_Output(f"experts.{e}.{down}.weight", (w2,), build, (hidden, ffn)))
+    return expected, outputs
+
+
+# The `build` of an _Output.
+
+
+def _rows_of_part(stack_ENH, part, parts):
+    return stack_ENH.chunk(parts, dim=1)[part].flatten(0, 1)
+
+
+def _rows_of_transposed(stack_EHF):
+    return stack_EHF.transpose(1, 2).flatten(0, 1)
+
+
+def _stacked(*matrices_FH):
+    return torch.cat(matrices_FH)
+
+
+def _stacked_transposed(*matrices_HF):
+    return torch.cat([matrix.t() for matrix in matrices_HF])
+
+
+def _fused(*stacks, experts):
+    return torch.cat([rows.unflatten(0, (experts, -1)) for rows in stacks], dim=1)
+
+
+def _transposed(rows, experts):
+    return rows.unflatten(0, (experts, -1)).transpose(1, 2)
+
+
+def _one(rows, e, experts):
+    return rows.unflatten(0, (experts, -1))[e]
+
+
+def _one_transposed(rows, e, experts):
+    return _one(rows, e, experts).t()
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Files that may hold weights are not copied: they would still have the old layout.
+_WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
+_CHUNK_BYTES = 1 << 26
+
+
+def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to: str, *, experts: str = "fused",
+                       report: Callable[[str], object] = lambda line: None) -> None:
+    """Write the checkpoint at `source` to `target`, its MoE layers in the other layout.
+
+    One tensor of the result is in memory at a time, at most the matrices of all experts of a layer; the source is
+    mapped. A converted tensor goes to the file where its first source stood. Metadata are taken over as they are, and
+    so are a directory's other files (configuration, tokenizer). What is written has another name until it is complete,
+    and is removed if anything fails or interrupts.
+
+    Args:
+        source: a .safetensors file, or a directory with model.safetensors or with model.safetensors.index.json and the
+            files that it names.
+        target: a file or a directory, as the source; it must not exist.
+        to: "transformers" or "megablocks".
+        experts: with to="transformers", as in to_transformers.
+        report: called with a line for every file that was written or left out.
+
+    Raises:
+        ImportError: without the package safetensors.
+        OSError: FileExistsError or FileNotFoundError for target and source, and what else the file system has to say.
+        ValueError: as to_megablocks; where an index and its files differ; for a file that is no whole safetensors file.
+    """
+    source, target = Path(source), Path(target)
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target}: exists already")
+    if not target.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{target.absolute().parent}: no such directory")
+    index = _read_index(source)
+    with ExitStack() as stack:
+        tensors = _Tensors(_shards(source, index), stack)
+        if index is not None:
+            _check_index(index, source, tensors)
+        plan = tensors.by_file(_plan(tensors.signatures(), to, experts))
+        with _appears_complete(target) as partial_target:
+            if not source.is_dir():
+                _write(partial_target, plan[source], tensors, tensors.metadata(source))
+                report(f"wrote {target}")
+                return
+            partial_target.mkdir()
+            for path, outputs in plan.items():
+                _write(partial_target / path.name, outputs, tensors, tensors.metadata(path))
+                report(f"wrote {path.name}")
+            if index is not None:
+                weight_map = {output.name: path.name for path, outputs in plan.items() for output in outputs}
+                index["weight_map"] = dict(sorted(weight_map.items()))
+                (partial_target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            converted = {_INDEX, *(path.name for path in tensors.path_of.values())}
+            others = [path for path in sorted(source.iterdir()) if path.name not in converted]
+            _copy_others(others, partial_target, report)
+
+
+class _Tensors(Mapping):
+    """The tensors of safetensors files by name, mapped into memory."""
+
+    def __init__(self, paths: list[Path], stack: ExitStack):
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ImportError("converting files needs safetensors: pip install 'gbmoe[transformers]', or pip install"
+                              " safetensors") from error
+        self._files, self.path_of = {}, {}
+        for path in paths:
+            path.stat()  # FileNotFoundError that names it
+            try:
+                self._files[path] = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise ValueError(f"{path}: expected a whole safetensors file: {error}") from error
+            twice = [name for name in self._files[path].keys() if name in self.path_of]
+            if twice:
+                raise ValueError(f"{path}: in another file as well: {', '.join(twice[:_FAULTS_SHOWN])}")
+            self.path_of |= dict.fromkeys(self._files[path].keys(), path)
+
+    def __getitem__(self, name):
+        return self._files[self.path_of[name]].get_tensor(name)
+
+    def __iter__(self):
+        return iter(self.path_of)
+
+    def __len__(self):
+        return len(self.path_of)
+
+    def signature(self, name: str) -> tuple[list[int], str]:
+        """(shape, dtype) as the file's header has them."""
+        header = self._files[self.path_of[name]].get_slice(name)
+        return header.get_shape(), header.get_dtype()
+
+    def signatures(self) -> dict[str, tuple[list[int], str]]:
+        return {name: self.signature(name) for name in self}
+
+    def metadata(self, path: Path) -> dict[str, str] | None:
+        return self._files[path].metadata()
+
+    def by_file(self, outputs: list[_Output]) -> dict[Path, list[_Output]]:
+        """The outputs of every file: those whose first source stands in it."""
+        plan = {}
+        for output in outputs:
+            plan.setdefault(self.path_of[output.sources[0]], []).append(output)
+        return plan
+
+
+def _read_index(source: Path) -> dict | None:
+    path = source / _INDEX
+    if not path.exists():
+        return None
+    index = json.loads(path.read_text())
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise ValueError(f"{path}: expected a weight_map")
+    return index
+
+
+def _shards(source: Path, index: dict | None) -> list[Path]:
+    if index is not None:
+        return [source / name for name in dict.fromkeys(index["weight_map"].values())]
+    if source.is_dir() and not (source / _SINGLE).exists():
+        raise FileNotFoundError(f"{source}: has neither {_SINGLE} nor {_INDEX}")
+    return [source / _SINGLE if source.is_dir() else source]
+
+
+def _check_index(index: dict, source: Path, tensors: _Tensors) -> None:
+    found = {(name, path.name) for name, path in tensors.path_of.items()}
+    differ = sorted({name for name, _ in found ^ set(index["weight_map"].items())})
+    if differ:
+        raise ValueError(f"{source / _INDEX}: differs from its files in {', '.join(differ[:_FAULTS_SHOWN])}")
+
+
+def _copy_others(paths: list[Path], folder: Path, report) -> None:
+    for path in paths:
+        if path.is_file() and not _WEIGHT_SUFFIXES.intersection(path.suffixes):
+            shutil.copy(path, folder)
+        else:
+            report(f"left out {path.name}")
+
+
+@contextmanager
+def _appears_complete(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write to: it gets target's name at the end, or is removed where there is an error."""
+    partial_path = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial_path
+        os.rename(partial_path, target)
+    except BaseException:
+        if partial_path.is_dir():
+            shutil.rmtree(partial_path)
+        else:
+            partial_path.unlink(missing_ok=True)
+        raise
+
+
+def _write(path: Path, outputs: list[_Output], tensors: _Tensors, metadata: Mapping[str, str] | None) -> None:
+    """A safetensors file, one tensor after the other; the library writes only what is in memory as a whole.
+
+    The format: the header's length in 8 bytes, the header as JSON, filled up with spaces to a multiple of 8 bytes, the
+    data. As in the library's files the widest dtypes come first, so that every tensor is aligned.
+    """
+    width_of = {output.name: tensors[output.sources[0]].element_size() for output in outputs}
+    outputs = sorted(outputs, key=lambda output: (-width_of[output.name], output.name))
+    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    for output in outputs:
+        (shape, dtype), size = tensors.signature(output.sources[0]), tensors[output.sources[0]].nbytes
+        if output.build is not None:
+            shape, size = output.shape, math.prod(output.shape) * width_of[output.name]
+        header[output.name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "xb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for output in outputs:
+            _write_bytes(file, output.value(tensors))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for piece in flat.split(_CHUNK_BYTES) if flat.numel() else ():
+        chunk = bytearray(piece.numel())
+        torch.frombuffer(chunk, dtype=torch.uint8).copy_(piece)
+        file.write(chunk)

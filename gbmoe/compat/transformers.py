@@ -1,0 +1,127 @@
+"""Hugging Face transformers 5: experts_implementation="gbmoe".
+
+    import gbmoe.compat.transformers
+    gbmoe.compat.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="gbmoe")
+    model.set_experts_implementation("eager")   # and back: "gbmoe"
+
+It serves every model whose experts dispatch through transformers' ExpertsInterface: gated and plain experts, biases,
+weights [E,out,in] and transposed [E,in,out], concatenated and interleaved gates (the model's own gate function is
+called), a norm behind the experts, and transformers' expert parallelism. Parameters stay where and as they are: nothing
+is copied, transposed or renamed, and checkpoints do not change.
+
+Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden (twice that before a gate),
+P rows of the plan, N columns, B columns of ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gbmoe._checks import FLOATING, require
+from gbmoe.ops import padded_gather, padded_scatter
+from gbmoe.ops.experts import plan_sizes
+from gbmoe.ops.gmm import computed_dtype
+from gbmoe.routing import RoutingPlan
+
+__all__ = ["experts_forward", "register"]
+
+_NAME = 'experts_implementation="gbmoe"'
+# Columns of the ones that stand for a bias in a product; the engines' row lengths are multiples of 16 bytes.
+_BIAS_WIDTH = 8
+
+
+def register() -> None:
+    """Add "gbmoe" to the experts implementations of the installed transformers. Calling it again changes nothing.
+
+    Raises:
+        ImportError: without transformers 5.8 or newer.
+    """
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError as error:
+        raise ImportError("gbmoe.compat.transformers needs transformers 5.8 or newer: pip install"
+                          " 'gbmoe[transformers]', or pip install 'transformers>=5.8'") from error
+    ExpertsInterface.register("gbmoe", experts_forward)
+    # Float8 experts look in a table of their own: found there too, the function says what is wrong with them.
+    FP8ExpertsInterface.register("gbmoe", experts_forward)
+
+
+def experts_forward(
+    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The experts of a transformers model; what transformers calls in place of the experts module's own forward.
+
+    Differentiable in the hidden states, the router's weights and every parameter. An id outside [0,E), such as the
+    sentinel of transformers' expert parallelism, drops its slot: it adds nothing, its gradients are zero, and its row
+    is never read.
+
+    Args:
+        self: a module decorated with transformers' use_experts_implementation. Its parameters are gate_up_proj (up_proj
+            where it has no gate) and down_proj, [E,out,in] or, transposed, [E,in,out], and their biases [E,out];
+            bfloat16, float16, float32 or float64.
+        hidden_states: [T,H], the parameters' dtype, or any under autocast.
+        top_k_index: [T,K], int32 or int64.
+        top_k_weights: [T,K], any floating dtype.
+
+    Returns:
+        [T,H], dtype of hidden_states.
+
+    Raises:
+        TypeError: for quantised parameters and for other tensors that do not hold plain numbers, by name.
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    up_name = "gate_up_proj" if self.has_gate else "up_proj"
+    names = [up_name, "down_proj", *([f"{up_name}_bias", "down_proj_bias"] if self.has_bias else ())]
+    up, down, *biases = (_plain(self, name) for name in names)
+    up_bias, down_bias = biases or (None, None)
+
+    # Under autocast before the tokens are copied, to move half the bytes.
+    x_TH = hidden_states.to(computed_dtype(hidden_states))
+    plan = RoutingPlan.from_experts(top_k_index, up.size(0), check="none")
+    sizes_E = plan_sizes(plan, x_TH, up.transpose(1, 2) if self.is_transposed else up, "auto")
+    # Rows of dropped slots hold anything. Where the gradient of another parameter (of a norm, of an activation) sums
+    # over rows, they must be zero.
+    sums_over_rows = any(name not in names for name, _ in self.named_parameters())
+    live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if sums_over_rows else None
+
+    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, sizes_E, self.is_transposed, live_P1)
+    a_PF = _live(live_P1, self._apply_gate(h_PF) if self.has_gate else self.act_fn(h_PF))
+    y_PH = _linear(a_PF, down, down_bias, sizes_E, self.is_transposed, live_P1)
+    if getattr(self, "has_post_expert_norm", False):  # older releases do not know it
+        y_PH = self.post_expert_norm(y_PH)
+    return padded_scatter(y_PH, plan, top_k_weights).to(hidden_states.dtype)
+
+
+def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """The parameter of that name, where it holds the numbers to multiply by."""
+    tensor = getattr(module, name)
+    usable = tensor.dtype in FLOATING and not is_traceable_wrapper_subclass(tensor)
+    require(usable, _NAME, f"{type(module).__name__}.{name}", "a plain tensor of bfloat16, float16, float32 or float64"
+            " (choose another experts_implementation for quantised experts)",
+            f"{type(tensor).__name__} of {tensor.dtype}", TypeError)
+    return tensor
+
+
+def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1):
+    """rows @ weight[e] + bias[e] with e the row's expert: [P,N]."""
+    out_PN = _grouped(rows_P, weight, sizes_E, not is_transposed)
+    if bias_EN is not None:
+        # As a product with ones: its gradient is then a grouped product as well, which sums in float32 and in a fixed
+        # order, and does not read the rows of dropped slots.
+        ones_PB = rows_P.new_ones(rows_P.size(0), _BIAS_WIDTH)
+        out_PN.add_(_grouped(ones_PB, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, _BIAS_WIDTH - 1)), sizes_E, False))
+    return _live(live_P1, out_PN)
+
+
+def _grouped(a, b, sizes_E, trans_b):
+    # The operator itself: the plan's sizes are known to be right, and dropped slots leave rows that no group owns.
+    return torch.ops.gbmoe.gmm(a, b, sizes_E, False, trans_b, "auto", False)
+
+
+def _live(live_P1, rows):
+    """The rows with zeros for those of no slot; all as they are where live_P1 is None."""
+    return rows if live_P1 is None else torch.where(live_P1, rows, 0)

@@ -1,0 +1,433 @@
+"""experts_implementation="gbmoe" in transformers' own models, against "eager": logits, gradients, generation, training.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
+"""
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+
+from gbmoe import cases
+from gbmoe.compat import transformers as adapter
+from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+
+transformers = pytest.importorskip("transformers", minversion="5.8", reason="needs transformers 5.8 or newer")
+moe = pytest.importorskip("transformers.integrations.moe")
+finegrained_fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+
+VOCABULARY = 96
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+          "bos_token_id": 1, "eos_token_id": 2}
+# Model type -> its configuration beyond COMMON. With output_router_logits the routers' losses are part of the loss.
+MODELS = {
+    "mixtral": {"intermediate_size": 48, "num_local_experts": 4, "output_router_logits": True},
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 8, "head_dim": 8, "norm_topk_prob": True,
+                  "output_router_logits": True},
+    "olmoe": {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4, "output_router_logits": True},
+    "deepseek_v3": {"intermediate_size": 48, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 2,
+                    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+                    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                    "v_head_dim": 8},
+    # Transposed, with biases, gate and up interleaved, and a gate function of its own.
+    "gpt_oss": {"intermediate_size": 48, "num_local_experts": 4, "head_dim": 8},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    adapter.register()
+    adapter.register()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often gbmoe's gather ran: once a layer with experts and forward pass, never with another implementation."""
+    counter, gather = SimpleNamespace(count=0), adapter.padded_gather
+
+    def counted(*args):
+        counter.count += 1
+        return gather(*args)
+
+    monkeypatch.setattr(adapter, "padded_gather", counted)
+    return counter
+
+
+def build(model_type, dtype=torch.float64, **overrides):
+    """A tiny random model; parameters that start as zeros or ones (biases, norms) get other values."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **MODELS[model_type], **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="gbmoe").to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def token_ids(*shape):
+    return torch.randint(3, VOCABULARY, shape, generator=cases.generator("cpu", 1))
+
+
+def forward_and_gradients(model, implementation, ids):
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits.detach(), **gradients}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_logits_and_every_gradient_are_those_of_eager(model_type, calls):
+    model, ids = build(model_type), token_ids(2, 11)
+    found = forward_and_gradients(model, "gbmoe", ids)
+    layers = model.config.num_hidden_layers - getattr(model.config, "first_k_dense_replace", 0)
+    assert calls.count == layers
+    expected = forward_and_gradients(model, "eager", ids)
+    assert calls.count == layers
+    assert found.keys() == expected.keys()
+    experts = [name for name in found if ".experts." in name]
+    assert len(experts) == layers * (4 if model_type == "gpt_oss" else 2)
+    for name, value in expected.items():
+        # Attention and norms compute in float32 wherever the models say so, with the same inputs but for the last bits.
+        assert cases.relative_error(found[name], value) < 1e-6, name
+        assert value.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_generates_the_same_tokens_as_eager(model_type, calls):
+    model, ids = build(model_type, output_router_logits=False).eval(), token_ids(2, 5)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    tokens = model.generate(ids, **options)
+    assert calls.count > 0 and tokens.shape == (2, 13)
+    model.set_experts_implementation("eager")
+    assert torch.equal(tokens, model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_trains_like_eager(model_type, calls):
+    losses = {}
+    for implementation in ("gbmoe", "eager"):
+        model, ids = build(model_type), token_ids(4, 12)
+        model.set_experts_implementation(implementation)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses[implementation] = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses[implementation].append(loss.item())
+    assert calls.count > 0
+    assert losses["gbmoe"][-1] < 0.9 * losses["gbmoe"][0], losses
+    assert losses["gbmoe"] == pytest.approx(losses["eager"], rel=1e-5)
+
+
+def test_switches_back_and_forth_and_saves_the_same_parameters(calls, tmp_path):
+    model, ids = build("mixtral"), token_ids(1, 7)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for implementation in ("eager", "gbmoe", "batched_mm", "gbmoe"):
+        model.set_experts_implementation(implementation)
+        before = calls.count
+        model(ids)
+        assert (calls.count > before) == (implementation == "gbmoe")
+        assert model.config._experts_implementation == implementation
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="gbmoe", dtype=torch.float64)
+    assert loaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    assert cases.relative_error(loaded(ids).logits, model(ids).logits) < 1e-12
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_compiles_without_a_graph_break(model_type):
+    model, ids = build(model_type), token_ids(2, 9)
+    expected = forward_and_gradients(model, "gbmoe", ids)
+    torch._dynamo.reset()
+    model.zero_grad()
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids)
+    out.loss.backward()
+    assert cases.relative_error(out.logits.detach(), expected["logits"]) < 1e-9
+    for name, parameter in model.named_parameters():
+        assert cases.relative_error(parameter.grad, expected[name]) < 1e-9, name
+
+
+# -------------------------------------------------------------------------------------------- the experts by themselves
+
+
+class Experts(torch.nn.Module):
+    """Experts in every layout that transformers' decorator describes; forward is their definition."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts, hidden, ffn = config.shape
+        columns = 2 * ffn if config.has_gate else ffn
+        self.num_experts, self.act_fn = experts, config.act_fn
+        self.up_name = "gate_up_proj" if config.has_gate else "up_proj"
+        for index, (name, inner, outer) in enumerate(((self.up_name, hidden, columns), ("down_proj", ffn, hidden))):
+            values = cases.exact_values(experts, outer, inner, dtype=config.dtype, device=config.device, seed=index,
+                                        scale=cases.fan_in_scale(inner))
+            if config.is_transposed:
+                values = values.transpose(1, 2).contiguous()
+            self.register_parameter(name, torch.nn.Parameter(values))
+            if config.has_bias:
+                bias = cases.exact_values(experts, outer, dtype=config.dtype, device=config.device, seed=9 + index)
+                self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias))
+        if config.has_norm:
+            self.post_expert_norm = torch.nn.RMSNorm(hidden, eps=1e-5, dtype=config.dtype, device=config.device)
+
+    def linear(self, x, name, e):
+        weight = getattr(self, name)[e]
+        out = x @ (weight if self.is_transposed else weight.t())
+        return out + getattr(self, f"{name}_bias")[e] if self.has_bias else out
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for e in range(self.num_experts):
+            token, slot = (top_k_index == e).nonzero(as_tuple=True)
+            h = self.linear(hidden_states[token], self.up_name, e)
+            y = self.linear(self._apply_gate(h) if self.has_gate else self.act_fn(h), "down_proj", e)
+            if self.config.has_norm:
+                y = self.post_expert_norm(y)
+            out = out.index_add(0, token, (y * top_k_weights[token, slot, None]).to(out.dtype))
+        return out
+
+
+class InterleavedExperts(Experts):
+    def _apply_gate(self, gate_up):
+        return self.act_fn(gate_up[..., ::2]) * (gate_up[..., 1::2] + 1)
+
+
+def decorated(cls, **layout):
+    norm = {"has_post_expert_norm": True} if layout.pop("has_norm") else {}
+    return moe.use_experts_implementation(type(cls.__name__, (cls,), {}), **layout, **norm)
+
+
+def make_experts(dtype, device, *, cls=Experts, shape=(5, 24, 40), act_fn=F.silu, has_norm=False, has_gate=True,
+                 has_bias=False, is_transposed=False):
+    layout = {"has_gate": has_gate, "has_bias": has_bias, "is_transposed": is_transposed,
+              "is_concatenated": cls is not InterleavedExperts}
+    config = SimpleNamespace(dtype=dtype, device=device, shape=shape, act_fn=act_fn, has_norm=has_norm,
+                             _experts_implementation="eager", **layout)
+    return decorated(cls, has_norm=has_norm, **layout)(config)
+
+
+def inputs(dtype, device, *, tokens=50, experts=5, top_k=2, hidden=24):
+    x_TH = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
+    weights_TK = cases.exact_values(tokens, top_k, dtype=dtype, device=device, seed=4)
+    ids_TK = cases.expert_ids(tokens, experts - 1, top_k, device=device, seed=5)  # the last expert stays empty
+    return x_TH, ids_TK, weights_TK
+
+
+def run_experts(experts, implementation, x_TH, ids_TK, weights_TK, grad_TH=None):
+    experts.config._experts_implementation = implementation
+    leaves = {"x": x_TH.detach().clone().requires_grad_(), "weights": weights_TK.detach().clone().requires_grad_()}
+    cases.poison(x_TH.device)
+    out = experts(leaves["x"], ids_TK, leaves["weights"])
+    if grad_TH is None:
+        grad_TH = cases.exact_values(*out.shape, dtype=out.dtype, device=out.device, seed=6)
+    wanted = leaves | dict(experts.named_parameters())
+    return {"out": out.detach(), **dict(zip(wanted, torch.autograd.grad(out, list(wanted.values()), grad_TH)))}
+
+
+LAYOUTS = {
+    "gated": {}, "plain": {"has_gate": False, "act_fn": F.relu}, "bias": {"has_bias": True},
+    "transposed": {"is_transposed": True},
+    "plain-bias-transposed": {"has_gate": False, "has_bias": True, "is_transposed": True},
+    "interleaved": {"cls": InterleavedExperts, "has_bias": True, "is_transposed": True},
+    "norm": {"has_norm": True}, "activation-with-parameter": {"act_fn": torch.nn.PReLU, "has_bias": True},
+}
+
+
+def layout_options(name, dtype, device):
+    options = dict(LAYOUTS[name])
+    if options.get("act_fn") is torch.nn.PReLU:
+        options["act_fn"] = torch.nn.PReLU(dtype=dtype, device=device)
+    known = inspect.signature(moe.use_experts_implementation).parameters
+    if options.get("has_norm") and "has_post_expert_norm" not in known:
+        pytest.skip(f"transformers {transformers.__version__} knows no norm behind the experts")
+    return options
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_as_accurate_as_its_definition(layout, dtype, device):
+    tensors = inputs(dtype, device)
+    experts = make_experts(dtype, device, **layout_options(layout, dtype, device))
+    exact = make_experts(torch.float64, device, **layout_options(layout, torch.float64, device))
+    reference = run_experts(exact, "eager", *(t.double() if t.is_floating_point() else t for t in tensors))
+    baseline, found = (run_experts(experts, implementation, *tensors) for implementation in ("eager", "gbmoe"))
+    assert found.keys() == reference.keys()
+    for name in reference:
+        assert_as_accurate_as(found[name], baseline[name], reference[name], name)
+    again = run_experts(experts, "gbmoe", *tensors)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sentinels_add_nothing_and_get_zero_gradients(layout, device):
+    """Expert parallelism marks slots of other ranks' experts with E: nothing comes of them, whatever they hold."""
+    x_TH, ids_TK, weights_TK = inputs(torch.float64, device)
+    experts = make_experts(torch.float64, device, **layout_options(layout, torch.float64, device))
+    experts._is_expert_parallel = True
+    here_TK = torch.rand(ids_TK.shape, generator=cases.generator(device, 7), device=device) < 0.5
+    here_TK[0], gone_T = False, ~here_TK.any(1)
+    assert gone_T.sum() > 1
+    ids_TK = torch.where(here_TK, ids_TK, experts.num_experts)
+    poisoned_TH = torch.where(gone_T.unsqueeze(1), torch.nan, x_TH)
+    poisoned_TK = torch.where(here_TK, weights_TK, torch.nan)
+    expected = run_experts(experts, "eager", x_TH, ids_TK, weights_TK)
+    found = run_experts(experts, "gbmoe", poisoned_TH, ids_TK, poisoned_TK)
+    for name, value in expected.items():
+        assert cases.relative_error(found[name], value) < 1e-12, name
+    for name in ("out", "x"):
+        assert (found[name][gone_T] == 0).all()
+    assert (found["weights"][~here_TK] == 0).all()
+    nowhere = run_experts(experts, "gbmoe", poisoned_TH, torch.full_like(ids_TK, experts.num_experts), poisoned_TK)
+    assert all((value == 0).all() for value in nowhere.values())
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=dtype_id)
+@pytest.mark.parametrize("tokens, top_k", [(0, 2), (1, 1), (7, 5)])
+def test_few_tokens_and_wide_weights(tokens, top_k, index_dtype, device):
+    """No token, one, every expert for each; the router's weights in float32 beside bfloat16 rows."""
+    experts = make_experts(torch.bfloat16, device, has_bias=True)
+    x_TH = cases.exact_values(tokens, 24, dtype=torch.bfloat16, device=device, seed=3)
+    ids_TK = cases.expert_ids(tokens, 5, top_k, device=device, seed=5)
+    weights_TK = torch.rand(tokens, top_k, generator=cases.generator(device, 6), device=device)
+    found = run_experts(experts, "gbmoe", x_TH, ids_TK.to(index_dtype), weights_TK)
+    baseline = run_experts(experts, "eager", x_TH, ids_TK, weights_TK)
+    exact = make_experts(torch.float64, device, has_bias=True)
+    reference = run_experts(exact, "eager", x_TH.double(), ids_TK, weights_TK.double())
+    for name in reference:
+        assert_as_accurate_as(found[name], baseline[name], reference[name], name)
+
+
+def test_autocast_computes_as_its_dtype_and_returns_that_of_the_hidden_states(device):
+    halves = inputs(torch.bfloat16, device)
+    wide = [t.float() if t.is_floating_point() else t for t in halves]
+    exact = [t.double() if t.is_floating_point() else t for t in halves]
+    reference = run_experts(make_experts(torch.float64, device, has_bias=True), "eager", *exact)
+    baseline = run_experts(make_experts(torch.bfloat16, device, has_bias=True), "eager", *halves)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = run_experts(make_experts(torch.float32, device, has_bias=True), "gbmoe", *wide)
+    for name in reference:
+        assert found[name].dtype == torch.float32
+        assert_as_accurate_as(found[name].bfloat16(), baseline[name], reference[name], name)
+
+
+def test_frozen_parameters_and_inference(device):
+    experts = make_experts(torch.float32, device, has_bias=True)
+    x_TH, ids_TK, weights_TK = inputs(torch.float32, device)
+    expected = run_experts(experts, "gbmoe", x_TH, ids_TK, weights_TK)
+    with torch.inference_mode():
+        assert torch.equal(experts(x_TH, ids_TK, weights_TK), expected["out"])
+    experts.requires_grad_(False)
+    experts.down_proj.requires_grad_()
+    out = experts(x_TH, ids_TK, weights_TK)
+    out.backward(cases.exact_values(*out.shape, dtype=out.dtype, device=device, seed=6))
+    assert torch.equal(experts.down_proj.grad, expected["down_proj"])
+    assert all(p.grad is None for name, p in experts.named_parameters() if name != "down_proj")
+
+
+# -------------------------------------------------------------------------------------------------------- two processes
+
+
+def on_two_ranks(rank, store, results):
+    """Every arrangement on this rank, against the whole model: the largest error of logits and of every gradient."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    adapter.register()
+    ids, mesh = token_ids(2, 11), dist.init_device_mesh("cpu", (2,))
+    expected = forward_and_gradients(build("qwen3_moe"), "gbmoe", ids)
+    errors = {}
+    for arrangement in ("all_reduce", "all_to_all", "fully_shard"):
+        model = build("qwen3_moe")
+        if arrangement == "fully_shard":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+            plan = {f"model.layers.{layer}.mlp.experts{name}": style for layer in range(2) for name, style in
+                    ((".gate_up_proj", "grouped_gemm"), (".down_proj", "grouped_gemm"), ("", "ep_dispatch_experts"))}
+            apply_expert_parallelism(model, mesh, mesh, plan, arrangement)
+            assert model.model.layers[0].mlp.experts.num_experts == 4
+        found = forward_and_gradients(model, "gbmoe", ids)
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+        assert whole.keys() == expected.keys()
+        sharded = [value for name, value in found.items() if ".experts." in name]
+        assert all(value.to_local().size(0) == 4 for value in sharded)
+        errors[arrangement] = max(cases.relative_error(whole[name], value) for name, value in expected.items())
+    results[rank] = errors
+    dist.destroy_process_group()
+
+
+def test_expert_parallelism_and_fully_shard_give_what_one_process_gives(tmp_path):
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with it")
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(on_two_ranks, (tmp_path / "store", results), nprocs=2)
+        results = dict(results)
+    for rank in range(2):
+        assert results[rank].keys() == {"all_reduce", "all_to_all", "fully_shard"}
+        assert all(error < 1e-6 for error in results[rank].values()), results
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_float8_experts_are_refused_by_name():
+    config = SimpleNamespace(hidden_size=16, num_local_experts=2, intermediate_size=16, hidden_act="silu",
+                             _experts_implementation="gbmoe")
+    quantised = moe.use_experts_implementation(type("FP8Experts", (finegrained_fp8.FP8Experts,), {}),
+                                               experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS)
+    ids_TK, weights_TK = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    with pytest.raises(TypeError, match=r"FP8Experts.gate_up_proj: expected a plain tensor of bfloat16.*float8_e4m3fn"):
+        quantised(config, block_size=(16, 16))(torch.zeros(3, 16), ids_TK, weights_TK)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("gate_up_proj", torch.zeros(5, 40, 24, dtype=torch.uint8)),
+    ("down_proj", torch.zeros(5, 24, 20, dtype=torch.int8)),
+    # A wrapper that says bfloat16, as quantised tensors of torchao do.
+    ("down_proj", torch.nested.nested_tensor([torch.zeros(24, 40)] * 5, dtype=torch.bfloat16, layout=torch.jagged)),
+], ids=["uint8", "int8", "wrapper"])
+def test_parameters_that_are_not_plain_numbers_are_refused_by_name(name, value):
+    experts, tensors = make_experts(torch.bfloat16, "cpu"), inputs(torch.bfloat16, "cpu")
+    experts.config._experts_implementation = "gbmoe"
+    delattr(experts, name)
+    setattr(experts, name, value)
+    with pytest.raises(TypeError, match=f'"gbmoe": Experts.{name}: expected a plain tensor of .*choose another'):
+        experts(*tensors)
+
+
+def test_wrong_arguments_are_named():
+    experts, (x_TH, ids_TK, weights_TK) = make_experts(torch.float32, "cpu"), inputs(torch.float32, "cpu")
+    experts.config._experts_implementation = "gbmoe"
+    with pytest.raises(TypeError, match="expected the dtype of a, torch.float64, got torch.float32"):
+        experts(x_TH.double(), ids_TK, weights_TK)
+    with pytest.raises(ValueError, match="weights: expected shape"):
+        experts(x_TH, ids_TK, torch.rand(x_TH.size(0), 5))
+    with pytest.raises(TypeError, match="experts: expected dtype int32, int64"):
+        experts(x_TH, ids_TK.float(), weights_TK)
+
+
+def test_without_transformers_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(ImportError, match="transformers 5.8 or newer: pip install"):
+        adapter.register()
+
+
+def test_import_alone_changes_nothing():
+    probe = ("import sys, gbmoe.compat.transformers; assert 'transformers' not in sys.modules\n"
+             "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as table; assert 'gbmoe' not in table")
+    subprocess.run([sys.executable, "-c", probe], check=True)
