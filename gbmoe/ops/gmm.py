@@ -42,19 +42,23 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         >>> gmm(a, b, torch.tensor([3, 2])).shape
         torch.Size([5, 4])
     """
+    _check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    problem = replace(Problem.of(a, b, batch_sizes.numel(), trans_a, trans_b), dtype=computed_dtype(a))
+    if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
+        batch_sizes = batch_sizes.to("cpu", torch.int64)
+    return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
+
+
+def _check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+    """Raise unless these are tensors that gmm takes; dtypes and inner dimensions that do not meet are the operator's to find."""
     require_tensor(a, "gmm", "a", rank=2, dtypes=FLOATING)
     require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=FLOATING, device=a.device)
     require_tensor(batch_sizes, "gmm", "batch_sizes", rank=1, dtypes=(torch.int32, torch.int64))
     require(batch_sizes.device.type == "cpu" or batch_sizes.device == a.device, "gmm", "batch_sizes",
-            f"device cpu or {a.device}", batch_sizes.device)
+            lambda: f"device cpu or {a.device}", batch_sizes.device)
     require(not (trans_a and trans_b), "gmm", "trans_a, trans_b", "at most one of them", "both")
-    groups = batch_sizes.numel()
     if not trans_a:
-        require(b.size(0) == groups, "gmm", "batch_sizes", f"b.size(0) == {b.size(0)} entries", groups)
-    problem = replace(Problem.of(a, b, groups, trans_a, trans_b), dtype=computed_dtype(a))
-    if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
-        batch_sizes = batch_sizes.to("cpu", torch.int64)
-    return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
+        require(b.size(0) == batch_sizes.numel(), "gmm", "batch_sizes", lambda: f"b.size(0) == {b.size(0)} entries", batch_sizes.numel())
 
 
 def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -69,7 +73,7 @@ def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
         low = int(batch_sizes.min()) if batch_sizes.numel() else 0
         require(low >= 0, "gmm", "batch_sizes", "no negative entry", low)
         total = int(batch_sizes.sum())
-        require(total == rows, "gmm", "batch_sizes", f"sum(batch_sizes) == a.size(0) == {rows}", total)
+        require(total == rows, "gmm", "batch_sizes", lambda: f"sum(batch_sizes) == a.size(0) == {rows}", total)
     elif batch_sizes.device.type != "meta":
         torch._assert_async((batch_sizes >= 0).all() & (batch_sizes.sum() == rows),
                             f"gmm: batch_sizes: expected no negative entry and sum(batch_sizes) == a.size(0) == {rows}")
@@ -77,12 +81,12 @@ def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
 
 def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
     # Inside the operator, behind the autocast rule: only here are the dtypes the ones that meet.
-    require(a.dtype == b.dtype, "gmm", "b", f"the dtype of a, {a.dtype}", b.dtype, TypeError)
+    require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     if trans_a:
-        require(a.size(0) == b.size(0), "gmm", "b", f"b.size(0) == a.size(0) == {a.size(0)}", b.size(0))
+        require(a.size(0) == b.size(0), "gmm", "b", lambda: f"b.size(0) == a.size(0) == {a.size(0)}", b.size(0))
     else:
         inner = 2 if trans_b else 1
-        require(b.size(inner) == a.size(1), "gmm", "b", f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
+        require(b.size(inner) == a.size(1), "gmm", "b", lambda: f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
 
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
@@ -91,7 +95,7 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
 
     Rows behind the last group are neither read nor written. See Engine.gmm for out and accumulate.
     """
-    require(a.dtype == b.dtype, "gmm", "b", f"the dtype of a, {a.dtype}", b.dtype, TypeError)
+    require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     # A transposed view of a stack of matrices is the other layout, not a copy.
     if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
         b, trans_b = b.transpose(1, 2), not trans_b

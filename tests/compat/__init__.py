@@ -1,5 +1,12 @@
-"""Tests of the adapters, and what all of them check: maps that the CUDA kernels may trust."""
+"""Tests of the adapters, and what several of them need: maps that the CUDA kernels may trust, fresh processes."""
 
+import importlib.util
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
 import torch
 
 
@@ -25,3 +32,21 @@ def checked(operator):
             assert_maps_agree(row_of_slot_TK, slot_of_row_P, columns_TK, counts_T)
         return operator(rows, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, *rest)
     return call
+
+
+def in_a_fresh_process(code, hidden=()):
+    """What `code` leaves in the dict `seen`, run where none of the modules `hidden` can be imported."""
+    prologue = f"import json, sys\nsys.modules.update(dict.fromkeys({tuple(hidden)!r}))\nseen = {{}}\n"
+    code = prologue + textwrap.dedent(code) + "\nprint(json.dumps(seen))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+MEGABLOCKS_NEEDS_A_GPU = importlib.util.find_spec("triton") is not None
+
+
+def skip_where_megablocks_needs_a_gpu(device):
+    """For tests that call MegaBlocks' own gathers and scatters: where Triton is installed they are written in it."""
+    if MEGABLOCKS_NEEDS_A_GPU and torch.device(device).type == "cpu":
+        pytest.skip("MegaBlocks' Triton kernels do not run on a CPU, and stand-ins are for where there is no Triton")

@@ -1,1 +1,63 @@
-"""MegaBlocks: its ops on gbmoe's operators (gbmoe.compat.megablocks.ops). MegaBlocks itself need not be installed."""
+"""MegaBlocks: mlp_impl='gbmoe' in the package itself (register), and its ops on gbmoe's operators (.ops).
+
+    import gbmoe.compat.megablocks
+    gbmoe.compat.megablocks.register()          # before the first import of megablocks
+
+    from megablocks.layers.arguments import Arguments
+    from megablocks.layers.dmoe import dMoE
+    layer = dMoE(Arguments(mlp_impl="gbmoe"))   # everything else as before
+
+scripts/install_megablocks.sh installs MegaBlocks beside any torch. For `ops` it need not be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+from gbmoe.compat import grouped_gemm
+
+__all__ = ["register"]
+
+_NEEDED = {"megablocks": "megablocks", "stanford-stk": "stk", "numpy": "numpy", "packaging": "packaging"}
+
+
+def register() -> None:
+    """Make megablocks.layers.arguments.Arguments(mlp_impl='gbmoe') work, with mlp_type 'mlp' and 'glu'. Idempotent.
+
+    MegaBlocks 0.10 stays as it is installed; in this process it gets
+
+    - experts for 'gbmoe' in its registry, and a branch to them in ParallelDroplessMLP: one plan and gbmoe.expert_mlp
+      in place of its sort, gathers, products and scatters, under expert parallelism, too. Its router, losses, bias,
+      shared expert, and the names, shapes and initial values of its parameters remain its own;
+    - what it imports and does not find: `megablocks_ops`, its CUDA extension; `grouped_gemm` (see
+      gbmoe.compat.grouped_gemm.register); and without Triton the modules that need it. All of its layers then run on a
+      CPU, apart from mlp_impl='sparse';
+    - "cpu" as the default of `Arguments.device` where there is no CUDA device, instead of an error.
+
+    So that those are found, call it before the first import of megablocks, in every process (spawned ones, too). Where
+    MegaBlocks' own extension, grouped_gemm and Triton are installed, the order does not matter.
+
+    Raises:
+        ModuleNotFoundError: where MegaBlocks, or something it needs, is not installed.
+    """
+    for package, module in _NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(
+                f"gbmoe.compat.megablocks.register: expected the package {package}, found no module {module!r};"
+                " scripts/install_megablocks.sh of gbmoe installs MegaBlocks and what it needs, beside any torch",
+                name=module)
+    grouped_gemm.register()
+    try:
+        import megablocks_ops  # noqa: F401
+    except ImportError:  # not there, or built for another torch
+        _stand_in("megablocks_ops", "extension")
+    if importlib.util.find_spec("triton") is None:
+        _stand_in("megablocks.backend.kernels", "kernels")
+        _stand_in("stk.backend.triton_kernels", "stk_kernels")
+    importlib.import_module("gbmoe.compat.megablocks.layers").install()
+
+
+def _stand_in(name: str, module: str) -> None:
+    sys.modules[name] = importlib.import_module(f"gbmoe.compat.megablocks.{module}")

@@ -28,7 +28,7 @@ _BITS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
 _INTEGERS = tuple(_BITS)
 
 
-# ---------------------------------------------------------------------------------------------------------------- permute
+# -------------------------------------------------------------------------------------------------------------- permute
 
 
 def gather(
@@ -202,7 +202,7 @@ def _maps(indices_R, row_R, routed_R, top_k, rows):
     return row_of_slot_R.view(slot_R.numel() // top_k, top_k).int(), slot_of_row[:rows].int()
 
 
-# ---------------------------------------------------------------------------------------------- sort, count, sum, replicate
+# ------------------------------------------------------------------------------------------ sort, count, sum, replicate
 
 
 def sort(x: torch.Tensor, end_bit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,11 +276,16 @@ class _Replicate(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_BN):
         bins_E, = ctx.saved_tensors
-        offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).clamp(max=grad_BN.size(1))
-        # unsafe: no check of the offsets, which would wait for the device.
-        sums_EB = torch.segment_reduce(grad_BN.t().to(accumulate_dtype(grad_BN.dtype)).contiguous(), "sum", offsets=offsets_E1,
-                                       unsafe=True, initial=0)
-        return sums_EB.t().to(grad_BN.dtype), None, None
+        return sum_bins(grad_BN, bins_E), None, None
+
+
+def sum_bins(grad_BN: torch.Tensor, bins_E: torch.Tensor) -> torch.Tensor:
+    """Sums of each bin's columns, [B,N] to [B,E]: replicate's gradient. In order, in float32, rounded once."""
+    offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).long().clamp(max=grad_BN.size(1))
+    # unsafe: no check of the offsets, which would wait for the device.
+    grad_NB = grad_BN.t().to(accumulate_dtype(grad_BN.dtype)).contiguous()
+    sums_EB = torch.segment_reduce(grad_NB, "sum", offsets=offsets_E1, unsafe=True, initial=0)
+    return sums_EB.t().to(grad_BN.dtype)
 
 
 def replicate(x: torch.Tensor, bins: torch.Tensor, num_outputs: int) -> torch.Tensor:

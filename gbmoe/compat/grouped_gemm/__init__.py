@@ -1,0 +1,32 @@
+"""grouped_gemm by name and signature, on gbmoe's operators: any floating dtype, CPU and CUDA, batch_sizes on either.
+
+`ops` and `backend` mirror grouped_gemm 0.3 (github.com/tgale96/grouped_gemm), and `ops` also has the permute and
+unpermute of NVIDIA's nv-grouped-gemm. register() puts this package where `import grouped_gemm` looks, for code that
+names it so: MegaBlocks' mlp_impl='grouped', OLMo-core, Nanotron, Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from gbmoe.compat.grouped_gemm import backend, ops
+
+__all__ = ["backend", "ops", "register"]
+
+
+def register(*, force: bool = False) -> None:
+    """Make `import grouped_gemm` find this package where the real one is not installed. Idempotent.
+
+    Call it before the code that imports grouped_gemm: most callers look once, when they are imported.
+
+    Args:
+        force: take the real package's place, too. Modules that have imported it already keep it.
+
+    Example:
+        >>> register()
+        >>> from grouped_gemm import ops
+    """
+    if force or importlib.util.find_spec("grouped_gemm") is None:
+        sys.modules["grouped_gemm"] = sys.modules[__name__]
+        sys.modules.update({"grouped_gemm.ops": ops, "grouped_gemm.backend": backend})

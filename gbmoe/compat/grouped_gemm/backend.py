@@ -1,0 +1,37 @@
+"""grouped_gemm.backend: the product without autograd, into memory of the caller's where that is wanted."""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe._checks import require, require_tensor
+from gbmoe.engines.base import result_shape
+from gbmoe.ops.gmm import _check_arguments, _check_operands, _check_sizes, product
+
+
+def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+        c: torch.Tensor | None = None) -> torch.Tensor:
+    """The product of gbmoe.gmm, written to `c` where that is given. Mirrors grouped_gemm.backend.gmm.
+
+    Neither differentiable nor cast by autocast: callers are autograd functions that see to both.
+
+    Args:
+        a, b, batch_sizes, trans_a, trans_b: as in gbmoe.gmm.
+        c: contiguous, in the result's shape and a's dtype, on a's device; overwritten and returned.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+    """
+    _check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    _check_operands(a, b, trans_a, trans_b)
+    _check_sizes(batch_sizes, a.size(0))
+    if c is not None:
+        shape = result_shape(a, b, batch_sizes.numel(), trans_a, trans_b)
+        require_tensor(c, "gmm", "c", dtypes=(a.dtype,), device=a.device)
+        require(tuple(c.shape) == shape, "gmm", "c", lambda: f"shape {list(shape)}", list(c.shape))
+        require(c.is_contiguous(), "gmm", "c", "a contiguous tensor", f"strides {c.stride()}")
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        # Engines may store 16 bytes at a time: a view that starts between them gets a copy.
+        direct = c is not None and c.data_ptr() % 16 == 0
+        result = product(a, b, batch_sizes, trans_a, trans_b, engine="auto", out=c if direct else None)
+        return result if c is None or direct else c.copy_(result)

@@ -1,0 +1,100 @@
+"""What register() adds to MegaBlocks: experts for mlp_impl='gbmoe', and the way to them past its permutations.
+
+Importing this imports MegaBlocks; install() changes it.
+
+Shape suffixes: T tokens, K slots a token, R expert-major rows, E experts and F ffn hidden on this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+from megablocks import grouped_gemm_util
+from megablocks.layers import arguments, dmlp_registry, dmoe, glu, mlp, mpu
+
+from gbmoe.layers.mlp import _local
+from gbmoe.layers.parallel import parallel_experts
+from gbmoe.ops import expert_mlp
+from gbmoe.routing import RoutingPlan
+
+
+class _FusedExperts:
+    """The computation, in front of a MegaBlocks class that has the parameters, their initialisation and scale_grad."""
+
+    def forward(
+        self, x: torch.Tensor, plan: RoutingPlan | torch.Tensor, weights_TK: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T,H], a plan and the router's weights -> [T,H]; or, as MegaBlocks calls the classes of its registry,
+        expert-major rows [R,H] and tokens_per_expert, int [E] on the host or the device, -> [R,H]."""
+        if not isinstance(plan, RoutingPlan):
+            plan = _plan_of_sorted_rows(x.size(0), plan.to(x.device, non_blocking=True))
+        w1_EFH, w2_EFH, v1_EFH = (self._weight_EFH(name) for name in ("w1", "w2", "v1"))
+        return expert_mlp(x, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
+                          recompute_activation=self.args.memory_optimized_mlp)
+
+    def _weight_EFH(self, name):
+        weight = getattr(self, name, None)
+        if weight is None:
+            return None
+        shape = (mpu.experts_per_rank(self.args), mpu.features_per_rank(self.args), self.args.hidden_size)
+        return _local(self.scale_grad(weight)).view(shape)
+
+
+class FusedMLP(_FusedExperts, mlp.SparseMLP):
+    """mlp_impl='gbmoe' with mlp_type='mlp'."""
+
+
+class FusedGLU(_FusedExperts, glu.SparseGLU):
+    """mlp_impl='gbmoe' with mlp_type='glu'."""
+
+
+def _plan_of_sorted_rows(rows: int, counts_E: torch.Tensor) -> RoutingPlan:
+    # Rows behind the last expert get the id E, which names none.
+    expert_R = torch.searchsorted(counts_E.cumsum(0), torch.arange(rows, device=counts_E.device), right=True)
+    return RoutingPlan.from_experts(expert_R, counts_E.numel(), check="none")
+
+
+def _forward_once(self, x, expert_weights, top_experts):
+    plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")
+    return self.mlp(x.reshape(-1, x.size(-1)), plan, expert_weights), plan.counts_E
+
+
+def _parallel_forward_once(self, x, expert_weights, top_experts):
+    return parallel_experts(self.mlp, x.reshape(-1, x.size(-1)), top_experts, expert_weights, self.args)
+
+
+def _branch(method_name, fused):
+    """Make ParallelDroplessMLP's method `fused` where args.mlp_impl is 'gbmoe', and leave it what it is elsewhere."""
+    original = getattr(dmoe.ParallelDroplessMLP, method_name)
+
+    @functools.wraps(original)
+    def method(self, x, expert_weights, top_experts):
+        chosen = fused if self.args.mlp_impl == "gbmoe" else original
+        return chosen(self, x, expert_weights, top_experts)
+
+    setattr(dmoe.ParallelDroplessMLP, method_name, method)
+
+
+def install() -> None:
+    """Add 'gbmoe' to MegaBlocks' registry and the branches to it. Idempotent."""
+    if not grouped_gemm_util.grouped_gemm_is_available():  # imported before there was one
+        importlib.reload(grouped_gemm_util)
+    if "gbmoe" in dmlp_registry._REGISTRY["mlp"]:
+        return
+    dmlp_registry._REGISTRY["mlp"]["gbmoe"] = FusedMLP
+    dmlp_registry._REGISTRY["glu"]["gbmoe"] = FusedGLU
+    _branch("forward_once", _forward_once)
+    _branch("parallel_forward_once", _parallel_forward_once)
+
+    make_arguments = arguments.Arguments.__init__
+
+    @functools.wraps(make_arguments)
+    def __init__(self, *args, **kwargs):
+        # Its default, torch.cuda.current_device(), raises where there is no CUDA.
+        if not torch.cuda.is_available():
+            kwargs.setdefault("device", "cpu")
+        make_arguments(self, *args, **kwargs)
+
+    arguments.Arguments.__init__ = __init__
