@@ -11,16 +11,14 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "activations.cuh"
 #include "common.cuh"
 #include "ops.h"
 
 namespace gbmoe {
 namespace {
 
-constexpr int kThreads = 256;
-
-// The order is that of ACTIVATIONS in gbmoe/reference.py.
-enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity };
+constexpr int kThreads = 256, kRowsABlock = kThreads / 32;
 
 template <typename A> struct ValueAndSlope { A value, slope; };
 
@@ -66,16 +64,19 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(
   }
 }
 
-// One block a row: the row's dot product is reduced inside it, in a fixed order.
+// One warp a row: the row's dot product is reduced inside it, in a fixed order, and short rows leave no thread idle.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
-    Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int vectors, int activation) {
+    Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int64_t rows, int vectors, int activation) {
   using A = accumulate_t<T>;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * vectors;
-  const int slot = slot_of_row[blockIdx.x];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsABlock + threadIdx.x / 32;
+  if (row >= rows) return;
+  const int lane = threadIdx.x % 32;
+  const int64_t first = row * vectors;
+  const int slot = slot_of_row[row];
   if (slot < 0) {
-    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+    for (int v = lane; v < vectors; v += 32) {
       a_PF[first + v] = Vector<T, N>{};
       d_PF[first + v] = Vector<T, N>{};
       if (g_PF) dg_PF[first + v] = Vector<T, N>{};
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   }
   const A weight = weights.data ? weights.read(slot) : 1.0;
   A dot = 0;
-  for (int v = threadIdx.x; v < vectors; v += kThreads) {
+  for (int v = lane; v < vectors; v += 32) {
     const Vector<T, N> hv = h_PF[first + v], dv = d_PF[first + v];
     Vector<T, N> gv{}, a, dh, dg;
     if (g_PF) gv = g_PF[first + v];
@@ -102,15 +103,8 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     if (g_PF) dg_PF[first + v] = dg;
   }
   if (!grad_weights.data) return;
-  __shared__ A warp_sums[kThreads / 32];
-  for (int lane = 16; lane > 0; lane /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, lane);
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = dot;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    A sum = 0;
-    for (int w = 0; w < kThreads / 32; ++w) sum += warp_sums[w];
-    grad_weights.write(slot, sum);
-  }
+  for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
+  if (lane == 0) grad_weights.write(slot, dot);
 }
 
 template <typename T> bool vectors_fit(int64_t columns, std::initializer_list<const Tensor*> tensors) {
@@ -153,10 +147,11 @@ void activate_backward(
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
-      activate_backward_kernel<T, N><<<static_cast<unsigned>(h.size(0)), kThreads, 0, current_stream(h)>>>(
+      activate_backward_kernel<T, N><<<static_cast<unsigned>(ceil_div(h.size(0), kRowsABlock)), kThreads, 0, current_stream(h)>>>(
           vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&d),
           static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a),
-          vectors_of<T, N>(gate_grad), scalars(grad_weights), static_cast<int>(h.size(1) / N), static_cast<int>(activation));
+          vectors_of<T, N>(gate_grad), scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N),
+          static_cast<int>(activation));
     };
     if (vectors_fit<T>(h.size(1), {&h, gate, &d, &a, gate_grad})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());

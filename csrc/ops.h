@@ -25,6 +25,14 @@ void zero_empty_groups(Tensor sizes, Tensor out);
 // ids int32 or int64 [T,K]; returns row_of_slot, slot_of_row, counts, offsets, expert_of_tile
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows);
 
+// mask [T,E] of any integer type or bool, int64 pad_offsets [E], counts_by_chunk int32 [chunks,E] to work in, row_map int32
+// [T,2E+1]; with row_of_slot [T,E] and slot_of_row [P], both or neither, also what map_slots makes of the map
+void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_by_chunk, Tensor row_map,
+                  std::optional<Tensor> row_of_slot, std::optional<Tensor> slot_of_row);
+// row, column and count may be views with a row stride; of row_of_slot the entries in use are written
+void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
+               std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
+
 // route.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
 void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
@@ -49,5 +57,14 @@ void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out)
 void activate_backward(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
     Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights);
+
+// hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device
+bool hopper_built();
+void hopper_rows(
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, Tensor out);
+void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out);
+void hopper_up(
+    Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation, Tensor a, std::optional<Tensor> h,
+    std::optional<Tensor> g);
 
 }  // namespace gbmoe

@@ -307,7 +307,8 @@ __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
       if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][j] = dot[j];
     }
     __syncthreads();
-    if (lane < S && first + lane < in_use) {
+    // A ragged map's slot without a row may have a column that is none; its gradient is zero beforehand.
+    if (lane < S && first + lane < in_use && (!slots.column || slots.row_of(token, first + lane) >= 0)) {
       const int first_warp = threadIdx.x / shape.group * (shape.group / 32);
       A sum = 0;
       for (int w = 0; w < shape.group / 32; ++w) sum += warp_sums[first_warp + w][lane];

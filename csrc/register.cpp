@@ -13,6 +13,10 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(b!) out) -> ()");
   m.def("zero_empty_groups(Tensor sizes, Tensor(a!) out) -> ()");
   m.def("routing_plan(Tensor ids, int num_experts, int align, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("mask_row_map(Tensor mask, Tensor? pad_offsets, Tensor(a!) counts_by_chunk, Tensor(b!) row_map, Tensor(c!)? row_of_slot,"
+        " Tensor(d!)? slot_of_row) -> ()");
+  m.def("map_slots(Tensor row, Tensor? column, Tensor? count, Tensor? pad_offsets, Tensor? probs, Tensor(a!) row_of_slot,"
+        " Tensor(b!) slot_of_row) -> ()");
   m.def("route(Tensor logits, float p, Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
   m.def("route_backward(Tensor scores, Tensor ids, Tensor? grad_scores, Tensor? grad_weights, Tensor? grad_logsumexp, float p,"
         " Tensor(a!) grad) -> ()");
@@ -24,6 +28,15 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("activate(Tensor h, Tensor? g, int activation, Tensor(a!) out) -> ()");
   m.def("activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
+  m.def("hopper_built() -> bool");
+  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!) out) -> ()");
+  m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");
+  m.def("hopper_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g)"
+        " -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
+  m.impl("hopper_built", TORCH_BOX(&gbmoe::hopper_built));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
@@ -31,6 +44,8 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("cublas_grouped", TORCH_BOX(&gbmoe::cublas_grouped));
   m.impl("zero_empty_groups", TORCH_BOX(&gbmoe::zero_empty_groups));
   m.impl("routing_plan", TORCH_BOX(&gbmoe::routing_plan));
+  m.impl("mask_row_map", TORCH_BOX(&gbmoe::mask_row_map));
+  m.impl("map_slots", TORCH_BOX(&gbmoe::map_slots));
   m.impl("route", TORCH_BOX(&gbmoe::route));
   m.impl("route_backward", TORCH_BOX(&gbmoe::route_backward));
   m.impl("padded_gather", TORCH_BOX(&gbmoe::padded_gather));
@@ -38,4 +53,7 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("padded_scatter_backward", TORCH_BOX(&gbmoe::padded_scatter_backward));
   m.impl("activate", TORCH_BOX(&gbmoe::activate));
   m.impl("activate_backward", TORCH_BOX(&gbmoe::activate_backward));
+  m.impl("hopper_rows", TORCH_BOX(&gbmoe::hopper_rows));
+  m.impl("hopper_weights", TORCH_BOX(&gbmoe::hopper_weights));
+  m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
 }

@@ -1,11 +1,15 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss,
 // from the logits in one launch; and the gradient of all of that in another.
 //
-// A group of G lanes (a power of two, at most a warp) owns one token and keeps its E logits in registers, N a lane in vectors
-// of V: lane l has the experts [(c * G + l) * V, ... + V) of every chunk c. Ties go to the lower expert; NaN ranks above every
-// number, as in torch.topk.
+// A group of G lanes, 8 or a whole warp, owns one token and keeps its E logits in registers, N a lane in vectors of V: lane l
+// has the experts [(c * G + l) * V, ... + V) of every chunk c. Ties go to the lower expert; NaN ranks above every number, as in
+// torch.topk.
+//
+// Groups of 8 lanes choose in K rounds of a maximum each. Warps sort: a lower bound of the K-th highest logit leaves few
+// candidates (about 10 of 1024 for K = 8, 43 for K = 32), and a bitonic network over the lanes puts them in order.
 
 #include <climits>
+#include <type_traits>
 
 #include "common.cuh"
 #include "ops.h"
@@ -13,47 +17,54 @@
 namespace gbmoe {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr unsigned kFull = 0xffffffffu;
 
-// A logit and its expert in one integer, so that the largest key is the highest logit and, among equals, the lowest expert;
-// NaN is highest, and 0, below -inf, stands for "taken". 32 bits hold the 16 of a half-precision logit beside the expert.
+// A number that grows with the logit; NaN has the highest, and -0 that of 0.
+__device__ __forceinline__ uint32_t order_of(float logit) {
+  const uint32_t bits = __float_as_uint(logit + 0.0f);
+  const uint32_t order = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  return logit != logit ? UINT_MAX : order;
+}
+__device__ __forceinline__ float logit_of(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
+}
+
+// A logit and its expert in one integer, so that the largest key is the highest logit and, among equals, the lowest expert; 0,
+// below -inf, stands for "none". 32 bits are enough for a half-precision logit, whose last bits as a float are zero.
 template <typename T> struct Keys {
   using Key = uint32_t;
-  static __device__ __forceinline__ Key make(float x, int expert) {
-    const T half = narrow<T>(x + 0.0f);  // -0 ranks as 0
-    const unsigned bits = *reinterpret_cast<const uint16_t*>(&half);
-    const unsigned order = x != x ? 0xffffu : bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
-    return order << 16 | (0xffffu - expert);
+  static constexpr uint32_t kExperts = 1023;  // the bits that hold 1023 - expert
+  // The order's bits above those, in a form that takes one operation less.
+  static __device__ __forceinline__ Key make(float logit, int expert) {
+    const uint32_t bits = logit != logit ? 0x7fffffffu & ~kExperts : __float_as_uint(logit + 0.0f);
+    const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
+    return bits ^ (sign & 0x7fffffffu & ~kExperts) ^ (0x80000000u | (kExperts ^ expert));
   }
-  static __device__ __forceinline__ int expert(Key key) { return 0xffffu - (key & 0xffffu); }
+  static __device__ __forceinline__ int expert(Key key) { return kExperts ^ (key & kExperts); }
   static __device__ __forceinline__ float logit(Key key) {
-    const unsigned order = key >> 16;
-    const uint16_t bits = order & 0x8000u ? order & 0x7fffu : ~order;
-    return order == 0xffffu ? NAN : widen(*reinterpret_cast<const T*>(&bits));
+    return logit_of(key & 0x80000000u ? key & ~kExperts : key | kExperts);
   }
 };
 template <> struct Keys<float> {
   using Key = uint64_t;
-  static __device__ __forceinline__ Key make(float x, int expert) {
-    const unsigned bits = __float_as_uint(x + 0.0f);
-    const unsigned order = x != x ? UINT_MAX : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<uint64_t>(order) << 32 | (UINT_MAX - expert);
+  static __device__ __forceinline__ Key make(float logit, int expert) {
+    return static_cast<uint64_t>(order_of(logit)) << 32 | (UINT_MAX - expert);
   }
   static __device__ __forceinline__ int expert(Key key) { return UINT_MAX - static_cast<unsigned>(key); }
-  static __device__ __forceinline__ float logit(Key key) {
-    const unsigned order = key >> 32;
-    return order == UINT_MAX ? NAN : __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
-  }
+  static __device__ __forceinline__ float logit(Key key) { return logit_of(key >> 32); }
 };
 
 template <int G> __device__ __forceinline__ uint32_t group_max(uint32_t x) {
 #if __CUDA_ARCH__ >= 800
-  if (G == 32) return __reduce_max_sync(kFull, x);
+  if constexpr (G == 32) return __reduce_max_sync(kFull, x);
+  else
 #endif
+  {
 #pragma unroll
-  for (int step = G / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(kFull, x, step));
-  return x;
+    for (int step = G / 2; step > 0; step /= 2) x = max(x, __shfl_xor_sync(kFull, x, step));
+    return x;
+  }
 }
 template <int G> __device__ __forceinline__ uint64_t group_max(uint64_t x) {
   const uint32_t high = group_max<G>(static_cast<uint32_t>(x >> 32));
@@ -66,7 +77,71 @@ template <int G> __device__ __forceinline__ float group_sum(float x) {
   return x;
 }
 __device__ __forceinline__ float power(float x, float p) { return p == 1.0f ? x : p == 2.0f ? x * x : powf(x, p); }
-__device__ __forceinline__ float root(float x, float p) { return p == 1.0f ? x : p == 2.0f ? sqrtf(x) : powf(x, 1.0f / p); }
+__device__ __forceinline__ float root(float x, float p) {
+  if (p == 1.0f) return x;
+  if (p == 2.0f) return sqrtf(x);
+  const float y = powf(x, 1.0f / p);  // off by the rounding of 1 / p times log(x); one step of Newton's takes that away
+  return y + y * (x / powf(y, p) - 1.0f) / p;
+}
+
+// e to the power of a logit less the highest, for results of type S: half precision does not see the error of the fast
+// instruction (two units in the last place of a float, and 0 instead of a subnormal).
+template <typename S> class Exponential {
+ public:
+  // Logits whose product with log2(e) overflows are so far apart that any rate tells whether they are equal.
+  __device__ __forceinline__ explicit Exponential(float highest)
+      : highest_(highest), rate_(fabsf(highest) > 1e38f ? 0.5f : 1.44269504f) {}
+
+  __device__ __forceinline__ float operator()(float logit) const {
+    if constexpr (sizeof(S) > 2) return expf(logit - highest_);
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(logit, rate_, -highest_ * rate_)));
+    return result;
+  }
+
+ private:
+  float highest_, rate_;
+};
+template <typename S> __device__ __forceinline__ float logarithm(float x) { return sizeof(S) > 2 ? logf(x) : __logf(x); }
+
+// 1 / x for x >= 1, without the branch that other numbers would need.
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return fmaf(fmaf(-x, result, 1.0f), result, result);
+}
+
+// ------------------------------------------------------------------------------------ bitonic networks over a warp's lanes
+
+// Two 16-bit numbers, each sorted by itself.
+struct Pair { uint32_t bits; };
+
+template <typename X> __device__ __forceinline__ X higher(X a, X b) { return max(a, b); }
+template <typename X> __device__ __forceinline__ X lower(X a, X b) { return min(a, b); }
+template <> __device__ __forceinline__ Pair higher(Pair a, Pair b) { return {__vmaxu2(a.bits, b.bits)}; }
+template <> __device__ __forceinline__ Pair lower(Pair a, Pair b) { return {__vminu2(a.bits, b.bits)}; }
+template <typename X> __device__ __forceinline__ X across(X x, int step) { return __shfl_xor_sync(kFull, x, step); }
+template <> __device__ __forceinline__ Pair across(Pair x, int step) { return {__shfl_xor_sync(kFull, x.bits, step)}; }
+
+// The lanes whose number lacks `bit`, which may lie beyond the five that lanes have.
+__device__ __forceinline__ constexpr unsigned lanes_without(int bit) { return bit < 32 ? kFull / ((1u << bit) + 1) : kFull; }
+
+// Sorts runs of `run` lanes that hold bitonic sequences: descending where the lane lacks the bit `run`, else ascending; the
+// other way round with kAscending.
+template <bool kAscending, typename X> __device__ __forceinline__ void merge_runs(X& x, int run, unsigned lane_bit) {
+#pragma unroll
+  for (int step = run / 2; step > 0; step /= 2) {
+    const X other = across(x, step);
+    const bool takes_lower = ((lane_bit & (lanes_without(step) ^ lanes_without(run))) != 0) != kAscending;
+    x = takes_lower ? lower(x, other) : higher(x, other);
+  }
+}
+template <bool kAscending, typename X> __device__ __forceinline__ void sort_lanes(X& x, unsigned lane_bit) {
+#pragma unroll
+  for (int run = 2; run <= 32; run *= 2) merge_runs<kAscending>(x, run, lane_bit);
+}
+
+// --------------------------------------------------------------------------------------------------------------------- rows
 
 struct Rows {
   int64_t tokens;
@@ -74,141 +149,300 @@ struct Rows {
   float p;  // of the norm the weights are divided by; 0 for none
 };
 
-// One token's E values, as the lane that calls sees them. Vectors are used where a row is whole vectors (kWhole: E == G * N).
-template <typename T, int G, int N, int V, bool kWhole> struct Row {
-  static __device__ __forceinline__ int expert(int i, int lane) { return (i / V * G + lane) * V + i % V; }
+// A register of logits: two half-precision numbers or one float.
+template <typename T> struct Word {
+  using Numbers = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  static constexpr int kNumbers = 2;
 
-  static __device__ __forceinline__ void load(const T* row, int experts, int lane, float fill, float (&value)[N]) {
-    if constexpr (kWhole) {
+  static __device__ __forceinline__ Numbers numbers(uint32_t word) { return reinterpret_cast<const Numbers&>(word); }
+  static __device__ __forceinline__ uint32_t make(T low, T high) {
+    const Vector<T, 2> both{low, high};
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+  static __device__ __forceinline__ float get(uint32_t word, int i) {
+    if constexpr (std::is_same_v<T, __half>) return i ? __high2float(numbers(word)) : __low2float(numbers(word));
+    else return __uint_as_float(i ? word & 0xffff0000u : word << 16);
+  }
+  // NaN where one of both is NaN.
+  static __device__ __forceinline__ uint32_t higher(uint32_t a, uint32_t b) {
+    const Numbers result = __hmax2_nan(numbers(a), numbers(b));
+    return reinterpret_cast<const uint32_t&>(result);
+  }
+  static __device__ __forceinline__ uint32_t same(T x) { return make(x, x); }
+  static __device__ __forceinline__ uint32_t floor(float x) {
+    if constexpr (std::is_same_v<T, __half>) return same(__float2half_rd(x));
+    else return same(__float2bfloat16_rd(x));
+  }
+  // Ones where a number is not below the bound, which NaN is not, nor any number where the bound is NaN.
+  static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
+    return __hgeu2_mask(numbers(word), numbers(bound));
+  }
+};
+template <> struct Word<float> {
+  static constexpr int kNumbers = 1;
+  static __device__ __forceinline__ float get(uint32_t word, int) { return __uint_as_float(word); }
+  static __device__ __forceinline__ uint32_t higher(uint32_t a, uint32_t b) {
+    const float x = get(a, 0), y = get(b, 0);
+#if __CUDA_ARCH__ >= 800
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+    return __float_as_uint(result);
+#else
+    return x > y || x != x ? a : b;
+#endif
+  }
+  static __device__ __forceinline__ uint32_t same(float x) { return __float_as_uint(x); }
+  static __device__ __forceinline__ uint32_t floor(float x) { return __float_as_uint(x); }
+  static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
+    return get(word, 0) < get(bound, 0) ? 0u : kFull;
+  }
+};
+
+// One token's E numbers, as the lane that calls sees its N of them. V > 1 divides E.
+template <typename T, int G, int N, int V> struct Row {
+  static constexpr int kNumbers = Word<T>::kNumbers, kWords = N / kNumbers;
+  using Words = Vector<uint32_t, (V > kNumbers ? V : kNumbers) / kNumbers>;
+
+  static __device__ __forceinline__ int expert(unsigned i, int lane) { return (i / V * G + lane) * V + i % V; }
+  static __device__ __forceinline__ int lane_of(int expert) { return expert / V % G; }
+  static __device__ __forceinline__ int index_of(int expert) { return expert / (G * V) * V + expert % V; }
+
+  // `fill` stands for what lies beyond the last expert.
+  static __device__ __forceinline__ void load(const T* row, int experts, int lane, float fill, uint32_t (&word)[kWords]) {
+    if constexpr (V < kNumbers) {
 #pragma unroll
-      for (int c = 0; c < N / V; ++c) {
-        const Vector<T, V> vector = reinterpret_cast<const Vector<T, V>*>(row)[c * G + lane];
+      for (int w = 0; w < kWords; ++w) {
+        T number[2];
 #pragma unroll
-        for (int i = 0; i < V; ++i) value[c * V + i] = static_cast<float>(widen(vector.element[i]));
+        for (int i = 0; i < 2; ++i) {
+          number[i] = expert(2 * w + i, lane) < experts ? row[expert(2 * w + i, lane)] : narrow<T>(fill);
+        }
+        word[w] = Word<T>::make(number[0], number[1]);
       }
     } else {
+      const Words* vector = reinterpret_cast<const Words*>(row) + lane;
+      Words loaded[N / V];
+      if (experts == G * N) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = expert(i, lane) < experts ? static_cast<float>(widen(row[expert(i, lane)])) : fill;
+        for (int c = 0; c < N / V; ++c) loaded[c] = vector[c * G];
+      } else {
+#pragma unroll
+        for (int c = 0; c < N / V; ++c) {
+#pragma unroll
+          for (int w = 0; w < V / kNumbers; ++w) loaded[c].element[w] = Word<T>::same(narrow<T>(fill));
+          if (expert(c * V, lane) < experts) loaded[c] = vector[c * G];
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) word[w] = loaded[w / (V / kNumbers)].element[w % (V / kNumbers)];
     }
   }
+  static __device__ __forceinline__ float get(const uint32_t (&word)[kWords], int i) {
+    return Word<T>::get(word[i / kNumbers], i % kNumbers);
+  }
   static __device__ __forceinline__ void store(T* row, int experts, int lane, const float (&value)[N]) {
-    if constexpr (kWhole) {
+    Vector<T, V> narrowed[N / V];
 #pragma unroll
-      for (int c = 0; c < N / V; ++c) {
-        Vector<T, V> vector;
+    for (int i = 0; i < N; ++i) narrowed[i / V].element[i % V] = narrow<T>(value[i]);
+    Vector<T, V>* vector = reinterpret_cast<Vector<T, V>*>(row) + lane;
+    if (experts == G * N) {
 #pragma unroll
-        for (int i = 0; i < V; ++i) vector.element[i] = narrow<T>(value[c * V + i]);
-        reinterpret_cast<Vector<T, V>*>(row)[c * G + lane] = vector;
-      }
+      for (int c = 0; c < N / V; ++c) vector[c * G] = narrowed[c];
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) if (expert(i, lane) < experts) row[expert(i, lane)] = narrow<T>(value[i]);
+      for (int c = 0; c < N / V; ++c) if (expert(c * V, lane) < experts) vector[c * G] = narrowed[c];
     }
   }
 };
 
-template <typename T, int N> constexpr int kVector = N < kVectorLength<T> ? N : kVectorLength<T>;
+constexpr int least(int a, int b, int c) { return a < b ? (a < c ? a : c) : (b < c ? b : c); }
 
-template <typename T, typename S, int G, int N, bool kWhole>
-__global__ void __launch_bounds__(kThreads) route_kernel(
+// One V for logits and scores keeps the experts of a lane the same.
+template <typename T, typename S, int N, bool kVectors>
+constexpr int kVector = kVectors ? least(N, kVectorLength<T>, kVectorLength<S>) : 1;
+
+// ---------------------------------------------------------------------------------------------------------------- selection
+
+// The K highest of a group's keys in K rounds, the j-th highest in lane j; K is at most G.
+template <typename Key, int G, int N>
+__device__ __forceinline__ Key choose_in_rounds(const Key (&key)[N], int slots, int lane) {
+  Key best = 0, chosen = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) best = higher(best, key[i]);
+  for (int j = 0; j < slots; ++j) {
+    const Key top = group_max<G>(best);
+    if (j == lane) chosen = top;
+    if (best == top) {
+      // The lane that had it looks for its next one, the nearest below. The distance of a key that is not below wraps around,
+      // to top or more.
+      Key nearest = top;
+#pragma unroll
+      for (int i = 0; i < N; ++i) nearest = lower(nearest, top - 1 - key[i]);
+      best = nearest < top ? top - 1 - nearest : 0;
+    }
+  }
+  return chosen;
+}
+
+// Sorts what enters, 32 keys at a time, into the 32 highest so far, one a lane. What enters waits in shared memory until it
+// fills the lanes.
+template <typename Key> struct Sorted {
+  Key* queue;  // [64] of this warp
+  int lane, slots;
+  unsigned lane_bit;
+  int waiting = 0;
+  Key kept = 0;    // descending over the lanes
+  Key lowest = 0;  // of the K highest kept: what is not above it cannot be chosen
+
+  __device__ __forceinline__ Sorted(Key* queue, int lane, int slots)
+      : queue(queue), lane(lane), slots(slots), lane_bit(1u << lane) {}
+
+  // One key of every lane, 0 for none; at most 31 wait.
+  __device__ __forceinline__ void enter(Key key) {
+    const unsigned entering = __ballot_sync(kFull, key > lowest);
+    if (key > lowest) queue[waiting + __popc(entering & (lane_bit - 1))] = key;
+    waiting += __popc(entering);
+    __syncwarp();
+  }
+  __device__ __forceinline__ void flush() {
+    Key key = lane < waiting ? queue[lane] : 0;
+    const Key next = queue[32 + lane];
+    sort_lanes<true>(key, lane_bit);
+    kept = higher(kept, key);  // descending against ascending: the higher ones of each pair are the 32 highest, and bitonic
+    merge_runs<false>(kept, 32, lane_bit);
+    lowest = __shfl_sync(kFull, kept, slots - 1);
+    queue[lane] = next;
+    waiting = max(waiting - 32, 0);
+    __syncwarp();
+  }
+};
+
+// A logit that K of a warp's are not below; NaN where that may be all of them. The K-th highest of the maxima of 64 disjoint
+// sets has that property, and so has the number next below it of 16 bits, two of which are sorted as one.
+__device__ __forceinline__ float lower_bound(const float (&best)[2], int slots, unsigned lane_bit) {
+  // With one half complemented, a descending sort leaves that half ascending, as a merge wants it.
+  Pair pair{order_of(best[0]) >> 16 | (~order_of(best[1]) & 0xffff0000u)};
+  sort_lanes<false>(pair, lane_bit);
+  uint32_t high = max(pair.bits & 0xffffu, ~pair.bits >> 16);
+  merge_runs<false>(high, 32, lane_bit);
+  return logit_of(__shfl_sync(kFull, high, slots - 1) << 16);
+}
+
+// Which of a lane's numbers may be among the K highest of the warp: a bit for each, of a pair bits w and 16 + w.
+template <typename T, int W> __device__ __forceinline__ unsigned find_candidates(
+    const uint32_t (&word)[W], const float (&best)[2], int slots, unsigned lane_bit) {
+  const uint32_t bound = Word<T>::floor(lower_bound(best, slots, lane_bit));
+  unsigned candidates = 0;
+#pragma unroll
+  for (int w = 0; w < W; ++w) {
+    candidates |= Word<T>::not_below(word[w], bound) & (Word<T>::kNumbers == 2 ? 0x10001u : 1u) << w;
+  }
+  return candidates;
+}
+
+// With 32 experts a lane the registers of four blocks an SM: fewer would not hide the latency of the networks.
+template <typename T, typename S, int G, int N, bool kVectors>
+__global__ void __launch_bounds__(kThreads, G == 32 && N == 32 ? 4 : 1) route_kernel(
     const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, int64_t* __restrict__ ids_TK,
     float* __restrict__ logsumexp_T, const Rows rows) {
-  // One V for logits and scores keeps the experts of a lane the same.
-  constexpr int V = kVector<T, N> < kVector<S, N> ? kVector<T, N> : kVector<S, N>;
-  using Map = Row<T, G, N, V, kWhole>;
+  constexpr int V = kVector<T, S, N, kVectors>, kNumbers = Word<T>::kNumbers;
+  constexpr bool kSort = G == 32;
+  using Map = Row<T, G, N, V>;
   using Key = typename Keys<T>::Key;
-  constexpr int kBlock = N < 8 ? N : 8, kBlocks = N / kBlock;  // a lane's logits in blocks whose best is remembered
   const int lane = threadIdx.x % G;
-  const int64_t token = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / G;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / G) + threadIdx.x / G;
   // Lanes of a warp stay together for the shuffles; those behind the last token read token 0 and write nothing.
   const bool live = token < rows.tokens;
   const int64_t first = (live ? token : 0) * rows.experts;
 
-  float value[N];
-  Map::load(logits_TE + first, rows.experts, lane, -INFINITY, value);
-  Key key[N], block_best[kBlocks], best = 0;
+  // What a lane has beyond the last expert is -inf of a higher expert than all: behind every one that can be chosen.
+  uint32_t word[Map::kWords];
+  Map::load(logits_TE + first, rows.experts, lane, -INFINITY, word);
+  constexpr int kSets = 2 / kNumbers;
+  uint32_t high[kSets];
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    block_best[b] = 0;
-#pragma unroll
-    for (int i = b * kBlock; i < (b + 1) * kBlock; ++i) {
-      const int expert = Map::expert(i, lane);
-      key[i] = kWhole || expert < rows.experts ? Keys<T>::make(value[i], expert) : 0;
-      block_best[b] = max(block_best[b], key[i]);
-    }
-    best = max(best, block_best[b]);
-  }
-  const float highest = Keys<T>::logit(group_max<G>(best));
-  float sum = 0;
+  for (int w = 0; w < Map::kWords; ++w) high[w % kSets] = w < kSets ? word[w] : Word<T>::higher(high[w % kSets], word[w]);
+  // Of the even ones and of the odd ones.
+  const float best[2] = {Word<T>::get(high[0], 0), Word<T>::get(high[kSets - 1], kNumbers - 1)};
+  const float highest = logit_of(group_max<G>(max(order_of(best[0]), order_of(best[1]))));
+  unsigned candidates = 0;
+  if constexpr (kSort) candidates = find_candidates<T>(word, best, rows.slots, 1u << lane);
+
+  const Exponential<S> exponential(highest);
+  float value[N], sum = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    value[i] = expf(value[i] - highest);
+    value[i] = exponential(Map::get(word, i));
     sum += value[i];
   }
   sum = group_sum<G>(sum);
-  const float inverse = 1.0f / sum;
+  const float inverse = reciprocal(sum);
 #pragma unroll
   for (int i = 0; i < N; ++i) value[i] *= inverse;
-  if (live) {
-    Row<S, G, N, V, kWhole>::store(scores_TE + first, rows.experts, lane, value);
-    if (lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logf(sum);
-  }
+  Row<S, G, N, V>::store(scores_TE + first, live ? rows.experts : 0, lane, value);
+  if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm<S>(sum);
 
-  // Round j finds the group's best key; only the lane that had it looks for its next one, in the one block that lost an entry.
-  // Lane j keeps what round j found (K is at most 32, and at most E, which is at most G where G is less than 32).
-  Key slot_key = 0;
-  for (int j = 0; j < rows.slots; ++j) {
-    const Key top = group_max<G>(best);
-    if (j == lane) slot_key = top;
-    if (best == top) {
-      best = 0;
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (kBlocks == 1 || block_best[b] == top) {
-          block_best[b] = 0;
-#pragma unroll
-          for (int i = b * kBlock; i < (b + 1) * kBlock; ++i) {
-            if (key[i] == top) key[i] = 0;
-            block_best[b] = max(block_best[b], key[i]);
-          }
-        }
-        best = max(best, block_best[b]);
+  Key slot_key;  // of lane j, the j-th highest
+  if constexpr (kSort) {
+    __shared__ Key queues[kWarps][64];
+    Sorted<Key> sorted(queues[threadIdx.x / 32], lane, rows.slots);
+    for (bool more = true; more || sorted.waiting > 0;) {
+      while (more && sorted.waiting < 32) {
+        const unsigned bit = __ffs(candidates) - 1;
+        const int expert = Map::expert(kNumbers == 2 ? bit % 16 * 2 + bit / 16 : bit, lane);
+        const bool exists = candidates != 0 && expert < rows.experts;
+        candidates &= candidates - 1;
+        // The logits have been read before, and few are read again.
+        sorted.enter(exists ? Keys<T>::make(static_cast<float>(widen(logits_TE[first + expert])), expert) : 0);
+        more = __any_sync(kFull, candidates != 0);
       }
+      sorted.flush();
     }
+    slot_key = sorted.kept;
+  } else {
+    Key key[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) key[i] = Keys<T>::make(Map::get(word, i), Map::expert(i, lane));
+    slot_key = choose_in_rounds<Key, G>(key, rows.slots, lane);
   }
   const bool has_slot = lane < rows.slots;
-  const float weight = has_slot ? expf(Keys<T>::logit(slot_key) - highest) * inverse : 0.0f;
-  float scale = 1.0f;
-  if (rows.p > 0) scale = 1.0f / root(group_sum<G>(has_slot ? power(weight, rows.p) : 0.0f), rows.p);
+  float weight = has_slot ? exponential(Keys<T>::logit(slot_key)) * inverse : 0.0f;
+  if (rows.p > 0) weight /= root(group_sum<G>(has_slot ? power(weight, rows.p) : 0.0f), rows.p);
   if (!live || !has_slot) return;
-  weights_TK[token * rows.slots + lane] = narrow<S>(weight * scale);
+  weights_TK[token * rows.slots + lane] = narrow<S>(weight);
   ids_TK[token * rows.slots + lane] = Keys<T>::expert(slot_key);
 }
 
 // With s the scores, r_j the chosen ones, n their norm and w = r / n:  through the weights r_j receives
 // gw_j / n - <gw, r> / n^2 * (r_j / n)^(p-1); the logits receive s * (G - <s, G>) + g_lse * s, G the sum of what s receives.
-template <typename T, typename S, int G, int N, bool kWhole>
+template <typename T, typename S, int G, int N, bool kVectors>
 __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
     const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE, const Rows rows) {
-  constexpr int V = kVector<T, N> < kVector<S, N> ? kVector<T, N> : kVector<S, N>;
-  extern __shared__ float chosen_grads[];  // [tokens of the block][E]: what the weights send back to the scores
+  constexpr int V = kVector<T, S, N, kVectors>;
+  using Map = Row<S, G, N, V>;
+  extern __shared__ float chosen_grads[];  // [warp][N][32]: what the weights send back to the scores of each lane
   const int lane = threadIdx.x % G;
   const int64_t token = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / G;
   const bool live = token < rows.tokens;
   const int64_t first = (live ? token : 0) * rows.experts, first_slot = (live ? token : 0) * rows.slots;
+  uint32_t word[Map::kWords];
   float score[N], grad[N];
-  Row<S, G, N, V, kWhole>::load(scores_TE + first, rows.experts, lane, 0.0f, score);
+  Map::load(scores_TE + first, rows.experts, lane, 0.0f, word);
+#pragma unroll
+  for (int i = 0; i < N; ++i) score[i] = Map::get(word, i);
   if (grad_scores_TE) {
-    Row<S, G, N, V, kWhole>::load(grad_scores_TE + first, rows.experts, lane, 0.0f, grad);
+    Map::load(grad_scores_TE + first, rows.experts, lane, 0.0f, word);
+#pragma unroll
+    for (int i = 0; i < N; ++i) grad[i] = Map::get(word, i);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) grad[i] = 0.0f;
   }
   if (grad_weights_TK) {
-    float* sent = chosen_grads + threadIdx.x / G * (G * N);
+    float* sent = chosen_grads + threadIdx.x / 32 * (32 * N) + threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < N; ++i) sent[i * G + lane] = 0.0f;
+    for (int i = 0; i < N; ++i) sent[i * 32] = 0.0f;
     const bool has_slot = lane < rows.slots;
     const int id = has_slot ? static_cast<int>(ids_TK[first_slot + lane]) : 0;
     const float r = has_slot ? static_cast<float>(widen(scores_TE[first + id])) : 0.0f;
@@ -220,10 +454,10 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
       gradient = rows.slots == 1 ? 0.0f : gradient / norm - inner / (norm * norm) * share;  // a lone weight is always 1
     }
     __syncwarp();
-    if (has_slot) sent[id] = gradient;
+    if (has_slot) sent[Map::index_of(id) * 32 + Map::lane_of(id) - lane] = gradient;
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] += sent[Row<S, G, N, V, kWhole>::expert(i, lane)];
+    for (int i = 0; i < N; ++i) grad[i] += sent[i * 32];
   }
   float inner = 0;
 #pragma unroll
@@ -233,22 +467,27 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
   const float grad_lse = grad_logsumexp_T ? grad_logsumexp_T[token] : 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) grad[i] = score[i] * (grad[i] - inner + grad_lse);
-  Row<T, G, N, V, kWhole>::store(grad_TE + first, rows.experts, lane, grad);
+  Row<T, G, N, V>::store(grad_TE + first, rows.experts, lane, grad);
 }
 
-// Runs body with G lanes a token, N experts a lane and kWhole; vectors are kept to where they pay, 64 experts and more.
-#define GBMOE_DISPATCH_EXPERTS(experts, ...)                                                                    \
-  do {                                                                                                          \
-    if (experts <= 8) { constexpr int G = 8, N = 1; constexpr bool kWhole = false; __VA_ARGS__; }               \
-    else if (experts <= 32) { constexpr int G = 32, N = 1; constexpr bool kWhole = false; __VA_ARGS__; }        \
-    else if (experts == 64) { constexpr int G = 32, N = 2; constexpr bool kWhole = true; __VA_ARGS__; }         \
-    else if (experts == 128) { constexpr int G = 32, N = 4; constexpr bool kWhole = true; __VA_ARGS__; }        \
-    else if (experts <= 128) { constexpr int G = 32, N = 4; constexpr bool kWhole = false; __VA_ARGS__; }       \
-    else if (experts == 256) { constexpr int G = 32, N = 8; constexpr bool kWhole = true; __VA_ARGS__; }        \
-    else if (experts == 512) { constexpr int G = 32, N = 16; constexpr bool kWhole = true; __VA_ARGS__; }       \
-    else if (experts <= 512) { constexpr int G = 32, N = 16; constexpr bool kWhole = false; __VA_ARGS__; }      \
-    else if (experts == 1024) { constexpr int G = 32, N = 32; constexpr bool kWhole = true; __VA_ARGS__; }      \
-    else { constexpr int G = 32, N = 32; constexpr bool kWhole = false; __VA_ARGS__; }                          \
+// Runs body with G lanes a token, at least as many as slots, N experts a lane, and whether these come in vectors.
+#define GBMOE_ROUTE(lanes, a_lane, vectors, ...) \
+  { constexpr int G = lanes, N = a_lane; constexpr bool kVectors = vectors; __VA_ARGS__; }
+#define GBMOE_DISPATCH_EXPERTS(experts, slots, ...)                                                  \
+  do {                                                                                               \
+    const bool few = slots <= 8;                                                                     \
+    if (few && experts <= 16) GBMOE_ROUTE(8, 2, false, __VA_ARGS__)                                  \
+    else if (few && experts <= 32 && experts % 4 == 0) GBMOE_ROUTE(8, 4, true, __VA_ARGS__)          \
+    else if (few && experts <= 64 && experts % 8 == 0) GBMOE_ROUTE(8, 8, true, __VA_ARGS__)          \
+    else if (few && experts <= 128 && experts % 8 == 0) GBMOE_ROUTE(8, 16, true, __VA_ARGS__)        \
+    else if (few && experts <= 256 && experts % 8 == 0) GBMOE_ROUTE(8, 32, true, __VA_ARGS__)        \
+    else if (experts <= 64) GBMOE_ROUTE(32, 2, false, __VA_ARGS__)                                   \
+    else if (experts <= 128 && experts % 4 == 0) GBMOE_ROUTE(32, 4, true, __VA_ARGS__)               \
+    else if (experts <= 256 && experts % 8 == 0) GBMOE_ROUTE(32, 8, true, __VA_ARGS__)               \
+    else if (experts <= 256) GBMOE_ROUTE(32, 8, false, __VA_ARGS__)                                  \
+    else if (experts <= 512 && experts % 8 == 0) GBMOE_ROUTE(32, 16, true, __VA_ARGS__)              \
+    else if (experts % 8 == 0) GBMOE_ROUTE(32, 32, true, __VA_ARGS__)                                \
+    else GBMOE_ROUTE(32, 32, false, __VA_ARGS__)                                                     \
   } while (0)
 
 // Runs body with T bound to the logits' type and S to the scores': the same, or float.
@@ -273,8 +512,9 @@ void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, T
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const Rows rows{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
-  GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", GBMOE_DISPATCH_EXPERTS(rows.experts, {
-    route_kernel<T, S, G, N, kWhole><<<blocks_for(rows.tokens, G), kThreads, 0, current_stream(logits)>>>(
+  GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route",
+                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, {
+    route_kernel<T, S, G, N, kVectors><<<blocks_for(rows.tokens, G), kThreads, 0, current_stream(logits)>>>(
         data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), rows);
   }));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -286,9 +526,11 @@ void route_backward(
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   const Rows rows{scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
-  GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward", GBMOE_DISPATCH_EXPERTS(rows.experts, {
+  GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward",
+                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, {
     const int shared_bytes = kThreads * N * static_cast<int>(sizeof(float));
-    route_backward_kernel<T, S, G, N, kWhole><<<blocks_for(rows.tokens, G), kThreads, shared_bytes, current_stream(scores)>>>(
+    const auto kernel = route_backward_kernel<T, S, G, N, kVectors>;
+    kernel<<<blocks_for(rows.tokens, G), kThreads, shared_bytes, current_stream(scores)>>>(
         data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights), data<float>(grad_logsumexp),
         data<T>(grad), rows);
   }));

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def require(condition: bool, operator: str, argument: str, expected: str, got: object, error: type[Exception] = ValueError) -> None:
-    """Raise `error` ("operator: argument: expected ..., got ...") unless `condition` holds."""
+def require(condition: bool, operator: str, argument: str, expected: str | Callable[[], str], got: object,
+            error: type[Exception] = ValueError) -> None:
+    """Raise `error` ("operator: argument: expected ..., got ...") unless `condition` holds.
+
+    `expected` may be a function that returns the text. Where the text names a size it has to be one: a size that
+    torch.compile keeps variable becomes a constant as soon as it is printed, and the graph is compiled anew for the next.
+    """
     if not condition:
+        expected = expected() if callable(expected) else expected
         raise error(f"{operator}: {argument}: expected {expected}, got {got}")
 
 
@@ -17,11 +26,15 @@ def require_tensor(value: object, operator: str, argument: str, *, rank: int | t
                    dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor of that rank, one of those dtypes and on that device."""
     require(isinstance(value, torch.Tensor), operator, argument, "a torch.Tensor", type(value).__name__, TypeError)
+    if type(value) not in _PLAIN:
+        require(not hasattr(value, "to_local"), operator, argument,
+                "a plain tensor, such as a DTensor's to_local() or full_tensor()", type(value).__name__, TypeError)
     if rank is not None:
         ranks = (rank,) if isinstance(rank, int) else rank
-        require(value.dim() in ranks, operator, argument, f"{' or '.join(map(str, ranks))} dimensions", list(value.shape))
+        require(value.dim() in ranks, operator, argument,
+                lambda: f"{' or '.join(map(str, ranks))} dimensions", list(value.shape))
     if dtypes is not None:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        require(value.dtype in dtypes, operator, argument, f"dtype {names}", value.dtype, TypeError)
+        require(value.dtype in dtypes, operator, argument,
+                lambda: f"dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}", value.dtype, TypeError)
     if device is not None:
-        require(value.device == device, operator, argument, f"device {device}", value.device)
+        require(value.device == device, operator, argument, lambda: f"device {device}", value.device)

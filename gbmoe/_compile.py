@@ -122,8 +122,8 @@ def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) 
 def source_digest(folder: Path) -> str:
     """Names what is compiled and how: the files of `folder` and this one."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    for source in sorted(p for p in folder.iterdir() if p.suffix in (".cu", ".cuh", ".cpp", ".h")):
-        digest.update(source.name.encode() + source.read_bytes())
+    for source in sorted(p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh", ".cpp", ".h")):
+        digest.update(source.relative_to(folder).as_posix().encode() + source.read_bytes())
     return digest.hexdigest()
 
 
@@ -171,12 +171,22 @@ def compile_flags(nvcc: Nvcc, torch: Torch, chosen: list[str]) -> list[str]:
 
 def sources(folder: Path) -> list[Path]:
     """The translation units of csrc/, in a fixed order."""
-    return sorted([*folder.glob("*.cu"), *folder.glob("*.cpp")])
+    return sorted([*folder.rglob("*.cu"), *folder.rglob("*.cpp")])
 
 
 def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, output: Path) -> None:
-    """Compile one file of csrc/ to an object. Raises CompileError with nvcc's output."""
-    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), "-x", "cu", "-c", str(source), "-o", str(output)])
+    """Compile one file of csrc/ to an object. Raises CompileError with nvcc's output.
+
+    csrc/hopper/ uses instructions that only sm_90a has: with 9.0 among the architectures its kernels are compiled for that one
+    alone, and without it they are left empty (gbmoe_cuda::hopper_built then says so).
+    """
+    if source.parent.name == "hopper":
+        hopper = any(_code(part).startswith("90") for part in chosen)
+        chosen = ["9.0a"] if hopper else chosen[:1]
+        defines = ["-DGBMOE_HOPPER"] if hopper else []
+    else:
+        defines = []
+    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, "-x", "cu", "-c", str(source), "-o", str(output)])
 
 
 def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:

@@ -72,7 +72,8 @@ def route_backward(
 
 def padded_rows(slots: int, num_experts: int, align: int) -> int:
     """Rows that hold `slots` slots whatever their routing, each expert's rows rounded up to `align`."""
-    return (slots + min(slots, num_experts) * (align - 1)) // align * align
+    # sym_min: of a number of slots that torch.compile keeps variable min() would make it choose, once and for all.
+    return (slots + torch.sym_min(slots, num_experts) * (align - 1)) // align * align
 
 
 def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ _NAME = "RoutingPlan.from_experts"
 _INT32_MAX = 2**31 - 1
 
 
-def _fake_routing_plan(experts, num_experts, align):
+def _fake_routing_plan(experts, num_experts, align, check):
     rows = reference.padded_rows(experts.numel(), num_experts, align)
     sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (rows // align,))
     return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
@@ -36,17 +36,39 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def _routing_plan_cuda(experts, num_experts, align):
+def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
+    # Inside the operator, where the values are, so that a compiled graph checks them too.
+    rows = reference.padded_rows(experts_TK.numel(), num_experts, align)
+    require(rows <= _INT32_MAX, _NAME, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
+    if check == "none" or experts_TK.numel() == 0:
+        return
+    low, high = experts_TK.aminmax()
+    if check == "wait":
+        low, high = int(low), int(high)
+        require(low >= -1 and high < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
+                f"ids from {low} to {high}")
+    else:
+        torch._assert_async((low >= -1) & (high < num_experts),
+                            f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")
+
+
+def _routing_plan_reference(experts, num_experts, align, check):
+    _check_values(experts, num_experts, align, check)
+    return reference.routing_plan(experts, num_experts, align)
+
+
+def _routing_plan_cuda(experts, num_experts, align, check):
     device = experts.device
     if num_experts > _MAX_EXPERTS or _shared_memory_needed(num_experts) > _shared_memory(device) or not extension.loaded():
-        return reference.routing_plan(experts, num_experts, align)
+        return _routing_plan_reference(experts, num_experts, align, check)
+    _check_values(experts, num_experts, align, check)
     rows = reference.padded_rows(experts.numel(), num_experts, align)
     return torch.ops.gbmoe_cuda.routing_plan(experts.contiguous(), num_experts, align, rows)
 
 
 _routing_plan = define(
-    "routing_plan(Tensor experts, int num_experts, int align) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=reference.routing_plan, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
+    "routing_plan(Tensor experts, int num_experts, int align, str check) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_routing_plan_reference, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
 )
 
 
@@ -103,13 +125,9 @@ class RoutingPlan:
         require(check in ("auto", "wait", "device", "none"), _NAME, "check", "auto, wait, device or none", repr(check))
         if experts_TK.dim() == 1:
             experts_TK = experts_TK.unsqueeze(1)
-        rows = reference.padded_rows(experts_TK.numel(), num_experts, align)
-        require(rows <= _INT32_MAX, _NAME, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
         if check == "auto":
             check = "wait" if experts_TK.device.type == "cpu" else "device"
-        if check != "none" and experts_TK.numel() > 0 and experts_TK.device.type != "meta":
-            _check_ids(experts_TK, num_experts, wait=check == "wait")
-        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align))
+        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check))
         return plan.exact() if exact else plan
 
     @property
@@ -128,7 +146,7 @@ class RoutingPlan:
     @property
     def padded_counts_E(self) -> torch.Tensor:
         """Rows of each expert with its padding, int32 [E], on the device."""
-        return self.offsets_E1.diff()
+        return self.counts_E if self.align == 1 else self.offsets_E1.diff()
 
     def host_sizes(self) -> torch.Tensor:
         """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan."""
@@ -140,14 +158,3 @@ class RoutingPlan:
         """The same plan without the rows behind the last expert. Waits for the device, once a plan."""
         rows = int(self.host_sizes().sum())
         return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], expert_of_tile=self.expert_of_tile[: rows // self.align])
-
-
-def _check_ids(experts_TK: torch.Tensor, num_experts: int, wait: bool) -> None:
-    low, high = experts_TK.aminmax()
-    if wait:
-        low, high = int(low), int(high)
-        require(low >= -1 and high < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
-                f"ids from {low} to {high}")
-    else:
-        torch._assert_async((low >= -1) & (high < num_experts),
-                            f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")

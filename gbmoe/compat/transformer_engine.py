@@ -26,9 +26,10 @@ import warnings
 
 import torch
 
+from gbmoe import extension, routing
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe.ops.permute import FLOAT8, _gather, _scatter
-from gbmoe.reference import PADDING
+from gbmoe._library import define
+from gbmoe.ops.permute import FLOAT8, _gather, _map_slots, _scatter, map_slots
 
 __all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
            "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
@@ -45,6 +46,41 @@ def mask_row_map(mask_TE: torch.Tensor) -> torch.Tensor:
     Of token t, routed to n experts: entries 0 .. n-1 are its rows in ascending order of the experts, entries E .. E+n-1 those
     experts, the last entry is n. The other entries are -1.
     """
+    return _mask_rows(mask_TE, None, None)[0]
+
+
+_CHUNKS = 128  # of tokens, for csrc/plan.cu: one a block, and every block reads the counts of all
+
+
+def _kernels_serve(mask_TE):
+    device, experts = mask_TE.device, mask_TE.size(1)
+    return (device.type == "cuda" and 1 <= experts <= routing._MAX_EXPERTS and extension.loaded()
+            and routing._shared_memory_needed(experts) <= routing._shared_memory(device))
+
+
+def _mask_rows_kernel(mask_TE, pad_offsets_E, rows):
+    """(row_id_map [T,M], row_of_slot [T,E], slot_of_row [P]); without `rows`, which is P, the last two are empty."""
+    tokens, experts = mask_TE.shape
+    if not _kernels_serve(mask_TE):
+        map_TM = _mask_row_map_reference(mask_TE)
+        slots = (map_TM.new_empty(0), map_TM.new_empty(0))
+        return map_TM, *(slots if rows is None else map_slots(*_columns(map_TM), pad_offsets_E, None, rows))
+
+    def new(*shape):
+        return torch.empty(shape, dtype=torch.int32, device=mask_TE.device)
+
+    map_TM, slots = new(tokens, 2 * experts + 1), None if rows is None else (new(tokens, experts), new(rows))
+    torch.ops.gbmoe_cuda.mask_row_map(mask_TE.contiguous(), pad_offsets_E, new(_CHUNKS, experts), map_TM, *(slots or (None, None)))
+    return map_TM, *(slots or (new(0), new(0)))
+
+
+def _mask_rows_fake(mask_TE, pad_offsets_E, rows):
+    tokens, experts = mask_TE.shape
+    shapes = ((tokens, 2 * experts + 1), *(((0,), (0,)) if rows is None else ((tokens, experts), (rows,))))
+    return tuple(mask_TE.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _mask_row_map_reference(mask_TE):
     tokens, experts = mask_TE.shape
     mask_TE = mask_TE != 0
     count_E = mask_TE.sum(0)
@@ -57,6 +93,10 @@ def mask_row_map(mask_TE: torch.Tensor) -> torch.Tensor:
     map_TM.scatter_(1, torch.where(mask_TE, place_TE + experts, 2 * experts), expert_E.expand(tokens, experts))
     map_TM[:, -1] = mask_TE.sum(1)
     return map_TM
+
+
+_mask_rows = define("mask_rows(Tensor mask, Tensor? pad_offsets, SymInt? rows) -> (Tensor, Tensor, Tensor)",
+                    reference=_mask_rows_kernel, fake=_mask_rows_fake)
 
 
 # ----------------------------------------------------------------------------------------------------------------- permute
@@ -87,10 +127,10 @@ def moe_permute(
     rows = rows if rows > 0 else id_R.numel()
     dropped_R = id_R < 0
     order_R = torch.argsort(torch.where(dropped_R, torch.iinfo(id_R.dtype).max, id_R), stable=True)
-    row_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(id_R.numel(), device=inp.device))
-    row_R = torch.where(dropped_R | (row_R >= rows), -1, row_R)
-    row_of_slot_TK = row_R.view(routing_map.shape).int()
-    out_PH, _ = _move(inp, row_of_slot_TK, _slot_of_row(row_of_slot_TK, rows))
+    row_R = torch.empty_like(id_R, dtype=torch.int32)
+    row_R.scatter_(0, order_R, torch.arange(id_R.numel(), dtype=torch.int32, device=inp.device))
+    row_of_slot_TK, slot_of_row_P = _dense_slots(torch.where(dropped_R, -1, row_R).view(routing_map.shape), rows)
+    out_PH, _ = _move(inp, row_of_slot_TK, slot_of_row_P)
     return out_PH, row_of_slot_TK.t().reshape(-1)
 
 
@@ -138,8 +178,8 @@ def moe_permute_and_pad_with_probs(
     padded = rows != int(count_E.sum())
     target_E, pad_offsets_E = torch.stack((target_E, pad_offsets_E)).to(inp.device, non_blocking=True)
     pad_offsets_E = pad_offsets_E if padded else None
-    row_id_map_TM = mask_row_map(routing_map)
-    out_PH, probs_P = _move(inp, *_mask_slots(row_id_map_TM, pad_offsets_E, rows), probs)
+    row_id_map_TM, *slots = _mask_rows(routing_map, pad_offsets_E, rows)
+    out_PH, probs_P = _move(inp, *slots, *_columns(row_id_map_TM)[1:], probs)
     return out_PH, probs_P, row_id_map_TM, pad_offsets_E, target_E
 
 
@@ -180,7 +220,7 @@ def moe_unpermute(
         if pad_offsets is not None:
             require_tensor(pad_offsets, name, "pad_offsets", rank=1, dtypes=_IDS, device=inp.device)
             _check_shape(name, "pad_offsets", pad_offsets, (experts,))
-        slots = _mask_slots(row_id_map, pad_offsets, inp.size(0))
+        slots = _mask_slots(row_id_map.contiguous(), pad_offsets, inp.size(0))
     else:
         require(pad_offsets is None, name, "pad_offsets", "None with map_type 'index'", "a tensor")
         entries = row_id_map.numel()
@@ -193,9 +233,7 @@ def moe_unpermute(
             require(tokens * top_k == entries, name, "restore_shape", f"a divisor of row_id_map's {entries} entries", tokens)
         else:
             tokens, top_k = entries, 1
-        row_of_slot_TK = row_id_map.view(top_k, tokens).t()
-        row_of_slot_TK = torch.where(row_of_slot_TK < inp.size(0), row_of_slot_TK, -1).contiguous()
-        slots = (row_of_slot_TK, _slot_of_row(row_of_slot_TK, inp.size(0)), None, None)
+        slots = (*_dense_slots(row_id_map.view(top_k, tokens).t().contiguous(), inp.size(0)), None, None)
     if restore_shape is not None:
         expected = (tokens, inp.size(1))
         require(tuple(restore_shape) == expected, name, "restore_shape", f"{expected}", tuple(restore_shape))
@@ -205,33 +243,32 @@ def moe_unpermute(
 def _permute_mask(name, inp, probs, routing_map, num_out_tokens):
     _check_permute(name, inp, probs, routing_map)
     rows = _row_count(name, num_out_tokens)
-    row_id_map_TM = mask_row_map(routing_map)
-    rows = rows if rows >= 0 else int(row_id_map_TM[:, -1].sum())
-    out_PH, probs_P = _move(inp, *_mask_slots(row_id_map_TM, None, rows), probs)
+    if rows < 0:
+        row_id_map_TM = mask_row_map(routing_map)
+        slots = _mask_slots(row_id_map_TM, None, int(row_id_map_TM[:, -1].sum()))
+    else:
+        row_id_map_TM, *slots = _mask_rows(routing_map, None, rows)
+        slots += _columns(row_id_map_TM)[1:]
+    out_PH, probs_P = _move(inp, *slots, probs)
     return out_PH, probs_P, row_id_map_TM
+
+
+def _columns(row_id_map_TM):
+    """What a mask's map consists of: rows [T,E], experts [T,E] and counts [T]."""
+    experts = row_id_map_TM.size(1) // 2
+    return row_id_map_TM[:, :experts], row_id_map_TM[:, experts:-1], row_id_map_TM[:, -1]
 
 
 def _mask_slots(row_id_map_TM, pad_offsets_E, rows):
     """A mask's map in the form of the operators: row_of_slot [T,E], slot_of_row [P], columns [T,E], counts [T]."""
-    experts = row_id_map_TM.size(1) // 2
-    row_TE, column_TE = row_id_map_TM[:, :experts], row_id_map_TM[:, experts:-1]
-    count_T = row_id_map_TM[:, -1].clamp(0, experts)  # a map is a caller's tensor, and no count may lead outside it
-    if pad_offsets_E is None:
-        used_P = torch.arange(rows, device=row_TE.device) < count_T.sum()
-        return torch.where(row_TE < rows, row_TE, -1), torch.where(used_P, 0, PADDING).int(), column_TE, count_T
-    row_TE = row_TE + pad_offsets_E.int()[column_TE.clamp(0, experts - 1)]
-    in_use_TE = torch.arange(experts, device=row_TE.device) < count_T.unsqueeze(1)
-    row_TE = torch.where(in_use_TE & (row_TE < rows), row_TE, -1)
-    return row_TE, _slot_of_row(row_TE, rows), column_TE, count_T
+    row_TE, column_TE, count_T = _columns(row_id_map_TM)
+    count_T = count_T.clamp(0, row_TE.size(1))  # a map is a caller's tensor, and no count may lead outside it
+    return *_map_slots(row_TE, column_TE, count_T, pad_offsets_E, None, rows), column_TE, count_T
 
 
-def _slot_of_row(row_of_slot_TK, rows):
-    """0 for rows that a slot names and -1 for others, int32 [P]: the operators read its sign only."""
-    slots = row_of_slot_TK.size(1)
-    # Slots without a row write behind the last one, each column to its own place: one place for all would be a queue.
-    target_TK = torch.where(row_of_slot_TK >= 0, row_of_slot_TK, rows + torch.arange(slots, device=row_of_slot_TK.device))
-    slot_of_row = torch.full((rows + slots,), PADDING, dtype=torch.int32, device=target_TK.device)
-    return slot_of_row.scatter_(0, target_TK.flatten(), 0)[:rows]
+def _dense_slots(row_TK, rows):
+    """row_of_slot [T,K], without rows that are not below `rows`, and slot_of_row [P]."""
+    return _map_slots(row_TK, None, None, None, None, rows)
 
 
 def _move(inp, row_of_slot, slot_of_row, columns=None, counts=None, probs=None):
@@ -333,9 +370,9 @@ def _sort_chunks(name, inp, probs, split_sizes, sorted_index, groups=None, align
     chunk_T = torch.searchsorted(end_S, token_T, right=True)
     row_T = token_T + shift_S[chunk_T.clamp(max=chunks - 1)]
     row_T = torch.where(chunk_T < chunks, row_T, token_T if groups is None else -1)
-    row_of_slot_T1 = torch.where(row_T < rows, row_T, -1).int().unsqueeze(1)
+    row_of_slot_T1, slot_of_row_P = _dense_slots(row_T.int().unsqueeze(1), rows)
     probs_T1 = None if probs is None else probs.unsqueeze(1)
-    out_PH, probs_P = _move(inp, row_of_slot_T1, _slot_of_row(row_of_slot_T1, rows), probs=probs_T1)
+    out_PH, probs_P = _move(inp, row_of_slot_T1, slot_of_row_P, probs=probs_T1)
     return out_PH, probs_P, row_of_slot_T1.squeeze(1), target_G
 
 

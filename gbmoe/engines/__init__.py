@@ -13,10 +13,11 @@ import torch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, Problem
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
+from gbmoe.engines.hopper import Hopper
 from gbmoe.engines.reference import Reference
 from gbmoe.engines.torch_grouped import TorchGrouped
 
-ENGINES: dict[str, Engine] = {e.name: e for e in (CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+ENGINES: dict[str, Engine] = {e.name: e for e in (Hopper(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # some 10 us a group, so it wins where one group's product lasts longer than that; below, torch's persistent kernel does in
 # bfloat16, and cuBLAS' grouped one where torch has none. Looked through from the top.
 _TABLE = (
-    _Rule((torch.bfloat16,), 1.2e10, ("cublas_loop", "torch")),
-    _Rule((torch.bfloat16,), 0, ("torch", "cublas_grouped")),
-    _Rule(_HALF_OR_SINGLE, 2.5e9, ("cublas_loop",)),
-    _Rule(_HALF_OR_SINGLE, 0, ("cublas_grouped",)),
+    _Rule((torch.bfloat16,), 1.2e10, ("hopper", "cublas_loop", "torch")),
+    _Rule((torch.bfloat16,), 0, ("hopper", "torch", "cublas_grouped")),
+    _Rule(_HALF_OR_SINGLE, 2.5e9, ("hopper", "cublas_loop")),
+    _Rule(_HALF_OR_SINGLE, 0, ("hopper", "cublas_grouped")),
     _Rule((torch.float64,), 0, ("cublas_loop",)),
 )
 
@@ -45,7 +46,16 @@ def _preference(problem: Problem) -> tuple[str, ...]:
     if problem.device.type != "cuda":
         return ()
     flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
-    return next(rule.order for rule in _TABLE if problem.dtype in rule.dtypes and flops_a_group >= rule.at_least_flops_a_group)
+    return next(rule.order for rule in _TABLE if problem.dtype in rule.dtypes
+                and (rule.at_least_flops_a_group == 0 or _known(flops_a_group >= rule.at_least_flops_a_group)))
+
+
+def _known(condition: bool) -> bool:
+    """`condition`, or False where it hangs on a size that only the data will tell a compiled graph."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    return guard_or_false(condition)
 
 
 def names() -> list[str]:
@@ -53,18 +63,27 @@ def names() -> list[str]:
     return ["auto", *ENGINES]
 
 
+def _unavailable(engine: str, device: torch.device) -> str | None:
+    return ENGINES[engine].unavailable(device)
+
+
+# torch.compile asks and does not trace: the answer may take building and loading the extension. This is the mark that
+# torch.compiler.assume_constant_result leaves, without the second that calling it adds to an import.
+_unavailable._dynamo_marked_constant = True
+
+
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
-    require(engine in ENGINES or engine == "auto", "gmm", "engine", f"one of {', '.join(names())}", repr(engine))
+    require(engine in ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}", repr(engine))
     if engine != "auto":
         chosen = ENGINES[engine]
-        reason = chosen.unavailable(problem.device) or chosen.refuses(problem)
+        reason = _unavailable(engine, problem.device) or chosen.refuses(problem)
         if reason is not None:
             raise ValueError(f"gmm: engine {engine!r} cannot serve this product: {reason}")
         return chosen
     for name in _preference(problem):
         candidate = ENGINES[name]
-        if candidate.unavailable(problem.device) is None and candidate.refuses(problem) is None:
+        if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate
     return ENGINES["reference"]
 

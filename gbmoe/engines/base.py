@@ -47,11 +47,13 @@ class Engine:
         name: what `engine=` takes.
         needs_host_sizes: True where `gmm` reads the sizes on the host; given device sizes it waits for them.
         align: rows each group must be a multiple of; RoutingPlan pads to it.
+        fuses_activation: True where the engine also has `up` and `up_backward` (gbmoe/engines/hopper.py).
     """
 
     name: str
     needs_host_sizes: bool = False
     align: int = 1
+    fuses_activation: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """None where this engine runs on `device`, else why not. Loads the extension if that is what it needs."""

@@ -9,13 +9,14 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.kept import Kept
 from gbmoe.layers.mlp import make_experts
 from gbmoe.layers.parallel import parallel_experts
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
 from gbmoe.routing import RoutingPlan
 
-_LOAD_BALANCING_LOSS: list[tuple[torch.Tensor, torch.Tensor]] = []
+_LOAD_BALANCING_LOSS = Kept()  # of (tokens_per_expert [E], scores [T,E])
 
 
 def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -25,7 +26,7 @@ def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 def get_load_balancing_loss() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the layers have kept since the last clear, in the order in which they ran."""
-    return _LOAD_BALANCING_LOSS
+    return _LOAD_BALANCING_LOSS.items()
 
 
 def clear_load_balancing_loss() -> None:
@@ -54,9 +55,9 @@ def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
     tokens = scores[0].size(0)
     for count_E, score_TE in kept:
         require(list(count_E.shape) == [args.moe_num_experts], "batched_load_balancing_loss", "tokens_per_expert",
-                f"shape [{args.moe_num_experts}]", list(count_E.shape))
+                lambda: f"shape [{args.moe_num_experts}]", list(count_E.shape))
         require(list(score_TE.shape) == [tokens, args.moe_num_experts], "batched_load_balancing_loss", "scores",
-                f"shape [{tokens}, {args.moe_num_experts}]", list(score_TE.shape))
+                lambda: f"shape [{tokens}, {args.moe_num_experts}]", list(score_TE.shape))
     scores = torch.cat(scores, dim=1)
     if args.moe_lbl_in_fp32:
         scores = scores.float()
@@ -92,10 +93,15 @@ class ParallelDroplessMLP(torch.nn.Module):
             out_TH, counts_E = self.mlp(x_TH, plan, expert_weights), plan.counts_E
         if self.training and self.args.moe_loss_weight > 0:
             save_load_balancing_loss((counts_E, scores))
-        out = out_TH.view(x.shape)
+        # Not a view, to autograd: fully_shard gathers the weights for backward in a hook on what its unit returns, and a
+        # view's hook is lost where the caller adds to it in place.
+        out = torch.ops.aten._unsafe_view.default(out_TH, x.shape)
         if self.bias is None:
             return out
-        return (out, self.bias) if self.args.return_bias else out + self.bias
+        if not self.args.return_bias:
+            return out + self.bias
+        # The parameters of such a unit, and of the modules in it, lose their memory when it returns.
+        return out, self.bias.clone() if "_is_fsdp_managed_module" in self.__dict__ else self.bias
 
 
 class dMoE(torch.nn.Module):
@@ -131,14 +137,15 @@ class dMoE(torch.nn.Module):
         """
         weight = self.router.layer.weight
         require_tensor(x, "dMoE", "x", dtypes=FLOATING, device=weight.device)
-        require(x.dim() >= 1 and x.size(-1) == weight.size(1), "dMoE", "x", f"last dimension hidden_size == {weight.size(1)}",
-                list(x.shape))
+        require(x.dim() >= 1 and x.size(-1) == weight.size(1), "dMoE", "x",
+                lambda: f"last dimension hidden_size == {weight.size(1)}", list(x.shape))
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             # Before the tokens are permuted, to move half the bytes.
             x = x.to(torch.get_autocast_dtype(device_type))
         else:
-            require(x.dtype == weight.dtype, "dMoE", "x", f"the layer's dtype {weight.dtype}, or autocast", x.dtype, TypeError)
+            require(x.dtype == weight.dtype, "dMoE", "x",
+                    lambda: f"the layer's dtype {weight.dtype}, or autocast", x.dtype, TypeError)
         scores, expert_weights, top_experts = self.router(x)
         out = self.experts(x, scores, expert_weights, top_experts)
         if self.shared_expert is None:

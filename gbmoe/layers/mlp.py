@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe._checks import require
 from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
@@ -45,9 +46,10 @@ class ExpertWeights(torch.nn.Module):
         methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
         if args.mlp_type == "glu":
             methods["v1"] = args.init_method
+        self.experts = mpu.experts_per_rank(args)
+        self.rows = self.experts * mpu.features_per_rank(args)
         for name, init_method in methods.items():
-            rows = mpu.experts_per_rank(args) * mpu.features_per_rank(args)
-            weight = torch.nn.Parameter(torch.empty(rows, args.hidden_size, device=args.device, dtype=args.dtype))
+            weight = torch.nn.Parameter(torch.empty(self.rows, args.hidden_size, device=args.device, dtype=args.dtype))
             with torch.no_grad():
                 _initialise(weight, args, init_method)
             mpu.set_expert_model_parallel_attributes(weight, parallel)
@@ -59,7 +61,12 @@ class ExpertWeights(torch.nn.Module):
             weight = getattr(self, name)
             if self.gradient_scale is not None:
                 weight = _ScaleGradient.apply(weight, self.gradient_scale)
-            return _local(weight).view(mpu.experts_per_rank(self.args), -1, self.args.hidden_size)
+            weight = _local(weight)
+            # A shard of fully_shard's could be viewed as other experts without a word.
+            require(weight.size(0) == self.rows, "dMoE", name,
+                    lambda: f"{self.rows} rows on this rank (fully_shard gathers them when the module that it was given is called,"
+                    " not for a part of it)", weight.size(0))
+            return weight.view(self.experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
     def extra_repr(self) -> str:

@@ -5,6 +5,8 @@ Shape suffixes: T tokens, K slots a token, R slots sent, S rows received, H hidd
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.receives, ctx.sends, ctx.group = receives, sends, group
         out = x.new_empty(sum(receives), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), output_split_sizes=receives, input_split_sizes=sends, group=group)
-        return out
+        return out.view_as(out)  # of `out` itself, written to in here, torch 2.11's compiler loses the gradient
 
     @staticmethod
     def backward(ctx, grad):
@@ -56,9 +58,14 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     # They arrive by rank and, within a rank, by expert.
     expert_of_block = torch.arange(local, device=x_TH.device).repeat(world)
     expert_S = torch.repeat_interleave(expert_of_block, receive_WE.flatten().long(), output_size=sum(receives))
-    out_SH = experts(rows_SH, RoutingPlan.from_experts(expert_S, local, align=1, check="none"), None)
+    here = RoutingPlan.from_experts(expert_S, local, align=1, check="none")
+    # The engines that want their sizes on the host need not wait again: without padding they are what was received.
+    here = replace(here, _host_sizes_E=receive.sum(0))
+    out_SH = experts(rows_SH, here, None)
 
     out_RH = _AllToAll.apply(out_SH, sends, receives, group)
+    if torch.compiler.is_compiling():
+        torch._check(out_RH.size(0) == rows_RH.size(0))  # which it cannot know: as many rows come back as were sent
     if shards > 1:
-        out_RH = out_RH.view(shards, -1, x_TH.size(1)).sum(0)
+        out_RH = out_RH.view(shards, plan.num_rows, x_TH.size(1)).sum(0)
     return padded_scatter(out_RH, plan, weights_TK), plan.counts_E

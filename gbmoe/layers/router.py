@@ -10,9 +10,10 @@ import warnings
 import torch
 
 from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.kept import Kept
 from gbmoe.ops import route
 
-_ROUTER_LOGSUMEXP: list[torch.Tensor] = []
+_ROUTER_LOGSUMEXP = Kept()  # of logsumexp [T]
 
 
 def clear_router_zloss() -> None:
@@ -28,7 +29,7 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
     if args.moe_zloss_weight == 0:
         warnings.warn("batched_router_zloss was called, but moe_zloss_weight is 0", stacklevel=2)
         return 0
-    kept = [logsumexp_T.float() if args.moe_zloss_in_fp32 else logsumexp_T for logsumexp_T in _ROUTER_LOGSUMEXP]
+    kept = [logsumexp_T.float() if args.moe_zloss_in_fp32 else logsumexp_T for logsumexp_T in _ROUTER_LOGSUMEXP.items()]
     return args.moe_zloss_weight * torch.stack([logsumexp_T.square().mean() for logsumexp_T in kept])
 
 

@@ -14,13 +14,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from gbmoe import engines, extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import computed_dtype, product
+from gbmoe.ops.gmm import aligned, computed_dtype, product
 from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
 from gbmoe.routing import RoutingPlan
 
@@ -99,16 +99,19 @@ def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engin
 def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
     device = plan.row_of_slot_TK.device
     require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)
-    require(x_TH.size(0) == plan.num_tokens, "expert_mlp", "x", f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
+    require(x_TH.size(0) == plan.num_tokens, "expert_mlp", "x",
+            lambda: f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
     require_tensor(w1_EFH, "expert_mlp", "w1", rank=3, dtypes=FLOATING, device=device)
     expected = [plan.num_experts, w1_EFH.size(1), x_TH.size(1)]
     for argument, weight in (("w1", w1_EFH), ("w2", w2_EFH), ("v1", v1_EFH)):
         if weight is None and argument == "v1":
             continue
         require_tensor(weight, "expert_mlp", argument, rank=3, dtypes=FLOATING, device=device)
-        require(list(weight.shape) == expected, "expert_mlp", argument, f"shape [E,F,H] == {expected}", list(weight.shape))
+        require(list(weight.shape) == expected, "expert_mlp", argument,
+                lambda: f"shape [E,F,H] == {expected}", list(weight.shape))
         if not torch.is_autocast_enabled(device.type):
-            require(weight.dtype == x_TH.dtype, "expert_mlp", argument, f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
+            require(weight.dtype == x_TH.dtype, "expert_mlp", argument,
+                    lambda: f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
     if weights_TK is not None:
         check_slot_scalars(weights_TK, "expert_mlp", "weights", plan)
 
@@ -137,15 +140,29 @@ def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
     return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))
 
 
+def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor) -> engines.Engine | None:
+    """The engine that computes products and activation together, where it is the one to use for both products."""
+    experts, ffn, hidden = w1.shape
+    chosen = {engines.select(engine, Problem(x.device, x.dtype, rows, experts, *inner_columns, False))
+              for inner_columns in ((hidden, ffn), (ffn, hidden))}
+    first = chosen.pop()
+    return first if first.fuses_activation and not chosen else None
+
+
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
     xp_PH, _ = gather(x, row_of_slot, slot_of_row)
-    h_PF = product(xp_PH, w1, sizes, trans_b=True, engine=engine)
-    g_PF = None if v1 is None else product(xp_PH, v1, sizes, trans_b=True, engine=engine)
+    fused = _fused(engine, x, slot_of_row.size(0), w1)
+    if fused is not None:
+        w1, v1 = aligned(w1), None if v1 is None else aligned(v1)
+        a_PF, h_PF, g_PF = fused.up(xp_PH, w1, v1, sizes, _ACTIVATION_INDEX[activation], save)
+    else:
+        h_PF = product(xp_PH, w1, sizes, trans_b=True, engine=engine)
+        g_PF = None if v1 is None else product(xp_PH, v1, sizes, trans_b=True, engine=engine)
+        a_PF = _activate(h_PF, g_PF, activation)
+        if not save:
+            h_PF = g_PF = None
     del xp_PH
-    a_PF = _activate(h_PF, g_PF, activation)
-    if not save:
-        h_PF = g_PF = None
     y_PH = product(a_PF, w2, sizes, engine=engine)
     del a_PF
     out_TH = scatter(y_PH, row_of_slot, weights=weights)
@@ -176,9 +193,13 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
             dv1 = product(dg_PF, xp_PH, sizes, trans_a=True, engine=engine)
         del xp_PH
     if need_x:
-        dxp_PH = product(dh_PF, w1, sizes, engine=engine)
-        if v1 is not None:
-            product(dg_PF, v1, sizes, engine=engine, out=dxp_PH, accumulate=True)
+        fused = _fused(engine, x, slot_of_row.size(0), w1)
+        if fused is not None:
+            dxp_PH = fused.up_backward(dh_PF, aligned(w1), None if v1 is None else dg_PF, None if v1 is None else aligned(v1), sizes)
+        else:
+            dxp_PH = product(dh_PF, w1, sizes, engine=engine)
+            if v1 is not None:
+                product(dg_PF, v1, sizes, engine=engine, out=dxp_PH, accumulate=True)
         dx = scatter(dxp_PH, row_of_slot)
     return dx, dweights if need_weights else empty, dw1, dw2, dv1
 
@@ -232,20 +253,31 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
     h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
     g_PF = None if v1_EFH is None else _grouped(xp_PH, v1_EFH, sizes, True, engine)
     trained = isinstance(activation, torch.nn.Module) and any(True for _ in activation.parameters())
-    if recompute and not trained and torch.is_grad_enabled():
+    recompute = recompute and not trained and torch.is_grad_enabled()
+    if recompute and not torch.compiler.is_compiling():
         y_PH = _RecomputedActivation.apply(h_PF, g_PF, w2_EFH, sizes, activation, engine)
     else:
-        # The gradient of an activation's own parameters sums over all rows: those without a slot must not take part.
-        live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0
-        a_PF = activation(torch.where(live_P1, h_PF, 0) if trained else h_PF)
-        a_PF = torch.where(live_P1, a_PF, 0) if trained else a_PF
-        y_PH = _grouped(a_PF if g_PF is None else a_PF * g_PF, w2_EFH, sizes, False, engine)
+        if trained:
+            # The gradient of an activation's own parameters sums over all rows: those without a slot must not take part.
+            live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0
+            a_PF = torch.where(live_P1, activation(torch.where(live_P1, h_PF, 0)), 0)
+            a_PF = a_PF if g_PF is None else a_PF * g_PF
+        elif recompute:
+            # A compiler sees forward and backward at once: marked like this it computes the activation again, and no product.
+            a_PF = checkpoint(_activated, h_PF, g_PF, activation, use_reentrant=False)
+        else:
+            a_PF = _activated(h_PF, g_PF, activation)
+        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
     return padded_scatter(y_PH, plan, weights_TK)
 
 
 def _grouped(a, b, sizes, trans_b, engine):
     # The operator itself: the plan's sizes are known to be right and need not fill the rows.
     return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine, False)
+
+
+def _activated(h_PF, g_PF, activation):
+    return activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
 
 
 class _RecomputedActivation(torch.autograd.Function):
@@ -261,8 +293,7 @@ class _RecomputedActivation(torch.autograd.Function):
         ctx.activation, ctx.engine = activation, engine
         ctx.cpu_rng_state, ctx.device_rng_states = torch.get_rng_state(), get_device_states(h_PF)
         # autograd.Function runs its backward with autocast off; what the products were cast to is kept in the output.
-        a_PF = activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
-        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
+        y_PH = _grouped(_activated(h_PF, g_PF, activation), w2_EFH, sizes, False, engine)
         ctx.dtype = y_PH.dtype
         return y_PH
 
@@ -276,7 +307,7 @@ class _RecomputedActivation(torch.autograd.Function):
             set_device_states(devices, states, device_type=h_PF.device.type)
             h_PF = h_PF.detach().requires_grad_(need_h)
             g_PF = None if g_PF is None else g_PF.detach().requires_grad_(need_g)
-            a_PF = ctx.activation(h_PF) if g_PF is None else ctx.activation(h_PF) * g_PF
+            a_PF = _activated(h_PF, g_PF, ctx.activation)
         grad_h = grad_g = grad_w2 = None
         if need_w2:
             grad_w2 = torch.ops.gbmoe.gmm(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, False, ctx.engine, False).to(w2_EFH.dtype)

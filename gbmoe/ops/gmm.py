@@ -58,7 +58,8 @@ def _check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor
             lambda: f"device cpu or {a.device}", batch_sizes.device)
     require(not (trans_a and trans_b), "gmm", "trans_a, trans_b", "at most one of them", "both")
     if not trans_a:
-        require(b.size(0) == batch_sizes.numel(), "gmm", "batch_sizes", lambda: f"b.size(0) == {b.size(0)} entries", batch_sizes.numel())
+        require(b.size(0) == batch_sizes.numel(), "gmm", "batch_sizes",
+                lambda: f"b.size(0) == {b.size(0)} entries", batch_sizes.numel())
 
 
 def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -86,7 +87,8 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bo
         require(a.size(0) == b.size(0), "gmm", "b", lambda: f"b.size(0) == a.size(0) == {a.size(0)}", b.size(0))
     else:
         inner = 2 if trans_b else 1
-        require(b.size(inner) == a.size(1), "gmm", "b", lambda: f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
+        require(b.size(inner) == a.size(1), "gmm", "b",
+                lambda: f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
 
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,

@@ -89,14 +89,14 @@ def padded_scatter(y_PH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tens
 
 def _check(rows, operator, argument, plan, expected, dtypes) -> None:
     require_tensor(rows, operator, argument, rank=2, dtypes=dtypes, device=plan.row_of_slot_TK.device)
-    require(rows.size(0) == expected, operator, argument, f"{expected} rows, as in the plan", rows.size(0))
+    require(rows.size(0) == expected, operator, argument, lambda: f"{expected} rows, as in the plan", rows.size(0))
 
 
 def check_slot_scalars(scalars_TK: torch.Tensor, operator: str, argument: str, plan: RoutingPlan) -> None:
     """Raise unless scalars_TK is a floating [T,K] on the plan's device."""
     require_tensor(scalars_TK, operator, argument, rank=2, dtypes=FLOATING, device=plan.row_of_slot_TK.device)
     expected = list(plan.row_of_slot_TK.shape)
-    require(list(scalars_TK.shape) == expected, operator, argument, f"shape {expected}, one a slot", list(scalars_TK.shape))
+    require(list(scalars_TK.shape) == expected, operator, argument, lambda: f"shape {expected}, one a slot", list(scalars_TK.shape))
 
 
 # --------------------------------------------------------------------------- kernels, called inside operators as well
@@ -159,7 +159,44 @@ def scatter_backward(grad_TH, y_PH, row_of_slot_TK, slot_of_row_P, columns_TK, c
     return empty if grad_y_PH is None else grad_y_PH, empty if grad_weights is None else grad_weights
 
 
+def map_slots(row_TK, columns_TK, counts_T, pad_offsets_E, probs, rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """row_of_slot [T,K] and slot_of_row [P] of a map's rows; the CUDA kernel where it is loaded. P is `rows`.
+
+    A slot has its row, plus pad_offsets_E of its column; or -1 where that is not in [0, P), where the column is none, and with
+    probs where its probability is 0. Beyond a ragged map's counts anything may stand. slot_of_row is 0 for rows that a slot
+    has and PADDING for others: the operators below read its sign only.
+    """
+    if _kernels_serve(row_TK):
+        row_of_slot_TK = torch.empty(row_TK.shape, dtype=torch.int32, device=row_TK.device)
+        slot_of_row_P = row_of_slot_TK.new_empty(rows)
+        pad_offsets_E = None if pad_offsets_E is None else pad_offsets_E.long().contiguous()
+        torch.ops.gbmoe_cuda.map_slots(
+            row_TK, columns_TK, counts_T, pad_offsets_E, _contiguous(probs), row_of_slot_TK, slot_of_row_P)
+        return row_of_slot_TK, slot_of_row_P
+    slots = row_TK.size(1)
+    if columns_TK is not None:
+        row_TK = torch.where((columns_TK >= 0) & (columns_TK < slots), row_TK, -1)
+    row_TK, columns_TK, probs = reference.dense_slots(row_TK, columns_TK, counts_T, probs)
+    if pad_offsets_E is not None:
+        row_TK = torch.where(row_TK >= 0, row_TK + pad_offsets_E.int()[columns_TK], -1)
+    exists_TK = (row_TK >= 0) & (row_TK < rows)
+    if probs is not None:
+        exists_TK &= probs != 0
+    row_TK = torch.where(exists_TK, row_TK, -1)
+    # Slots without a row write behind the last one, each column to its own place: one place for all would be a queue.
+    target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, device=row_TK.device))
+    slot_of_row_P = torch.full((rows + slots,), reference.PADDING, dtype=torch.int32, device=row_TK.device)
+    return row_TK, slot_of_row_P.scatter_(0, target_TK.flatten().long(), 0)[:rows].clone()
+
+
 # -------------------------------------------------------------------------------------------------------------- operators
+
+
+_map_slots = define(
+    "map_slots(Tensor row, Tensor? columns, Tensor? counts, Tensor? pad_offsets, Tensor? probs, SymInt rows) -> (Tensor, Tensor)",
+    reference=map_slots,
+    fake=lambda row, columns, counts, pad_offsets, probs, rows: (row.new_empty(row.shape), row.new_empty(rows)),
+)
 
 
 def _gather_kernel(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs):
@@ -185,8 +222,7 @@ def _gather_backward(ctx, grad_out, grad_probs_P):
     if grad_out is not None:
         if ctx.drop_zero_probs:
             # Rows that a zero probability cleared do not depend on x.
-            live, _, slot_probs = reference.dense_slots(row_of_slot, columns, counts, probs)
-            row_of_slot_grad = torch.where(slot_probs == 0, -1, live)
+            row_of_slot_grad, _ = _map_slots(row_of_slot, columns, counts, None, probs, slot_of_row.size(0))
         else:
             row_of_slot_grad = row_of_slot
         if ctx.needs_input_grad[0]:
@@ -194,10 +230,9 @@ def _gather_backward(ctx, grad_out, grad_probs_P):
         if x is not None:
             _, grad_scale = _scatter_backward_op(x, grad_out, row_of_slot_grad, slot_of_row, columns, counts, scale, False)
     if grad_probs_P is not None and probs is not None and ctx.needs_input_grad[6]:
-        live, dense_columns = reference.dense_slots(row_of_slot, columns, counts)
-        grad_TK = torch.where(live >= 0, grad_probs_P[live.clamp(min=0).long()], 0) if grad_probs_P.numel() \
-            else grad_probs_P.new_zeros(live.shape)
-        grad_probs = grad_TK if columns is None else torch.zeros_like(probs).scatter_add(1, dense_columns, grad_TK)
+        # A slot's probability receives the entry of its row, which is 1 times it: a scatter's gradient of weights.
+        ones_T1 = grad_probs_P.new_ones(row_of_slot.size(0), 1)
+        _, grad_probs = _scatter_backward_op(ones_T1, grad_probs_P.unsqueeze(1), row_of_slot, slot_of_row, columns, counts, probs, False)
     return grad_x, None, None, None, None, grad_scale, grad_probs, None
 
 

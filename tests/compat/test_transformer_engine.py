@@ -124,6 +124,46 @@ def test_row_map(device, shape):
         assert entries[experts:experts + len(rows)] == expert_P[rows].tolist()
 
 
+@pytest.mark.parametrize("tokens, experts", [(300, 31), (70, 33), (40, 256), (9, 1000), (5, 1030), (200, 1), (0, 4)])
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+def test_maps_are_the_reference_s(device, tokens, experts, density):
+    """Map, slots and padded slots of masks of every dtype and layout, against plain PyTorch on the CPU."""
+    drawn = torch.rand(tokens, experts, generator=cases.generator("cpu", 1)) < density
+    pad_offsets = torch.arange(experts) * 3
+    rows = int(drawn.sum()) + 3 * experts - 2  # the last expert's last rows may lie behind
+    expected_map = te._mask_row_map_reference(drawn)
+    row_TE, _, count_T = te._columns(expected_map)
+    used_TE = torch.arange(experts) < count_T.unsqueeze(1)
+    for i, dtype in enumerate((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)):
+        mask = drawn.to(dtype) * (1 if dtype.itemsize == 1 else 256)  # entries whose lowest byte is 0
+        mask = mask.to(device)
+        mask = mask.t().contiguous().t() if i % 2 else mask
+        for pad in (None, pad_offsets):
+            cases.poison(device)
+            row_map, row_of_slot, slot_of_row = te._mask_rows(mask, None if pad is None else pad.to(device), rows)
+            padded_TE = torch.where(used_TE, row_TE if pad is None else row_TE + pad[te._columns(expected_map)[1]].int(), -1)
+            padded_TE = torch.where(padded_TE < rows, padded_TE, -1)
+            expected_P = torch.full((rows,), -1, dtype=torch.int32)
+            expected_P[padded_TE[padded_TE >= 0].long()] = 0
+            assert torch.equal(row_map.cpu(), expected_map) and torch.equal(te.mask_row_map(mask).cpu(), expected_map)
+            assert torch.equal(torch.where(used_TE, row_of_slot.cpu(), -1), padded_TE)
+            assert torch.equal(slot_of_row.cpu(), expected_P)
+
+
+def test_a_map_that_leads_outside_touches_nothing(device):
+    x = torch.randn(9, 8, device=device, requires_grad=True)
+    row_map = torch.tensor([[0, 99, -5, 1, 2, 0, 3],  # rows that are not there
+                            [1, 2, 3, 7, -1, 2, 3],   # experts that are not there
+                            [4, 5, 6, 0, 1, 2, 70],   # more slots than experts
+                            [7, 8, 0, 0, 1, 2, -3]], dtype=torch.int32, device=device)
+    probs = torch.ones(4, 3, device=device, requires_grad=True)
+    out = te.moe_unpermute(x, row_map, probs)
+    torch.testing.assert_close(out, torch.stack((x[0], x[3], x[4:7].sum(0), torch.zeros_like(x[0]))))
+    grad_x, grad_probs = torch.autograd.grad(out.sum(), (x, probs))
+    assert grad_x.sum(1).tolist() == [8, 0, 0, 8, 8, 8, 8, 0, 0]
+    assert (grad_probs != 0).tolist() == [[False, True, False], [False, False, True], [True] * 3, [False] * 3]
+
+
 # ------------------------------------------------------------------------------------------------------------------ masks
 
 
@@ -453,17 +493,74 @@ def test_repeats_give_the_same_bits(device):
     assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, run()))
 
 
+def there_and_back(x, probs, mask, rows):
+    out, probs_P, row_id_map = te.moe_permute_with_probs(x, probs, mask, rows)
+    back = te.moe_unpermute(out, row_id_map, probs, x.shape)
+    return out, probs_P, row_id_map, back, *torch.autograd.grad(back.square().sum() + probs_P.sum(), (x, probs))
+
+
+def there_and_back_inputs(seed, device="cuda"):
+    mask = random_mask(200, 16, 4, device, seed)
+    x = torch.randn(200, 40, generator=cases.generator(device, seed), device=device).bfloat16()
+    return x.requires_grad_(), random_probs(mask, torch.float32, seed).requires_grad_(), mask
+
+
+@pytest.mark.gpu
+def test_no_host_wait(monkeypatch):
+    monkeypatch.undo()  # the check of the maps waits
+    inputs = there_and_back_inputs(1)
+    there_and_back(*inputs, 900)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there_and_back(*inputs, 900)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_one_cuda_graph_serves_every_mask(monkeypatch):
+    monkeypatch.undo()
+    inputs = there_and_back_inputs(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        there_and_back(*inputs, 900)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = there_and_back(*inputs, 900)
+    for seed in (1, 2, 3):
+        new = there_and_back_inputs(seed)
+        with torch.no_grad():
+            for static, value in zip(inputs, new):
+                static.copy_(value)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, there_and_back(*new, 900))), f"seed {seed}"
+
+
+def test_opcheck(device):
+    # All entries in use: what is not, a kernel does not write.
+    mask, pad_offsets = torch.ones(6, 3, dtype=torch.bool, device=device), torch.tensor([0, 2, 2], device=device)
+    row_map, *_ = te._mask_rows(mask, None, None)
+    for arguments in ((mask, None, None), (mask, pad_offsets, 21)):
+        torch.library.opcheck(torch.ops.gbmoe.mask_rows.default, arguments)
+    probs = torch.tensor([0.0, 1.0, 2.0], device=device).expand(6, 3)
+    for arguments in ((*te._columns(row_map), pad_offsets, probs, 21), (row_map, None, None, None, None, 9)):
+        torch.library.opcheck(torch.ops.gbmoe.map_slots.default, arguments)
+
+
 def test_compiles_without_a_graph_break(device):
     mask = random_mask(20, 4, 2, device)
     x, probs = torch.randn(20, 8, device=device), random_probs(mask, torch.float32)
     rows = int(mask.sum())
 
-    def there_and_back(x, probs, mask):
+    def there_and_back_again(x, probs, mask):
         out, probs_P, row_id_map = te.moe_permute_with_probs(x, probs, mask, rows)
         return te.moe_unpermute(out * probs_P[:, None], row_id_map, restore_shape=x.shape)
 
-    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, probs, mask), there_and_back(x, probs, mask))
+    compiled = torch.compile(there_and_back_again, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, probs, mask), there_and_back_again(x, probs, mask))
 
 
 def test_the_old_name_of_merging_probs(device):

@@ -15,7 +15,7 @@ def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, col
 
 def test_every_engine_says_yes_or_why_not(device):
     table = engines.availability(device)
-    assert list(table) == ["cublas_loop", "cublas_grouped", "torch", "reference"]
+    assert list(table) == ["hopper", "cublas_loop", "cublas_grouped", "torch", "reference"]
     assert table["reference"] is None
     for name, reason in table.items():
         assert reason is None or len(reason) > 10, name
@@ -32,6 +32,16 @@ def test_every_engine_says_yes_or_why_not(device):
 def test_torchs_product_says_what_it_does_not_take(change, words):
     assert words in engines.ENGINES["torch"].refuses(problem(**change))
     assert engines.ENGINES["torch"].refuses(problem()) is None
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(dtype=torch.float32), "takes bfloat16 and float16, not float32"),
+    (dict(inner=60), "multiples of 8, not 60 and 64"),
+    (dict(groups=0), "takes no empty operands"),
+])
+def test_the_hopper_engine_says_what_it_does_not_take(change, words):
+    assert words in engines.ENGINES["hopper"].refuses(problem(**change))
+    assert engines.ENGINES["hopper"].refuses(problem(dtype=torch.float16)) is None
 
 
 @pytest.mark.parametrize("variable_k", [False, True])

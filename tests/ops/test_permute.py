@@ -149,7 +149,7 @@ def test_opcheck(device):
     weights = torch.rand(20, 2, device=device, requires_grad=True)
     torch.library.opcheck(torch.ops.gbmoe.padded_gather.default, (x, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, None, None, False))
     torch.library.opcheck(torch.ops.gbmoe.padded_scatter.default, (y, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, weights))
-    torch.library.opcheck(torch.ops.gbmoe.routing_plan.default, (torch.randint(4, (20, 2), device=device), 4, 8))
+    torch.library.opcheck(torch.ops.gbmoe.routing_plan.default, (torch.randint(4, (20, 2), device=device), 4, 8, "device"))
 
 
 def test_repeats_give_the_same_bits(device):

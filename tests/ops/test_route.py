@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
-from gbmoe import cases
+from gbmoe import cases, reference
 from gbmoe.ops import route
+from gbmoe.ops.route import Routing
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 SHAPES = [(33, 8, 2), (5, 1, 1), (64, 3, 3), (20, 16, 4), (17, 33, 5), (40, 64, 6), (50, 128, 8), (21, 256, 8), (9, 250, 7), (13, 512, 32),
-          (11, 1024, 32), (7, 1000, 9), (0, 8, 2), (300, 5, 1)]
+          (11, 1024, 32), (7, 1000, 9), (10, 24, 8), (9, 160, 6), (6, 384, 8), (12, 16, 12), (9, 100, 20), (8, 255, 17), (9, 256, 32),
+          (5, 1023, 32), (0, 8, 2), (300, 5, 1)]
 
 
 def torchs(logits, ids, p):
@@ -62,6 +64,42 @@ def test_forward_and_gradients(device, shape, dtype, p):
             assert float(gradients[0].abs().max()) <= 16 * torch.finfo(dtype).eps  # a weight that is always 1
         else:
             assert_as_accurate_as(*gradients, f"gradient through {chosen}")
+
+
+def hard_logits(experts, top_k, device):
+    """A token for each way to make a choice among `experts` hard, float32 [T,E]."""
+    noise = torch.randn(8, experts, device=device, generator=cases.generator(device, 1))
+    rank = torch.arange(experts, device=device, dtype=torch.float32)
+    nan, inf = float("nan"), math.inf
+    sparse_nan, dense_nan, few_numbers, infinite = noise[4].clone(), noise[5].clone(), noise[6].clone(), noise[7].clone()
+    sparse_nan[:: experts // 3 + 1] = nan
+    dense_nan[: top_k + 5] = -nan  # more than can be chosen
+    few_numbers[top_k // 2 :] = -inf
+    infinite[1::7], infinite[2::5] = inf, -inf
+    return torch.stack([
+        noise[0], noise[1].round(), noise[2].round().clamp(-1, 1), noise[3].sign() * 0.0,  # more and more ties; zeros of both signs
+        torch.full_like(rank, 2.5), torch.full_like(rank, -inf), torch.full_like(rank, nan),
+        rank, -rank, rank % 8, -(rank % 32), (rank % 256).sqrt(), torch.where(rank < 64, rank, -inf),  # the highest side by side
+        torch.where(rank % 37 == 0, 3e38, -3e38), torch.full_like(rank, -3e38),  # the largest numbers
+        sparse_nan, dense_nan, few_numbers, infinite,
+    ])
+
+
+@pytest.mark.parametrize("experts, top_k", [*((e, k) for e in (512, 1000, 1024) for k in (8, 9, 16, 31, 32)), (1024, 1), (513, 32),
+                                            (256, 8), (256, 32), (250, 8), (128, 1), (96, 31), (64, 8), (60, 4), (32, 32), (33, 9),
+                                            (24, 8), (16, 9), (8, 8), (2, 1), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32-scores"])
+def test_hard_choices_are_the_reference_s(device, experts, top_k, dtype, wide):
+    logits = hard_logits(experts, top_k, device).to(dtype)
+    cases.poison(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=wide):
+        got = route(logits, top_k)
+    expected = Routing(*reference.route(logits.cpu(), top_k, None, torch.float32 if wide else dtype))
+    assert torch.equal(got.experts_TK.cpu(), expected.experts_TK)
+    for name in ("scores_TE", "logsumexp_T"):
+        torch.testing.assert_close(getattr(got, name).cpu(), getattr(expected, name), equal_nan=True)
+    torch.testing.assert_close(got.weights_TK, got.scores_TE.gather(1, got.experts_TK), rtol=0, atol=0, equal_nan=True)
 
 
 def test_gradcheck(device):
@@ -128,10 +166,11 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.gbmoe.route.default, (logits, 3, 1.0, False))
 
 
-def test_repeats_give_the_same_bits(device):
-    logits = torch.randn(200, 96, device=device).bfloat16()
-    first = route(logits, 6, normalize=1.0)
-    assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, route(logits, 6, normalize=1.0)))
+@pytest.mark.parametrize("experts, top_k", [(96, 6), (1024, 32)])
+def test_repeats_give_the_same_bits(device, experts, top_k):
+    logits = torch.randn(200, experts, device=device).bfloat16()
+    first = route(logits, top_k, normalize=1.0)
+    assert all(torch.equal(a, b) for _ in range(20) for a, b in zip(first, route(logits, top_k, normalize=1.0)))
 
 
 @pytest.mark.parametrize("arguments, words", [

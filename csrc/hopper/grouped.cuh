@@ -1,0 +1,518 @@
+// One persistent kernel for every grouped product of a layer on Hopper (sm_90a), with the group sizes on the device.
+//
+// A block walks over tiles of 128 x 256 results. One warp is the producer: it asks the copy engine for 64-wide slices of both
+// operands, kStages of them ahead. Two warpgroups are the consumers: each multiplies its own 64 rows by all 256 columns on the
+// tensor cores. Finishing a tile (activation, conversion, stores, which each warp does for its own rows) happens while the tensor
+// cores work on the next one: the sums are rounded to 16 bits, which halves their registers, and are finished piece by piece
+// behind the products that were started last. Where a group has 64 rows or fewer left, the second warpgroup has nothing to multiply,
+// so what is wasted is less than 64 rows a group.
+//
+// Groups may begin at any row: a slice that reaches into the next group is harmless, because rows of a group are rows of its
+// result only, and are stored only if they belong to it. Where rows are what is summed over (weight gradients), the lines of
+// the last slice that belong to the next group are set to zero in shared memory before they are multiplied.
+//
+//   rows of a group, kForward:   out [rows,N] = a [rows,K] @ b[e]        a K-major; b[e] [N,K], or [K,N] where kTransposedB
+//   weights, kWeights:           out[e] [M,N] = a [rows,M].T @ b [rows,N]
+//
+// Blocks come in clusters of kCluster, side by side in N: they work on the same rows and share their slices of a.
+//
+// Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
+
+#pragma once
+
+#include "../activations.cuh"
+#include "../common.cuh"
+#include "ptx.cuh"
+
+namespace gbmoe::hopper {
+
+constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
+constexpr int kConsumers = 2, kConsumerWarps = kConsumers * 4;
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr uint32_t kLine = 128;                    // bytes: 64 elements, the width of the swizzle
+constexpr uint32_t kBlock = 64 * kLine;            // 64 lines
+constexpr uint32_t kBytesA = kConsumers * kBlock, kBytesB = kTileN / 64 * kBlock, kBytesStage = kBytesA + kBytesB;
+constexpr uint32_t kBuffer = 16 * kLine;           // what one warp stores at a time: 16 rows of 64 elements
+constexpr unsigned kFull = 0xffffffffu;
+
+enum class Finish {
+  kStore,        // out = product
+  kAdd,          // fp32 out += product, kWeights only
+  kActivate,     // h = product, a = act(h); h only if it is wanted
+  kGlu,          // tile columns are 128 of w1 beside 128 of v1: h, g, a = act(h) * g
+};
+
+struct Maps {
+  // [pair of operands that is summed]; b's second is v1 under kGlu
+  CUtensorMap a[2], b[2];
+  CUtensorMap out[3];
+};
+
+struct Arguments {
+  const void* sizes;       // [E], rows of each group
+  bool wide;               // sizes are int64 rather than int32
+  int groups;
+  int rows;                // P
+  int columns;             // N of one output tensor
+  int features;            // M of kWeights
+  int slices;              // of K for one pair of operands, forward
+  int pairs;               // of operands that are summed
+  int rows_a_panel;        // tiles along M that are walked before the next along N
+  int activation;
+  bool save;               // whether h (and g) are stored
+  void* out[3];            // the tensors behind maps.out, where rows are stored one by one
+};
+
+__host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// One tile, as all warps of a cluster see it.
+struct Tile {
+  int group;
+  int row;        // first row in a (forward), or first row that is summed over (weights)
+  int rows;       // of the group from `row` on
+  int m, n;       // first row and column of the result; n is this block's
+};
+
+// Walks the tiles of all groups in order; a warp's 32 lanes hold 32 consecutive groups.
+template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct Schedule {
+  const Arguments& args;
+  int lane, tiles_n, tiles_m_fixed;
+  int base = -32;                       // group of lane 0
+  int lane_rows = 0, lane_row = 0, lane_tile = 0;  // of this lane's group: rows, first row, first tile
+  int next_row = 0, next_tile = 0;      // behind the 32 groups
+
+  __device__ explicit Schedule(const Arguments& arguments) : args(arguments) {
+    lane = threadIdx.x % 32;
+    tiles_n = divide_up(args.columns, kTileColumns * kClusterN);
+    tiles_m_fixed = divide_up(args.features, kTileM * kClusterM);
+    advance();
+  }
+  __device__ __forceinline__ int tiles_m(int rows) const { return kWeights ? tiles_m_fixed : divide_up(rows, kTileM * kClusterM); }
+
+  __device__ void advance() {
+    base += 32;
+    const int group = base + lane;
+    lane_rows = 0;
+    if (group < args.groups) {
+      lane_rows = args.wide ? static_cast<int>(static_cast<const int64_t*>(args.sizes)[group])
+                            : static_cast<const int32_t*>(args.sizes)[group];
+    }
+    const int tiles = group < args.groups ? tiles_m(lane_rows) * tiles_n : 0;
+    int row_end = lane_rows, tile_end = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int row = __shfl_up_sync(kFull, row_end, step), tile = __shfl_up_sync(kFull, tile_end, step);
+      if (lane >= step) row_end += row, tile_end += tile;
+    }
+    lane_row = next_row + row_end - lane_rows;
+    lane_tile = next_tile + tile_end - tiles;
+    next_row += __shfl_sync(kFull, row_end, 31);
+    next_tile += __shfl_sync(kFull, tile_end, 31);
+  }
+
+  // Tile number `index`; false behind the last. Indices must not fall from call to call.
+  __device__ bool find(int index, int rank, Tile& tile) {
+    while (index >= next_tile) {
+      if (base + 32 >= args.groups) return false;
+      advance();
+    }
+    const int owner = 31 - __clz(__ballot_sync(kFull, lane_tile <= index && base + lane < args.groups));
+    const int rows = __shfl_sync(kFull, lane_rows, owner), row = __shfl_sync(kFull, lane_row, owner);
+    const int local = index - __shfl_sync(kFull, lane_tile, owner);
+    const int along_m = tiles_m(rows), a_panel = args.rows_a_panel * tiles_n;
+    const int panel = local / a_panel, first_m = panel * args.rows_a_panel;
+    const int height = min(args.rows_a_panel, along_m - first_m), in_panel = local - panel * a_panel;
+    const int m = ((first_m + in_panel % height) * kClusterM + (kClusterM > 1 ? rank : 0)) * kTileM;
+    tile.group = base + owner;
+    tile.row = kWeights ? row : row + m;
+    tile.rows = kWeights ? rows : rows - m;
+    tile.m = m;
+    tile.n = (in_panel / height * kClusterN + (kClusterN > 1 ? rank : 0)) * kTileColumns;
+    return true;
+  }
+};
+
+struct Pipeline {
+  uint32_t stage = 0, parity = 0;
+  template <int kStages> __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// `Activation` is a type of activations.cuh, or void where kFinish has none.
+template <typename T, bool kWeights, bool kTransposedB, Finish kFinish, typename Activation, int kStages, int kBuffers, int kClusterM,
+          int kClusterN>
+struct Kernel {
+  static constexpr int kCluster = kClusterM * kClusterN;
+  static constexpr bool kGlu = kFinish == Finish::kGlu;
+  static constexpr int kTileColumns = kGlu ? kTileN / 2 : kTileN;  // of one output tensor
+  static constexpr uint32_t kStaging = kStages * kBytesStage;
+  static constexpr uint32_t kBarriers = kStaging + kConsumerWarps * kBuffers * kBuffer;
+  static constexpr uint32_t kSharedBytes = kBarriers + 2 * kStages * 8 + 1024;  // and room to align
+  using Walk = Schedule<kWeights, kClusterM, kClusterN, kTileColumns>;
+
+  // ------------------------------------------------------------------------------------------------------- producer
+
+  static __device__ void produce(const Maps& maps, const Arguments& args, uint32_t shared) {
+    const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
+    const int lane = threadIdx.x % 32;
+    const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
+    Walk walk(args);
+    Pipeline at;
+    Tile tile;
+    for (int index = blockIdx.x / kCluster; walk.find(index, rank, tile); index += gridDim.x / kCluster) {
+      if (lane == 0) {
+        const int slices = kWeights ? divide_up(tile.rows, kTileK) : args.slices * args.pairs;
+        const int blocks = kWeights || tile.rows > 64 ? 2 : tile.rows > 0 ? 1 : 0;  // of 64 rows of a
+        for (int slice = 0; slice < slices; ++slice) {
+          barrier_wait(empty + at.stage * 8, at.parity ^ 1);
+          const uint32_t arrived = full + at.stage * 8, a = shared + at.stage * kBytesStage, b = a + kBytesA;
+          barrier_expect_bytes(arrived, blocks * kBlock + kBytesB);
+          const int pair = !kWeights && slice >= args.slices;
+          const int k = kWeights ? tile.row + slice * kTileK : (slice - pair * args.slices) * kTileK;
+          if constexpr (kClusterN == 1) {
+            for (int i = 0; i < blocks; ++i) {
+              copy_in(&maps.a[pair], arrived, a + i * kBlock, kWeights ? tile.m + i * 64 : k, kWeights ? k : tile.row + i * 64, 0);
+            }
+          } else if (static_cast<int>(rank) < blocks) {
+            const int i = rank;
+            copy_in_multicast(&maps.a[pair], arrived, a + i * kBlock, kWeights ? tile.m + i * 64 : k,
+                              kWeights ? k : tile.row + i * 64, 0, 0b11);
+          }
+          // Of b, blocks that share it load a part each, for both.
+          constexpr int kPartsB = kWeights || kTransposedB ? kTileN / 64 : 2;
+#pragma unroll
+          for (int part = 0; part < kPartsB; ++part) {
+            if (kClusterM > 1 && part / (kPartsB / kClusterM) != static_cast<int>(rank)) continue;
+            const uint32_t to = b + part * (kBytesB / kPartsB);
+            const CUtensorMap* map = &maps.b[kGlu ? part : pair];
+            const int along_n = tile.n + (kGlu ? 0 : part * (kTileN / kPartsB));
+            const int x = kWeights || kTransposedB ? along_n : k, y = kWeights || kTransposedB ? k : along_n;
+            const int z = kWeights ? 0 : tile.group;
+            if constexpr (kClusterM > 1) copy_in_multicast(map, arrived, to, x, y, z, 0b11);
+            else copy_in(map, arrived, to, x, y, z);
+          }
+          at.template next<kStages>();
+        }
+      }
+      __syncwarp();
+    }
+    if (kCluster > 1 && lane == 0) {
+      // The other block's consumers arrive here: stay until they have.
+      for (int i = 0; i < kStages; ++i) {
+        barrier_wait(empty + at.stage * 8, at.parity ^ 1);
+        at.template next<kStages>();
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------------------- finishing
+
+  // Where lane l puts (or finds) its line of the 16 x 16 block number `block` of a buffer: matrices are (rows 0-7, columns 0-7),
+  // (rows 8-15, columns 0-7), then the same of columns 8-15; 16-byte pieces of a line change places with the line's number.
+  static __device__ __forceinline__ uint32_t fragment_address(uint32_t buffer, int block) {
+    const int lane = threadIdx.x % 32, line = lane % 16, piece = block * 2 + lane / 16;
+    return buffer + line * kLine + ((piece ^ (line & 7)) << 4);
+  }
+
+  // A tile is finished 64 columns, a chunk, at a time, and a chunk in kParts pieces; 16 columns are a block. Code is unrolled for
+  // one chunk only: that of all of them would not stay in the instruction cache.
+  static constexpr int kChunks = kGlu ? 2 : 4;
+  static constexpr int kParts = kGlu ? 6 : kFinish == Finish::kActivate ? 5 : 1;
+  static constexpr int kPieces = kFinish == Finish::kAdd ? 0 : kChunks * kParts;
+
+  // One warp's rows of a tile, from its sums to memory.
+  struct Finisher {
+    const Maps& maps;
+    const Arguments& args;
+    uint32_t staging;                 // kBuffers buffers
+    int lane = threadIdx.x % 32, row_in_tile = threadIdx.x / 32 * 16;
+    uint32_t next = 0, activated = 0;  // the buffer to take next, and the one that is filled block by block
+    bool held = false;                // whether there is a tile to finish
+    int chunk = 0;                    // that is next
+    Tile tile = {};
+    uint32_t pair[64];                // its sums from that chunk on, two columns each: [chunk][block][row half of column half]
+
+    __device__ Finisher(const Maps& maps_, const Arguments& args_, uint32_t shared)
+        : maps(maps_), args(args_), staging(shared + kStaging + threadIdx.x / 32 * kBuffers * kBuffer) {}
+
+    __device__ __forceinline__ void hold(const Tile& of, const float (&sum)[128]) {
+      tile = of;
+      held = true;
+      chunk = 0;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) pair[i] = kWeights && of.rows == 0 ? 0u : pack<T>(sum[2 * i], sum[2 * i + 1]);
+    }
+    __device__ __forceinline__ void all() {
+      if (!held) return;
+#pragma unroll 1
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) piece(part);
+        end_chunk();
+      }
+    }
+    __device__ __forceinline__ void piece(int part) {
+      if (!held || tile.n + chunk * 64 >= args.columns) return;
+      if constexpr (kFinish == Finish::kStore) {
+        put(0, 0);
+      } else if constexpr (kFinish != Finish::kAdd) {
+        if (part < 4) put_activated(part);
+        else if (args.save) put(part - 3, (part - 4) * 32);
+      }
+    }
+    __device__ __forceinline__ void end_chunk() {
+      constexpr int kHeld = kGlu ? 32 : 64;  // of each of h and g, or in all
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        if (i % kHeld + 16 < kHeld) pair[i] = pair[i + 16];
+      }
+      if (++chunk == kChunks) held = false;
+    }
+    // The warp's buffers in turn; each waits until its last contents have left.
+    __device__ __forceinline__ uint32_t take() {
+      if (lane == 0) wait_copies_read<kBuffers - 1>();
+      __syncwarp();
+      const uint32_t buffer = staging + next * kBuffer;
+      next = next + 1 == kBuffers ? 0 : next + 1;
+      return buffer;
+    }
+
+    // A full buffer to the chunk's columns of an output.
+    __device__ __forceinline__ void send(int output, uint32_t buffer) {
+      const int column = tile.n + chunk * 64;
+      fence_async();
+      __syncwarp();
+      const int valid = kWeights ? 16 : tile.rows - row_in_tile;
+      if (valid >= 16) {
+        if (lane == 0) {
+          if constexpr (kWeights) copy_out(&maps.out[output], buffer, column, tile.m + row_in_tile, tile.group);
+          else copy_out(&maps.out[output], buffer, column, tile.row + row_in_tile, 0);
+          commit_copies();
+        }
+        return;
+      }
+      // Rows behind these belong to the next group.
+      const int piece = lane % 8;
+#pragma unroll 1
+      for (int line = lane / 8; line < valid; line += 4) {
+        uint4 value;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                     : "r"(buffer + line * kLine + ((piece ^ (line & 7)) << 4))
+                     : "memory");
+        if (column + piece * 8 < args.columns) {
+          const int64_t element = static_cast<int64_t>(tile.row + row_in_tile + line) * args.columns + column + piece * 8;
+          *reinterpret_cast<uint4*>(static_cast<T*>(args.out[output]) + element) = value;
+        }
+      }
+      if (lane == 0) commit_copies();  // an empty group keeps the count of buffers in turn
+      __syncwarp();
+    }
+
+    // Held sums from `first` on.
+    __device__ __forceinline__ void put(int output, int first) {
+      const uint32_t buffer = take();
+#pragma unroll
+      for (int block = 0; block < 4; ++block) {
+        const uint32_t* m = pair + first + block * 4;
+        store_matrices(fragment_address(buffer, block), m[0], m[1], m[2], m[3]);
+      }
+      send(output, buffer);
+    }
+
+    __device__ __forceinline__ void put_activated(int block) {
+      if (block == 0) activated = take();
+      const Activation activation(args.activation);
+      uint32_t m[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 h = unpack<T>(pair[block * 4 + i]);
+        float2 a = {activation.value(h.x), activation.value(h.y)};
+        if constexpr (kGlu) {
+          const float2 g = unpack<T>(pair[32 + block * 4 + i]);
+          a.x *= g.x, a.y *= g.y;
+        }
+        m[i] = pack<T>(a.x, a.y);
+      }
+      store_matrices(fragment_address(activated, block), m[0], m[1], m[2], m[3]);
+      if (block == 3) send(0, activated);
+    }
+
+    // fp32 sums, added to the output: at once, since they cannot be held.
+    __device__ __forceinline__ void add(const Tile& of, const float (&sum)[128]) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const int column = of.n + c * 32;
+        if (column >= args.columns) break;
+        const uint32_t buffer = take();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // two columns each of rows lane / 4 and 8 rows on
+          const int line = lane / 4 + i % 2 * 8, byte = i / 2 * 32 + lane % 4 * 8;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(buffer + line * kLine + ((byte >> 4 ^ (line & 7)) << 4) + byte % 16),
+                       "f"(sum[c * 16 + i * 2]), "f"(sum[c * 16 + i * 2 + 1])
+                       : "memory");
+        }
+        fence_async();
+        __syncwarp();
+        if (lane == 0) {
+          add_out(&maps.out[0], buffer, column, of.m + row_in_tile, of.group);
+          commit_copies();
+        }
+      }
+    }
+  };
+
+  // ------------------------------------------------------------------------------------------------------- consumers
+
+  static __device__ __forceinline__ void release(uint32_t empty) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kCluster == 1) {
+      if (lane == 0) barrier_arrive(empty);
+    } else {
+      if (lane < kCluster) barrier_arrive_remote(empty, lane);
+    }
+  }
+
+  // Lines of a slice from `valid` on belong to the next group: both operands' become zero (one could be, were there no NaN).
+  static __device__ void clear_lines(uint32_t stage, int valid) {
+    const int consumer = threadIdx.x / 128;
+    constexpr int kBlocksB = kTileN / 64 / kConsumers;
+    for (int block = 0; block < 1 + kBlocksB; ++block) {
+      const uint32_t base = block == 0 ? stage + consumer * kBlock : stage + kBytesA + (consumer * kBlocksB + block - 1) * kBlock;
+      for (uint32_t byte = valid * kLine + threadIdx.x % 128 * 16; byte < kBlock; byte += 128 * 16) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(base + byte), "r"(0) : "memory");
+      }
+    }
+    fence_async();
+    named_barrier(1, kConsumers * 128);
+  }
+
+  // Starts the products of one slice: 64 rows of this warpgroup by all columns.
+  static __device__ __forceinline__ void start_slice(float (&sum)[128], uint32_t stage, int consumer, bool add) {
+    constexpr uint32_t kStepA = kWeights ? 16 * kLine : 32, kStepB = kWeights || kTransposedB ? 16 * kLine : 32;
+    const uint64_t a = matrix(stage + consumer * kBlock, kBlock, 1024), b = matrix(stage + kBytesA, kBlock, 1024);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+      product_256<T, kWeights, kWeights || kTransposedB>(sum, a + (step * kStepA >> 4), b + (step * kStepB >> 4), step > 0 || add);
+    }
+    products_commit();
+  }
+
+  // The sums of a tile, which are undefined where nothing is summed; meanwhile finishes what is held of the tile before.
+  static __device__ __forceinline__ void multiply(float (&sum)[128], Finisher& finisher, const Arguments& args, const Tile& tile,
+                                                  int consumer, uint32_t shared, Pipeline& at) {
+    const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
+    const int slices = kWeights ? tile.rows / kTileK : args.slices * args.pairs;
+    uint32_t previous = 0;
+    int slice = 0;
+    if (slices >= kPieces) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < kPieces / kParts; ++chunk) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part, ++slice) {
+          barrier_wait(full + at.stage * 8, at.parity);
+          start_slice(sum, shared + at.stage * kBytesStage, consumer, slice > 0);
+          finisher.piece(part);
+          products_wait<1>();
+          if (slice > 0) release(empty + previous * 8);
+          previous = at.stage;
+          at.template next<kStages>();
+        }
+        finisher.end_chunk();
+      }
+    } else {
+      finisher.all();
+    }
+#pragma unroll 1
+    for (; slice < slices; ++slice) {
+      barrier_wait(full + at.stage * 8, at.parity);
+      start_slice(sum, shared + at.stage * kBytesStage, consumer, slice > 0);
+      products_wait<1>();
+      if (slice > 0) release(empty + previous * 8);
+      previous = at.stage;
+      at.template next<kStages>();
+    }
+    if constexpr (kWeights) {
+      const int valid = tile.rows % kTileK;
+      if (valid > 0) {
+        barrier_wait(full + at.stage * 8, at.parity);
+        clear_lines(shared + at.stage * kBytesStage, valid);
+        start_slice(sum, shared + at.stage * kBytesStage, consumer, slices > 0);
+        products_wait<1>();
+        if (slices > 0) release(empty + previous * 8);
+        previous = at.stage;
+        at.template next<kStages>();
+      }
+    }
+    products_wait<0>();
+    fence_registers(sum);
+    if (!kWeights || tile.rows > 0) release(empty + previous * 8);
+  }
+
+  // The same for a warpgroup that has no rows in the tile.
+  static __device__ __forceinline__ void pass(const Arguments& args, uint32_t shared, Pipeline& at) {
+    const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
+  #pragma unroll 1
+    for (int slice = 0; slice < args.slices * args.pairs; ++slice) {
+      barrier_wait(full + at.stage * 8, at.parity);
+      release(empty + at.stage * 8);
+      at.template next<kStages>();
+    }
+  }
+
+  static __device__ void consume(const Maps& maps, const Arguments& args, uint32_t shared) {
+    const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
+    const int consumer = __shfl_sync(kFull, threadIdx.x / 128, 0), warp = __shfl_sync(kFull, threadIdx.x / 32, 0);
+    Walk walk(args);
+    Pipeline at;
+    Tile tile;
+    Finisher finisher(maps, args, shared);
+    for (int index = blockIdx.x / kCluster; walk.find(index, rank, tile); index += gridDim.x / kCluster) {
+      if (!kWeights && consumer * 64 >= tile.rows) {
+        finisher.all();
+        pass(args, shared, at);
+        continue;
+      }
+      float sum[128];
+      multiply(sum, finisher, args, tile, consumer, shared, at);
+      const bool results = warp * 16 < (kWeights ? args.features - tile.m : tile.rows) && tile.n < args.columns;
+      if (!results) continue;
+      if constexpr (kFinish != Finish::kAdd) finisher.hold(tile, sum);
+      else if (tile.rows > 0) finisher.add(tile, sum);
+    }
+    finisher.all();
+    if (threadIdx.x % 32 == 0) wait_copies<0>();
+  }
+
+  static __device__ void run(const Maps& maps, const Arguments& args) {
+    extern __shared__ uint8_t unaligned[];
+    const uint32_t shared = (shared_address(unaligned) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+      const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
+      for (int i = 0; i < kStages; ++i) {
+        barrier_init(full + i * 8, 1);
+        barrier_init(empty + i * 8, kConsumerWarps * kCluster);
+      }
+      fence_barrier_init();
+    }
+    if (kCluster > 1) cluster_sync(); else __syncthreads();
+    if (threadIdx.x / 128 == kConsumers) {
+      lower_registers<40>();
+      if (threadIdx.x / 32 == kConsumerWarps) produce(maps, args, shared);
+    } else {
+      raise_registers<232>();
+      consume(maps, args, shared);
+    }
+  }
+};
+
+template <typename K> __global__ void __launch_bounds__(kThreads, 1) grouped_kernel(
+    const __grid_constant__ Maps maps, const __grid_constant__ Arguments args) {
+#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
+  K::run(maps, args);
+#endif
+}
+
+}  // namespace gbmoe::hopper

@@ -1,0 +1,124 @@
+// Host side of the grouped kernels: tensor maps and launches.
+
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+
+#include "../ops.h"
+#include "grouped.cuh"
+
+namespace gbmoe::hopper {
+
+inline PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+  static const PFN_cuTensorMapEncodeTiled_v12000 function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    STD_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &status));
+    STD_TORCH_CHECK(status == cudaDriverEntryPointSuccess, "hopper: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  }();
+  return function;
+}
+
+// The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes.
+inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines) {
+  const int64_t rank = tensor.dim();
+  const bool wide = tensor.scalar_type() == ScalarType::Float;
+  const cuuint64_t bytes = wide ? 4 : 2;
+  const cuuint64_t shape[3] = {static_cast<cuuint64_t>(tensor.size(rank - 1)), static_cast<cuuint64_t>(tensor.size(rank - 2)),
+                               static_cast<cuuint64_t>(rank == 3 ? tensor.size(0) : 1)};
+  const cuuint64_t strides[2] = {shape[0] * bytes, shape[0] * shape[1] * bytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(kLine / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode_function()(
+      &map,
+      wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+           : tensor.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      3,  // rank
+      tensor.data_ptr(),
+      shape,
+      strides,
+      box,
+      steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros
+  STD_TORCH_CHECK(result == CUDA_SUCCESS, "hopper: cuTensorMapEncodeTiled returned ", static_cast<int>(result), " for a tensor [",
+                  shape[2], ",", shape[1], ",", shape[0], "]");
+  return map;
+}
+
+constexpr int kBoxA = 64, kBoxB = kTileN / 2, kBoxTransposed = 64, kBoxOut = 16;
+constexpr int kRowsAPanel = 8;  // measured: 4 to 16 are alike
+
+inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns) {
+  Arguments args{};
+  args.sizes = sizes.data_ptr();
+  args.wide = sizes.scalar_type() == ScalarType::Long;
+  args.groups = static_cast<int>(sizes.numel());
+  args.rows = static_cast<int>(rows);
+  args.columns = static_cast<int>(columns);
+  args.pairs = 1;
+  args.rows_a_panel = kRowsAPanel;
+  return args;
+}
+
+inline int processors(int device) {
+  int count = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+template <typename K> void launch(const Maps& maps, const Arguments& args, const Tensor& on) {
+  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+  STD_CUDA_CHECK(cudaFuncSetAttribute(grouped_kernel<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes));
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {K::kCluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(processors(on.get_device_index()) / K::kCluster * K::kCluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = K::kSharedBytes;
+  config.stream = current_stream(on);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, grouped_kernel<K>, maps, args));
+}
+
+// Four slices ahead and 32 KiB of staging are what 227 KiB hold.
+constexpr int kStages = 4, kBuffers = 2;
+template <typename T, bool kTransposedB, Finish kFinish, typename Activation, int kClusterN>
+using RowsKernel = Kernel<T, false, kTransposedB, kFinish, Activation, kStages, kBuffers, 1, kClusterN>;
+template <typename T, Finish kFinish, int kClusterM, int kClusterN>
+using WeightsKernel = Kernel<T, true, true, kFinish, void, kStages, kBuffers, kClusterM, kClusterN>;
+
+// Rows of each group: two blocks share a's slices where tiles along N come in pairs.
+template <typename T, bool kTransposedB, Finish kFinish, typename Activation>
+void launch_rows(const Maps& maps, const Arguments& args, const Tensor& on) {
+  constexpr int columns = RowsKernel<T, kTransposedB, kFinish, Activation, 1>::kTileColumns;
+  if (divide_up(args.columns, columns) % 2 == 0) launch<RowsKernel<T, kTransposedB, kFinish, Activation, 2>>(maps, args, on);
+  else launch<RowsKernel<T, kTransposedB, kFinish, Activation, 1>>(maps, args, on);
+}
+
+// The same with the family that args.activation belongs to.
+template <typename T, Finish kFinish> void launch_activation(const Maps& maps, const Arguments& args, const Tensor& on) {
+  switch (args.activation) {
+    case kSilu:
+    case kGeluTanh: launch_rows<T, false, kFinish, SigmoidActivation>(maps, args, on); break;
+    case kGelu: launch_rows<T, false, kFinish, ErfActivation>(maps, args, on); break;
+    default: launch_rows<T, false, kFinish, PiecewiseActivation>(maps, args, on);
+  }
+}
+
+// Runs body with T bound to the C++ type of `dtype`, one of those that the tensor cores are used for here.
+#define GBMOE_DISPATCH_HALF(dtype, name, ...)                                              \
+  do {                                                                                     \
+    if (dtype == ScalarType::BFloat16) { using T = __nv_bfloat16; __VA_ARGS__; }           \
+    else if (dtype == ScalarType::Half) { using T = __half; __VA_ARGS__; }                 \
+    else STD_TORCH_CHECK(false, name, ": expected bfloat16 or float16");                   \
+  } while (0)
+
+}  // namespace gbmoe::hopper

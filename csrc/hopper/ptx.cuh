@@ -1,0 +1,177 @@
+// The Hopper instructions that the grouped product is made of: one function an instruction, nothing else.
+//
+// Shared memory is named by its 32-bit address. Barriers are mbarriers in shared memory; a wait names the parity of the phase
+// whose end it waits for, so that a fresh barrier passes a wait for parity 1.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace gbmoe::hopper {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---------------------------------------------------------------------------------------------------------- barriers
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+// Makes initialised barriers visible to the copy engine and to the other blocks of the cluster.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives at the barrier of the same address in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(barrier), "r"(rank) : "memory");
+}
+// Arrives, and lets the phase end only when that many bytes were copied in.
+__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+// A barrier of `threads` threads of the block; 0 is __syncthreads' own.
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ------------------------------------------------------------------------------------------------------- copy engine
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Box at (x, y, z) of the tensor into shared memory, in this block or in every block of `mask`.
+__device__ __forceinline__ void copy_in(const CUtensorMap* map, uint32_t barrier, uint32_t to, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void copy_in_multicast(
+    const CUtensorMap* map, uint32_t barrier, uint32_t to, int x, int y, int z, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// Box out of shared memory to (x, y, z) of the tensor; what lies outside the tensor is left out.
+__device__ __forceinline__ void copy_out(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+// The same, added to what is there.
+__device__ __forceinline__ void add_out(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most N groups of this thread's outgoing copies still read shared memory.
+template <int N> __device__ __forceinline__ void wait_copies_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+template <int N> __device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+// Orders this thread's ordinary accesses to shared memory before what the copy engine and the tensor cores do next.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ------------------------------------------------------------------------------------------------------ tensor cores
+
+template <int N> __device__ __forceinline__ void raise_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void lower_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// A matrix in shared memory under the 128-byte swizzle, as wgmma wants it described. `stride` is the distance in bytes between
+// groups of 8 lines; `leading`, between runs of 64 elements along M or N, is used where these are the contiguous direction.
+__device__ __forceinline__ uint64_t matrix(uint32_t address, uint32_t leading, uint32_t stride) {
+  return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4) << 16 |
+         static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
+}
+
+// d [64,256] = a [64,16] @ b [16,256] (+ d where `add`), of one warpgroup. kTransposed: M (of a) or N (of b) is contiguous.
+#define GBMOE_HOPPER_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define GBMOE_HOPPER_64(i)                                                                                          \
+  GBMOE_HOPPER_8(i), GBMOE_HOPPER_8(i + 8), GBMOE_HOPPER_8(i + 16), GBMOE_HOPPER_8(i + 24), GBMOE_HOPPER_8(i + 32), \
+      GBMOE_HOPPER_8(i + 40), GBMOE_HOPPER_8(i + 48), GBMOE_HOPPER_8(i + 56)
+#define GBMOE_HOPPER_PRODUCT_256(type)                                                                                      \
+  asm volatile(                                                                                                             \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {"                                                     \
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"  \
+      "%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
+      "%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88," \
+      "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,"  \
+      "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, add, 1, 1, %131, %132;\n}"       \
+      : GBMOE_HOPPER_64(0), GBMOE_HOPPER_64(64)                                                                             \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0))
+
+template <typename T, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void product_256(float (&d)[128], uint64_t a, uint64_t b, bool add) {
+  if constexpr (sizeof(T) == 2 && std::is_same_v<T, __nv_bfloat16>) GBMOE_HOPPER_PRODUCT_256("bf16");
+  else GBMOE_HOPPER_PRODUCT_256("f16");
+}
+// Keeps the compiler from moving accesses of an accumulator over a wait.
+template <int N> __device__ __forceinline__ void fence_registers(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Four 8x8 matrices of 16-bit elements from fragments to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+// Two 16-bit numbers in a register. In assembly, because the compiler, seeing the halves, keeps each in a register of its own.
+template <typename T> __device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  float2 both;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+      : "=f"(both.x), "=f"(both.y)
+      : "r"(pair));
+  return both;
+}
+
+}  // namespace gbmoe::hopper

@@ -1,0 +1,34 @@
+// Products whose groups are summed over: the gradient of the weights.
+
+#include "launch.cuh"
+
+namespace gbmoe {
+namespace {
+
+template <typename T, hopper::Finish kFinish>
+void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, const Tensor& on) {
+  using namespace hopper;
+  // Two blocks share b's slices where tiles along M come in pairs, else a's where those along N do.
+  if (divide_up(args.features, kTileM) % 2 == 0) launch<WeightsKernel<T, kFinish, 2, 1>>(maps, args, on);
+  else if (divide_up(args.columns, kTileN) % 2 == 0) launch<WeightsKernel<T, kFinish, 1, 2>>(maps, args, on);
+  else launch<WeightsKernel<T, kFinish, 1, 1>>(maps, args, on);
+}
+
+}  // namespace
+
+// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is fp32
+void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out) {
+  using namespace hopper;
+  Arguments args = arguments(sizes, a.size(0), out.size(2));
+  args.features = static_cast<int>(out.size(1));
+  Maps maps{};
+  maps.a[0] = tensor_map(a, kBoxTransposed);
+  maps.b[0] = tensor_map(b, kBoxTransposed);
+  maps.out[0] = tensor_map(out, kBoxOut);
+  GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights", {
+    if (out.scalar_type() == ScalarType::Float) launch_weights<T, Finish::kAdd>(maps, args, a);
+    else launch_weights<T, Finish::kStore>(maps, args, a);
+  });
+}
+
+}  // namespace gbmoe

@@ -1,0 +1,85 @@
+"""Our own kernels for compute capability 9.0 (csrc/hopper/): sizes on the device, the activation inside the products.
+
+Shape suffixes: P rows of all groups, E groups (experts), H hidden, F ffn hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from gbmoe import extension
+from gbmoe.engines.base import Engine, result_shape
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+class Hopper(Engine):
+    """Near dense speed from a few hundred rows a group on, and no host wait."""
+
+    name = "hopper"
+    fuses_activation = True
+
+    def unavailable(self, device):
+        if device.type != "cuda":
+            return f"runs on CUDA devices only, not on {device.type}"
+        capability = _capability(device)
+        if capability != (9, 0):
+            return f"runs on compute capability 9.0, this device has {capability[0]}.{capability[1]}"
+        status = extension.status()
+        if not status.loaded:
+            return f"needs the CUDA extension: {status.reason}"
+        if not torch.ops.gbmoe_cuda.hopper_built():
+            return "the extension was compiled without sm_90; rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST"
+        return None
+
+    def refuses(self, problem):
+        if problem.dtype not in _DTYPES:
+            return f"takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+        # Tensor maps want rows that start at multiples of 16 bytes.
+        if problem.inner % 8 or problem.columns % 8:
+            return f"takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
+        if 0 in (problem.rows, problem.groups, problem.inner, problem.columns):
+            return "takes no empty operands"
+        return None
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        sizes = _on_device(sizes, a)
+        if trans_a and accumulate and out.dtype == torch.float32:
+            torch.ops.gbmoe_cuda.hopper_weights(a, b, sizes, out)
+            return out
+        product = out
+        if out is None or accumulate:
+            product = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
+        if trans_a:
+            torch.ops.gbmoe_cuda.hopper_weights(a, b, sizes, product)
+        else:
+            torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, trans_b, product)
+        return out.add_(product) if accumulate else product
+
+    def up(self, x_PH, w1_EFH, v1_EFH, sizes, activation, save):
+        """a = act(x @ w1[e].T), or act(x @ w1[e].T) * (x @ v1[e].T): (a, h, g) [P,F]; h and g None unless `save`, g without v1.
+
+        `activation` is an index into reference.ACTIVATIONS.
+        """
+        a_PF = x_PH.new_empty(x_PH.size(0), w1_EFH.size(1))
+        h_PF = torch.empty_like(a_PF) if save else None
+        g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
+        torch.ops.gbmoe_cuda.hopper_up(x_PH, w1_EFH, v1_EFH, _on_device(sizes, x_PH), activation, a_PF, h_PF, g_PF)
+        return a_PF, h_PF, g_PF
+
+    def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes):
+        """dx = dh @ w1[e] (+ dg @ v1[e]) [P,H], summed before it is rounded."""
+        dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
+        torch.ops.gbmoe_cuda.hopper_rows(dh_PF, w1_EFH, dg_PF, v1_EFH, _on_device(sizes, dh_PF), False, dx_PH)
+        return dx_PH
+
+
+def _on_device(sizes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return sizes.to(like.device, non_blocking=True).contiguous()

@@ -1,0 +1,468 @@
+"""torch.compile(fullgraph=True): no graph break, eager's results, one graph for any number of tokens and every layer."""
+
+import functools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gbmoe
+from gbmoe import RoutingPlan, cases, engines, extension
+from gbmoe.compat.grouped_gemm import ops as grouped_gemm
+from gbmoe.compat.megablocks import ops as megablocks
+from gbmoe.layers import Arguments
+from gbmoe.ops import route
+
+HIDDEN, FFN, EXPERTS, TOP_K = 32, 48, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def from_nothing():
+    torch.compiler.reset()
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+    yield
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+
+
+def make(device="cpu", seed=0, **fields):
+    sizes = dict(hidden_size=HIDDEN, ffn_hidden_size=FFN, moe_num_experts=EXPERTS, moe_top_k=TOP_K)
+    args = Arguments(**{**sizes, "fp16": False, "device": device,
+                        "init_method": functools.partial(torch.nn.init.normal_, std=0.2), **fields})
+    torch.manual_seed(seed)
+    return gbmoe.dMoE(args), args
+
+
+def loss_of(out, args):
+    out = out[0] + out[1] if isinstance(out, tuple) else out
+    loss = out.float().square().sum()
+    if args.moe_loss_weight:
+        loss = loss + gbmoe.batched_load_balancing_loss(args)
+    if args.moe_zloss_weight:
+        loss = loss + gbmoe.batched_router_zloss(args).sum()
+    return out, loss
+
+
+def run(layer, function, args, x):
+    """Output, losses and every gradient of layer, computed by function."""
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    out, loss = loss_of(function(x), args)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "loss": loss.detach(), "x": x.grad, **gradients}
+
+
+def skip_without_compiler(backend):
+    if backend == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("inductor needs a C++ compiler")
+
+
+def graphs_of(backend="aot_eager"):
+    """A backend that keeps the graphs that dynamo gives it, and a list of the operators in each."""
+    seen = []
+
+    def keep(module, inputs):
+        seen.append([str(node.target) for node in module.graph.nodes if node.op.startswith("call")])
+        return torch._dynamo.lookup_backend(backend)(module, inputs)
+    return keep, seen
+
+
+# -------------------------------------------------------------------------------------------------------------- the layer
+
+LAYERS = {
+    "mlp": dict(),
+    "glu": dict(mlp_type="glu", bias=False),
+    "out + bias": dict(return_bias=False),
+    "losses": dict(moe_zloss_weight=1e-2, moe_normalize_expert_weights=1, moe_jitter_eps=0.0),
+    "no loss": dict(moe_loss_weight=0, uniform_expert_assignment=True),
+    "shared expert": dict(mlp_type="glu", shared_expert=True, shared_expert_weighted_sum=True, moe_zloss_weight=1e-2),
+    "bfloat16": dict(mlp_type="glu", bf16=True, activation_fn=F.silu),
+    "callable": dict(activation_fn=torch.tanh),
+    "callable, computed again": dict(activation_fn=lambda h: 1.5 * torch.sigmoid(h), memory_optimized_mlp=True),
+    "callable, computed again, glu": dict(mlp_type="glu", activation_fn=torch.tanh, memory_optimized_mlp=True),
+    "activation with parameters": dict(activation_fn=torch.nn.PReLU(), memory_optimized_mlp=True),
+    "bmm": dict(mlp_impl="bmm", mlp_type="glu"),
+    "reference": dict(mlp_impl="reference"),
+}
+
+
+@pytest.mark.parametrize("name, backend", [
+    *((name, "aot_eager") for name in LAYERS),
+    *((name, "eager") for name in ("shared expert", "callable, computed again, glu", "bmm")),
+    *((name, "inductor") for name in ("shared expert", "callable, computed again, glu")),
+])
+def test_compiled_layer_is_the_layer(device, name, backend):
+    skip_without_compiler(backend)
+    fields = LAYERS[name]
+    if name == "activation with parameters":
+        fields = {**fields, "activation_fn": torch.nn.PReLU(device=device)}
+    layer, args = make(device, **fields)
+    x = torch.randn(12, 2, HIDDEN, generator=cases.generator("cpu", 1)).to(device, args.dtype)
+    expected = run(layer, layer, args, x)
+    compiled = run(layer, torch.compile(layer, backend=backend, fullgraph=True), args, x)
+    tolerance = dict(rtol=1e-4, atol=1e-5) if backend == "inductor" else {}
+    torch.testing.assert_close(compiled, expected, **tolerance)
+
+
+def test_losses_inside_the_graph(device):
+    """A whole step is one graph: clearing, layers, both losses."""
+    layers, args = [], None
+    for seed in range(2):
+        layer, args = make(device, seed, num_layers=2, bias=False, moe_zloss_weight=1e-2)
+        layers.append(layer)
+    model = torch.nn.Sequential(*layers)
+
+    def step(x):
+        gbmoe.clear_load_balancing_loss()
+        gbmoe.clear_router_zloss()
+        return loss_of(model(x), args)[1]
+
+    x = torch.randn(12, 2, HIDDEN, device=device)
+    losses, gradients = [], []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        losses.append(function(x))
+        losses[-1].backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert len(gbmoe.get_load_balancing_loss()) == 2  # the compiled step's, and not of the step before
+
+
+def test_evaluation_without_gradients_keeps_nothing():
+    layer, args = make(mlp_type="glu", bias=False)
+    layer.eval()
+    backend, graphs = graphs_of()
+    with torch.no_grad():
+        x = torch.randn(5, 1, HIDDEN)
+        torch.testing.assert_close(torch.compile(layer, backend=backend, fullgraph=True)(x), layer(x))
+    assert len(graphs) == 1 and gbmoe.get_load_balancing_loss() == []
+
+
+def test_autocast(device):
+    layer, args = make(device, mlp_type="glu", shared_expert=True, bias=False)
+    x = torch.randn(9, 2, HIDDEN, device=device)
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            results.append(run(layer, function, args, x))
+    assert results[1]["out"].dtype == torch.bfloat16
+    torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("activation", [F.silu, torch.nn.SiLU(), functools.partial(F.gelu, approximate="tanh"), torch.nn.GELU()],
+                         ids=["silu", "SiLU", "gelu_tanh", "GELU"])
+def test_known_activations_stay_one_operator(activation):
+    layer, _ = make(mlp_type="glu", bias=False, activation_fn=activation)
+    backend, graphs = graphs_of("eager")
+    torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(5, 1, HIDDEN))
+    operators = [name.split(".")[1] for name in graphs[0] if name.startswith("gbmoe.")]
+    assert operators == ["route", "routing_plan", "expert_mlp"]
+
+
+# ---------------------------------------------------------------------------------------------------- what is compiled again
+
+
+@pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True, moe_zloss_weight=1e-2),
+                                    dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])
+@pytest.mark.parametrize("marked", [False, True], ids=["noticed", "marked"])
+def test_numbers_of_tokens_share_a_graph(device, fields, marked):
+    """Also across T * K == E, on both sides of which the plan's bound is another formula."""
+    layer, args = make(device, **{**fields, "moe_num_experts": 30})
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for tokens in (24, 9, 40, 13, 11):
+        x = torch.randn(tokens, HIDDEN, generator=cases.generator("cpu", tokens)).to(device)
+        expected = run(layer, layer, args, x)
+        if marked:
+            x = x.requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            gbmoe.clear_load_balancing_loss()
+            gbmoe.clear_router_zloss()
+            torch.testing.assert_close(loss_of(compiled(x), args)[0].detach(), expected["out"])
+        else:
+            torch.testing.assert_close(run(layer, compiled, args, x), expected)
+    assert counter.frame_count == (1 if marked else 2)
+
+
+def test_layers_compiled_one_by_one_share_a_graph():
+    """What layers leave behind for the losses grows from layer to layer, and torch gives up after eight graphs."""
+    layers = [make(seed=seed, num_layers=12, bias=False, moe_zloss_weight=1e-2)[0] for seed in range(12)]
+    args = layers[0].experts.args
+    counter = CompileCounterWithBackend("eager")
+    compiled = [torch.compile(layer, backend=counter, fullgraph=True) for layer in layers]
+    x = torch.randn(6, 1, HIDDEN, requires_grad=True)
+    losses = []
+    for model in (layers, compiled):
+        gbmoe.clear_load_balancing_loss()
+        gbmoe.clear_router_zloss()
+        losses.append(loss_of(functools.reduce(lambda h, layer: layer(h), model, x), args)[1])
+    assert counter.frame_count == 1
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_a_plan_may_come_from_outside():
+    x, ids = torch.randn(10, HIDDEN), [cases.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=seed) for seed in range(4)]
+    w1, w2 = (torch.randn(EXPERTS, FFN, HIDDEN) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def experts(plan):
+        return gbmoe.expert_mlp(x, plan, w1, w2)
+
+    compiled = torch.compile(experts, backend=counter, fullgraph=True)
+    for choice in ids:
+        expected = experts(RoutingPlan.from_experts(choice, EXPERTS))
+        torch.testing.assert_close(compiled(RoutingPlan.from_experts(choice, EXPERTS)), expected)
+    assert counter.frame_count == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- operators
+
+
+def gather_and_scatter(x, weights, w1, w2, v1, ids):
+    plan = RoutingPlan.from_experts(ids, EXPERTS, align=4)
+    rows, probs_P = gbmoe.padded_gather(x, plan, probs_TK=weights, slot_scale_TK=weights)
+    return gbmoe.padded_scatter(rows * probs_P.unsqueeze(1), plan, weights)
+
+
+def fused(x, weights, w1, w2, v1, ids):
+    plan = RoutingPlan.from_experts(ids, EXPERTS, align=16)
+    return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation="gelu")
+
+
+def composed(x, weights, w1, w2, v1, ids):
+    plan = RoutingPlan.from_experts(ids, EXPERTS)
+    return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=torch.tanh)
+
+
+def exact(x, weights, w1, w2, v1, ids):
+    """P is read from the device: it is a number that the graph does not know."""
+    plan = RoutingPlan.from_experts(ids, EXPERTS, align=4, exact=True)
+    return gbmoe.expert_mlp(x, plan, w1, w2, weights_TK=weights)
+
+
+def grouped_products(x, weights, w1, w2, v1, ids):
+    sizes = torch.bincount(ids.clamp(min=0).flatten(), minlength=EXPERTS)
+    torch._check(sizes.numel() == EXPERTS)  # bincount may return more
+    rows = x.repeat_interleave(TOP_K, 0)
+    out = gbmoe.gmm(gbmoe.gmm(rows, w1, sizes, trans_b=True), w2, sizes)
+    return (out * weights.reshape(-1, 1)).view(-1, TOP_K, HIDDEN).sum(1) + gbmoe.gmm(rows, out, sizes, trans_a=True).sum()
+
+
+def routed(x, weights, w1, w2, v1, ids):
+    routing = route(x @ w1[:, 0].t(), TOP_K, normalize=1.0)
+    return x * (routing.scores_TE.square().sum(1) + routing.weights_TK.square().sum(1) + routing.logsumexp_T).unsqueeze(1)
+
+
+def operands(tokens, device):
+    random = functools.partial(torch.randn, generator=cases.generator("cpu", tokens))
+    weights = [random(EXPERTS, FFN, HIDDEN).mul_(0.2) for _ in range(3)]
+    ids = cases.expert_ids(tokens, EXPERTS, TOP_K, device="cpu", seed=tokens)
+    ids[0, 0] = -1
+    return [t.to(device).requires_grad_() for t in (random(tokens, HIDDEN), random(tokens, TOP_K), *weights)], ids.to(device)
+
+
+@pytest.mark.parametrize("function, backend", [
+    *((function, "aot_eager") for function in (gather_and_scatter, fused, composed, exact, grouped_products, routed)),
+    (gather_and_scatter, "inductor"),
+], ids=lambda value: getattr(value, "__name__", value))
+def test_operators_with_any_number_of_tokens(device, function, backend):
+    skip_without_compiler(backend)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    for tokens in (24, 9, 2, 40):
+        results = []
+        for f in (function, compiled):
+            leaves, ids = operands(tokens, device)
+            for t in (leaves[0], leaves[1], ids):
+                torch._dynamo.mark_dynamic(t, 0)
+            out = f(*leaves, ids)
+            grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+            results.append([out.detach(), *(g for g in grads if g is not None)])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+def test_wrong_values_are_found_in_a_graph_too():
+    """They are looked at inside the operators, where they are."""
+    plan = torch.compile(lambda ids: RoutingPlan.from_experts(ids, EXPERTS).counts_E, backend="aot_eager", fullgraph=True)
+    assert plan(torch.tensor([[0, 3]])).tolist() == [1, 0, 0, 1]
+    with pytest.raises(ValueError, match="experts: expected ids in \\[0, 4\\), or -1 to drop a slot, got ids from 0 to 9"):
+        plan(torch.tensor([[0, 9]]))
+    product = torch.compile(gbmoe.gmm, backend="aot_eager", fullgraph=True)
+    with pytest.raises(ValueError, match="batch_sizes: expected sum\\(batch_sizes\\) == a.size\\(0\\) == 5, got 4"):
+        product(torch.zeros(5, 8), torch.zeros(2, 8, 4), torch.tensor([3, 1]))
+
+
+def test_random_numbers_of_the_activation_are_drawn_again(device):
+    """As for the eager layer: out is linear in w1, so <w1, its gradient> is <out, grad> if both passes saw the same mask."""
+    leaves, ids = operands(40, device)
+    x, weights, w1, w2, _ = leaves
+
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    def dropping(w1):
+        return gbmoe.expert_mlp(x, RoutingPlan.from_experts(ids, EXPERTS), w1, w2, weights_TK=weights,
+                                activation=lambda h: F.dropout(h, 0.5))
+
+    out = dropping(w1)
+    grad = torch.randn_like(out)
+    gradient, = torch.autograd.grad(out, w1, grad)
+    torch.testing.assert_close((w1 * gradient).sum(), (out * grad).sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_graph_saves_pre_activations_and_computes_the_activation_again():
+    """Of matrices as wide as the ffn, forward hands over to backward h and g, and not the activation."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    handed_over = []
+
+    def forward_compiler(module, inputs):
+        outputs, = module.graph.find_nodes(op="output")
+        handed_over.append([str(node.target) for node in outputs.args[0]
+                            if getattr(node.meta.get("val"), "shape", ())[-1:] == (FFN,) and node.meta["val"].dim() == 2])
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=forward_compiler, bw_compiler=lambda module, inputs: make_boxed_func(module.forward),
+                           partition_fn=min_cut_rematerialization_partition)
+    leaves, ids = operands(10, "cpu")
+    torch.compile(composed, backend=backend, fullgraph=True)(*leaves, ids).sum().backward()
+    assert handed_over == [["gbmoe.gmm.default", "gbmoe.gmm.default"]]
+
+
+def strided(*shape, dtype=torch.float32):
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fakes_say_what_kernels_return_for_any_strides(dtype):
+    ops, matrix = torch.ops.gbmoe, functools.partial(strided, dtype=dtype)
+    ids, tokens = cases.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=0), 10
+    plan, weights = RoutingPlan.from_experts(ids, EXPERTS), strided(tokens, TOP_K)
+    maps, rows = (plan.row_of_slot_TK, plan.slot_of_row_P), plan.num_rows
+    x, w, h = matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN), matrix(rows, FFN)
+    for operator, arguments in (
+        (ops.routing_plan, (ids.t().contiguous().t(), EXPERTS, 4, "wait")),
+        (ops.route, (matrix(tokens, EXPERTS), TOP_K, 1.0, True)),
+        (ops.route_backward, (matrix(tokens, EXPERTS).softmax(-1), ids, matrix(tokens, EXPERTS), None, None, 1.0, dtype)),
+        (ops.padded_gather, (x, *maps, None, None, weights, weights, False)),
+        (ops.padded_scatter, (matrix(rows, HIDDEN), *maps, None, None, weights)),
+        (ops.padded_scatter_backward, (x, matrix(rows, HIDDEN), *maps, None, None, weights, True)),
+        (ops.gmm, (h, w, plan.host_sizes(), False, False, "auto", True)),
+        (ops.gmm, (h, matrix(rows, HIDDEN), plan.host_sizes(), True, False, "auto", True)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, "silu", "auto",
+                                   True, True, True, True, False)),
+    ):
+        torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+# --------------------------------------------------------------------------------------------------------------- adapters
+
+
+def through_grouped_gemm(x, weights, w1, w2, v1, ids):
+    rows, map_R = grouped_gemm.permute(x, ids.int())
+    sizes = torch.zeros(EXPERTS, dtype=torch.int64, device=x.device).scatter_add(0, ids.flatten(), torch.ones_like(ids.flatten()))
+    out = grouped_gemm.gmm(grouped_gemm.gmm(rows, w1, sizes, trans_b=True), w2, sizes)
+    return grouped_gemm.unpermute(out, map_R, weights)
+
+
+def through_megablocks_ops(x, weights, w1, w2, v1, ids):
+    bin_ids, indices = megablocks.sort(ids.flatten().int(), 2)
+    bins = megablocks.inclusive_cumsum(megablocks.histogram(bin_ids, EXPERTS), 0)
+    rows = megablocks.gather(x, indices, bin_ids, bins, TOP_K)
+    return megablocks.scatter(rows, indices, bin_ids, weights.flatten(), bins, TOP_K)
+
+
+@pytest.mark.parametrize("function", [through_grouped_gemm, through_megablocks_ops])
+def test_adapters(device, function):
+    results = []
+    for f in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        leaves, ids = operands(24, device)
+        out = f(*leaves, ids.clamp(min=0))
+        grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+        results.append([out.detach(), *(g for g in grads if g is not None)])
+    torch.testing.assert_close(results[1], results[0])
+
+
+# ------------------------------------------------------------------------------------------------------------------- GPUs
+
+
+@pytest.mark.parametrize("engine, copies", [("hopper", 0), ("torch", 0), ("cublas_loop", 1), ("auto", 0)])
+def test_a_gpu_graph_copies_sizes_to_the_host_only_for_engines_that_want_them(monkeypatch, engine, copies):
+    """Traced on fake CUDA tensors, which need no GPU. Engines are asked, not traced: the real ones look for files."""
+    for candidate in engines.ENGINES.values():
+        monkeypatch.setattr(candidate, "unavailable", lambda device: None if Path(__file__).exists() else "never")
+    monkeypatch.setattr(extension, "load", lambda: (_ for _ in ()).throw(AssertionError("traced")))
+
+    def layer(x, ids, w1, w2, v1):
+        return gbmoe.expert_mlp(x, RoutingPlan.from_experts(ids, EXPERTS, check="none"), w1, w2, v1, engine=engine)
+
+    backend, graphs = graphs_of("eager")
+    with FakeTensorMode():
+        empty = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+        x, ids = empty(64, HIDDEN), empty(64, TOP_K, dtype=torch.int64)
+        weights = [empty(EXPERTS, FFN, HIDDEN) for _ in range(3)]
+    out = torch.compile(layer, backend=backend, fullgraph=True)(x, ids, *weights)
+    assert out.shape == x.shape and out.device.type == "cuda"
+    assert graphs[0].count("to") == copies and graphs[0].count("gbmoe.expert_mlp.default") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True),
+                                    dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_waits_for_nothing(fields, backend):
+    reason = engines.ENGINES["torch"].unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"torch: {reason}")
+    layer, args = make("cuda", bf16=True, engine="torch", moe_zloss_weight=1e-2, **fields)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(64, 2, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        run(layer, compiled, args, x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = run(layer, compiled, args, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(result, run(layer, layer, args, x), rtol=2e-2, atol=2e-2)
+
+
+# --------------------------------------------------------------------------------------------------- expert parallelism
+
+
+def worker(rank, world, store, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for experts, numbers_of_tokens in ((4, (12, 7)), (1, (12,))):  # with one expert each rank has half of its rows
+        layer, args = make(mlp_type="glu", bias=False, moe_num_experts=experts, moe_top_k=min(TOP_K, experts),
+                           moe_expert_model_parallelism=True)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for tokens in numbers_of_tokens:
+            x = torch.randn(tokens, 1, HIDDEN, generator=cases.generator("cpu", rank))
+            results[rank, experts, tokens] = run(layer, layer, args, x), run(layer, compiled, args, x)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_expert_parallelism_is_one_graph(tmp_path):
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, (2, tmp_path / "store", results), nprocs=2)
+        results = dict(results)
+    assert len(results) == 6
+    for expected, compiled in results.values():
+        torch.testing.assert_close(compiled, expected)
