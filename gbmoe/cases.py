@@ -52,15 +52,38 @@ NYU_CASES = tuple(_nyu(*case) for case in (
 ))
 # The uneven split that ran faster than the even one at (64, 1024, 512, 8, 8); as printed, 200 rows short of that case's 524,288.
 NYU_UNEVEN_SPLIT = (130759, 78925, 35368, 90425, 1433, 120455, 64589, 2134)
+NYU_SPLIT_CASE = _nyu(64, 1024, 512, 8, 8)
+NYU_TRITON_CASE, NYU_LARGEST_CASE = _nyu(32, 512, 512, 8, 4), _nyu(64, 1024, 4224, 8, 3)
+NYU_LOSS_CASES = (_nyu(16, 1024, 512, 8, 2), NYU_TRITON_CASE)
 
-# The layers that the peers are measured on (GLU).
+# The layers that the peers are measured on: GLUs of known models, and two plain MLPs.
 LAYER_CASES = (
     MoeCase("mixtral", 8192, 4096, 14336, 8, 2, "glu"),
     MoeCase("olmoe", 16384, 2048, 1024, 64, 8, "glu"),
     MoeCase("qwen3", 16384, 2048, 768, 128, 8, "glu"),
     MoeCase("fine", 24576, 1536, 256, 128, 8, "glu"),
     MoeCase("wide", 32768, 4096, 1024, 128, 8, "glu"),
+    MoeCase("megablocks", 16384, 1024, 4096, 64, 1),
+    MoeCase("nyu-512", 65536, 512, 2048, 8, 8),
 )
+
+
+def _swept(**sizes: int) -> MoeCase:
+    sizes = {"tokens": 16384, "hidden": 2048, "experts": 64} | sizes
+    return MoeCase("t{tokens}-h{hidden}-e{experts}".format(**sizes), ffn=1024, top_k=8, mlp_type="glu", **sizes)
+
+
+# One size of one layer swept, the others kept: how cost grows.
+SCALING_CASES = {
+    "experts": tuple(_swept(experts=e) for e in (8, 16, 32, 64, 128, 256)),
+    "tokens": tuple(_swept(tokens=t) for t in (1024, 4096, 16384, 65536)),
+    "hidden": tuple(_swept(hidden=h) for h in (512, 1024, 2048, 4096, 8192)),
+}
+
+# A few tokens: one sequence's next token, and small batches of them.
+INFERENCE_CASES = tuple(MoeCase(f"{name}-t{tokens}", tokens, *sizes, "glu")
+                        for name, sizes in (("mixtral", (4096, 14336, 8, 2)), ("qwen3", (2048, 768, 128, 8)))
+                        for tokens in (1, 8, 64, 512))
 
 # Single grouped products: a[M,H] @ b[E][H,F], M = T * K.
 GEMM_CASES = (

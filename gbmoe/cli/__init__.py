@@ -1,4 +1,4 @@
-"""The command line: `python -m gbmoe info | verify | bench`, one file a command.
+"""The command line: `python -m gbmoe info | verify | bench | convert`, one file a command.
 
 A command's module has add_arguments(parser) and run(arguments) -> exit status: 0, or 1 where something is wrong with gbmoe
 on this machine. Arguments that make no sense end with status 2, as argparse has it.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gbmoe.cli import bench, info, verify
+from gbmoe.cli import bench, convert, info, verify
 
 _COMMANDS = {
     "info": (info, "versions, device, extension, and every engine with the reason where it cannot run"),
     "verify": (verify, "every operator and engine against float64, in under a minute"),
     "bench": (bench, "time layers, products and permutations, each verified first"),
+    "convert": (convert, "MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back"),
 }
 
 

@@ -47,7 +47,8 @@ def _cpu_name() -> str:
 
 def describe_machine(device: torch.device) -> dict:
     """The device and the CPU beside it. Asks the driver only about a CUDA device."""
-    machine = {"device": device.type, "cpu": _cpu_name(), "cpu_cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine = {"device": device.type, "cpu": _cpu_name(), "cpu_cores": os.cpu_count(),
+               "threads": torch.get_num_threads()}
     if device.type != "cuda":
         return machine | {"name": machine["cpu"]}
     properties = torch.cuda.get_device_properties(device)
@@ -57,6 +58,18 @@ def describe_machine(device: torch.device) -> dict:
         "memory_bytes": properties.total_memory, "l2_bytes": properties.L2_cache_size,
         "driver": driver.splitlines()[0] if driver else None,
     }
+
+
+def describe_clocks(device: torch.device) -> dict | None:
+    """Clocks in MHz, power in W and temperature in degrees Celsius of a CUDA device, now; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw", "power.limit",
+              "temperature.gpu")
+    # By its UUID, because the driver counts its devices otherwise than CUDA_VISIBLE_DEVICES does.
+    line = _output("nvidia-smi", f"--id=GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}",
+                   f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    return dict(zip(fields, line.split(", "))) if line else None
 
 
 def describe_versions() -> dict:

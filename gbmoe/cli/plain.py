@@ -1,8 +1,8 @@
 """The operators as one would write them in PyTorch without gbmoe, and the error that they allow.
 
-Called with float64 tensors these functions are the oracle of `verify` and `bench`; called with the dtype under test they are
-the yardstick: a result passes where its error against the oracle is at most twice the yardstick's. Nothing here calls an
-operator of gbmoe.
+Called with float64 tensors these functions are the oracle of `verify` and `bench`; called with the dtype under test
+they are the yardstick: a result passes where its error against the oracle is at most twice the yardstick's. Nothing
+here calls an operator of gbmoe.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups, P padded rows.
 """
@@ -45,15 +45,15 @@ class Verdict:
 
 
 def judge(results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], yardstick: Mapping[str, torch.Tensor],
-          copies: Sequence[str] = ()) -> Verdict:
+          copies: Sequence[str] = (), factor: float = 2.0) -> Verdict:
     """Compare every output with the oracle's; those named in `copies` must agree bit for bit.
 
-    The limit is twice the yardstick's error, or one unit in the last place where that is zero.
+    The limit is `factor` times the yardstick's error, or one unit in the last place where that is zero.
     """
     verdicts = []
     for name, result in results.items():
         ulp = torch.finfo(result.dtype).eps
-        limit = 2 * _error(yardstick[name], exact[name]) or ulp
+        limit = factor * _error(yardstick[name], exact[name]) or ulp
         if result.dtype == torch.float64:
             limit = max(limit, _FLOAT64_ULPS * ulp)
         verdicts.append(Verdict(name, _error(result, exact[name]), 0.0 if name in copies else limit))
@@ -61,13 +61,14 @@ def judge(results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
 
 
 def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative error; of one matrix a group, the worst group's, because among many one missing row would be lost."""
+    """The relative error; of one matrix a group, the worst group's, because among many one missing row would be
+    lost."""
     if result.dim() == 3 and result.shape == exact.shape:
         return max(map(relative_error, result, exact), default=0.0)
     return relative_error(result, exact)
 
 
-# -------------------------------------------------------------------------------------------------------------- operators
+# ------------------------------------------------------------------------------------------------------------ operators
 
 
 def routing(experts_TK: torch.Tensor, num_experts: int, align: int) -> dict[str, list[int]]:
@@ -123,7 +124,8 @@ def mlp(x: torch.Tensor, activation: Callable, w1: torch.Tensor, w2: torch.Tenso
 
 def experts(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, activation: Callable,
             w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None = None) -> torch.Tensor:
-    """Each token's weighted sum over its experts, weights [E,F,H]; these are taken to x's dtype one expert at a time."""
+    """Each token's weighted sum over its experts, weights [E,F,H]; these are taken to x's dtype one expert at a
+    time."""
     def expert(rows, e):
         return mlp(rows, activation, *(w if w is None else w[e].to(rows.dtype) for w in (w1, w2, v1)))
 

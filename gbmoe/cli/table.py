@@ -27,7 +27,8 @@ def _print_rich(columns, rows) -> None:
 
     table = Table()
     for heading, align in columns:
-        table.add_column(heading, justify="right" if align == ">" else "left", overflow="fold")
+        # Text, here and below: a bracket is no markup.
+        table.add_column(Text(heading), justify="right" if align == ">" else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: a bracket in a cell is no markup
+        table.add_row(*map(Text, row))
     Console().print(table)

@@ -1,0 +1,170 @@
+"""Files' rows as Markdown: the machine, a main table for each kind of measurement, findings, pictures, and every row.
+
+The main table has a line for each shape and routing and a column for everybody: the rate forward and, where it was
+measured, with backward. What has no rate says why, in a word; the words are explained below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from gbmoe.cli.bench import show
+from gbmoe.cli.bench.measurement import FORWARD, GRAPH, TRAINING
+
+# In the main table these computations share a cell, in this order.
+_TOGETHER = (FORWARD, TRAINING, GRAPH)
+
+
+def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[str]) -> str:
+    """The whole page, about what could be read and what could not."""
+    parts = ["# Benchmarks",
+             "Every figure is of a result that was verified against float64 first; medians, with a cold L2 cache."]
+    parts += [f"**Missing:** {problem}" for problem in problems]
+    for content in contents:
+        parts += [f"## {content['suite']}", *_conditions(content), *_findings(content), *_main_tables(content),
+                  *_failures(content), *_images(_of_suite(pictures, content)), *_all_rows(content)]
+    return "\n\n".join(parts) + "\n"
+
+
+def piece(content: dict, pictures: Sequence[str]) -> str:
+    """The part for a README: where, the first main table, and two pictures: a heat map of speed-ups and bars."""
+    of_suite = _of_suite(pictures, content)
+    # With backward where there is such a picture: it is what training costs.
+    ranked = sorted(of_suite, key=lambda name: ("-and-backward" not in name, name))
+    chosen = [name for ending in ("-speedup.png", "-speed.png")
+              for name in [name for name in ranked if name.endswith(ending)][:1]]
+    return "\n\n".join([*_conditions(content)[:1], *_main_tables(content, short=True)[:2], *_images(chosen)])
+
+
+def _of_suite(pictures: Sequence[str], content: dict) -> list[str]:
+    return [picture for picture in pictures if PurePosixPath(picture).name.startswith(f"{content['suite']}-")]
+
+
+def _images(pictures) -> list[str]:
+    return [f"![{PurePosixPath(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
+
+
+# ----------------------------------------------------------------------------------------------------------- conditions
+
+
+def _conditions(content: dict) -> list[str]:
+    """A sentence on where and with what for each kind of run, then who was left out."""
+    sentences, notes = [], []
+    for run in content["runs"]:
+        machine, versions = run["machine"], run["versions"]
+        commit = (versions["commit"] or "unknown")[:12] + (" with changes" if versions["dirty"] else "")
+        driver = f", driver {machine['driver']}" if machine.get("driver") else ""
+        sentences.append(f"{machine['name']}{driver}, torch {versions['torch']}, gbmoe {versions['gbmoe']} at commit"
+                         f" {commit}, {run['dtype']}, seed {run['seed']}.")
+        notes += [f"- {name}: {about}" for name, about in run["peers"].items()]
+        notes += [f"- {name} is left out: {reason}" for what in ("engines", "peers")
+                  for name, reason in run[f"{what}_left_out"].items()]
+    known = [run["limits"] for run in content["runs"] if run["limits"]["flops"] and run["limits"]["bytes"]]
+    if known:
+        sentences.append("Limits: a dense product of {:.3g} TFLOP/s, a copy of {:.3g} TB/s.".format(
+            max(limits["flops"] for limits in known) / 1e12, max(limits["bytes"] for limits in known) / 1e12))
+    return [" ".join(dict.fromkeys(sentences)), *(["\n".join(dict.fromkeys(notes))] if notes else [])]
+
+
+def _findings(content: dict) -> list[str]:
+    found = content.get("findings")
+    if not found:
+        return []
+    text = ("What the article found, and whether it is so here. Shares of passed cases are of those up to the article's"
+            " largest, (64,1024,4224,8,3); what failed is named beyond that, too.")
+    lines = [[finding["article"], f"**{finding['verdict']}**", finding["measured"]] for finding in found]
+    return ["### Findings", text, _table([("the article", "<"), ("verdict", "<"), ("measured", "<")], lines)]
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def _table(columns: Sequence[tuple[str, str]], lines: Sequence[Sequence[str]]) -> str:
+    def line(cells):
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    rule = "|" + "|".join("---" if align == "<" else "---:" for _, align in columns) + "|"
+    return "\n".join([line([heading for heading, _ in columns]), rule, *map(line, lines)])
+
+
+def _main_tables(content: dict, short: bool = False) -> list[str]:
+    """A heading and a table for each kind that has rates; a short one without the engines that `auto` chooses from, and
+    without those that have no time at all."""
+    parts = []
+    for kind, rows in show.by_kind(show.without_cap(show.measured(content))).items():
+        if kind == "training" or not any(row.get("median") for row in rows):
+            continue
+        names = list(dict.fromkeys(row["by"] for row in rows))
+        if short:
+            names = [name for name in names if any(row["by"] == name and row.get("median") for row in rows)
+                     and (not name.startswith("gbmoe-") or name == "gbmoe-auto")]
+        shared = [computation for computation in _TOGETHER if any(_shares_a_cell(row, computation) for row in rows)]
+        columns = [("shape", "<"), ("routing", "<"), ("computation", "<"), *((name, ">") for name in names)]
+        lines = [[*line, *_cells(together, names)] for line, together in _lines(rows).items()]
+        if not any(step for _, _, step in _lines(rows)):
+            columns, lines = columns[:2] + columns[3:], [line[:2] + line[3:] for line in lines]
+        parts += [_heading(kind, shared), _table(columns, lines)]
+    return parts
+
+
+def _shares_a_cell(row: dict, computation: str) -> bool:
+    return row["kind"] == "layer" and row["computation"] == computation
+
+
+def _heading(kind: str, shared: Sequence[str]) -> str:
+    measure = "Microseconds" if kind == "permutation" else "TFLOP/s"
+    what = {"layer": "One whole layer, router included", "product": "One grouped product",
+            "permutation": "Permutation"}[kind]
+    return f"{what}. {measure}" + (f": {' / '.join(shared)}." if shared else ".") + " The fastest of each line is bold."
+
+
+def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:
+    """The rows by the line that they stand in: shape, routing, and the computation where it has a line of its own."""
+    lines: dict[tuple[str, str, str], list[dict]] = {}
+    for row in rows:
+        shared = any(_shares_a_cell(row, computation) for computation in _TOGETHER)
+        step = "" if shared else row["computation"] + (f", align {row['align']}" if row.get("align") else "")
+        lines.setdefault((show.shape(row), row["routing"], step), []).append(row)
+    return lines
+
+
+def _cells(together: Sequence[dict], names: Sequence[str]) -> list[str]:
+    """A line's cells. The fastest is that of the last computation which anybody has a time for."""
+    timed = [row for row in together if row.get("median")]
+    rivals = [row for row in timed if row["computation"] == timed[-1]["computation"]]
+    fastest = min(rivals, key=lambda row: row["median"]) if len(rivals) > 1 else None
+    cells = []
+    for name in names:
+        own = [row for row in together if row["by"] == name]
+        text = " / ".join(map(_figure, own)) or "-"
+        cells.append(f"**{text}**" if fastest and any(row is fastest for row in own) else text)
+    return cells
+
+
+def _figure(row: dict) -> str:
+    if not row.get("median"):
+        return row["outcome"]
+    if row["kind"] == "permutation":
+        return show.duration(row["median"], row["kind"])
+    return f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:#.2g}"
+
+
+def _failures(content: dict) -> list[str]:
+    """What the words in the tables stand for, each reason once."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in content["rows"]:
+        if not row["verified"]:
+            outcome = "-" if row["outcome"] == "left out" else row["outcome"]
+            reasons.setdefault((row["by"], outcome, row["problem"] or ""), []).append(row["contest"])
+    lines = [f"- {by}, {outcome}: {problem} ({where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''})"
+             for (by, outcome, problem), where in reasons.items()]
+    return ["Without a time:\n\n" + "\n".join(lines)] if lines else []
+
+
+def _all_rows(content: dict) -> list[str]:
+    parts = []
+    for kind, rows in show.by_kind(show.measured(content)).items():
+        table = _table(*show.table(rows, content["baseline"]))
+        parts.append(f"<details><summary>All rows: {kind}</summary>\n\n{table}\n\n</details>")
+    return parts

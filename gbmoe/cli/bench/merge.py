@@ -1,0 +1,42 @@
+"""`gbmoe bench merge`: join the parts that single configurations left."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from gbmoe.cli.bench import results
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the parts and --json."""
+    parser.add_argument("parts", nargs="+", type=Path, metavar="DIR_OR_FILE",
+                        help="a file of results, or a folder of them")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the joined results go")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write all that is there; 1 where a file or a configuration of the suite's list is missing or broken, which is
+    named."""
+    contents, problems = results.read_all(_files(arguments.parts))
+    if contents:
+        try:
+            merged, missing = results.merge(contents)
+        except ValueError as error:
+            print(f"gbmoe bench merge: {error}", file=sys.stderr)
+            return 2
+        problems += [f"no result of {name}" for name in missing]
+        results.write(arguments.json, merged)
+        there = len(merged["configurations"]) - len(missing)
+        print(f"{arguments.json}: {len(merged['rows'])} rows of {there} configurations")
+    else:
+        problems.append("no results at all, nothing written")
+    for problem in problems:
+        print(f"gbmoe bench merge: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _files(parts: Iterable[Path]) -> list[Path]:
+    return [file for part in parts for file in (sorted(part.glob("*.json")) if part.is_dir() else [part])]

@@ -1,0 +1,26 @@
+"""torch.bmm, every expert padded to the largest: the article's baseline, and gbmoe's mlp_impl='bmm'."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from gbmoe.cli.bench.own import dropless_layer
+from gbmoe.cli.bench.peers.base import Peer, Prepared
+
+
+class Bmm(Peer):
+    kinds = ("layer", "training", "product")
+
+    def layer(self, case, weights):
+        return dropless_layer(case, weights, mlp_impl="bmm")
+
+    def product(self, a, b, sizes, trans_a):
+        """The padding is not timed."""
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        left = pad(a.split(sizes))
+        if trans_a:
+            return Prepared(partial(torch.bmm, left.transpose(1, 2), pad(b.split(sizes))))
+        return Prepared(partial(torch.bmm, left, b),
+                        lambda out: torch.cat([rows[:size] for rows, size in zip(out, sizes)]))

@@ -1,0 +1,141 @@
+"""MegaBlocks (github.com/databricks/megablocks): its dMoE with grouped and with block-sparse products, and its
+permutation.
+
+Its router, gathers, scatters and products are its own. Its CUDA extension does not compile with CUDA 13; where it is
+missing, gbmoe.compat.megablocks stands in for the sort, the histogram and the sums in it.
+
+Shape suffixes: T tokens, K slots a token, R = T * K, E experts, H hidden, P padded rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import torch
+
+from gbmoe.cli.bench.own import DroplessLayer, layer_arguments
+from gbmoe.cli.bench.peers.base import Peer, Permutation, Prepared, needs_cuda, not_importable, versions
+
+
+def _own_extension() -> bool:
+    return importlib.util.find_spec("megablocks_ops") is not None
+
+
+def _import_reason(device: torch.device) -> str | None:
+    """None where MegaBlocks is importable, with a stand-in for its extension at most; its Triton kernels must be its
+    own."""
+    reason = needs_cuda(device) or not_importable("triton")
+    if reason is None and importlib.util.find_spec("megablocks") is None:
+        reason = "megablocks is not installed"
+    if reason is not None or _own_extension():
+        return reason
+    try:
+        from gbmoe.compat.megablocks import register
+        register()
+    except Exception as error:
+        return f"megablocks_ops is missing, and there is no stand-in: {type(error).__name__}: {error}"
+    return not_importable("megablocks.layers.dmoe")
+
+
+class _MegaBlocks(Peer):
+    impl: str
+
+    def about(self):
+        extension = "" if _own_extension() else ", with gbmoe's stand-in for the extension megablocks_ops"
+        return versions("megablocks", "stanford-stk") + extension
+
+    def layer(self, case, weights):
+        from megablocks.layers.arguments import Arguments
+        from megablocks.layers.dmoe import dMoE
+
+        # Arguments refuses 'sparse' beside today's Triton, so it is set afterwards; any other name is not looked at.
+        arguments = Arguments(**layer_arguments(case, weights), mlp_impl="later", device=torch.device("meta"))
+        arguments.mlp_impl = self.impl
+        return DroplessLayer(dMoE(arguments), weights)
+
+
+class MegaBlocksGrouped(_MegaBlocks):
+    impl = "grouped"
+
+    def unavailable(self, device):
+        # First of all, because beside it MegaBlocks would be given gbmoe.compat.grouped_gemm.
+        return needs_cuda(device) or not_importable("grouped_gemm_backend", "grouped_gemm") or _import_reason(device)
+
+    def refuses(self, case, dtype):
+        return None if dtype == torch.bfloat16 else "takes bfloat16 only"
+
+
+class MegaBlocksSparse(_MegaBlocks):
+    impl = "sparse"
+
+    def unavailable(self, device):
+        return _import_reason(device)
+
+    def refuses(self, case, dtype):
+        if case.ffn % 128:
+            return f"takes an ffn that is a multiple of 128, not {case.ffn}"
+        return None if dtype in (torch.bfloat16, torch.float16) else "takes bfloat16 and float16 only"
+
+
+class MegaBlocksKernels(_MegaBlocks):
+    kinds = ("permutation",)
+
+    def unavailable(self, device):
+        return _import_reason(device)
+
+    def permutation(self, ids_TK, experts, align):
+        return _Permutation(ids_TK, experts, align)
+
+
+class _Permutation(Permutation):
+    def __init__(self, ids_TK: torch.Tensor, experts: int, align: int):
+        from megablocks import ops
+        from megablocks.backend import kernels
+
+        self.ops, self.kernels = ops, kernels
+        self.ids_TK, self.experts, self.align = ids_TK, experts, align
+        self.maps = self._maps()
+        self.rows = int(self.maps[3][-1])
+
+    def _maps(self) -> tuple[torch.Tensor, ...]:
+        """(indices [R], bin_ids [R], bins [E], padded_bins [E]): what its layer computes of the router's choice."""
+        ids_R = self.ids_TK.flatten().int()
+        bin_ids_R, indices_R = self.ops.sort(ids_R, max((self.experts - 1).bit_length(), 1))
+        counts_E = self.ops.histogram(ids_R, self.experts)
+        bins_E, padded_bins_E = (self.ops.inclusive_cumsum(sizes_E, 0).view(-1)
+                                 for sizes_E in (counts_E, self.ops.round_up(counts_E, self.align)))
+        return indices_R, bin_ids_R, bins_E, padded_bins_E
+
+    def plan(self):
+        return Prepared(self._maps, self._row_of_slot)
+
+    def _row_of_slot(self, maps) -> dict[str, torch.Tensor]:
+        indices_R, bin_ids_R, bins_E, padded_bins_E = (each.long() for each in maps)
+        padding_before_E = (padded_bins_E - bins_E).roll(1).index_fill(0, bins_E.new_zeros(1), 0)
+        row_R = torch.arange(len(indices_R), device=indices_R.device) + padding_before_E[bin_ids_R]
+        return {"row_of_slot_TK": torch.empty_like(row_R).scatter_(0, indices_R, row_R).int()}
+
+    def padded_gather(self, x_TH):
+        return Prepared(lambda: self._gather(x_TH, self.maps, None))
+
+    def _gather(self, x_TH, maps, weights_R):
+        indices_R, bin_ids_R, bins_E, padded_bins_E = maps
+        top_k = self.ids_TK.size(1)
+        return self.kernels.padded_gather(x_TH, indices_R, bin_ids_R, weights_R, bins_E, padded_bins_E, top_k)
+
+    def plan_and_gather(self, x_TH):
+        return Prepared(lambda: self._gather(x_TH, self._maps(), None))
+
+    def scatter(self, y_PH, weights_TK):
+        indices_R, bin_ids_R, *bins = self.maps
+        return Prepared(partial(self.kernels.padded_scatter, y_PH, indices_R, bin_ids_R, weights_TK.flatten(), *bins,
+                                self.ids_TK.size(1)))
+
+    def scatter_backward(self, grad_TH, y_PH, weights_TK):
+        indices_R, bin_ids_R, *bins = self.maps
+        top_k, weights_R = self.ids_TK.size(1), weights_TK.flatten()
+        return Prepared(
+            lambda: (self._gather(grad_TH, self.maps, weights_R),
+                     self.kernels.padded_scatter_wgrad(y_PH, grad_TH, indices_R, bin_ids_R, *bins, top_k)),
+            lambda grads: (grads[0], grads[1].view(weights_TK.shape)))

@@ -1,0 +1,52 @@
+"""`gbmoe bench report`: files' rows as a Markdown page, and its main part between two markers of a README."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from gbmoe.cli.bench import markdown, results
+
+BEGIN, END = "<!-- bench report: begin -->", "<!-- bench report: end -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the files and what is written."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what bench --json or bench merge wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.md", help="the page")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="where bench plot put them (default: no pictures)")
+    parser.add_argument("--readme", type=Path, metavar="FILE.md",
+                        help=f"put the main table and two pictures of the first file between {BEGIN} and {END}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write what can be reported; 1 where a file is missing or broken, or the README has no place for its part."""
+    contents, problems = results.read_all(arguments.files)
+    pictures = _pictures(arguments.pictures, arguments.output.parent)
+    arguments.output.write_text(markdown.page(contents, pictures, problems))
+    if arguments.readme and contents:
+        piece = markdown.piece(contents[0], _pictures(arguments.pictures, arguments.readme.parent))
+        problems += _insert(arguments.readme, piece)
+    for problem in problems:
+        print(f"gbmoe bench report: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _pictures(folder: Path | None, seen_from: Path) -> list[str]:
+    """The PNGs, as a page in `seen_from` refers to them."""
+    found = sorted(folder.glob("*.png")) if folder else []
+    return [Path(os.path.relpath(path, seen_from)).as_posix() for path in found]
+
+
+def _insert(readme: Path, piece: str) -> list[str]:
+    text = readme.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        return [f"{readme}: expected the lines {BEGIN} and {END}"]
+    temporary = readme.with_name(f".{readme.name}.{os.getpid()}")
+    temporary.write_text(f"{before}{BEGIN}\n{piece}\n{END}{after}")
+    os.replace(temporary, readme)
+    return []

@@ -1,0 +1,120 @@
+"""The file of a run: who measured what, where, and the rows; written whole or not at all, read with care, joined.
+
+    {"suite", "baseline", "configurations": [every name of the suite's list],
+     "runs": [{machine, versions, clocks, extension, limits, dtype, seed, time, what was left out, ...}],
+     "rows": [{..., "run": which of the runs}],
+     "findings": [of the suite article]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from gbmoe.cli.bench import article
+from gbmoe.cli.bench.measure import Conditions
+from gbmoe.cli.bench.measurement import SEED
+from gbmoe.cli.machine import describe_clocks, describe_extension, describe_machine, describe_versions
+
+_FIELDS = ("suite", "baseline", "configurations", "runs", "rows")
+
+
+class BrokenFile(Exception):
+    """Raised for a file that is missing or holds no results; its text names the file."""
+
+
+def describe_run(conditions: Conditions, limit_rows: Sequence[dict], **more) -> dict:
+    """What is known of a run before its rows."""
+    return {
+        "machine": describe_machine(conditions.device), "clocks": describe_clocks(conditions.device),
+        "versions": describe_versions(), "extension": describe_extension(),
+        "dtype": str(conditions.dtype).removeprefix("torch."), "seed": SEED,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "limits": conditions.limits.describe(), "limit_rows": list(limit_rows), **more,
+    }
+
+
+def finish(content: dict) -> dict:
+    """Add to the rows of one run "speedup", over the baseline's in the same contest, None where there is nothing to
+    compare with; and the article's findings to its suite."""
+    rows = content["rows"]
+    base = {row["contest"]: row["median"] for row in rows if row.get("median") and row["by"] == content["baseline"]}
+    for row in rows:
+        median, reference = row.get("median"), base.get(row["contest"])
+        row["speedup"] = reference / median if median and reference else None
+    return add_findings(content)
+
+
+def add_findings(content: dict) -> dict:
+    """Add the article's findings to its suite."""
+    if content["suite"] == "article":
+        content["findings"] = [finding.describe() for finding in article.findings(content)]
+    return content
+
+
+def write(path: Path, content: dict) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict:
+    """The file's content. Raises BrokenFile."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise BrokenFile(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # of which JSON's and UTF-8's are kinds
+        raise BrokenFile(f"{path}: not JSON: {error}") from None
+    missing = [name for name in _FIELDS if not isinstance(content, dict) or name not in content]
+    if missing:
+        raise BrokenFile(f"{path}: expected a file of gbmoe bench, got one without {', '.join(missing)}")
+    return content
+
+
+def read_all(paths: Iterable[Path]) -> tuple[list[dict], list[str]]:
+    """The contents that could be read, and what is wrong with the others."""
+    contents, problems = [], []
+    for path in paths:
+        try:
+            contents.append(read(path))
+        except BrokenFile as broken:
+            problems.append(str(broken))
+    return contents, problems
+
+
+def merge(contents: Sequence[dict]) -> tuple[dict, list[str]]:
+    """One content of several of one suite, and the configurations of its list that none of them holds.
+
+    Of rows with one name the last counts; speed-ups stay those over the baseline of their own run. Raises ValueError
+    for different suites or baselines.
+    """
+    for field, what in (("suite", "of one suite"), ("baseline", "with one baseline")):
+        values = {content[field] for content in contents}
+        if len(values) != 1:
+            raise ValueError(f"expected results {what}, got {', '.join(sorted(values))}")
+    runs, rows = [], {}
+    for content in contents:
+        rows |= {row["name"]: row | {"run": len(runs) + row["run"]} for row in content["rows"]}
+        runs += content["runs"]
+    names = list(dict.fromkeys(name for content in contents for name in content["configurations"]))
+    done = {name for run in runs for name in run["configurations"]}
+    order = {name: index for index, name in enumerate(names)}
+    merged = {"suite": contents[0]["suite"], "baseline": contents[0]["baseline"], "configurations": names, "runs": runs,
+              "rows": sorted(rows.values(), key=lambda row: order.get(row["setting"], len(order)))}
+    return add_findings(merged), [name for name in names if name not in done]
+
+
+def wrong(content: dict) -> list[dict]:
+    """The rows that are gbmoe's fault, and the limits that could not be measured. Running out of memory is a result, no
+    fault."""
+    ours = [row for row in content["rows"] if row["implementation"] == "gbmoe"]
+    return [row for row in ours if row["outcome"] not in ("verified", "left out", "out of memory")] + [
+        row for run in content["runs"] for row in run["limit_rows"] if not row["verified"]]

@@ -1,0 +1,50 @@
+"""Rows and files of runs that never happened, for what reads them."""
+
+from gbmoe import cases
+from gbmoe.cli.bench.layer import LayerMeasurement
+from gbmoe.cli.bench.product import ProductMeasurement
+from gbmoe.cli.bench.training import TrainingMeasurement
+
+RUN = {
+    "machine": {"device": "cuda", "name": "NVIDIA H200", "driver": "580"}, "clocks": None, "extension": {},
+    "versions": {"torch": "2.11.0", "gbmoe": "0.1.0", "commit": "0123456789abcdef", "dirty": False},
+    "dtype": "bfloat16", "seed": 0, "time": "2026-01-01T00:00:00+00:00",
+    "limits": {"flops": 7e14, "bytes": 4e12}, "limit_rows": [],
+    "peers": {"loop": "loop 1.0"}, "peers_left_out": {"sonicmoe": "it is | not here"}, "engines_left_out": {},
+}
+
+
+def row(measurement, seconds=None, outcome="verified", problem=None, speedup=None, **more):
+    """A verified row with `seconds` as its median, or one without a time."""
+    found = measurement.describe() | {"dtype": "bfloat16", "verified": outcome == "verified", "outcome": outcome,
+                                      "problem": problem, "run": 0, "speedup": speedup}
+    if seconds is not None:
+        flops = measurement.flops()
+        found |= {"median": seconds, "quartiles": [seconds * 0.99, seconds * 1.01], "repetitions": 10,
+                  "flops": flops, "tflops": flops / seconds / 1e12, "bytes": 10**9, "terabytes": 1e-3 / seconds,
+                  "of_limit": 0.5, "bound_by": "compute", "extra_peak_bytes": 2**30}
+    return found | more
+
+
+def layer_row(case, by, seconds=None, computation="forward", memory_limit=None, **more):
+    implementation, _, engine = by.partition("-") if by.startswith("gbmoe-") else (by, "", "")
+    measurement = LayerMeasurement(case, implementation, engine or None, "uniform", computation, memory_limit)
+    return row(measurement, seconds, **more)
+
+
+def product_row(by, routing, seconds):
+    implementation, _, engine = by.partition("-")
+    return row(ProductMeasurement(cases.NYU_SPLIT_CASE, implementation, engine or None, routing, "forward"), seconds)
+
+
+def losses_row(by, losses):
+    implementation, _, engine = by.partition("-")
+    measurement = TrainingMeasurement(cases.NYU_LOSS_CASES[0], implementation, engine or None, "uniform", "one step")
+    return row(measurement, losses=losses)
+
+
+def content(suite, rows, **more):
+    """A file's content."""
+    names = list(dict.fromkeys(row["setting"] for row in rows))
+    run = RUN | {"configurations": names}
+    return {"suite": suite, "baseline": "bmm", "configurations": names, "runs": [run], "rows": rows, **more}

@@ -1,0 +1,127 @@
+"""Configurations one at a time, and their parts joined: nothing is lost, done twice or passed off as whole."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gbmoe import cases
+from gbmoe.cli import main
+from gbmoe.cli.bench import results
+
+SMOKE = ["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--peers", "none"]
+
+
+def listed(capsys, *arguments):
+    capsys.readouterr()
+    assert main([*SMOKE, *arguments, "--list-configs"]) == 0
+    return dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
+
+
+def test_the_list_is_of_the_suite_alone(capsys):
+    configurations = listed(capsys)
+    assert configurations["0"] == "layer/tiny-mlp/uniform" and list(configurations) == [str(i) for i in range(5)]
+    assert listed(capsys, "--peers", "all", "--engines", "reference") == configurations
+
+
+@pytest.mark.parametrize("suite", ["nyu", "layers", "gemm", "permute", "scaling", "inference", "article"])
+def test_every_suite_has_a_list_with_unique_names(suite, capsys):
+    assert main(["bench", "--suite", suite, "--device", "cpu", "--list-configs"]) == 0
+    names = [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()]
+    assert len(names) == len(set(names)) > 7
+
+
+def test_parts_are_the_whole(tmp_path, capsys, one_case):
+    parts, whole = tmp_path / "parts", tmp_path / "whole.json"
+    assert main([*SMOKE, "--json", str(whole)]) == 0
+    for index in listed(capsys):
+        assert main([*SMOKE, "--config", index, "--output", str(parts)]) == 0
+    assert sorted(path.name for path in parts.iterdir()) == [f"smoke-{i:04d}.json" for i in range(3)]
+    joined = tmp_path / "joined.json"
+    assert main(["bench", "merge", str(parts), "--json", str(joined)]) == 0
+    expected, merged = results.read(whole), results.read(joined)
+    assert [row["name"] for row in merged["rows"]] == [row["name"] for row in expected["rows"]]
+    assert merged["configurations"] == expected["configurations"] and len(merged["runs"]) == 3
+    for row in merged["rows"]:
+        assert row["setting"] in merged["runs"][row["run"]]["configurations"]
+
+
+def test_a_finished_part_is_not_done_again(tmp_path, capsys, one_case):
+    part = [*SMOKE, "--config", "1", "--output", str(tmp_path)]
+    assert main(part) == 0
+    file = tmp_path / "smoke-0001.json"
+    first = file.read_bytes()
+    assert main(part) == 0 and file.read_bytes() == first
+    assert "is there; --force" in capsys.readouterr().out
+    assert main([*part, "--force"]) == 0 and file.read_bytes() != first
+    file.write_text(file.read_text()[:-20])  # cut off: not finished
+    assert main(part) == 0
+    assert results.read(file)
+
+
+def test_what_is_missing_or_broken_is_named_and_the_rest_joined(tmp_path, capsys, one_case):
+    parts = [tmp_path / f"smoke-{i:04d}.json" for i in range(3)]
+    assert main([*SMOKE, "--config", "1", "--output", str(tmp_path)]) == 0
+    parts[2].write_text("{")
+    (tmp_path / "other.json").write_text("{}")
+    capsys.readouterr()
+    joined = tmp_path / "joined" / "smoke.json"
+    joined.parent.mkdir()
+    assert main(["bench", "merge", *map(str, parts), str(tmp_path / "other.json"), "--json", str(joined)]) == 1
+    err = capsys.readouterr().err
+    for words in (f"{parts[0]}: No such file", f"{parts[2]}: not JSON", "no result of layer/tiny-mlp/uniform",
+                  "no result of product/tiny-mlp/skewed",
+                  "other.json: expected a file of gbmoe bench, got one without suite"):
+        assert words in err
+    assert {row["setting"] for row in results.read(joined)["rows"]} == {"product/tiny-mlp/equal"}
+    joined.unlink()
+    assert main(["bench", "merge", str(parts[0]), "--json", str(joined)]) == 1
+    assert "nothing written" in capsys.readouterr().err and not joined.exists()
+
+
+def test_parts_of_one_configuration_with_other_peers_complete_each_other(tmp_path, capsys, one_case):
+    for folder, engines in (("a", "auto"), ("b", "reference")):
+        assert main([*SMOKE, "--engines", engines, "--config", "0", "--output", str(tmp_path / folder)]) == 0
+    joined = tmp_path / "joined.json"
+    main(["bench", "merge", str(tmp_path / "a"), str(tmp_path / "b"), "--json", str(joined)])
+    assert {row["by"] for row in results.read(joined)["rows"]} == {"gbmoe-auto", "gbmoe-reference"}
+
+
+def test_results_of_two_suites_are_not_joined(tmp_path, capsys):
+    content = {"configurations": [], "runs": [], "rows": [], "baseline": "bmm"}
+    for suite in ("smoke", "gemm"):
+        results.write(tmp_path / f"{suite}.json", content | {"suite": suite})
+    assert main(["bench", "merge", str(tmp_path), "--json", str(tmp_path / "joined.json")]) == 2
+    assert "expected results of one suite, got gemm, smoke" in capsys.readouterr().err
+
+
+def test_a_killed_part_leaves_no_file(tmp_path):
+    """Killed at any moment: the part is either whole or not there."""
+    command = [sys.executable, "-m", "gbmoe", *SMOKE, "--config", "2", "--output", str(tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for line in running.stderr:
+        if line.startswith("[1/"):
+            break
+    running.kill()
+    running.wait()
+    time.sleep(0.1)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "rows.json"
+    results.write(file, {"rows": [1]})
+    with pytest.raises(ValueError):
+        results.write(file, {"rows": [float("inf")]})
+    assert json.loads(file.read_text()) == {"rows": [1]} and list(tmp_path.iterdir()) == [file]
+
+
+def test_swept_sizes_are_the_axes_of_the_scaling_suite():
+    for size, sweep in cases.SCALING_CASES.items():
+        values = [getattr(case, size) for case in sweep]
+        assert values == sorted(set(values))
+        others = {tuple(getattr(case, name) for name in ("tokens", "hidden", "experts", "ffn", "top_k") if name != size)
+                  for case in sweep}
+        assert len(others) == 1

@@ -1,0 +1,133 @@
+"""Pictures and pages: all that is there, nothing that is not, and the same bytes for the same rows."""
+
+import pytest
+
+from gbmoe import cases
+from gbmoe.cli import main
+from gbmoe.cli.bench import results
+from gbmoe.cli.bench.report import BEGIN, END
+from tests.cli.bench.rows import content, layer_row
+
+
+@pytest.fixture(scope="module")
+def scaling(tmp_path_factory):
+    """A file of the scaling suite with a peer that is faster on the larger half, one that crashed and one that is not
+    made for it."""
+    rows = []
+    for case in dict.fromkeys(case for sweep in cases.SCALING_CASES.values() for case in sweep):
+        for computation in ("forward", "forward+backward"):
+            seconds = case.slots * 1e-8
+            rows += [layer_row(case, "gbmoe-auto", seconds, computation, speedup=2.0),
+                     layer_row(case, "bmm", 2 * seconds, computation, speedup=1.0),
+                     layer_row(case, "loop", seconds * (0.5 if case.slots > 10**5 else 4), computation, speedup=0.5),
+                     layer_row(case, "crashing", None, computation, outcome="crashed", problem="killed | by SIGSEGV"),
+                     layer_row(case, "choosy", None, computation, outcome="left out", problem="not made for it")]
+    file = tmp_path_factory.mktemp("scaling") / "scaling.json"
+    results.write(file, content("scaling", rows))
+    return file
+
+
+def plot(file, folder):
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "plot", str(file), "--output", str(folder)]) == 0
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_pictures_of_everything_as_png_and_svg(scaling, tmp_path):
+    pictures = plot(scaling, tmp_path)
+    expected = {f"scaling-{computation}-{what}" for computation in ("forward", "forward-and-backward")
+                for what in ("speed", "speedup", "memory", "growth")}
+    assert set(pictures) == {f"{name}.{extension}" for name in expected for extension in ("png", "svg")}
+    assert all(data.startswith(b"\x89PNG") for name, data in pictures.items() if name.endswith(".png"))
+    bars = pictures["scaling-forward-speed.svg"].decode()
+    assert "TFLOP/s" in bars and "crashed" in bars and "NVIDIA H200" in bars and "choosy" not in bars
+    assert "extra peak memory in GiB" in pictures["scaling-forward-memory.svg"].decode()
+    growth = pictures["scaling-forward-growth.svg"].decode()
+    assert all(words in growth for words in ("experts", "tokens", "hidden size", "limit", "median time in ms"))
+    assert "times as fast as bmm" in pictures["scaling-forward-speedup.svg"].decode()
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path):
+    file, case = tmp_path / "rows.json", cases.SMOKE_CASES[0]
+    results.write(file, content("smoke", [layer_row(case, by, 1e-3, speedup=1.0) for by in ("gbmoe-auto", "bmm")]))
+    pictures = plot(file, tmp_path / "a")
+    assert len(pictures) == 6 and pictures == plot(file, tmp_path / "b")
+
+
+def test_pictures_of_a_real_run(bench, one_case, tmp_path):
+    bench(peers="bmm")
+    pictures = plot(tmp_path / "rows.json", tmp_path / "pictures")
+    assert {"smoke-layer-forward-speedup.png", "smoke-product-weight-gradient-speed.svg"} <= set(pictures)
+
+
+def test_nothing_to_draw_and_nothing_to_read(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    empty = tmp_path / "empty.json"
+    results.write(empty, content("smoke", [layer_row(cases.SMOKE_CASES[0], "bmm", outcome="crashed", problem="gone")]))
+    assert main(["bench", "plot", str(empty), "--output", str(tmp_path / "p")]) == 1
+    assert main(["bench", "plot", str(tmp_path / "absent.json"), "--output", str(tmp_path / "p")]) == 1
+    captured = capsys.readouterr()
+    assert "nothing to draw" in captured.out and "absent.json: No such file" in captured.err
+
+
+def test_page(scaling, tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for name in ("scaling-forward-speed.png", "scaling-forward-speed.svg", "other-forward-speed.png"):
+        (pictures / name).touch()
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    assert main(["bench", "report", str(scaling), "--output", str(page), "--pictures", str(pictures)]) == 0
+    text = page.read_text()
+    for words in ("NVIDIA H200, driver 580, torch 2.11.0, gbmoe 0.1.0 at commit 0123456789ab, bfloat16, seed 0.",
+                  "Limits: a dense product of 700 TFLOP/s, a copy of 4 TB/s.", "- loop: loop 1.0",
+                  "- sonicmoe is left out: it is | not here", "- crashing, crashed: killed | by SIGSEGV (",
+                  "- choosy, -: not made for it (", "| shape | routing | gbmoe-auto | bmm | loop | crashing |",
+                  "![scaling forward speed](../pictures/scaling-forward-speed.png)",
+                  "<details><summary>All rows: layer</summary>"):
+        assert words in text
+    assert "other-forward-speed" not in text and ".svg" not in text
+    main_table = [line for line in text.splitlines() if "crashed / crashed" in line]
+    line, = [line for line in main_table if line.startswith("| t1024-h2048-e64 ")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[2].startswith("**") and not cells[3].startswith("**") and cells[5] == "crashed / crashed"
+    line, = [line for line in main_table if line.startswith("| t65536-h2048-e64 ")]
+    assert line.strip("|").split("|")[4].strip().startswith("**")  # there the loop is faster
+
+
+def test_a_broken_file_is_named_and_the_rest_reported(scaling, tmp_path, capsys):
+    broken, page = tmp_path / "broken.json", tmp_path / "page.md"
+    broken.write_text("[]")
+    files = map(str, (broken, scaling, tmp_path / "absent.json"))
+    assert main(["bench", "report", *files, "--output", str(page)]) == 1
+    err, text = capsys.readouterr().err, page.read_text()
+    for words in ("broken.json: expected a file of gbmoe bench", "absent.json: No such file"):
+        assert words in err and words in text
+    assert "## scaling" in text
+
+
+def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling, tmp_path, capsys):
+    (tmp_path / "pictures").mkdir()
+    for computation in ("forward", "forward-and-backward"):
+        for what in ("speed", "speedup", "memory", "growth"):
+            (tmp_path / "pictures" / f"scaling-{computation}-{what}.png").touch()
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nSTALE\n{END}\n\nThe end.\n")
+    command = ["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"),
+               "--pictures", str(tmp_path / "pictures"), "--readme", str(readme)]
+    assert main(command) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{BEGIN}\n") and text.endswith(f"{END}\n\nThe end.\n") and "STALE" not in text
+    assert text.count("![") == 2 and "pictures/scaling-forward-and-backward-speedup.png" in text
+    assert "| gbmoe-auto | bmm | loop |" in text and "crashing" not in text
+    assert main(command) == 0 and readme.read_text() == text
+    readme.write_text("no markers")
+    assert main(command) == 1 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
+
+
+def test_findings_are_on_the_page(tmp_path):
+    finding = {"article": "A is faster than B.", "verdict": "does not reproduce", "measured": "0.50 times | 3 cases"}
+    file, page = tmp_path / "article.json", tmp_path / "page.md"
+    results.write(file, content("article", [layer_row(cases.NYU_CASES[0], "bmm", 1e-3)], findings=[finding]))
+    assert main(["bench", "report", str(file), "--output", str(page)]) == 0
+    assert "| A is faster than B. | **does not reproduce** | 0.50 times \\| 3 cases |" in page.read_text()
