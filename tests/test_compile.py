@@ -423,11 +423,12 @@ def test_a_gpu_graph_copies_sizes_to_the_host_only_for_engines_that_want_them(mo
 @pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True),
                                     dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_step_waits_for_nothing(fields, backend):
-    reason = engines.ENGINES["torch"].unavailable(torch.device("cuda"))
+@pytest.mark.parametrize("engine", ["hopper", "torch"])
+def test_a_compiled_step_waits_for_nothing(fields, backend, engine):
+    reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
     if reason is not None:
-        pytest.skip(f"torch: {reason}")
-    layer, args = make("cuda", bf16=True, engine="torch", moe_zloss_weight=1e-2, **fields)
+        pytest.skip(f"{engine}: {reason}")
+    layer, args = make("cuda", bf16=True, engine=engine, moe_zloss_weight=1e-2, **fields)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     x = torch.randn(64, 2, HIDDEN, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):

@@ -134,7 +134,7 @@ def test_wheel_without_cuda_is_pure_and_carries_the_sources(source_tree):
     wheel, = (source_tree / "out").glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"gbmoe/csrc/{path.name}" for path in SOURCES} <= set(names)
+    assert {f"gbmoe/csrc/{path.relative_to(extension.source_folder())}" for path in SOURCES} <= set(names)
     assert not [n for n in names if n.endswith(".so") or n.startswith("tests")]
     metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
