@@ -75,11 +75,12 @@ def describe_clocks(device: torch.device) -> dict | None:
 def describe_versions() -> dict:
     """Versions, and the commit where gbmoe is imported from a checkout (`dirty`: tracked files differ from it).
 
-    A copy without .git, as on a compute node, can be told its commit by GBMOE_COMMIT.
+    A copy whose .git is absent or another's, as on a compute node, is told its commit by GBMOE_COMMIT.
     """
     root = Path(gbmoe.__file__).parent.parent
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
     told = os.environ.get("GBMOE_COMMIT")
+    ask = told is None and (root / ".git").exists()
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD") if ask else None
     changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") if commit else None
     return {
         "gbmoe": gbmoe.__version__, "commit": commit or told, "dirty": bool(changes) if commit else None,
