@@ -11,10 +11,10 @@
 // result only, and are stored only if they belong to it. Where rows are what is summed over (weight gradients), the lines of
 // the last slice that belong to the next group are set to zero in shared memory before they are multiplied.
 //
-//   rows of a group, kForward:   out [rows,N] = a [rows,K] @ b[e]        a K-major; b[e] [N,K], or [K,N] where kTransposedB
-//   weights, kWeights:           out[e] [M,N] = a [rows,M].T @ b [rows,N]
+//   rows of each group:          out [rows,N] = a [rows,K] @ b[e]        b[e] [N,K], or [K,N] where kTransposedB
+//   kWeights, summed over rows:  out[e] [M,N] = a [rows,M].T @ b [rows,N]
 //
-// Blocks come in clusters of kCluster, side by side in N: they work on the same rows and share their slices of a.
+// Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
 

@@ -296,3 +296,19 @@ def test_more_than_2_to_the_31_elements():
         weight_grad = gbmoe.gmm(a, out, sizes, trans_a=True, engine=engine)
         assert bool((weight_grad[:2] == 0).all())
         assert_as_accurate_as(weight_grad[2], a[-64:].t() @ out[-64:], a[-64:].double().t() @ out[-64:].double(), engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype):
+    hopper, device = engines.ENGINES["hopper"], torch.device("cuda")
+    reason = hopper.unavailable(device)
+    if reason is not None:
+        pytest.skip(f"hopper: {reason}")
+    sizes = [0, 300, 1, 399]
+    a, b = (cases.exact_values(sum(sizes), columns, dtype=dtype, device=device, seed=seed) for seed, columns in ((0, 128), (1, 320)))
+    main = torch.ones(len(sizes), 128, 320, device=device)
+    for _ in range(2):
+        hopper.gmm(a, b, torch.tensor(sizes, device=device), True, False, out=main, accumulate=True)
+    products = [left.double().t() @ right.double() for left, right in zip(a.split(sizes), b.split(sizes))]
+    torch.testing.assert_close(main.double(), 1 + 2 * torch.stack(products), rtol=1e-5, atol=1e-4)
