@@ -1,4 +1,4 @@
-// The experts' activations, by value and by slope, in the order of ACTIVATIONS in gbmoe/reference.py.
+// The experts' activations, in the order of ACTIVATIONS in gbmoe/reference.py.
 
 #pragma once
 

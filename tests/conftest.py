@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+import gbmoe
 from gbmoe import cases, engines
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,6 +34,16 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in set(gone)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_losses():
+    """No test finds what the layers of another have kept."""
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+    yield
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
 
 
 @pytest.fixture(params=DEVICES)

@@ -26,11 +26,6 @@ HIDDEN, FFN, EXPERTS, TOP_K = 32, 48, 4, 2
 @pytest.fixture(autouse=True)
 def from_nothing():
     torch.compiler.reset()
-    gbmoe.clear_load_balancing_loss()
-    gbmoe.clear_router_zloss()
-    yield
-    gbmoe.clear_load_balancing_loss()
-    gbmoe.clear_router_zloss()
 
 
 def make(device="cpu", seed=0, **fields):
@@ -439,7 +434,7 @@ def test_a_compiled_step_waits_for_nothing(fields, backend, engine):
         result = run(layer, compiled, args, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(result, run(layer, layer, args, x), rtol=2e-2, atol=6e-2)  # inductor rounds to bf16 less often
+    torch.testing.assert_close(result, run(layer, layer, args, x), rtol=2e-2, atol=2e-2)
 
 
 # --------------------------------------------------------------------------------------------------- expert parallelism

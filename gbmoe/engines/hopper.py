@@ -66,7 +66,8 @@ class Hopper(Engine):
     def up(self, x_PH, w1_EFH, v1_EFH, sizes, activation, save):
         """a = act(x @ w1[e].T), or act(x @ w1[e].T) * (x @ v1[e].T): (a, h, g) [P,F]; h and g None unless `save`, g without v1.
 
-        `activation` is an index into reference.ACTIVATIONS.
+        All bfloat16 or float16, contiguous, on one device; weights [E,F,H] as MegaBlocks has them; sizes integer [E].
+        `activation` is an index into reference.ACTIVATIONS. a is computed from h and g as they are rounded for storage.
         """
         a_PF = x_PH.new_empty(x_PH.size(0), w1_EFH.size(1))
         h_PF = torch.empty_like(a_PF) if save else None
@@ -75,7 +76,7 @@ class Hopper(Engine):
         return a_PF, h_PF, g_PF
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes):
-        """dx = dh @ w1[e] (+ dg @ v1[e]) [P,H], summed before it is rounded."""
+        """dx = dh @ w1[e] (+ dg @ v1[e]) [P,H], summed before it is rounded; dtypes and layouts as in `up`."""
         dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
         torch.ops.gbmoe_cuda.hopper_rows(dh_PF, w1_EFH, dg_PF, v1_EFH, _on_device(sizes, dh_PF), False, dx_PH)
         return dx_PH

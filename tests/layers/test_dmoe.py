@@ -14,15 +14,6 @@ from tests.conftest import assert_as_accurate_as, dtype_id
 SIZES = dict(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)
 
 
-@pytest.fixture(autouse=True)
-def fresh_losses():
-    gbmoe.clear_load_balancing_loss()
-    gbmoe.clear_router_zloss()
-    yield
-    gbmoe.clear_load_balancing_loss()
-    gbmoe.clear_router_zloss()
-
-
 def make(device="cpu", seed=0, **fields):
     args = Arguments(**{**SIZES, "fp16": False, "device": device, **fields})
     torch.manual_seed(seed)

@@ -28,7 +28,7 @@ def scaling(tmp_path_factory):
 
 
 def plot(file, folder):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
     assert main(["bench", "plot", str(file), "--output", str(folder)]) == 0
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -61,7 +61,7 @@ def test_pictures_of_a_real_run(bench, one_case, tmp_path):
 
 
 def test_nothing_to_draw_and_nothing_to_read(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
     empty = tmp_path / "empty.json"
     results.write(empty, content("smoke", [layer_row(cases.SMOKE_CASES[0], "bmm", outcome="crashed", problem="gone")]))
     assert main(["bench", "plot", str(empty), "--output", str(tmp_path / "p")]) == 1

@@ -202,7 +202,7 @@ def test_a_narrow_terminal_gets_fewer_columns():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_on_a_terminal_and_in_a_log(terminal, monkeypatch, capsys):
     if terminal:
-        pytest.importorskip("rich")
+        pytest.importorskip("rich", reason="terminals are drawn by rich, which scripts/test.sh installs")
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     row = {"name": "layer/a[b]/bmm", "verified": False, "outcome": "crashed", "problem": "gone"}
     with show.Progress(2) as progress:
