@@ -64,7 +64,7 @@ void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, Tensor out);
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out);
 void hopper_up(
-    Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation, Tensor a, std::optional<Tensor> h,
-    std::optional<Tensor> g);
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation,
+    Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 
 }  // namespace gbmoe

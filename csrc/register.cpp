@@ -31,8 +31,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_built() -> bool");
   m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");
-  m.def("hopper_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g)"
-        " -> ()");
+  m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a,"
+        " Tensor(b!)? h, Tensor(c!)? g) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {

@@ -16,6 +16,9 @@
 //
 // Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b.
 //
+// Where kGather, a of rows is not in memory: its rows are picked from the tokens' matrix, 16 bytes a copy, by four warps of the
+// producer, and the copy engine brings b only. Rows without a slot are zeros.
+//
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
 
 #pragma once
@@ -52,7 +55,6 @@ struct Arguments {
   const void* sizes;       // [E], rows of each group
   bool wide;               // sizes are int64 rather than int32
   int groups;
-  int rows;                // P
   int columns;             // N of one output tensor
   int features;            // M of kWeights
   int slices;              // of K for one pair of operands, forward
@@ -61,6 +63,11 @@ struct Arguments {
   int activation;
   bool save;               // whether h (and g) are stored
   void* out[3];            // the tensors behind maps.out, where rows are stored one by one
+  // kGather: row r is line slot_of_row[r] / top_k of `lines`
+  const void* lines;
+  const int* slot_of_row;  // [P], -1: none
+  int line_elements;
+  uint32_t multiplier, shift;  // 2 * slot * multiplier >> 32 >> shift == slot / top_k
 };
 
 __host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
@@ -140,8 +147,8 @@ struct Pipeline {
 };
 
 // `Activation` is a type of activations.cuh, or void where kFinish has none.
-template <typename T, bool kWeights, bool kTransposedB, Finish kFinish, typename Activation, int kStages, int kBuffers, int kClusterM,
-          int kClusterN>
+template <typename T, bool kWeights, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kStages, int kBuffers,
+          int kClusterM, int kClusterN>
 struct Kernel {
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr bool kGlu = kFinish == Finish::kGlu;
@@ -149,59 +156,126 @@ struct Kernel {
   static constexpr uint32_t kStaging = kStages * kBytesStage;
   static constexpr uint32_t kBarriers = kStaging + kConsumerWarps * kBuffers * kBuffer;
   static constexpr uint32_t kSharedBytes = kBarriers + 2 * kStages * 8 + 1024;  // and room to align
+  static constexpr int kProducers = kGather ? 4 : 1;  // warps
+  static_assert(!kGather || (!kWeights && kCluster == 1), "only rows are gathered, and what is gathered is not shared");
   using Walk = Schedule<kWeights, kClusterM, kClusterN, kTileColumns>;
 
   // ------------------------------------------------------------------------------------------------------- producer
 
+  // Slices are asked for whole: of a tile at a group's end they reach into the next group, which is harmless. (Asking for half of
+  // one under a condition is what ptxas 13.0 has compiled to a copy from a row that it had not set.)
   static __device__ void produce(const Maps& maps, const Arguments& args, uint32_t shared) {
     const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
     const int lane = threadIdx.x % 32;
+    const bool asks = lane == 0 && threadIdx.x / 32 == kConsumerWarps;
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
     Walk walk(args);
     Pipeline at;
     Tile tile;
     for (int index = blockIdx.x / kCluster; walk.find(index, rank, tile); index += gridDim.x / kCluster) {
-      if (lane == 0) {
-        const int slices = kWeights ? divide_up(tile.rows, kTileK) : args.slices * args.pairs;
-        const int blocks = kWeights || tile.rows > 64 ? 2 : tile.rows > 0 ? 1 : 0;  // of 64 rows of a
+      const int slices = kWeights ? divide_up(tile.rows, kTileK) : args.slices * args.pairs;
+      Lines lines;
+      if constexpr (kGather) lines = find_lines(args, tile);
+      if (asks || kGather) {
+#pragma unroll 1
         for (int slice = 0; slice < slices; ++slice) {
           barrier_wait(empty + at.stage * 8, at.parity ^ 1);
           const uint32_t arrived = full + at.stage * 8, a = shared + at.stage * kBytesStage, b = a + kBytesA;
-          barrier_expect_bytes(arrived, blocks * kBlock + kBytesB);
           const int pair = !kWeights && slice >= args.slices;
           const int k = kWeights ? tile.row + slice * kTileK : (slice - pair * args.slices) * kTileK;
-          if constexpr (kClusterN == 1) {
-            for (int i = 0; i < blocks; ++i) {
-              copy_in(&maps.a[pair], arrived, a + i * kBlock, kWeights ? tile.m + i * 64 : k, kWeights ? k : tile.row + i * 64, 0);
-            }
-          } else if (static_cast<int>(rank) < blocks) {
-            const int i = rank;
-            copy_in_multicast(&maps.a[pair], arrived, a + i * kBlock, kWeights ? tile.m + i * 64 : k,
-                              kWeights ? k : tile.row + i * 64, 0, 0b11);
+          if (asks) {
+            barrier_expect_bytes(arrived, (kGather ? 0 : kBytesA) + kBytesB);
+            if constexpr (!kGather) ask_for_a(maps, tile, rank, pair, k, arrived, a);
+            ask_for_b(maps, tile, rank, pair, k, arrived, b);
           }
-          // Of b, blocks that share it load a part each, for both.
-          constexpr int kPartsB = kWeights || kTransposedB ? kTileN / 64 : 2;
-#pragma unroll
-          for (int part = 0; part < kPartsB; ++part) {
-            if (kClusterM > 1 && part / (kPartsB / kClusterM) != static_cast<int>(rank)) continue;
-            const uint32_t to = b + part * (kBytesB / kPartsB);
-            const CUtensorMap* map = &maps.b[kGlu ? part : pair];
-            const int along_n = tile.n + (kGlu ? 0 : part * (kTileN / kPartsB));
-            const int x = kWeights || kTransposedB ? along_n : k, y = kWeights || kTransposedB ? k : along_n;
-            const int z = kWeights ? 0 : tile.group;
-            if constexpr (kClusterM > 1) copy_in_multicast(map, arrived, to, x, y, z, 0b11);
-            else copy_in(map, arrived, to, x, y, z);
+          if constexpr (kGather) {
+            gather_lines(lines, args, k, a);
+            barrier_arrive_on_copies(arrived);
           }
           at.template next<kStages>();
         }
       }
       __syncwarp();
     }
-    if (kCluster > 1 && lane == 0) {
+    if (kCluster > 1 && asks) {
       // The other block's consumers arrive here: stay until they have.
       for (int i = 0; i < kStages; ++i) {
         barrier_wait(empty + at.stage * 8, at.parity ^ 1);
         at.template next<kStages>();
+      }
+    }
+  }
+
+  // Of a, blocks that share it load half each, for both; a block on its own loads boxes of kTileM rows.
+  static __device__ __forceinline__ void ask_for_a(
+      const Maps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t to) {
+    const CUtensorMap* map = &maps.a[pair];
+    if constexpr (kClusterN > 1) {
+      if constexpr (kWeights) copy_in_multicast(map, arrived, to + rank * kBlock, tile.m + rank * 64, k, 0, 0b11);
+      else copy_in_multicast(map, arrived, to + rank * kBlock, k, tile.row + rank * 64, 0, 0b11);
+    } else if constexpr (kWeights) {
+      copy_in(map, arrived, to, tile.m, k, 0);
+      copy_in(map, arrived, to + kBlock, tile.m + 64, k, 0);
+    } else {
+      copy_in(map, arrived, to, k, tile.row, 0);
+    }
+  }
+
+  // Of b, blocks that share it load a part each, for both.
+  static __device__ __forceinline__ void ask_for_b(
+      const Maps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t b) {
+    constexpr int kParts = kWeights || kTransposedB ? kTileN / 64 : 2, kShare = kParts / kClusterM;
+    const int first = kClusterM > 1 ? rank * kShare : 0;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int part = first + i, along_n = tile.n + (kGlu ? 0 : part * (kTileN / kParts));
+      const uint32_t to = b + part * (kBytesB / kParts);
+      const CUtensorMap* map = &maps.b[kGlu ? part : pair];
+      const int x = kWeights || kTransposedB ? along_n : k, y = kWeights || kTransposedB ? k : along_n;
+      const int z = kWeights ? 0 : tile.group;
+      if constexpr (kClusterM > 1) copy_in_multicast(map, arrived, to, x, y, z, 0b11);
+      else copy_in(map, arrived, to, x, y, z);
+    }
+  }
+
+  // What a thread copies of every slice: its 16 bytes of eight lines, four lines apart. Lines are named by their distance from the
+  // first token's, in pieces of 16 bytes; kNone where there is none.
+  static constexpr uint32_t kNone = ~0u;
+  struct Lines {
+    uint32_t place[8];
+    bool whole;  // no line of the warp's is kNone
+  };
+  // Each of four warps has 32 lines of the tile.
+  static __device__ __forceinline__ Lines find_lines(const Arguments& args, const Tile& tile) {
+    const int line = threadIdx.x % 128, lane = threadIdx.x % 32;
+    const int slot = line < tile.rows ? args.slot_of_row[tile.row + line] : -1;
+    const uint32_t token = __umulhi(2 * static_cast<uint32_t>(slot), args.multiplier) >> args.shift;
+    const uint32_t place = slot < 0 ? kNone : token * static_cast<uint32_t>(args.line_elements / 8);
+    Lines lines;
+    lines.whole = __all_sync(kFull, slot >= 0);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) lines.place[i] = __shfl_sync(kFull, place, i * 4 + lane / 8);
+    return lines;
+  }
+  // Starts copying 64 columns, from `column` on.
+  static __device__ __forceinline__ void gather_lines(const Lines& lines, const Arguments& args, int column, uint32_t to) {
+    const int lane = threadIdx.x % 32, piece = lane % 8, line = lane / 8;
+    const char* from = reinterpret_cast<const char*>(static_cast<const T*>(args.lines) + column + piece * 8);
+    to += (threadIdx.x % 128 / 32 * 32 + line) * kLine;
+    // Where the swizzle puts this piece of lines 0-3 and 4-7 of eight.
+    const uint32_t low = to + ((piece ^ line) << 4), high = to + 4 * kLine + ((piece ^ (line + 4)) << 4);
+    if (lines.whole && column + 64 <= args.line_elements) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        copy_piece((i % 2 ? high : low) + i / 2 * 8 * kLine, from + static_cast<uint64_t>(lines.place[i]) * 16);
+      }
+    } else {
+      const bool inside = column + piece * 8 < args.line_elements;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool there = inside && lines.place[i] != kNone;
+        copy_piece_or_zeros((i % 2 ? high : low) + i / 2 * 8 * kLine, there ? from + static_cast<uint64_t>(lines.place[i]) * 16 : args.lines,
+                            there);
       }
     }
   }
@@ -365,6 +439,12 @@ struct Kernel {
 
   // ------------------------------------------------------------------------------------------------------- consumers
 
+  // Until a slice is there. What was gathered came by ordinary copies, whose results the tensor cores see behind a fence.
+  static __device__ __forceinline__ void await(uint32_t full, uint32_t parity) {
+    barrier_wait(full, parity);
+    if constexpr (kGather) fence_async();
+  }
+
   static __device__ __forceinline__ void release(uint32_t empty) {
     const int lane = threadIdx.x % 32;
     if constexpr (kCluster == 1) {
@@ -412,7 +492,7 @@ struct Kernel {
       for (int chunk = 0; chunk < kPieces / kParts; ++chunk) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ++slice) {
-          barrier_wait(full + at.stage * 8, at.parity);
+          await(full + at.stage * 8, at.parity);
           start_slice(sum, shared + at.stage * kBytesStage, consumer, slice > 0);
           finisher.piece(part);
           products_wait<1>();
@@ -427,7 +507,7 @@ struct Kernel {
     }
 #pragma unroll 1
     for (; slice < slices; ++slice) {
-      barrier_wait(full + at.stage * 8, at.parity);
+      await(full + at.stage * 8, at.parity);
       start_slice(sum, shared + at.stage * kBytesStage, consumer, slice > 0);
       products_wait<1>();
       if (slice > 0) release(empty + previous * 8);
@@ -437,7 +517,7 @@ struct Kernel {
     if constexpr (kWeights) {
       const int valid = tile.rows % kTileK;
       if (valid > 0) {
-        barrier_wait(full + at.stage * 8, at.parity);
+        await(full + at.stage * 8, at.parity);
         clear_lines(shared + at.stage * kBytesStage, valid);
         start_slice(sum, shared + at.stage * kBytesStage, consumer, slices > 0);
         products_wait<1>();
@@ -492,7 +572,7 @@ struct Kernel {
     if (threadIdx.x == 0) {
       const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
       for (int i = 0; i < kStages; ++i) {
-        barrier_init(full + i * 8, 1);
+        barrier_init(full + i * 8, kGather ? 1 + 128 : 1);
         barrier_init(empty + i * 8, kConsumerWarps * kCluster);
       }
       fence_barrier_init();
@@ -500,7 +580,7 @@ struct Kernel {
     if (kCluster > 1) cluster_sync(); else __syncthreads();
     if (threadIdx.x / 128 == kConsumers) {
       lower_registers<40>();
-      if (threadIdx.x / 32 == kConsumerWarps) produce(maps, args, shared);
+      if (threadIdx.x / 32 < kConsumerWarps + kProducers) produce(maps, args, shared);
     } else {
       raise_registers<232>();
       consume(maps, args, shared);

@@ -51,20 +51,38 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines) {
   return map;
 }
 
-constexpr int kBoxA = 64, kBoxB = kTileN / 2, kBoxTransposed = 64, kBoxOut = 16;
+constexpr int kBoxB = kTileN / 2, kBoxTransposed = 64, kBoxOut = 16;
 constexpr int kRowsAPanel = 8;  // measured: 4 to 16 are alike
 
-inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns) {
+inline Arguments arguments(const Tensor& sizes, int64_t columns) {
   Arguments args{};
   args.sizes = sizes.data_ptr();
   args.wide = sizes.scalar_type() == ScalarType::Long;
   args.groups = static_cast<int>(sizes.numel());
-  args.rows = static_cast<int>(rows);
   args.columns = static_cast<int>(columns);
   args.pairs = 1;
   args.rows_a_panel = kRowsAPanel;
   return args;
 }
+
+// Rows of an operand are picked from `lines` [tokens, width] by slot.
+inline void gather_from(Arguments& args, const Tensor& lines, const Tensor& slot_of_row, int64_t top_k) {
+  args.lines = lines.data_ptr();
+  args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
+  args.line_elements = static_cast<int>(lines.size(1));
+  // With 2^(shift-1) < top_k <= 2^shift this is exact for every slot below 2^31.
+  while (int64_t{1} << args.shift < top_k) ++args.shift;
+  args.multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + args.shift)) + top_k - 1) / top_k);
+}
+
+// Whether two blocks work side by side along a side of `size`, and share what they both read: where its tiles come in pairs, or
+// are so many that the one without a partner is worth less than what sharing saves.
+inline bool in_pairs(int size, int tile) {
+  const int tiles = divide_up(size, tile);
+  return tiles % 2 == 0 || tiles >= 15;
+}
+// The map of a, of rows; two blocks side by side along N load half of a tile's each.
+inline CUtensorMap map_of_a(const Tensor& a, bool pairs) { return tensor_map(a, pairs ? kTileM / 2 : kTileM); }
 
 inline int processors(int device) {
   int count = 0;
@@ -72,8 +90,14 @@ inline int processors(int device) {
   return count;
 }
 
+// Makes a device and its context current: tensor maps are made by the driver, which, unlike the runtime, does not see to that
+// itself, and the thread that runs backward may not have used the device before.
+struct OnDevice {
+  torch::stable::accelerator::DeviceGuard guard;
+  explicit OnDevice(const Tensor& tensor) : guard(tensor.get_device_index()) { STD_CUDA_CHECK(cudaSetDevice(tensor.get_device_index())); }
+};
+
 template <typename K> void launch(const Maps& maps, const Arguments& args, const Tensor& on) {
-  const torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
   STD_CUDA_CHECK(cudaFuncSetAttribute(grouped_kernel<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -90,26 +114,26 @@ template <typename K> void launch(const Maps& maps, const Arguments& args, const
 
 // Four slices ahead and 32 KiB of staging are what 227 KiB hold.
 constexpr int kStages = 4, kBuffers = 2;
-template <typename T, bool kTransposedB, Finish kFinish, typename Activation, int kClusterN>
-using RowsKernel = Kernel<T, false, kTransposedB, kFinish, Activation, kStages, kBuffers, 1, kClusterN>;
+template <typename T, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kClusterN>
+using RowsKernel = Kernel<T, false, kTransposedB, kGather, kFinish, Activation, kStages, kBuffers, 1, kClusterN>;
 template <typename T, Finish kFinish, int kClusterM, int kClusterN>
-using WeightsKernel = Kernel<T, true, true, kFinish, void, kStages, kBuffers, kClusterM, kClusterN>;
+using WeightsKernel = Kernel<T, true, true, false, kFinish, void, kStages, kBuffers, kClusterM, kClusterN>;
 
-// Rows of each group: two blocks share a's slices where tiles along N come in pairs.
+// Rows of each group. Products with an activation gather them, or else have tiles in pairs: two of three instances are enough.
 template <typename T, bool kTransposedB, Finish kFinish, typename Activation>
-void launch_rows(const Maps& maps, const Arguments& args, const Tensor& on) {
-  constexpr int columns = RowsKernel<T, kTransposedB, kFinish, Activation, 1>::kTileColumns;
-  if (divide_up(args.columns, columns) % 2 == 0) launch<RowsKernel<T, kTransposedB, kFinish, Activation, 2>>(maps, args, on);
-  else launch<RowsKernel<T, kTransposedB, kFinish, Activation, 1>>(maps, args, on);
+void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
+  constexpr bool kGather = kFinish != Finish::kStore;
+  if (args.lines || !pairs) launch<RowsKernel<T, kTransposedB, kGather, kFinish, Activation, 1>>(maps, args, on);
+  else launch<RowsKernel<T, kTransposedB, false, kFinish, Activation, 2>>(maps, args, on);
 }
 
 // The same with the family that args.activation belongs to.
-template <typename T, Finish kFinish> void launch_activation(const Maps& maps, const Arguments& args, const Tensor& on) {
+template <typename T, Finish kFinish> void launch_activation(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
   switch (args.activation) {
     case kSilu:
-    case kGeluTanh: launch_rows<T, false, kFinish, SigmoidActivation>(maps, args, on); break;
-    case kGelu: launch_rows<T, false, kFinish, ErfActivation>(maps, args, on); break;
-    default: launch_rows<T, false, kFinish, PiecewiseActivation>(maps, args, on);
+    case kGeluTanh: launch_rows<T, false, kFinish, SigmoidActivation>(maps, args, pairs, on); break;
+    case kGelu: launch_rows<T, false, kFinish, ErfActivation>(maps, args, pairs, on); break;
+    default: launch_rows<T, false, kFinish, PiecewiseActivation>(maps, args, pairs, on);
   }
 }
 

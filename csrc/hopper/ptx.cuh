@@ -98,6 +98,17 @@ __device__ __forceinline__ void add_out(const CUtensorMap* map, uint32_t from, i
                "r"(from), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
+// 16 bytes. Ordinary copies of this thread: no copy engine.
+__device__ __forceinline__ void copy_piece(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_piece_or_zeros(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+// Arrives, once this thread's ordinary copies so far have come; one of the arrivals that the barrier was initialised with.
+__device__ __forceinline__ void barrier_arrive_on_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most N groups of this thread's outgoing copies still read shared memory.
 template <int N> __device__ __forceinline__ void wait_copies_read() {

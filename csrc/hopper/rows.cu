@@ -15,22 +15,24 @@ bool hopper_built() {
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
 void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, Tensor out) {
   using namespace hopper;
-  Arguments args = arguments(sizes, a.size(0), out.size(1));
+  const OnDevice current(a);
+  Arguments args = arguments(sizes, out.size(1));
   args.slices = divide_up(static_cast<int>(a.size(1)), kTileK);
   args.pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
+  const bool pairs = in_pairs(args.columns, kTileN);
   const int box_b = trans_b ? kBoxB : kBoxTransposed;
   Maps maps{};
-  maps.a[0] = tensor_map(a, kBoxA);
+  maps.a[0] = map_of_a(a, pairs);
   maps.b[0] = tensor_map(b, box_b);
   if (a2) {
-    maps.a[1] = tensor_map(*a2, kBoxA);
+    maps.a[1] = map_of_a(*a2, pairs);
     maps.b[1] = tensor_map(*b2, box_b);
   }
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_rows", {
-    if (trans_b) launch_rows<T, false, Finish::kStore, void>(maps, args, a);
-    else launch_rows<T, true, Finish::kStore, void>(maps, args, a);
+    if (trans_b) launch_rows<T, false, Finish::kStore, void>(maps, args, pairs, a);
+    else launch_rows<T, true, Finish::kStore, void>(maps, args, pairs, a);
   });
 }
 

@@ -9,8 +9,8 @@ template <typename T, hopper::Finish kFinish>
 void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, const Tensor& on) {
   using namespace hopper;
   // Two blocks share b's slices where tiles along M come in pairs, else a's where those along N do.
-  if (divide_up(args.features, kTileM) % 2 == 0) launch<WeightsKernel<T, kFinish, 2, 1>>(maps, args, on);
-  else if (divide_up(args.columns, kTileN) % 2 == 0) launch<WeightsKernel<T, kFinish, 1, 2>>(maps, args, on);
+  if (in_pairs(args.features, kTileM)) launch<WeightsKernel<T, kFinish, 2, 1>>(maps, args, on);
+  else if (in_pairs(args.columns, kTileN)) launch<WeightsKernel<T, kFinish, 1, 2>>(maps, args, on);
   else launch<WeightsKernel<T, kFinish, 1, 1>>(maps, args, on);
 }
 
@@ -19,7 +19,8 @@ void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, con
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is fp32
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out) {
   using namespace hopper;
-  Arguments args = arguments(sizes, a.size(0), out.size(2));
+  const OnDevice current(a);
+  Arguments args = arguments(sizes, out.size(2));
   args.features = static_cast<int>(out.size(1));
   Maps maps{};
   maps.a[0] = tensor_map(a, kBoxTransposed);
