@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 #include "activations.cuh"
 #include "common.cuh"
@@ -18,31 +19,45 @@
 namespace gbmoe {
 namespace {
 
-constexpr int kThreads = 256, kRowsABlock = kThreads / 32;
+constexpr int kThreads = 256, kWarpsABlock = kThreads / 32;
 
 template <typename A> struct ValueAndSlope { A value, slope; };
 
-template <typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x, int activation) {
+// 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations (2^-21 relative) are good enough.
+template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
+  if constexpr (kFast) return __fdividef(1.0f, 1.0f + __expf(-x));
+  else return A(1) / (A(1) + exp(-x));
+}
+
+template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x) {
+  if constexpr (kKind == kSilu) {
+    const A s = sigmoid<kFast>(x);
+    return {x * s, s * (A(1) + x * (A(1) - s))};
+  } else if constexpr (kKind == kGeluTanh) {  // (1 + tanh(u)) / 2 = sigmoid(2u)
+    const A linear = A(1.5957691216057308), cubic = A(0.07135481627260025);
+    const A s = sigmoid<kFast>(x * (linear + cubic * x * x));
+    return {x * s, s * (A(1) + x * (A(1) - s) * (linear + A(3) * cubic * x * x))};
+  } else if constexpr (kKind == kGelu) {
+    const A cdf = A(0.5) * (A(1) + erf(x * A(0.7071067811865476)));
+    return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
+  } else if constexpr (kKind == kIdentity) {
+    return {x, A(1)};
+  } else {
+    const A r = x > A(0) || x != x ? x : A(0);
+    if constexpr (kKind == kRelu) return {r, x > A(0) ? A(1) : A(0)};
+    return {r * r, A(2) * r};
+  }
+}
+
+// Calls f with the activation as a constant: outside the loops, so that these have no branches.
+template <typename F> __device__ __forceinline__ void with_activation(int activation, F f) {
   switch (activation) {
-    case kSilu: {
-      const A s = A(1) / (A(1) + exp(-x));
-      return {x * s, s * (A(1) + x * (A(1) - s))};
-    }
-    case kGeluTanh: {
-      const A c = A(0.7978845608028654), cubic = A(0.044715);
-      const A t = tanh(c * (x + cubic * x * x * x));
-      return {A(0.5) * x * (A(1) + t), A(0.5) * (A(1) + t) + A(0.5) * x * (A(1) - t * t) * c * (A(1) + A(3) * cubic * x * x)};
-    }
-    case kGelu: {
-      const A cdf = A(0.5) * (A(1) + erf(x * A(0.7071067811865476)));
-      return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
-    }
-    case kRelu: return {x > A(0) || x != x ? x : A(0), x > A(0) ? A(1) : A(0)};
-    case kReluSquared: {
-      const A r = x > A(0) || x != x ? x : A(0);
-      return {r * r, A(2) * r};
-    }
-    default: return {x, A(1)};
+    case kSilu: return f(std::integral_constant<int, kSilu>());
+    case kGeluTanh: return f(std::integral_constant<int, kGeluTanh>());
+    case kGelu: return f(std::integral_constant<int, kGelu>());
+    case kRelu: return f(std::integral_constant<int, kRelu>());
+    case kReluSquared: return f(std::integral_constant<int, kReluSquared>());
+    default: return f(std::integral_constant<int, kIdentity>());
   }
 }
 
@@ -50,61 +65,96 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_kernel(
     const Vector<T, N>* h, const Vector<T, N>* g, Vector<T, N>* out, int64_t vectors, int activation) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; v < vectors; v += stride) {
-    const Vector<T, N> hv = h[v];
-    Vector<T, N> gv{}, result;
-    if (g) gv = g[v];
+  with_activation(activation, [&](auto kind) {
+    for (int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; v < vectors; v += stride) {
+      const Vector<T, N> hv = h[v];
+      Vector<T, N> gv{}, result;
+      if (g) gv = g[v];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      accumulate_t<T> value = activation_at(widen(hv.element[i]), activation).value;
-      if (g) value *= widen(gv.element[i]);
-      result.element[i] = narrow<T>(value);
+      for (int i = 0; i < N; ++i) {
+        accumulate_t<T> value = activation_at<decltype(kind)::value, sizeof(T) == 2>(widen(hv.element[i])).value;
+        if (g) value *= widen(gv.element[i]);
+        result.element[i] = narrow<T>(value);
+      }
+      out[v] = result;
     }
-    out[v] = result;
-  }
+  });
 }
 
-// One warp a row: the row's dot product is reduced inside it, in a fixed order, and short rows leave no thread idle.
+// A row and what the router and the plan say of it.
+template <typename A> struct Row {
+  int64_t first;  // vector
+  int slot;       // -1 for padding
+  A weight, dot;
+};
+
+// One warp two rows: a row's dot product is reduced inside it, in a fixed order, short rows leave no thread idle, and the loads of
+// both are on their way together.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
     Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int64_t rows, int vectors, int activation) {
   using A = accumulate_t<T>;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsABlock + threadIdx.x / 32;
-  if (row >= rows) return;
-  const int lane = threadIdx.x % 32;
-  const int64_t first = row * vectors;
-  const int slot = slot_of_row[row];
-  if (slot < 0) {
-    for (int v = lane; v < vectors; v += 32) {
-      a_PF[first + v] = Vector<T, N>{};
-      d_PF[first + v] = Vector<T, N>{};
-      if (g_PF) dg_PF[first + v] = Vector<T, N>{};
-    }
-    return;
-  }
-  const A weight = weights.data ? weights.read(slot) : 1.0;
-  A dot = 0;
-  for (int v = lane; v < vectors; v += 32) {
-    const Vector<T, N> hv = h_PF[first + v], dv = d_PF[first + v];
-    Vector<T, N> gv{}, a, dh, dg;
-    if (g_PF) gv = g_PF[first + v];
+  const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsABlock + threadIdx.x / 32) * 2;
+  if (first_row >= rows) return;
+  const int lane = threadIdx.x % 32, count = first_row + 1 < rows ? 2 : 1;
+  Row<A> row[2];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const ValueAndSlope<A> act = activation_at(widen(hv.element[i]), activation);
-      const A gate = g_PF ? widen(gv.element[i]) : A(1), d = widen(dv.element[i]);
-      dot += act.value * gate * d;
-      a.element[i] = narrow<T>(weight * act.value * gate);
-      dh.element[i] = narrow<T>(weight * d * act.slope * gate);
-      dg.element[i] = narrow<T>(weight * d * act.value);
-    }
-    a_PF[first + v] = a;
-    d_PF[first + v] = dh;
-    if (g_PF) dg_PF[first + v] = dg;
+  for (int r = 0; r < 2; ++r) {
+    const int slot = r < count ? slot_of_row[first_row + r] : -1;
+    row[r] = {(first_row + r) * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
   }
+  struct Operands { Vector<T, N> h, g, d; };
+  const auto load = [&](const Row<A>& of, int v) {
+    Operands operands{h_PF[of.first + v], {}, d_PF[of.first + v]};
+    if (g_PF) operands.g = g_PF[of.first + v];
+    return operands;
+  };
+  with_activation(activation, [&](auto kind) {
+    const auto finish = [&](Row<A>& of, int v, const Operands& operands) {
+      Vector<T, N> a, dh, dg;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const ValueAndSlope<A> act = activation_at<decltype(kind)::value, sizeof(T) == 2>(widen(operands.h.element[i]));
+        const A gate = g_PF ? widen(operands.g.element[i]) : A(1), d = widen(operands.d.element[i]);
+        of.dot += act.value * gate * d;
+        a.element[i] = narrow<T>(of.weight * act.value * gate);
+        dh.element[i] = narrow<T>(of.weight * d * act.slope * gate);
+        dg.element[i] = narrow<T>(of.weight * d * act.value);
+      }
+      a_PF[of.first + v] = a;
+      d_PF[of.first + v] = dh;
+      if (g_PF) dg_PF[of.first + v] = dg;
+    };
+    if (row[0].slot >= 0 && row[1].slot >= 0) {
+      for (int v = lane; v < vectors; v += 32) {
+        const Operands one = load(row[0], v), two = load(row[1], v);
+        finish(row[0], v, one);
+        finish(row[1], v, two);
+      }
+    } else {
+      for (int r = 0; r < count; ++r) {
+        Row<A> of = row[r];
+        for (int v = lane; v < vectors; v += 32) {
+          if (of.slot >= 0) {
+            finish(of, v, load(of, v));
+          } else {
+            a_PF[of.first + v] = Vector<T, N>{};
+            d_PF[of.first + v] = Vector<T, N>{};
+            if (g_PF) dg_PF[of.first + v] = Vector<T, N>{};
+          }
+        }
+        row[r] = of;
+      }
+    }
+  });
   if (!grad_weights.data) return;
-  for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
-  if (lane == 0) grad_weights.write(slot, dot);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row[r].slot < 0) continue;  // the same for all lanes
+    for (int step = 16; step > 0; step /= 2) row[r].dot += __shfl_xor_sync(0xffffffffu, row[r].dot, step);
+    if (lane == 0) grad_weights.write(row[r].slot, row[r].dot);
+  }
 }
 
 template <typename T> bool vectors_fit(int64_t columns, std::initializer_list<const Tensor*> tensors) {
@@ -147,7 +197,7 @@ void activate_backward(
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
-      activate_backward_kernel<T, N><<<static_cast<unsigned>(ceil_div(h.size(0), kRowsABlock)), kThreads, 0, current_stream(h)>>>(
+      activate_backward_kernel<T, N><<<static_cast<unsigned>(ceil_div(h.size(0), 2 * kWarpsABlock)), kThreads, 0, current_stream(h)>>>(
           vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&d),
           static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a),
           vectors_of<T, N>(gate_grad), scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N),
