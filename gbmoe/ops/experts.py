@@ -10,10 +10,12 @@ is computed again, and the router weights' gradient comes from the activation, s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from gbmoe import engines, extension, reference
@@ -151,22 +153,27 @@ def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor) -> engines
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
-    xp_PH, _ = gather(x, row_of_slot, slot_of_row)
+    empty = x.new_empty(0)
     fused = _fused(engine, x, slot_of_row.size(0), w1)
     if fused is not None:
-        w1, v1 = aligned(w1), None if v1 is None else aligned(v1)
-        a_PF, h_PF, g_PF = fused.up(xp_PH, w1, v1, sizes, _ACTIVATION_INDEX[activation], save)
+        x, w1, v1 = aligned(x), aligned(w1), None if v1 is None else aligned(v1)
+        where = (slot_of_row, row_of_slot.size(1))
+        if not fused.gathers(w1, v1):
+            x, where = gather(x, row_of_slot, slot_of_row)[0], (None, 1)
+        a_PF, h_PF, g_PF = fused.up(x, *where, w1, v1, sizes, _ACTIVATION_INDEX[activation], save)
+        del x
     else:
+        xp_PH, _ = gather(x, row_of_slot, slot_of_row)
         h_PF = product(xp_PH, w1, sizes, trans_b=True, engine=engine)
         g_PF = None if v1 is None else product(xp_PH, v1, sizes, trans_b=True, engine=engine)
+        del xp_PH
         a_PF = _activate(h_PF, g_PF, activation)
         if not save:
             h_PF = g_PF = None
-    del xp_PH
     y_PH = product(a_PF, w2, sizes, engine=engine)
     del a_PF
     out_TH = scatter(y_PH, row_of_slot, weights=weights)
-    return out_TH, *(x.new_empty(0) if t is None else t for t in (h_PF, g_PF))
+    return out_TH, *(empty if t is None else t for t in (h_PF, g_PF))
 
 
 def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
@@ -174,25 +181,35 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activ
     return x.new_empty(x.shape), x.new_empty(saved if save else 0), x.new_empty(saved if save and v1 is not None else 0)
 
 
-def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
-              need_x, need_weights, need_w1, need_w2, need_v1):
-    """Returns (dx, dweights, dw1, dw2, dv1), each empty where it is not needed."""
+@dataclass(frozen=True)
+class _Needs:
+    """Which gradients are wanted."""
+    x: bool
+    weights: bool
+    w1: bool
+    w2: bool
+    v1: bool
+
+
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, need: _Needs) -> tuple[torch.Tensor, ...]:
+    """Returns (dx, dweights, dw1, dw2, dv1), each empty where it is not needed.
+
+    `saved` is what forward saved and is emptied: whoever has no other reference to the pre-activations sets their memory free
+    as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F] and one
+    [P,H], or two [P,F], one [P,H] and two of the weights' gradients.
+    """
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
+    saved.clear()
     empty = grad.new_empty(0)
     dx, dw1, dw2, dv1 = empty, empty, empty, empty
     dz_PH, _ = gather(grad, row_of_slot, slot_of_row)
     dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
     a_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, dh_PF, slot_of_row, weights, activation)
-    if need_w2:
+    del h, g
+    if need.w2:
         dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
     del a_PF, dz_PH
-    if need_w1 or need_v1:
-        xp_PH, _ = gather(x, row_of_slot, slot_of_row)
-        if need_w1:
-            dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
-        if need_v1:
-            dv1 = product(dg_PF, xp_PH, sizes, trans_a=True, engine=engine)
-        del xp_PH
-    if need_x:
+    if need.x:
         fused = _fused(engine, x, slot_of_row.size(0), w1)
         if fused is not None:
             dxp_PH = fused.up_backward(dh_PF, aligned(w1), None if v1 is None else dg_PF, None if v1 is None else aligned(v1), sizes)
@@ -201,7 +218,21 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
             if v1 is not None:
                 product(dg_PF, v1, sizes, engine=engine, out=dxp_PH, accumulate=True)
         dx = scatter(dxp_PH, row_of_slot)
-    return dx, dweights if need_weights else empty, dw1, dw2, dv1
+        del dxp_PH
+    if need.w1 or need.v1:
+        xp_PH, _ = gather(x, row_of_slot, slot_of_row)
+        if need.v1:
+            dv1 = product(dg_PF, xp_PH, sizes, trans_a=True, engine=engine)
+        del dg_PF
+        if need.w1:
+            dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
+    return dx, dweights if need.weights else empty, dw1, dw2, dv1
+
+
+def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
+              need_x, need_weights, need_w1, need_w2, need_v1):
+    return _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g], activation, engine,
+                      _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
@@ -224,10 +255,22 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     grads = [None] * 11
     if grad is None:
         return tuple(grads)
-    computed = _expert_mlp_backward(grad, *ctx.saved_tensors, ctx.activation, ctx.engine, *wanted.values())
+    saved = list(ctx.saved_tensors)
+    if _is_traced(grad):
+        computed = _expert_mlp_backward(grad, *saved, ctx.activation, ctx.engine, *wanted.values())
+    else:
+        # Not through the operator, whose caller would hold the pre-activations to its end. Autograd lets go of what it saved
+        # here unless it was asked to retain the graph.
+        ctx.maybe_clear_saved_tensors()
+        computed = _gradients(grad, saved, ctx.activation, ctx.engine, _Needs(*wanted.values()))
     for (position, needed), value in zip(wanted.items(), computed):
         grads[position] = value if needed else None
     return tuple(grads)
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """True where operators are recorded, watched or differentiated again rather than simply carried out."""
+    return type(tensor) is not torch.Tensor or torch.is_grad_enabled() or is_in_torch_dispatch_mode()
 
 
 _expert_mlp = define(
