@@ -1,13 +1,14 @@
 """dMoE: MegaBlocks' conventions, and the three implementations against each other."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import gbmoe
-from gbmoe import cases
+from gbmoe import cases, engines
 from gbmoe.layers import Arguments
 from tests.conftest import assert_as_accurate_as, dtype_id
 
@@ -210,6 +211,66 @@ def test_memory_optimised_with_frozen_weights_or_input(device):
         for name, parameter in layer.named_parameters():
             if name not in (frozen, "experts.bias"):
                 torch.testing.assert_close(parameter.grad, reference_layer.get_parameter(name).grad, rtol=2e-5, atol=1e-6)
+
+
+def step_on(engine, seed):
+    """A layer, its input and gradient, and a function that runs it forward and backward and returns all that it computes."""
+    reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"{engine}: {reason}")
+    layer, _ = make("cuda", seed, hidden_size=136, ffn_hidden_size=264, moe_num_experts=8, mlp_type="glu", bias=False, bf16=True,
+                    engine=engine, init_method=partial(torch.nn.init.normal_, std=0.1))
+    x = torch.randn(300, 1, 136, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x, requires_grad=False)
+
+    def step():
+        out = layer(x)
+        return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
+    return layer, x, grad, step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "torch"])
+def test_a_step_waits_for_nothing(engine):
+    _, _, _, step = step_on(engine, 0)
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "torch"])
+def test_one_cuda_graph_of_a_step_serves_every_routing(engine):
+    """Forward and backward, captured once: other tokens, another router and so other counts give eager's bits."""
+    layer, x, grad, step = step_on(engine, 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    counts = set()
+    for skew in (0.0, 1.0, 30.0):
+        with torch.no_grad():
+            x.normal_()
+            grad.normal_()
+            layer.router.layer.weight.normal_(std=0.1)
+            x[..., 0] = 1.0
+            layer.router.layer.weight[:, 0] -= skew * torch.arange(8, device="cuda") / 8
+        for tensor in captured:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        counts.add(tuple(layer.router(x)[2].flatten().bincount(minlength=8).tolist()))
+        eager = step()
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True)), f"skew {skew}"
+    assert len(counts) == 3 and any(0 in c for c in counts)
 
 
 def test_meta_device_gives_shapes():

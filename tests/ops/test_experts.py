@@ -1,5 +1,6 @@
 """expert_mlp: the fused operator and the composed path, every activation, engine and combination of frozen inputs."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 import gbmoe
 from gbmoe import RoutingPlan, cases, engines, reference
 from gbmoe.engines.base import Problem
+from gbmoe.ops import experts
 from gbmoe.ops.experts import activation_name
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -90,6 +92,20 @@ def test_every_engine_is_as_accurate_as_a_loop(engine_on, dtype, glu, activation
     got = run(tensors, ids, grad, activation, engine)
     exact = expected(tensors, ids, grad, function, torch.float64)
     baseline = expected(tensors, ids, grad, function, dtype)
+    for what in got:
+        assert_as_accurate_as(got[what], baseline[what], exact[what], what)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu_squared"])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("hidden, ffn", [(136, 256), (72, 640), (200, 1024)])
+def test_many_tiles(engine_on, activation, glu, hidden, ffn):
+    """Some hundred rows an expert, three slots a token, rows without a slot: where kernels choose by shape, each of their ways."""
+    engine, device = engine_on
+    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=300, hidden=hidden, ffn=ffn, top_k=3, glu=glu)
+    got = run(tensors, ids, grad, activation, engine, align=16)
+    exact = expected(tensors, ids, grad, CALLABLES[activation], torch.float64)
+    baseline = expected(tensors, ids, grad, CALLABLES[activation], torch.bfloat16)
     for what in got:
         assert_as_accurate_as(got[what], baseline[what], exact[what], what)
 
@@ -211,6 +227,27 @@ def test_nothing_but_x_and_preactivations_is_saved():
         gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"])
     rows = plan.num_rows
     assert sorted(tuple(s) for s in saved if len(s) == 2 and s[0] == rows) == [(rows, 24), (rows, 24)]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
+    """Backward does not hold them to its end, unless the graph is retained."""
+    tensors, ids, grad = inputs(torch.float32, "cpu", tokens=64, ffn=56)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    plan = RoutingPlan.from_experts(ids, 5, align=16)
+    preactivations, alive = [], []
+
+    def pack(tensor):
+        if tensor.shape == (plan.num_rows, 56):
+            preactivations.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1])
+    scatter = experts.scatter
+    monkeypatch.setattr(experts, "scatter", lambda *args: alive.extend(r() is not None for r in preactivations) or scatter(*args))
+    torch.autograd.grad(out, leaves, grad, retain_graph=retain)
+    assert alive == [retain, retain]
 
 
 def test_no_gradient_saves_nothing(device):

@@ -177,6 +177,22 @@ def test_degenerate_and_odd_shapes(device, inner, columns):
             torch.testing.assert_close(out, per_group(a, b, list(sizes), trans_a, trans_b))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("inner, columns", [(72, 264), (136, 768), (1920, 40), (72, 3840)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_tiles_in_every_number(engine_on, layout, inner, columns, dtype):
+    """Kernels that work in pairs of tiles meet one tile, two, few and an odd number, and many and an odd number, either way."""
+    engine, device = engine_on
+    trans_a, trans_b = LAYOUTS[layout]
+    sizes = (130, 0, 65, 1, 64)
+    a, b, batch_sizes = operands(sizes, layout, dtype, device, inner, columns)
+    skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+    cases.poison(device)
+    out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(dtype)
+    assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
+
+
 def test_rows_behind_the_last_group_are_not_touched(device):
     a, b, _ = operands((6, 4), "a@b", torch.float32, device)
     for name, engine in engines.ENGINES.items():
