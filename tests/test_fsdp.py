@@ -100,10 +100,15 @@ def name_of(parameter):
     return parameter.replace("_orig_mod.", "")
 
 
+def optimizer_of(model):
+    # foreach, its default on a GPU, does not take the sharded and the plain parameters of expert parallelism together.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, foreach=False)
+
+
 def train(case, rank, mesh, device):
     model, args = make(case, device)
     shard(model, case, mesh, args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    optimizer = optimizer_of(model)
     result = {"losses": [], "gradients": []}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -156,7 +161,7 @@ def sharded(request, tmp_path_factory):
 def train_alone(case, device):
     """The same steps in one process, a gradient being the mean over what were the ranks."""
     model, args = make(case, device, moe_expert_model_parallelism=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    optimizer = optimizer_of(model)
     result = {"losses": [], "gradients": []}
     for step in range(STEPS):
         working, losses = model, []
