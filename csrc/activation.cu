@@ -23,7 +23,8 @@ constexpr int kThreads = 256, kWarpsABlock = kThreads / 32;
 
 template <typename A> struct ValueAndSlope { A value, slope; };
 
-// 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations (2^-21 relative) are good enough.
+// 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations are good enough: their relative error
+// grows with |x| and is below 2^-16 wherever the result is not 0.
 template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
   if constexpr (kFast) return __fdividef(1.0f, 1.0f + __expf(-x));
   else return A(1) / (A(1) + exp(-x));
@@ -89,7 +90,7 @@ template <typename A> struct Row {
 };
 
 // One warp two rows: a row's dot product is reduced inside it, in a fixed order, short rows leave no thread idle, and the loads of
-// both are on their way together.
+// both are on their way together. Of an odd number the last row is computed twice, with the same results.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
@@ -97,13 +98,12 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   using A = accumulate_t<T>;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsABlock + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;
-  const int lane = threadIdx.x % 32, count = first_row + 1 < rows ? 2 : 1;
-  Row<A> row[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int slot = r < count ? slot_of_row[first_row + r] : -1;
-    row[r] = {(first_row + r) * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
-  }
+  const int lane = threadIdx.x % 32;
+  const auto row_at = [&](int64_t row) {
+    const int slot = slot_of_row[row];
+    return Row<A>{row * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
+  };
+  Row<A> one = row_at(first_row), two = row_at(min(first_row + 1, rows - 1));
   struct Operands { Vector<T, N> h, g, d; };
   const auto load = [&](const Row<A>& of, int v) {
     Operands operands{h_PF[of.first + v], {}, d_PF[of.first + v]};
@@ -122,39 +122,24 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
         dh.element[i] = narrow<T>(of.weight * d * act.slope * gate);
         dg.element[i] = narrow<T>(of.weight * d * act.value);
       }
+      if (of.slot < 0) a = dh = dg = Vector<T, N>{};  // whatever the operands held
       a_PF[of.first + v] = a;
       d_PF[of.first + v] = dh;
       if (g_PF) dg_PF[of.first + v] = dg;
     };
-    if (row[0].slot >= 0 && row[1].slot >= 0) {
-      for (int v = lane; v < vectors; v += 32) {
-        const Operands one = load(row[0], v), two = load(row[1], v);
-        finish(row[0], v, one);
-        finish(row[1], v, two);
-      }
-    } else {
-      for (int r = 0; r < count; ++r) {
-        Row<A> of = row[r];
-        for (int v = lane; v < vectors; v += 32) {
-          if (of.slot >= 0) {
-            finish(of, v, load(of, v));
-          } else {
-            a_PF[of.first + v] = Vector<T, N>{};
-            d_PF[of.first + v] = Vector<T, N>{};
-            if (g_PF) dg_PF[of.first + v] = Vector<T, N>{};
-          }
-        }
-        row[r] = of;
-      }
+    for (int v = lane; v < vectors; v += 32) {
+      const Operands of_one = load(one, v), of_two = load(two, v);
+      finish(one, v, of_one);
+      finish(two, v, of_two);
     }
   });
   if (!grad_weights.data) return;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (row[r].slot < 0) continue;  // the same for all lanes
-    for (int step = 16; step > 0; step /= 2) row[r].dot += __shfl_xor_sync(0xffffffffu, row[r].dot, step);
-    if (lane == 0) grad_weights.write(row[r].slot, row[r].dot);
+  for (int step = 16; step > 0; step /= 2) {
+    one.dot += __shfl_xor_sync(0xffffffffu, one.dot, step);
+    two.dot += __shfl_xor_sync(0xffffffffu, two.dot, step);
   }
+  if (lane == 0 && one.slot >= 0) grad_weights.write(one.slot, one.dot);
+  if (lane == 0 && two.slot >= 0) grad_weights.write(two.slot, two.dot);
 }
 
 template <typename T> bool vectors_fit(int64_t columns, std::initializer_list<const Tensor*> tensors) {

@@ -63,8 +63,12 @@ bool hopper_built();
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, Tensor out);
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out);
+// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r its line slot_of_row[r] / top_k.
 void hopper_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation,
-    Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, Tensor a,
+    std::optional<Tensor> h);
+void hopper_up_glu(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation, Tensor a,
+    std::optional<Tensor> h, std::optional<Tensor> g);
 
 }  // namespace gbmoe

@@ -31,7 +31,9 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_built() -> bool");
   m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");
-  m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a,"
+  m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, Tensor(a!) a, Tensor(b!)? h)"
+        " -> ()");
+  m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, Tensor(a!) a,"
         " Tensor(b!)? h, Tensor(c!)? g) -> ()");
 }
 
@@ -56,4 +58,5 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_rows", TORCH_BOX(&gbmoe::hopper_rows));
   m.impl("hopper_weights", TORCH_BOX(&gbmoe::hopper_weights));
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
+  m.impl("hopper_up_glu", TORCH_BOX(&gbmoe::hopper_up_glu));
 }

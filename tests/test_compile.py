@@ -415,6 +415,19 @@ def test_a_gpu_graph_copies_sizes_to_the_host_only_for_engines_that_want_them(mo
     assert graphs[0].count("to") == copies and graphs[0].count("gbmoe.expert_mlp.default") == 1
 
 
+def test_compiled_autograd_traces_backward():
+    layer, args = make(mlp_type="glu", bias=False, moe_loss_weight=0)
+    x = torch.randn(6, 1, HIDDEN)
+    expected = run(layer, layer, args, x)
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    out, loss = loss_of(layer(x), args)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        loss.backward()
+    got = {"out": out.detach(), "loss": loss.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True),
                                     dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])

@@ -1,11 +1,11 @@
 // One persistent kernel for every grouped product of a layer on Hopper (sm_90a), with the group sizes on the device.
 //
-// A block walks over tiles of 128 x 256 results. One warp is the producer: it asks the copy engine for 64-wide slices of both
+// A block walks over tiles of 128 x 256 results. One warp is its producer: it asks the copy engine for 64-wide slices of both
 // operands, kStages of them ahead. Two warpgroups are the consumers: each multiplies its own 64 rows by all 256 columns on the
 // tensor cores. Finishing a tile (activation, conversion, stores, which each warp does for its own rows) happens while the tensor
 // cores work on the next one: the sums are rounded to 16 bits, which halves their registers, and are finished piece by piece
 // behind the products that were started last. Where a group has 64 rows or fewer left, the second warpgroup has nothing to multiply,
-// so what is wasted is less than 64 rows a group.
+// so what is wasted of its time is less than 64 rows a group.
 //
 // Groups may begin at any row: a slice that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (weight gradients), the lines of
@@ -16,8 +16,8 @@
 //
 // Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b.
 //
-// Where kGather, a of rows is not in memory: its rows are picked from the tokens' matrix, 16 bytes a copy, by four warps of the
-// producer, and the copy engine brings b only. Rows without a slot are zeros.
+// Where kGather, a of rows is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a
+// copy, and the copy engine brings b only. Rows without a slot are zeros.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
 

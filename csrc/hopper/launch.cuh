@@ -119,22 +119,11 @@ using RowsKernel = Kernel<T, false, kTransposedB, kGather, kFinish, Activation, 
 template <typename T, Finish kFinish, int kClusterM, int kClusterN>
 using WeightsKernel = Kernel<T, true, true, false, kFinish, void, kStages, kBuffers, kClusterM, kClusterN>;
 
-// Rows of each group. Products with an activation gather them, or else have tiles in pairs: two of three instances are enough.
+// Rows of each group.
 template <typename T, bool kTransposedB, Finish kFinish, typename Activation>
 void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
-  constexpr bool kGather = kFinish != Finish::kStore;
-  if (args.lines || !pairs) launch<RowsKernel<T, kTransposedB, kGather, kFinish, Activation, 1>>(maps, args, on);
-  else launch<RowsKernel<T, kTransposedB, false, kFinish, Activation, 2>>(maps, args, on);
-}
-
-// The same with the family that args.activation belongs to.
-template <typename T, Finish kFinish> void launch_activation(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
-  switch (args.activation) {
-    case kSilu:
-    case kGeluTanh: launch_rows<T, false, kFinish, SigmoidActivation>(maps, args, pairs, on); break;
-    case kGelu: launch_rows<T, false, kFinish, ErfActivation>(maps, args, pairs, on); break;
-    default: launch_rows<T, false, kFinish, PiecewiseActivation>(maps, args, pairs, on);
-  }
+  if (pairs) launch<RowsKernel<T, kTransposedB, false, kFinish, Activation, 2>>(maps, args, on);
+  else launch<RowsKernel<T, kTransposedB, false, kFinish, Activation, 1>>(maps, args, on);
 }
 
 // Runs body with T bound to the C++ type of `dtype`, one of those that the tensor cores are used for here.

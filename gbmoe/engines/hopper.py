@@ -9,16 +9,11 @@ import functools
 
 import torch
 
-from gbmoe import extension
+from gbmoe import extension, reference
 from gbmoe.engines.base import Engine, result_shape
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_TILE_COLUMNS = {"mlp": 256, "glu": 128}  # of one output, csrc/hopper/grouped.cuh
-
-
-def _in_pairs(tiles: int) -> bool:
-    """Whether two blocks work side by side; in_pairs of csrc/hopper/launch.cuh."""
-    return tiles % 2 == 0 or tiles >= 15
+_ACTIVATION_INDEX = {name: index for index, name in enumerate(reference.ACTIVATIONS)}
 
 
 @functools.cache
@@ -69,29 +64,30 @@ class Hopper(Engine):
             torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, trans_b, product)
         return out.add_(product) if accumulate else product
 
-    def gathers(self, w1_EFH, v1_EFH):
+    def gathers(self, ffn, activation):
         """True where `up` is to be given the tokens, and False where their rows gathered.
 
         Gathering inside the product saves writing and reading [P,H], time in proportion to H, and costs a tenth of the product's
         speed, time in proportion to H F: on an H200 it pays at F = 256, and no longer at 768.
         """
-        ffn = w1_EFH.size(1)
-        tiles = -(-ffn // _TILE_COLUMNS["mlp" if v1_EFH is None else "glu"])
-        return ffn <= 512 or not _in_pairs(tiles)
+        return ffn <= 512 and activation in ("silu", "gelu_tanh")
 
     def up(self, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
         """a = act(x @ w1[e].T), or act(x @ w1[e].T) * (x @ v1[e].T): (a, h, g) [P,F]; h and g None unless `save`, g without v1.
 
-        x is [T,H] with slot_of_row_P, int32: row r is line slot_of_row[r] // top_k, or zeros where that is negative. Without
-        (None), which is for operands that `gathers` does not want, x is [P,H]. All bfloat16 or float16, contiguous, aligned to 16
-        bytes, on one device; weights [E,F,H] as MegaBlocks has them; sizes integer [E]. `activation` is an index into
-        reference.ACTIVATIONS. a is computed from h and g as they are rounded for storage.
+        x is [P,H]; or, where `gathers`, [T,H] with slot_of_row_P, int32 [P]: row r is line slot_of_row[r] // top_k, or zeros where
+        that is negative. All bfloat16 or float16, contiguous, aligned to 16 bytes, on one device; weights [E,F,H] as MegaBlocks
+        has them; sizes integer [E]; `activation` a name in reference.ACTIVATIONS. a is computed from h and g as they are rounded
+        for storage.
         """
-        rows = x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0)
-        a_PF = x.new_empty(rows, w1_EFH.size(1))
+        a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
         h_PF = torch.empty_like(a_PF) if save else None
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, _on_device(sizes, x), activation, a_PF, h_PF, g_PF)
+        sizes, index = _on_device(sizes, x), _ACTIVATION_INDEX[activation]
+        if v1_EFH is None:
+            torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, a_PF, h_PF)
+        else:
+            torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, a_PF, h_PF, g_PF)
         return a_PF, h_PF, g_PF
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes):

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from gbmoe import engines, extension, reference
@@ -158,9 +157,9 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
     if fused is not None:
         x, w1, v1 = aligned(x), aligned(w1), None if v1 is None else aligned(v1)
         where = (slot_of_row, row_of_slot.size(1))
-        if not fused.gathers(w1, v1):
+        if not fused.gathers(w1.size(1), activation):
             x, where = gather(x, row_of_slot, slot_of_row)[0], (None, 1)
-        a_PF, h_PF, g_PF = fused.up(x, *where, w1, v1, sizes, _ACTIVATION_INDEX[activation], save)
+        a_PF, h_PF, g_PF = fused.up(x, *where, w1, v1, sizes, activation, save)
         del x
     else:
         xp_PH, _ = gather(x, row_of_slot, slot_of_row)
@@ -196,7 +195,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
 
     `saved` is what forward saved and is emptied: whoever has no other reference to the pre-activations sets their memory free
     as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F] and one
-    [P,H], or two [P,F], one [P,H] and two of the weights' gradients.
+    [P,H], or two [P,F], one [P,H] (two where `accumulate` takes a product apart) and two of the weights' gradients, or one [P,F],
+    one [P,H] and all three.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
@@ -256,7 +256,7 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
-    if _is_traced(grad):
+    if _is_watched(grad, *saved):
         computed = _expert_mlp_backward(grad, *saved, ctx.activation, ctx.engine, *wanted.values())
     else:
         # Not through the operator, whose caller would hold the pre-activations to its end. Autograd lets go of what it saved
@@ -268,9 +268,12 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     return tuple(grads)
 
 
-def _is_traced(tensor: torch.Tensor) -> bool:
-    """True where operators are recorded, watched or differentiated again rather than simply carried out."""
-    return type(tensor) is not torch.Tensor or torch.is_grad_enabled() or is_in_torch_dispatch_mode()
+def _is_watched(*tensors: torch.Tensor | None) -> bool:
+    """True where operators are traced, batched, dispatched to a mode or a subclass, or differentiated again."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(type(t) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_batchedtensor(t)
+               or torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors if t is not None)
 
 
 _expert_mlp = define(

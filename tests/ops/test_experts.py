@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbmoe
 from gbmoe import RoutingPlan, cases, engines, reference
@@ -110,6 +111,21 @@ def test_many_tiles(engine_on, activation, glu, hidden, ffn):
         assert_as_accurate_as(got[what], baseline[what], exact[what], what)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("hidden, ffn", [(1288, 256), (1288, 640), (72, 1920), (72, 3840)])
+def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
+    """Rings of stages and the walk over tiles go round several times, gathering or not; pairs with a side left over."""
+    device = torch.device("cuda")
+    tensors, ids, grad = inputs(dtype, device, tokens=6000, hidden=hidden, ffn=ffn, top_k=3, glu=glu)
+    got = run(tensors, ids, grad, "silu", align=16)
+    exact = expected(tensors, ids, grad, F.silu, torch.float64)
+    baseline = expected(tensors, ids, grad, F.silu, dtype)
+    for what in got:
+        assert_as_accurate_as(got[what], baseline[what], exact[what], what)
+
+
 @pytest.mark.parametrize("shape", [dict(tokens=0), dict(tokens=1, top_k=1), dict(hidden=8, ffn=8), dict(hidden=7, ffn=5),
                                    dict(experts=2, top_k=1), dict(tokens=3, experts=130, top_k=3)], ids=str)
 def test_unusual_shapes(device, shape):
@@ -200,6 +216,35 @@ def test_random_numbers_of_the_activation_are_drawn_again(device):
     out.backward(grad)
     torch.testing.assert_close((w1 * w1.grad).sum(), (out * grad).sum())
     assert not torch.equal(before, torch.rand(1, device=device))  # backward left the generator where it was
+
+
+def test_batched_gradients_are_those_of_each(device):
+    tensors, ids, grad = inputs(torch.float64, device)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    plan = RoutingPlan.from_experts(ids, 5)
+    out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1])
+    grads = torch.stack([grad, grad.flip(0)])
+    batched = torch.autograd.grad(out, leaves, grads, retain_graph=True, is_grads_batched=True)
+    for i, each in enumerate(grads):
+        for got, alone in zip(batched, torch.autograd.grad(out, leaves, each, retain_graph=True)):
+            torch.testing.assert_close(got[i], alone)
+
+
+def test_backward_under_a_dispatch_mode_is_the_operator(device):
+    """What watches operators, such as a counter of FLOPs, sees one for backward too."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    tensors, ids, grad = inputs(torch.float32, device)
+    plan = RoutingPlan.from_experts(ids, 5)
+    out = gbmoe.expert_mlp(tensors["x"].requires_grad_(), plan, tensors["w1"], tensors["w2"], tensors["v1"])
+    with Watch():
+        out.backward(grad)
+    assert "gbmoe.expert_mlp_backward.default" in seen
 
 
 def test_second_derivatives_are_refused(device):

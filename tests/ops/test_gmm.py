@@ -315,15 +315,16 @@ def test_more_than_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("inner, columns", [(128, 320), (1920, 40), (72, 3840)])
+def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype, inner, columns):
     hopper, device = engines.ENGINES["hopper"], torch.device("cuda")
     reason = hopper.unavailable(device)
     if reason is not None:
         pytest.skip(f"hopper: {reason}")
     sizes = [0, 300, 1, 399]
-    a, b = (cases.exact_values(sum(sizes), columns, dtype=dtype, device=device, seed=seed) for seed, columns in ((0, 128), (1, 320)))
-    main = torch.ones(len(sizes), 128, 320, device=device)
+    a, b = (cases.exact_values(sum(sizes), width, dtype=dtype, device=device, seed=seed) for seed, width in enumerate((inner, columns)))
+    main = torch.ones(len(sizes), inner, columns, device=device)
     for _ in range(2):
         hopper.gmm(a, b, torch.tensor(sizes, device=device), True, False, out=main, accumulate=True)
     products = [left.double().t() @ right.double() for left, right in zip(a.split(sizes), b.split(sizes))]

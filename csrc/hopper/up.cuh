@@ -1,0 +1,48 @@
+// The first product of an expert with its activation: one finish, kActivate or kGlu, a translation unit, to compile side by side.
+
+#pragma once
+
+#include "launch.cuh"
+
+namespace gbmoe::hopper {
+
+// With the family that args.activation belongs to. Only the commonest one gathers.
+template <typename T, Finish kFinish> void launch_activation(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
+  switch (args.activation) {
+    case kSilu:
+    case kGeluTanh:
+      if (args.lines) return launch<RowsKernel<T, false, true, kFinish, SigmoidActivation, 1>>(maps, args, on);
+      return launch_rows<T, false, kFinish, SigmoidActivation>(maps, args, pairs, on);
+    case kGelu: return launch_rows<T, false, kFinish, ErfActivation>(maps, args, pairs, on);
+    default: return launch_rows<T, false, kFinish, PiecewiseActivation>(maps, args, pairs, on);
+  }
+}
+
+template <Finish kFinish>
+void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
+               const Tensor& sizes, int64_t activation, const Tensor& a, const Tensor* h, const Tensor* g) {
+  const OnDevice current(x);
+  Arguments args = arguments(sizes, a.size(1));
+  args.slices = divide_up(static_cast<int>(x.size(1)), kTileK);
+  args.activation = static_cast<int>(activation);
+  args.save = h != nullptr;
+  const bool pairs = in_pairs(args.columns, kFinish == Finish::kGlu ? kTileN / 2 : kTileN);
+  Maps maps{};
+  if (slot_of_row) {
+    STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");
+    gather_from(args, x, *slot_of_row, top_k);
+  } else {
+    maps.a[0] = map_of_a(x, pairs);
+  }
+  maps.b[0] = tensor_map(w1, kBoxB);
+  if (v1) maps.b[1] = tensor_map(*v1, kBoxB);
+  const Tensor* outputs[3] = {&a, h, g};
+  for (int i = 0; i < 3; ++i) {
+    if (!outputs[i]) continue;
+    maps.out[i] = tensor_map(*outputs[i], kBoxOut);
+    args.out[i] = outputs[i]->data_ptr();
+  }
+  GBMOE_DISPATCH_HALF(x.scalar_type(), "hopper_up", (launch_activation<T, kFinish>(maps, args, pairs, x)));
+}
+
+}  // namespace gbmoe::hopper
