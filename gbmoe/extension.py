@@ -106,7 +106,7 @@ def load() -> Status:
 
 def status() -> Status:
     """What `load()` found where a CUDA device is present; otherwise why there is nothing to load. Starts no build on a CPU."""
-    if not torch.cuda.is_available():
+    if not load.cache_info().currsize and not torch.cuda.is_available():
         built = f"; {_AHEAD_OF_TIME.name} is built" if _AHEAD_OF_TIME.exists() else ""
         return Status(False, None, f"no CUDA device{built}")
     return load()

@@ -148,6 +148,11 @@ class RoutingPlan:
         """Rows of each expert with its padding, int32 [E], on the device."""
         return self.counts_E if self.align == 1 else self.offsets_E1.diff()
 
+    @property
+    def has_host_sizes(self) -> bool:
+        """True where host_sizes() waits for nothing, because it has been asked for before."""
+        return self._host_sizes_E is not None
+
     def host_sizes(self) -> torch.Tensor:
         """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan."""
         if self._host_sizes_E is None:

@@ -23,7 +23,10 @@ def result_shape(a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, t
 
 @dataclass(frozen=True)
 class Problem:
-    """What a grouped product is, apart from its data: enough to choose an engine before there are operands."""
+    """What a grouped product is, apart from its data: enough to choose an engine before there are operands.
+
+    sizes_on_host: the rows of each group are known there, so that an engine that wants them there waits for nothing.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -32,12 +35,13 @@ class Problem:
     inner: int
     columns: int
     variable_k: bool
+    sizes_on_host: bool = False
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, trans_b: bool) -> "Problem":
+    def of(cls, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> "Problem":
         """The problem of these operands."""
-        columns = result_shape(a, b, groups, trans_a, trans_b)[-1]
-        return cls(a.device, a.dtype, a.size(0), groups, a.size(1), columns, trans_a)
+        columns = result_shape(a, b, sizes.numel(), trans_a, trans_b)[-1]
+        return cls(a.device, a.dtype, a.size(0), sizes.numel(), a.size(1), columns, trans_a, sizes.device.type == "cpu")
 
 
 class Engine:

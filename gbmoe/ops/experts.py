@@ -92,9 +92,10 @@ def expert_mlp(
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
     """The plan's rows per expert where the engine wants them: on the host, at one wait a plan, or on the device."""
     experts, ffn, hidden = w_EFH.shape
-    wanted = (engines.select(engine, Problem(x_TH.device, computed_dtype(x_TH), plan.num_rows, experts, hidden, ffn, variable_k)).needs_host_sizes
-              for variable_k in (False, True))
-    return plan.host_sizes() if any(wanted) else plan.padded_counts_E
+    problems = (Problem(x_TH.device, computed_dtype(x_TH), plan.num_rows, experts, hidden, ffn, variable_k, plan.has_host_sizes)
+                for variable_k in (False, True))
+    wanted = any(engines.select(engine, problem).needs_host_sizes for problem in problems)
+    return plan.host_sizes() if wanted else plan.padded_counts_E
 
 
 def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
@@ -141,10 +142,11 @@ def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
     return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))
 
 
-def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor) -> engines.Engine | None:
+def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor, sizes: torch.Tensor) -> engines.Engine | None:
     """The engine that computes products and activation together, where it is the one to use for both products."""
     experts, ffn, hidden = w1.shape
-    chosen = {engines.select(engine, Problem(x.device, x.dtype, rows, experts, *inner_columns, False))
+    on_host = sizes.device.type == "cpu"
+    chosen = {engines.select(engine, Problem(x.device, x.dtype, rows, experts, *inner_columns, False, on_host))
               for inner_columns in ((hidden, ffn), (ffn, hidden))}
     first = chosen.pop()
     return first if first.fuses_activation and not chosen else None
@@ -153,7 +155,7 @@ def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor) -> engines
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
     empty = x.new_empty(0)
-    fused = _fused(engine, x, slot_of_row.size(0), w1)
+    fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
     if fused is not None:
         x, w1, v1 = aligned(x), aligned(w1), None if v1 is None else aligned(v1)
         where = (slot_of_row, row_of_slot.size(1))
@@ -210,7 +212,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
     del a_PF, dz_PH
     if need.x:
-        fused = _fused(engine, x, slot_of_row.size(0), w1)
+        fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
         if fused is not None:
             dxp_PH = fused.up_backward(dh_PF, aligned(w1), None if v1 is None else dg_PF, None if v1 is None else aligned(v1), sizes)
         else:

@@ -43,7 +43,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         torch.Size([5, 4])
     """
     _check_arguments(a, b, batch_sizes, trans_a, trans_b)
-    problem = replace(Problem.of(a, b, batch_sizes.numel(), trans_a, trans_b), dtype=computed_dtype(a))
+    problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
     if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)
     return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
@@ -103,7 +103,7 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
         b, trans_b = b.transpose(1, 2), not trans_b
     # Engines hand device arrays of pointers to kernels that choose 16-byte accesses by the row length alone.
     a, b = aligned(a), aligned(b)
-    chosen = engines.select(engine, Problem.of(a, b, sizes.numel(), trans_a, trans_b))
+    chosen = engines.select(engine, Problem.of(a, b, sizes, trans_a, trans_b))
     return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 

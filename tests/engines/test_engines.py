@@ -53,6 +53,15 @@ def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, in
     assert chosen.unavailable(wanted.device) is None and chosen.refuses(wanted) is None
 
 
+@pytest.mark.parametrize("groups, sizes_on_host, name", [(8, True, "cublas_loop"), (8, False, "hopper"), (64, True, "hopper")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, dtype, groups, sizes_on_host, name):
+    for engine in engines.ENGINES.values():
+        monkeypatch.setattr(engine, "unavailable", lambda device: None)
+    wanted = Problem(torch.device("cuda"), dtype, 65536, groups, 4096, 14336, False, sizes_on_host)
+    assert engines.select("auto", wanted).name == name
+
+
 def test_a_forced_engine_serves_or_raises():
     assert engines.select("reference", problem()).name == "reference"
     with pytest.raises(ValueError, match="engine 'torch' cannot serve this product: runs on CUDA devices only"):

@@ -35,7 +35,7 @@ def per_group(a, b, sizes, trans_a, trans_b):
 
 def skip_if_refused(engine, a, b, sizes, trans_a, trans_b):
     """Skip where the engine says that it does not take these operands, in its words."""
-    reason = engines.ENGINES[engine].refuses(Problem.of(a, b, len(sizes), trans_a, trans_b))
+    reason = engines.ENGINES[engine].refuses(Problem.of(a, b, torch.tensor(sizes), trans_a, trans_b))
     if reason is not None:
         pytest.skip(f"{engine}: {reason}")
 
@@ -170,7 +170,7 @@ def test_degenerate_and_odd_shapes(device, inner, columns):
         for layout, (trans_a, trans_b) in LAYOUTS.items():
             a, b, batch_sizes = operands(sizes, layout, torch.float32, device, inner, columns)
             chosen = engines.ENGINES[engine]
-            if chosen.unavailable(device) or chosen.refuses(Problem.of(a, b, 3, trans_a, trans_b)):
+            if chosen.unavailable(device) or chosen.refuses(Problem.of(a, b, batch_sizes, trans_a, trans_b)):
                 continue
             cases.poison(device)
             out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
@@ -196,7 +196,7 @@ def test_tiles_in_every_number(engine_on, layout, inner, columns, dtype):
 def test_rows_behind_the_last_group_are_not_touched(device):
     a, b, _ = operands((6, 4), "a@b", torch.float32, device)
     for name, engine in engines.ENGINES.items():
-        if engine.unavailable(device) or engine.refuses(Problem.of(a, b, 2, False, False)):
+        if engine.unavailable(device) or engine.refuses(Problem.of(a, b, torch.tensor([3, 4]), False, False)):
             continue
         out = torch.full((10, b.size(2)), 7.0, device=device)
         product(a, b, torch.tensor([3, 4]), engine=name, out=out)
@@ -302,7 +302,7 @@ def test_more_than_2_to_the_31_elements():
     b = cases.exact_values(3, inner, 64, dtype=torch.bfloat16, device="cuda", seed=2)
     sizes = torch.tensor([rows - 100, 36, 64])
     for engine in engines.ENGINES:
-        problem = Problem.of(a, b, 3, False, False)
+        problem = Problem.of(a, b, sizes, False, False)
         if engines.ENGINES[engine].unavailable(a.device) or engines.ENGINES[engine].refuses(problem):
             continue
         out = gbmoe.gmm(a, b, sizes, engine=engine)

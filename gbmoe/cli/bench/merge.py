@@ -11,9 +11,10 @@ from gbmoe.cli.bench import results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the parts and --json."""
+    """Declare the parts, --baseline and --json."""
     parser.add_argument("parts", nargs="+", type=Path, metavar="DIR_OR_FILE",
                         help="a file of results, or a folder of them")
+    parser.add_argument("--baseline", metavar="NAME", help="whom speed-ups are over (default: whom they were over)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the joined results go")
 
 
@@ -23,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     contents, problems = results.read_all(_files(arguments.parts))
     if contents:
         try:
-            merged, missing = results.merge(contents)
+            merged, missing = results.merge(contents, arguments.baseline)
         except ValueError as error:
             print(f"gbmoe bench merge: {error}", file=sys.stderr)
             return 2

@@ -30,20 +30,26 @@ def describe_run(conditions: Conditions, limit_rows: Sequence[dict], **more) -> 
     """What is known of a run before its rows."""
     return {
         "machine": describe_machine(conditions.device), "clocks": describe_clocks(conditions.device),
-        "versions": describe_versions(), "extension": describe_extension(),
+        "versions": describe_versions(), "extension": _without_folder(describe_extension()),
         "dtype": str(conditions.dtype).removeprefix("torch."), "seed": SEED,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "limits": conditions.limits.describe(), "limit_rows": list(limit_rows), **more,
     }
 
 
+def _without_folder(extension: dict) -> dict:
+    """Results are shared: which file it was says enough, where it lay does not concern their readers."""
+    return extension | {"path": extension["path"] and Path(extension["path"]).name}
+
+
 def finish(content: dict) -> dict:
-    """Add to the rows of one run "speedup", over the baseline's in the same contest, None where there is nothing to
-    compare with; and the article's findings to its suite."""
+    """Add to the rows "speedup", over the baseline's in the same contest of the same run, None where there is nothing
+    to compare with; and the article's findings to its suite."""
     rows = content["rows"]
-    base = {row["contest"]: row["median"] for row in rows if row.get("median") and row["by"] == content["baseline"]}
+    base = {(row["run"], row["contest"]): row["median"] for row in rows
+            if row.get("median") and row["by"] == content["baseline"]}
     for row in rows:
-        median, reference = row.get("median"), base.get(row["contest"])
+        median, reference = row.get("median"), base.get((row["run"], row["contest"]))
         row["speedup"] = reference / median if median and reference else None
     return add_findings(content)
 
@@ -90,13 +96,13 @@ def read_all(paths: Iterable[Path]) -> tuple[list[dict], list[str]]:
     return contents, problems
 
 
-def merge(contents: Sequence[dict]) -> tuple[dict, list[str]]:
+def merge(contents: Sequence[dict], baseline: str | None = None) -> tuple[dict, list[str]]:
     """One content of several of one suite, and the configurations of its list that none of them holds.
 
-    Of rows with one name the last counts; speed-ups stay those over the baseline of their own run. Raises ValueError
-    for different suites or baselines.
+    Of rows with one name the last counts; speed-ups are over the baseline of their own run, which is theirs, or the one
+    that is given. Raises ValueError for different suites, or different baselines and none given.
     """
-    for field, what in (("suite", "of one suite"), ("baseline", "with one baseline")):
+    for field, what in (("suite", "of one suite"), *([] if baseline else [("baseline", "with one baseline")])):
         values = {content[field] for content in contents}
         if len(values) != 1:
             raise ValueError(f"expected results {what}, got {', '.join(sorted(values))}")
@@ -109,7 +115,12 @@ def merge(contents: Sequence[dict]) -> tuple[dict, list[str]]:
     order = {name: index for index, name in enumerate(names)}
     merged = {"suite": contents[0]["suite"], "baseline": contents[0]["baseline"], "configurations": names, "runs": runs,
               "rows": sorted(rows.values(), key=lambda row: order.get(row["setting"], len(order)))}
-    return add_findings(merged), [name for name in names if name not in done]
+    if baseline:
+        merged["baseline"] = baseline
+        finish(merged)
+    else:
+        add_findings(merged)
+    return merged, [name for name in names if name not in done]
 
 
 def wrong(content: dict) -> list[dict]:

@@ -48,6 +48,15 @@ def test_parts_are_the_whole(tmp_path, capsys, one_case):
         assert row["setting"] in merged["runs"][row["run"]]["configurations"]
 
 
+def test_the_baseline_may_be_chosen_when_parts_are_joined(tmp_path, capsys, one_case):
+    file, joined = tmp_path / "a.json", tmp_path / "b.json"
+    assert main([*SMOKE, "--json", str(file)]) == 0
+    assert main(["bench", "merge", str(file), "--baseline", "gbmoe-reference", "--json", str(joined)]) == 0
+    merged = results.read(joined)
+    assert merged["baseline"] == "gbmoe-reference"
+    assert {row["speedup"] for row in merged["rows"] if row["by"] == "gbmoe-reference"} == {1.0}
+
+
 def test_a_finished_part_is_not_done_again(tmp_path, capsys, one_case):
     part = [*SMOKE, "--config", "1", "--output", str(tmp_path)]
     assert main(part) == 0
