@@ -50,7 +50,8 @@ def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
     kept = get_load_balancing_loss()
     require(len(kept) == layers, "batched_load_balancing_loss", "layers that ran in training since the last clear",
             f"{layers} (num_layers {args.num_layers}, pipeline_model_parallel_size {args.pipeline_model_parallel_size},"
-            f" num_layers_per_virtual_pipeline_stage {args.num_layers_per_virtual_pipeline_stage})", len(kept))
+            f" num_layers_per_virtual_pipeline_stage {args.num_layers_per_virtual_pipeline_stage};"
+            " call gbmoe.clear_load_balancing_loss() once a step, and run the layers in training mode)", len(kept))
     counts, scores = zip(*kept)
     tokens = scores[0].size(0)
     for count_E, score_TE in kept:

@@ -37,7 +37,8 @@ class LearnedRouter(torch.nn.Module):
     """A bias-free linear layer, softmax over the experts, and the K highest scores.
 
     forward(x [..., H]) returns scores [T,E], expert_weights [T,K] and expert_indices [T,K] (int64). In training the input is
-    jittered (moe_jitter_eps), and the logits' logsumexp is kept for the z-loss where it has a weight.
+    jittered (moe_jitter_eps), and the logits' logsumexp is kept for the z-loss where it has a weight. Experts are ranked by their
+    logits; MegaBlocks ranks scores that are rounded to the layer's dtype, and so chooses otherwise between near equals.
     """
 
     def __init__(self, args: Arguments):

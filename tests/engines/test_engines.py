@@ -53,12 +53,14 @@ def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, in
     assert chosen.unavailable(wanted.device) is None and chosen.refuses(wanted) is None
 
 
-@pytest.mark.parametrize("groups, sizes_on_host, name", [(8, True, "cublas_loop"), (8, False, "hopper"), (64, True, "hopper")])
+@pytest.mark.parametrize("groups, variable_k, sizes_on_host, name", [
+    (8, False, True, "cublas_loop"), (8, False, False, "hopper"), (64, False, True, "hopper"),
+    (16, False, True, "cublas_loop"), (16, True, True, "hopper"), (8, True, True, "cublas_loop")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, dtype, groups, sizes_on_host, name):
+def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, dtype, groups, variable_k, sizes_on_host, name):
     for engine in engines.ENGINES.values():
         monkeypatch.setattr(engine, "unavailable", lambda device: None)
-    wanted = Problem(torch.device("cuda"), dtype, 65536, groups, 4096, 14336, False, sizes_on_host)
+    wanted = Problem(torch.device("cuda"), dtype, 65536, groups, 4096, 14336, variable_k, sizes_on_host)
     assert engines.select("auto", wanted).name == name
 
 

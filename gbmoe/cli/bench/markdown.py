@@ -116,7 +116,7 @@ def _heading(kind: str, shared: Sequence[str]) -> str:
     measure = "Microseconds" if kind == "permutation" else "TFLOP/s"
     what = {"layer": "One whole layer, router included", "product": "One grouped product",
             "permutation": "Permutation"}[kind]
-    return f"{what}. {measure}" + (f": {' / '.join(shared)}." if shared else ".") + " The fastest of each line is bold."
+    return f"{what}. {measure}" + (f": {' / '.join(shared)}. The fastest {shared[-1]}" if shared else ". The fastest") + " of each line is bold."
 
 
 def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:
@@ -130,8 +130,8 @@ def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:
 
 
 def _cells(together: Sequence[dict], names: Sequence[str]) -> list[str]:
-    """A line's cells. The fastest is that of the last computation which anybody has a time for."""
-    timed = [row for row in together if row.get("median")]
+    """A line's cells. The fastest of them is that of the last computation which anybody has a time for."""
+    timed = [row for row in together if row.get("median") and row["by"] in names]
     rivals = [row for row in timed if row["computation"] == timed[-1]["computation"]]
     fastest = min(rivals, key=lambda row: row["median"]) if len(rivals) > 1 else None
     cells = []

@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"gbmoe bench merge: {error}", file=sys.stderr)
             return 2
         problems += [f"no result of {name}" for name in missing]
+        if arguments.baseline and all(row["by"] != arguments.baseline for row in merged["rows"]):
+            problems.append(f"no row is by {arguments.baseline}: expected one of {', '.join(sorted({row['by'] for row in merged['rows']}))}")
         results.write(arguments.json, merged)
         there = len(merged["configurations"]) - len(missing)
         print(f"{arguments.json}: {len(merged['rows'])} rows of {there} configurations")

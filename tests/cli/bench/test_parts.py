@@ -55,6 +55,8 @@ def test_the_baseline_may_be_chosen_when_parts_are_joined(tmp_path, capsys, one_
     merged = results.read(joined)
     assert merged["baseline"] == "gbmoe-reference"
     assert {row["speedup"] for row in merged["rows"] if row["by"] == "gbmoe-reference"} == {1.0}
+    assert main(["bench", "merge", str(file), "--baseline", "nobody", "--json", str(joined)]) == 1
+    assert "no row is by nobody: expected one of dense, gbmoe-auto, gbmoe-reference" in capsys.readouterr().err
 
 
 def test_a_finished_part_is_not_done_again(tmp_path, capsys, one_case):
