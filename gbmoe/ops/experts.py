@@ -154,7 +154,6 @@ def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor, sizes: tor
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
-    empty = x.new_empty(0)
     fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
     if fused is not None:
         x, w1, v1 = aligned(x), aligned(w1), None if v1 is None else aligned(v1)
@@ -174,7 +173,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
     y_PH = product(a_PF, w2, sizes, engine=engine)
     del a_PF
     out_TH = scatter(y_PH, row_of_slot, weights=weights)
-    return out_TH, *(empty if t is None else t for t in (h_PF, g_PF))
+    return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF))  # no two the same: an operator's may not be
 
 
 def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
@@ -202,8 +201,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
-    empty = grad.new_empty(0)
-    dx, dw1, dw2, dv1 = empty, empty, empty, empty
+    dx, dw1, dw2, dv1 = (grad.new_empty(0) for _ in range(4))  # no two the same: an operator's results may not be
     dz_PH, _ = gather(grad, row_of_slot, slot_of_row)
     dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
     a_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, dh_PF, slot_of_row, weights, activation)
@@ -228,7 +226,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         del dg_PF
         if need.w1:
             dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
-    return dx, dweights if need.weights else empty, dw1, dw2, dv1
+    return dx, dweights if need.weights else grad.new_empty(0), dw1, dw2, dv1
 
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,

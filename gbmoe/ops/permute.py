@@ -142,10 +142,9 @@ def scatter_backward(grad_TH, y_PH, row_of_slot_TK, slot_of_row_P, columns_TK, c
 
     Without `need_rows` the first result is empty.
     """
-    empty = grad_TH.new_empty(0)
     if not _kernels_serve(grad_TH):
         rows, dots = reference.padded_scatter_backward(grad_TH, y_PH, row_of_slot_TK, slot_of_row_P, weights, columns_TK, counts_T)
-        return rows if need_rows else empty, dots
+        return rows if need_rows else grad_TH.new_empty(0), dots
     grad_y_PH = grad_TH.new_empty(slot_of_row_P.size(0), grad_TH.size(1)) if need_rows else None
     grad_weights = None
     if y_PH is not None and weights is not None:
@@ -156,7 +155,7 @@ def scatter_backward(grad_TH, y_PH, row_of_slot_TK, slot_of_row_P, columns_TK, c
     torch.ops.gbmoe_cuda.padded_scatter_backward(
         grad_TH.contiguous(), _contiguous(y_PH), row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, _contiguous(weights), True,
         grad_y_PH, grad_weights)
-    return empty if grad_y_PH is None else grad_y_PH, empty if grad_weights is None else grad_weights
+    return tuple(grad_TH.new_empty(0) if t is None else t for t in (grad_y_PH, grad_weights))
 
 
 def map_slots(row_TK, columns_TK, counts_T, pad_offsets_E, probs, rows) -> tuple[torch.Tensor, torch.Tensor]:
