@@ -265,6 +265,7 @@ def _identity(x, slope):
 # The activations that have kernels, in the order of csrc/activation.cu. Called with (x, slope): the value, or its slope.
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu_squared": _relu_squared,
                "identity": _identity}
+ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}  # csrc/activations.cuh
 
 
 def _row_chunks(h_PF: torch.Tensor):

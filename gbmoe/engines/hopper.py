@@ -13,7 +13,6 @@ from gbmoe import extension, reference
 from gbmoe.engines.base import Engine, result_shape
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_ACTIVATION_INDEX = {name: index for index, name in enumerate(reference.ACTIVATIONS)}
 
 
 @functools.cache
@@ -65,7 +64,7 @@ class Hopper(Engine):
         return out.add_(product) if accumulate else product
 
     def gathers(self, ffn, activation):
-        """True where `up` is to be given the tokens, and False where their rows gathered.
+        """True where `up` is to be given the tokens, and False where their rows gathered; by ffn hidden size and activation's name.
 
         Gathering inside the product saves writing and reading [P,H], time in proportion to H, and costs a tenth of the product's
         speed, time in proportion to H F: on an H200 it pays at F = 256, and no longer at 768.
@@ -83,7 +82,7 @@ class Hopper(Engine):
         a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
         h_PF = torch.empty_like(a_PF) if save else None
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-        sizes, index = _on_device(sizes, x), _ACTIVATION_INDEX[activation]
+        sizes, index = _on_device(sizes, x), reference.ACTIVATION_INDEX[activation]
         if v1_EFH is None:
             torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, a_PF, h_PF)
         else:

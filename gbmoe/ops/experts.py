@@ -25,8 +25,6 @@ from gbmoe.ops.gmm import aligned, computed_dtype, product
 from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
 from gbmoe.routing import RoutingPlan
 
-_ACTIVATION_INDEX = {name: index for index, name in enumerate(reference.ACTIVATIONS)}
-
 
 def activation_name(activation: str | Callable) -> str | None:
     """The name in reference.ACTIVATIONS of an activation that has a kernel; None for any other callable."""
@@ -125,7 +123,7 @@ def _activate(h_PF, g_PF, activation):
     if h_PF.device.type != "cuda" or not extension.loaded():
         return reference.activate(h_PF, g_PF, activation)
     a_PF = torch.empty_like(h_PF)
-    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, _ACTIVATION_INDEX[activation], a_PF)
+    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, reference.ACTIVATION_INDEX[activation], a_PF)
     return a_PF
 
 
@@ -137,7 +135,7 @@ def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
-    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, _ACTIVATION_INDEX[activation],
+    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, reference.ACTIVATION_INDEX[activation],
                                            a_PF, dg_PF, grad_weights_TK)
     return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))
 
