@@ -5,9 +5,9 @@
 // and rounded once; there are no floating-point atomics, so two runs give the same bits. Row and slot numbers fit int32;
 // element offsets are int64.
 //
-// The kernels that write padded rows write the padding too: each block owns a share of the rows, looks for those whose slot
-// is -1 and clears them when its tokens are done, so no memset precedes the launch and no few blocks clear at its end. Rows
-// behind the last expert (slot -2) are cleared only where asked.
+// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is -1
+// and clears them when its token is done, so no memset precedes the launch, no few blocks clear at its end, and no warp waits
+// for another. Rows behind the last expert (slot -2) are cleared only where asked.
 //
 // Bytes at the least: gather 2H (T + P), scatter 2H (P + T), its backward 2H (T + 2P) in bf16.
 
@@ -20,8 +20,9 @@
 namespace gbmoe {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPadding = -1, kBehindTheLast = -2;
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Where each token's slots are. Dense: row [T,K], scalars [T,K]. Ragged (a mask map): the first count[t] entries of row and
 // column are in use, and slot j's scalar sits in column[t,j] of [T,E].
@@ -39,13 +40,13 @@ struct Slots {
   }
 };
 
-// How one launch divides its work: `group` threads own one token, and each block a share of the padded rows.
+// How one launch divides its work: `group` threads own one token, and each warp a share of the padded rows.
 struct Shape {
   int64_t tokens, rows;
   int vectors;          // in one row of H elements
   int group;            // threads that own one token: a power of two, 32 to kThreads
   unsigned blocks;
-  int rows_a_block;
+  int rows_a_warp;
   bool clear_behind;    // the rows behind the last expert too
 };
 
@@ -55,53 +56,52 @@ Shape make_shape(int64_t tokens, int64_t rows, int64_t vectors, bool clear_behin
   while (group < kThreads / 2 && group * 4 < vectors) group *= 2;
   const int64_t blocks = std::max<int64_t>(ceil_div(tokens, kThreads / group), rows > 0 ? 1 : 0);
   return {tokens, rows, static_cast<int>(vectors), group, static_cast<unsigned>(blocks),
-          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks)) : 0, clear_behind};
+          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks * kWarps)) : 0, clear_behind};
 }
 
-// The share of the padded rows of one block; all its threads construct it before their tokens and clear after them, so that
-// the slots are read while the tokens are.
+// The share of the padded rows of one warp; all its lanes construct it before their token and clear after it, so that the slots
+// are read while the token is. It keeps nothing else meanwhile.
 class PaddingRows {
  public:
-  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const Shape& shape)
-      : slot_of_row_(slot_of_row), first_(static_cast<int64_t>(blockIdx.x) * shape.rows_a_block),
-        count_(static_cast<int>(max(min(static_cast<int64_t>(shape.rows_a_block), shape.rows - first_), int64_t{0}))),
-        slot_(threadIdx.x < count_ ? slot_of_row[first_ + threadIdx.x] : 0) {}
+  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const Shape& shape) : slot_(find(slot_of_row, shape, 0)) {}
 
-  template <typename V> __device__ __forceinline__ void clear(V* rows_PH, const Scalars& scalars_P, const Shape& shape) const {
-    __shared__ int padding[kThreads];
-    __shared__ int found;
-    for (int base = 0; base < count_; base += kThreads) {
-      if (threadIdx.x == 0) found = 0;
-      __syncthreads();
-      const int i = base + threadIdx.x;
-      const int slot = i >= count_ ? 0 : base == 0 ? slot_ : slot_of_row_[first_ + i];
-      // The order in which rows enter the list does not matter: every entry receives the same zeros.
-      if (slot == kPadding || (slot == kBehindTheLast && shape.clear_behind)) {
-        padding[atomicAdd(&found, 1)] = i;
-        if (scalars_P.data) scalars_P.write(first_ + i, 0.0);
-      }
-      __syncthreads();
-      for (int r = threadIdx.x / 32; r < found; r += kThreads / 32) {
-        V* out = rows_PH + (first_ + padding[r]) * shape.vectors;
+  // Calls also(row), in one lane, for every row that it clears.
+  template <typename V, typename F>
+  __device__ __forceinline__ void clear(V* rows_PH, const int* slot_of_row, const Shape& shape, const F& also) const {
+    for (int base = 0; base < shape.rows_a_warp; base += 32) {
+      const int slot = base == 0 ? slot_ : find(slot_of_row, shape, base);
+      const bool own = slot == kPadding || (slot == kBehindTheLast && shape.clear_behind);
+      for (unsigned left = __ballot_sync(kAllLanes, own); left; left &= left - 1) {
+        const int64_t row = first(shape) + base + __ffs(left) - 1;
+        V* out = rows_PH + row * shape.vectors;
         for (int v = threadIdx.x % 32; v < shape.vectors; v += 32) out[v] = V{};
+        if (threadIdx.x % 32 == 0) also(row);
       }
-      __syncthreads();
     }
   }
 
  private:
-  const int* slot_of_row_;
-  int64_t first_;
-  int count_, slot_;
+  static __device__ __forceinline__ int64_t first(const Shape& shape) {
+    return (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * shape.rows_a_warp;
+  }
+  // The slot of this lane's row from `base` on; 0, which is none to clear, where the share or the rows end.
+  static __device__ __forceinline__ int find(const int* slot_of_row, const Shape& shape, int base) {
+    const int i = base + threadIdx.x % 32;
+    return i < shape.rows_a_warp && first(shape) + i < shape.rows ? slot_of_row[first(shape) + i] : 0;
+  }
+
+  int slot_;
 };
 
 // What gather does to a vector on its way.
 template <typename V> struct Copy {
+  static constexpr bool kWeighted = false;
   using Vec = V;
   using Factor = float;
   static __device__ __forceinline__ V apply(const V& value, float) { return value; }
 };
 template <typename T, int N> struct Scale {
+  static constexpr bool kWeighted = true;
   using Vec = Vector<T, N>;
   using Factor = accumulate_t<T>;
   static __device__ __forceinline__ Vec apply(const Vec& value, accumulate_t<T> scale) {
@@ -112,19 +112,27 @@ template <typename T, int N> struct Scale {
   }
 };
 
-// The slots of one pass: where their rows begin, and their weights. A missing slot points at row 0, which every thread may
-// load, so that all loads of a pass leave together; `exists` keeps it out of the sums.
-template <typename A, int S> struct Pass {
+// The slots of one pass: where their rows begin, and their weights. Lane j of every warp looks slot j up and hands it to the
+// others, so that a pass waits for memory once; all lanes of a warp construct it together, for one token. A missing slot points
+// at row 0, which every thread may load, so that all loads of a pass leave together, and `exists` keeps it out of the sums.
+template <typename A, int S, bool kWeighted = true> struct Pass {
   int64_t at[S];
   A weight[S];
   unsigned exists = 0;
 
   __device__ __forceinline__ Pass(const Slots& slots, const Scalars& weights, int64_t token, int first, int in_use, int vectors) {
+    const int slot = first + threadIdx.x % 32;
+    int own_row = -1;
+    A own_weight = 1;
+    if (threadIdx.x % 32 < S && slot < in_use) {
+      own_row = slots.row_of(token, slot);
+      if (kWeighted && own_row >= 0 && weights.data) own_weight = static_cast<A>(weights.read(slots.scalar_of(token, slot)));
+    }
 #pragma unroll
     for (int j = 0; j < S; ++j) {
-      const int row = first + j < in_use ? slots.row_of(token, first + j) : -1;
+      const int row = __shfl_sync(kAllLanes, own_row, j);
+      if constexpr (kWeighted) weight[j] = __shfl_sync(kAllLanes, own_weight, j);
       at[j] = row >= 0 ? static_cast<int64_t>(row) * vectors : 0;
-      weight[j] = row >= 0 && weights.data ? static_cast<A>(weights.read(slots.scalar_of(token, first + j))) : A(1);
       exists |= (row >= 0 ? 1u : 0u) << j;
     }
   }
@@ -149,16 +157,16 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
   const V* x = x_TH + token * shape.vectors;
   const int in_use = token < shape.tokens ? slots.in_use(token) : 0;
   for (int first = 0; first < in_use; first += S) {
-    const Pass<typename Step::Factor, S> pass(slots, scalars.scale, token, first, in_use, shape.vectors);
+    const Pass<typename Step::Factor, S, Step::kWeighted> pass(slots, scalars.scale, token, first, in_use, shape.vectors);
     unsigned zeroed = 0;
     if constexpr (kProbs) {
-#pragma unroll
-      for (int j = 0; j < S; ++j) {
-        if (!pass.has(j)) continue;
-        const double prob = scalars.probs.read(slots.scalar_of(token, first + j));
-        if (lane == 0) scalars.probs_out.write(slots.row_of(token, first + j), prob);
-        if (scalars.drop_zero_probs && prob == 0.0) zeroed |= 1u << j;
+      const int j = threadIdx.x % 32;
+      double prob = 1;
+      if (j < S && pass.has(j)) {
+        prob = scalars.probs.read(slots.scalar_of(token, first + j));
+        if (lane < 32) scalars.probs_out.write(slots.row_of(token, first + j), prob);
       }
+      zeroed = __ballot_sync(kAllLanes, scalars.drop_zero_probs && prob == 0.0);
     }
     for (int v = lane; v < shape.vectors; v += U * shape.group) {
       V value[U];
@@ -176,7 +184,9 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
       }
     }
   }
-  padding.clear(out_PH, scalars.probs_out, shape);
+  padding.clear(out_PH, slot_of_row, shape, [&](int64_t row) {
+    if constexpr (kProbs) scalars.probs_out.write(row, 0.0);
+  });
 }
 
 // U vectors a thread at a time, U * S loads in flight. With kMany the slots take several passes, which start from the sums of
@@ -220,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(
     }
   };
   if constexpr (kMany) {
-    for (int v = lane; v < shape.vectors; v += U * shape.group) {
+    for (int v = lane; v - lane < shape.vectors; v += U * shape.group) {  // a warp's lanes stay together
       A sum[U][N] = {};
       for (int first = 0; first < in_use; first += S) {
         const Pass<A, S> pass(slots, weights, token, first, in_use, shape.vectors);
@@ -247,7 +257,7 @@ __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
   using A = accumulate_t<T>;
   constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
   const PaddingRows padding(slot_of_row, shape);
-  __shared__ A warp_sums[kThreads / 32][S];
+  __shared__ A warp_sums[kWarps][S];
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
   const bool live = token < shape.tokens;
   const int in_use = live ? slots.in_use(token) : 0;
@@ -298,25 +308,29 @@ __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
         }
       }
     }
-    if constexpr (!kDots) continue;
-    // Threads of a warp by a butterfly, then the group's warps in ascending order.
-#pragma unroll
-    for (int j = 0; j < S; ++j) {
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) dot[j] += __shfl_xor_sync(0xffffffffu, dot[j], step);
-      if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][j] = dot[j];
-    }
-    __syncthreads();
-    // A ragged map's slot without a row may have a column that is none; its gradient is zero beforehand.
-    if (lane < S && first + lane < in_use && (!slots.column || slots.row_of(token, first + lane) >= 0)) {
-      const int first_warp = threadIdx.x / shape.group * (shape.group / 32);
+    if constexpr (kDots) {
+      // Threads of a warp by a butterfly, then the group's warps in ascending order.
       A sum = 0;
-      for (int w = 0; w < shape.group / 32; ++w) sum += warp_sums[first_warp + w][lane];
-      grad_weights.write(slots.scalar_of(token, first + lane), sum);
+#pragma unroll
+      for (int j = 0; j < S; ++j) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) dot[j] += __shfl_xor_sync(kAllLanes, dot[j], step);
+        if (lane == j) sum = dot[j];
+        if (shape.group > 32 && threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32][j] = dot[j];
+      }
+      if (shape.group > 32) {
+        __syncthreads();
+        const int first_warp = threadIdx.x / shape.group * (shape.group / 32);
+        for (int w = 1; lane < S && w < shape.group / 32; ++w) sum += warp_sums[first_warp + w][lane];
+        if (first + S < passes) __syncthreads();
+      }
+      // A ragged map's slot without a row may have a column that is none; its gradient is zero beforehand.
+      if (lane < S && first + lane < in_use && (!slots.column || slots.row_of(token, first + lane) >= 0)) {
+        grad_weights.write(slots.scalar_of(token, first + lane), sum);
+      }
     }
-    __syncthreads();
   }
-  padding.clear(grad_y_PH, Scalars{nullptr, ScalarType::Float}, shape);
+  padding.clear(grad_y_PH, slot_of_row, shape, [](int64_t) {});
 }
 
 const int* ints(const Tensor& tensor) { return static_cast<const int*>(tensor.data_ptr()); }
