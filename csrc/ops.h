@@ -60,9 +60,13 @@ void activate_backward(
 
 // hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device
 bool hopper_built();
+// Bytes of a workspace, which may hold anything. `parts`, 0 to 4: how many parts of tiles' sums there is room for, for every
+// multiprocessor.
+int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts);
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, Tensor out);
-void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out);
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, std::optional<Tensor> workspace,
+    Tensor out);
+void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out);
 // With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r its line slot_of_row[r] / top_k.
 void hopper_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, Tensor a,

@@ -29,8 +29,10 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
   m.def("hopper_built() -> bool");
-  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!) out) -> ()");
-  m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");
+  m.def("hopper_workspace(Tensor on, int groups, int parts) -> int");
+  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!)? workspace,"
+        " Tensor(b!) out) -> ()");
+  m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) workspace, Tensor(b!) out) -> ()");
   m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, Tensor(a!) a, Tensor(b!)? h)"
         " -> ()");
   m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, Tensor(a!) a,"
@@ -55,6 +57,7 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("padded_scatter_backward", TORCH_BOX(&gbmoe::padded_scatter_backward));
   m.impl("activate", TORCH_BOX(&gbmoe::activate));
   m.impl("activate_backward", TORCH_BOX(&gbmoe::activate_backward));
+  m.impl("hopper_workspace", TORCH_BOX(&gbmoe::hopper_workspace));
   m.impl("hopper_rows", TORCH_BOX(&gbmoe::hopper_rows));
   m.impl("hopper_weights", TORCH_BOX(&gbmoe::hopper_weights));
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));

@@ -1,7 +1,7 @@
 // One persistent kernel for every grouped product of a layer on Hopper (sm_90a), with the group sizes on the device.
 //
-// A block walks over tiles of 128 x 256 results. One warp is its producer: it asks the copy engine for 64-wide slices of both
-// operands, kStages of them ahead. Two warpgroups are the consumers: each multiplies its own 64 rows by all 256 columns on the
+// A block walks over tiles of 128 x 256 results (192 where that leaves less of them empty). One warp is its producer: it asks the copy engine for 64-wide slices of both
+// operands, kStages of them ahead. Two warpgroups are the consumers: each multiplies its own 64 rows by all columns on the
 // tensor cores. Finishing a tile (activation, conversion, stores, which each warp does for its own rows) happens while the tensor
 // cores work on the next one: the sums are rounded to 16 bits, which halves their registers, and are finished piece by piece
 // behind the products that were started last. Where a group has 64 rows or fewer left, the second warpgroup has nothing to multiply,
@@ -14,7 +14,13 @@
 //   rows of each group:          out [rows,N] = a [rows,K] @ b[e]        b[e] [N,K], or [K,N] where kTransposedB
 //   kWeights, summed over rows:  out[e] [M,N] = a [rows,M].T @ b [rows,N]
 //
-// Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b.
+// Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b. One warp of a pair finds
+// its tiles, kTiles ahead, and hands them out through shared memory, as slices are.
+//
+// Without a workspace, tiles are dealt out in turns. With one (schedule.cu; kWeights always has one), whoever is ready takes the next,
+// the longest sums first where these are over groups; and tiles that would keep few blocks busy for long are summed in parts by several
+// blocks: each leaves its part in the workspace, and the last to come adds them, always in the same order. No block waits for another,
+// and results do not depend on who was last.
 //
 // Where kGather, a of rows is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a
 // copy, and the copy engine brings b only. Rows without a slot are zeros.
@@ -23,18 +29,20 @@
 
 #pragma once
 
+#include <climits>
+
 #include "../activations.cuh"
 #include "../common.cuh"
 #include "ptx.cuh"
 
 namespace gbmoe::hopper {
 
-constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
+constexpr int kTileM = 128, kTileK = 64, kWidest = 256, kNarrow = 192;  // a tile's rows, a slice of K, a tile's columns
 constexpr int kConsumers = 2, kConsumerWarps = kConsumers * 4;
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr uint32_t kLine = 128;                    // bytes: 64 elements, the width of the swizzle
 constexpr uint32_t kBlock = 64 * kLine;            // 64 lines
-constexpr uint32_t kBytesA = kConsumers * kBlock, kBytesB = kTileN / 64 * kBlock, kBytesStage = kBytesA + kBytesB;
+constexpr uint32_t kBytesA = kConsumers * kBlock;  // of a slice
 constexpr uint32_t kBuffer = 16 * kLine;           // what one warp stores at a time: 16 rows of 64 elements
 constexpr unsigned kFull = 0xffffffffu;
 
@@ -51,6 +59,18 @@ struct Maps {
   CUtensorMap out[3];
 };
 
+// Of a group whose rows are summed over, in the workspace.
+struct alignas(16) Group {
+  int group, row, rows;    // its number, first row and rows
+  int share;               // of its first tile, as in Tile
+};
+
+// What schedule.cu leaves in the workspace ahead of a launch. Items are tiles or parts of them.
+struct Balance {
+  int next;                // item that nobody has taken; a cluster's first is its own number
+  int whole, tail, parts;  // forward: tiles that are summed at once, and behind them those in `parts` parts
+};
+
 struct Arguments {
   const void* sizes;       // [E], rows of each group
   bool wide;               // sizes are int64 rather than int32
@@ -62,6 +82,11 @@ struct Arguments {
   int rows_a_panel;        // tiles along M that are walked before the next along N
   int activation;
   bool save;               // whether h (and g) are stored
+  // The workspace, null without one. Parts of sums are [slot][block of the cluster][consumer warp][16 * 256].
+  Balance* balance;
+  Group* by_size;          // [E], kWeights
+  int* arrived;            // [slot][block][consumer warp]: parts that have come, by a tile's first slot
+  float4* parts;
   void* out[3];            // the tensors behind maps.out, where rows are stored one by one
   // kGather: row r is line slot_of_row[r] / top_k of `lines`
   const void* lines;
@@ -72,70 +97,146 @@ struct Arguments {
 
 __host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// One tile, as all warps of a cluster see it.
-struct Tile {
-  int group;
-  int row;        // first row in a (forward), or first row that is summed over (weights)
-  int rows;       // of the group from `row` on
-  int m, n;       // first row and column of the result; n is this block's
-};
+// One tile, or part of its sum, as the warps of one block see it.
+struct alignas(16) Tile {
+  int group;           // -1: there are no more
+  int row;             // first row in a (forward), or first row that is summed over (weights)
+  int rows;            // of the group from `row` on (forward), or that are summed over (weights)
+  int m, n;            // first row and column of the result; n is this block's
+  int slice, slices;   // of K: the first one and how many (forward)
+  int share;           // see below; 0 of a tile that is summed at once
 
-// Walks the tiles of all groups in order; a warp's 32 lanes hold 32 consecutive groups.
+  __device__ __forceinline__ int4 first_piece() const { return make_int4(group, row, rows, m); }
+  __device__ __forceinline__ int4 second_piece() const { return make_int4(n, slice, slices, share); }
+  static __device__ __forceinline__ Tile of(int4 a, int4 b) { return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}; }
+};
+constexpr int kTiles = 4;  // that are handed out ahead
+
+// Into how many parts a sum is cut, which of them this is, and the first one's slot in the workspace, in one number.
+constexpr int kMostParts = 127;
+__host__ __device__ __forceinline__ int share_of(int parts, int part, int slot) { return parts << 24 | part << 16 | slot; }
+__device__ __forceinline__ int parts_of(int share) { return share >> 24; }
+__device__ __forceinline__ int part_of(int share) { return share >> 16 & 0xff; }
+__device__ __forceinline__ int slot_of(int share) { return share & 0xffff; }
+
+// Finds the tiles of a cluster, one after the other; a warp's 32 lanes hold 32 consecutive groups.
 template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct Schedule {
   const Arguments& args;
   int lane, tiles_n, tiles_m_fixed;
-  int base = -32;                       // group of lane 0
-  int lane_rows = 0, lane_row = 0, lane_tile = 0;  // of this lane's group: rows, first row, first tile
-  int next_row = 0, next_tile = 0;      // behind the 32 groups
+  int upcoming;                         // item to take next; lane 0's, where there is a workspace
+  int base = -32;                       // group of lane 0, or its place by size
+  int lane_group = 0, lane_rows = 0, lane_row = 0, lane_item = 0, lane_share = 0;  // of this lane's group: first row, first item
+  int first_item = 0, next_row = 0, next_item = 0;                                 // of the 32 groups, and behind them
 
   __device__ explicit Schedule(const Arguments& arguments) : args(arguments) {
     lane = threadIdx.x % 32;
     tiles_n = divide_up(args.columns, kTileColumns * kClusterN);
     tiles_m_fixed = divide_up(args.features, kTileM * kClusterM);
-    advance();
-  }
-  __device__ __forceinline__ int tiles_m(int rows) const { return kWeights ? tiles_m_fixed : divide_up(rows, kTileM * kClusterM); }
-
-  __device__ void advance() {
-    base += 32;
-    const int group = base + lane;
-    lane_rows = 0;
-    if (group < args.groups) {
-      lane_rows = args.wide ? static_cast<int>(static_cast<const int64_t*>(args.sizes)[group])
-                            : static_cast<const int32_t*>(args.sizes)[group];
-    }
-    const int tiles = group < args.groups ? tiles_m(lane_rows) * tiles_n : 0;
-    int row_end = lane_rows, tile_end = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int row = __shfl_up_sync(kFull, row_end, step), tile = __shfl_up_sync(kFull, tile_end, step);
-      if (lane >= step) row_end += row, tile_end += tile;
-    }
-    lane_row = next_row + row_end - lane_rows;
-    lane_tile = next_tile + tile_end - tiles;
-    next_row += __shfl_sync(kFull, row_end, 31);
-    next_tile += __shfl_sync(kFull, tile_end, 31);
+    upcoming = blockIdx.x / (kClusterM * kClusterN);
   }
 
-  // Tile number `index`; false behind the last. Indices must not fall from call to call.
-  __device__ bool find(int index, int rank, Tile& tile) {
-    while (index >= next_tile) {
-      if (base + 32 >= args.groups) return false;
+  // The next tile, as block 0 of the cluster sees it; its group is -1 behind the last.
+  __device__ Tile next() {
+    Tile tile{};
+    tile.slices = args.slices * args.pairs;
+    int item = take_item();
+    if (!kWeights && args.balance) item = cut_tail(item, tile);
+    if (item < first_item) base = -32, first_item = next_row = next_item = 0;
+    while (item >= next_item) {
+      if (base + 32 >= args.groups) {
+        tile.group = -1;
+        return tile;
+      }
       advance();
     }
-    const int owner = 31 - __clz(__ballot_sync(kFull, lane_tile <= index && base + lane < args.groups));
-    const int rows = __shfl_sync(kFull, lane_rows, owner), row = __shfl_sync(kFull, lane_row, owner);
-    const int local = index - __shfl_sync(kFull, lane_tile, owner);
-    const int along_m = tiles_m(rows), a_panel = args.rows_a_panel * tiles_n;
+    const int owner = 31 - __clz(__ballot_sync(kFull, lane_item <= item && base + lane < args.groups));
+    tile.group = __shfl_sync(kFull, lane_group, owner);
+    tile.row = __shfl_sync(kFull, lane_row, owner);
+    tile.rows = __shfl_sync(kFull, lane_rows, owner);
+    int local = item - __shfl_sync(kFull, lane_item, owner);
+    const int along_m = tiles_m(tile.rows), a_panel = args.rows_a_panel * tiles_n;
+    if constexpr (kWeights) local = cut_rows(local, along_m * tiles_n, __shfl_sync(kFull, lane_share, owner), tile);
     const int panel = local / a_panel, first_m = panel * args.rows_a_panel;
     const int height = min(args.rows_a_panel, along_m - first_m), in_panel = local - panel * a_panel;
-    const int m = ((first_m + in_panel % height) * kClusterM + (kClusterM > 1 ? rank : 0)) * kTileM;
-    tile.group = base + owner;
-    tile.row = kWeights ? row : row + m;
-    tile.rows = kWeights ? rows : rows - m;
-    tile.m = m;
-    tile.n = (in_panel / height * kClusterN + (kClusterN > 1 ? rank : 0)) * kTileColumns;
-    return true;
+    tile.m = (first_m + in_panel % height) * kClusterM * kTileM;
+    tile.n = in_panel / height * kClusterN * kTileColumns;
+    if (!kWeights) tile.row += tile.m, tile.rows -= tile.m;
+    return tile;
+  }
+
+  // The same tile as block `rank` sees it.
+  static __device__ __forceinline__ Tile seen_by(int rank, Tile tile) {
+    const int m = kClusterM > 1 ? rank * kTileM : 0;
+    tile.m += m;
+    tile.n += kClusterN > 1 ? rank * kTileColumns : 0;
+    if (!kWeights) tile.row += m, tile.rows -= m;
+    return tile;
+  }
+
+ private:
+  __device__ __forceinline__ int tiles_m(int rows) const { return kWeights ? tiles_m_fixed : divide_up(rows, kTileM * kClusterM); }
+
+  __device__ __forceinline__ int take_item() {
+    int item = upcoming;
+    if (args.balance) {
+      item = __shfl_sync(kFull, item, 0);
+      if (lane == 0) upcoming = atomicAdd(&args.balance->next, 1);  // back by the time that it is needed
+    } else {
+      upcoming += gridDim.x / (kClusterM * kClusterN);
+    }
+    return item;
+  }
+
+  // The tile that an item is, or is a part of: first all tiles' first parts, then all second ones.
+  __device__ __forceinline__ int cut_tail(int item, Tile& tile) const {
+    const int whole = args.balance->whole, tail = args.balance->tail, parts = args.balance->parts, slices = tile.slices;
+    if (tail == 0 || item < whole) return item;
+    const int part = (item - whole) / tail, of_tail = item - whole - part * tail;
+    if (part >= parts) return INT_MAX;
+    tile.slice = part * slices / parts;
+    tile.slices = (part + 1) * slices / parts - tile.slice;
+    tile.share = share_of(parts, part, of_tail * parts);
+    return whole + of_tail;
+  }
+
+  // The same for one of a group's items, whose parts are rows to sum over.
+  static __device__ __forceinline__ int cut_rows(int local, int tiles, int share, Tile& tile) {
+    const int parts = parts_of(share);
+    if (parts <= 1) return local;
+    const int part = local / tiles, of_group = local - part * tiles, slices = divide_up(tile.rows, kTileK);
+    const int first = part * slices / parts * kTileK, last = min((part + 1) * slices / parts * kTileK, tile.rows);
+    tile.row += first;
+    tile.rows = last - first;
+    tile.share = share_of(parts, part, slot_of(share) + of_group * parts);
+    return of_group;
+  }
+
+  // On to the next 32 groups.
+  __device__ void advance() {
+    base += 32;
+    const int place = base + lane;
+    const bool exists = place < args.groups;
+    lane_rows = 0;
+    if (kWeights && exists) {
+      const Group of = args.by_size[place];
+      lane_group = of.group, lane_row = of.row, lane_rows = of.rows, lane_share = of.share;
+    } else if (exists) {
+      lane_group = place;
+      lane_rows = args.wide ? static_cast<int>(static_cast<const int64_t*>(args.sizes)[place])
+                            : static_cast<const int32_t*>(args.sizes)[place];
+    }
+    const int items = exists ? tiles_m(lane_rows) * tiles_n * max(parts_of(lane_share), 1) : 0;
+    int row_end = lane_rows, item_end = items;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int row = __shfl_up_sync(kFull, row_end, step), item = __shfl_up_sync(kFull, item_end, step);
+      if (lane >= step) row_end += row, item_end += item;
+    }
+    if (!kWeights) lane_row = next_row + row_end - lane_rows;
+    lane_item = next_item + item_end - items;
+    first_item = next_item;
+    next_row += __shfl_sync(kFull, row_end, 31);
+    next_item += __shfl_sync(kFull, item_end, 31);
   }
 };
 
@@ -147,42 +248,102 @@ struct Pipeline {
 };
 
 // `Activation` is a type of activations.cuh, or void where kFinish has none.
-template <typename T, bool kWeights, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kStages, int kBuffers,
-          int kClusterM, int kClusterN>
+template <typename T, bool kWeights, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kTileN, int kStages,
+          int kBuffers, int kClusterM, int kClusterN>
 struct Kernel {
-  static constexpr int kCluster = kClusterM * kClusterN;
+  static constexpr int kRows = kClusterM, kColumns = kClusterN, kCluster = kRows * kColumns;  // blocks of a cluster
+  static constexpr bool kSums = kWeights;
   static constexpr bool kGlu = kFinish == Finish::kGlu;
   static constexpr int kTileColumns = kGlu ? kTileN / 2 : kTileN;  // of one output tensor
+  static constexpr uint32_t kBytesB = kTileN / 64 * kBlock, kBytesStage = kBytesA + kBytesB;  // of a slice
   static constexpr uint32_t kStaging = kStages * kBytesStage;
   static constexpr uint32_t kBarriers = kStaging + kConsumerWarps * kBuffers * kBuffer;
-  static constexpr uint32_t kSharedBytes = kBarriers + 2 * kStages * 8 + 1024;  // and room to align
-  static constexpr int kProducers = kGather ? 4 : 1;  // warps
+  static constexpr uint32_t kTileBarriers = kBarriers + 2 * kStages * 8, kTileRing = kTileBarriers + 2 * kTiles * 8;
+  static constexpr uint32_t kSharedBytes = kTileRing + kTiles * sizeof(Tile) + 1024;  // and room to align
+  static constexpr int kProducers = kGather ? 4 : 1;     // warps
+  static constexpr int kFinder = kConsumerWarps + 3;     // the warp that finds tiles, besides producing where kGather
+  static constexpr bool kJoins = kFinish == Finish::kStore || kFinish == Finish::kAdd;  // sums may be in parts
+  static_assert(kTileN == kWidest || (!kWeights && !kGlu), "weights and gates need the widest tile");
   static_assert(!kGather || (!kWeights && kCluster == 1), "only rows are gathered, and what is gathered is not shared");
+  using Sums = float[kTileN / 2];             // one thread's, of its warp's 16 rows of a tile
+  static constexpr int kHeld = kTileN / 4;    // the same in pairs
   using Walk = Schedule<kWeights, kClusterM, kClusterN, kTileColumns>;
 
   // ------------------------------------------------------------------------------------------------------- producer
+
+  // Finds the next tile, for all warps of the cluster that take it; false behind the last. For the last warp of the first block.
+  static __device__ __forceinline__ bool hand_out(Walk& walk, uint32_t shared, Pipeline& at) {
+    const Tile tile = walk.next();
+    if (threadIdx.x % 32 == 0) {
+      const uint32_t full = shared + kTileBarriers + at.stage * 8, to = shared + kTileRing + at.stage * sizeof(Tile);
+      barrier_wait(full + kTiles * 8, at.parity ^ 1);
+      if constexpr (kCluster == 1) {
+        store_piece(to, tile.first_piece());
+        store_piece(to + 16, tile.second_piece());
+        barrier_arrive(full);
+      } else {
+#pragma unroll
+        for (int rank = 0; rank < kCluster; ++rank) {
+          const Tile theirs = Walk::seen_by(rank, tile);
+          barrier_expect_bytes_remote(full, sizeof(Tile), rank);
+          store_piece_remote(to, theirs.first_piece(), full, rank);
+          store_piece_remote(to + 16, theirs.second_piece(), full, rank);
+        }
+      }
+    }
+    __syncwarp();
+    at.template next<kTiles>();
+    return tile.group >= 0;
+  }
+  static __device__ void find_tiles(const Arguments& args, uint32_t shared) {
+    Walk walk(args);
+    Pipeline at;
+    while (hand_out(walk, shared, at)) {}
+    // Stays until the other block's warps, which arrive here, have taken all but the last.
+    for (int i = 1; i < kTiles; ++i) {
+      barrier_wait(shared + kTileBarriers + (kTiles + at.stage) * 8, at.parity ^ 1);
+      at.template next<kTiles>();
+    }
+  }
+
+  // The next tile, in consumers and producers.
+  static __device__ __forceinline__ Tile take_tile(uint32_t shared, Pipeline& at) {
+    const uint32_t full = shared + kTileBarriers + at.stage * 8, from = shared + kTileRing + at.stage * sizeof(Tile);
+    barrier_wait(full, at.parity);
+    const Tile tile = Tile::of(load_piece(from), load_piece(from + 16));
+    __syncwarp();
+    // Nobody waits for the last one's, and the first block may be gone.
+    if (threadIdx.x % 32 == 0 && tile.group >= 0) {
+      if constexpr (kCluster == 1) barrier_arrive(full + kTiles * 8);
+      else barrier_arrive_remote(full + kTiles * 8, 0);
+    }
+    at.template next<kTiles>();
+    return tile;
+  }
 
   // Slices are asked for whole: of a tile at a group's end they reach into the next group, which is harmless. (Asking for half of
   // one under a condition is what ptxas 13.0 has compiled to a copy from a row that it had not set.)
   static __device__ void produce(const Maps& maps, const Arguments& args, uint32_t shared) {
     const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
-    const int lane = threadIdx.x % 32;
-    const bool asks = lane == 0 && threadIdx.x / 32 == kConsumerWarps;
+    const bool asks = threadIdx.x == kConsumerWarps * 32, finds = kGather && threadIdx.x / 32 == kFinder;
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
     Walk walk(args);
-    Pipeline at;
-    Tile tile;
-    for (int index = blockIdx.x / kCluster; walk.find(index, rank, tile); index += gridDim.x / kCluster) {
-      const int slices = kWeights ? divide_up(tile.rows, kTileK) : args.slices * args.pairs;
+    Pipeline at, tiles, found;
+    if (finds) hand_out(walk, shared, found);
+    for (;;) {
+      const Tile tile = take_tile(shared, tiles);
+      if (tile.group < 0) break;
+      if (finds) hand_out(walk, shared, found);  // one ahead
+      const int slices = kWeights ? divide_up(tile.rows, kTileK) : tile.slices;
       Lines lines;
       if constexpr (kGather) lines = find_lines(args, tile);
       if (asks || kGather) {
 #pragma unroll 1
-        for (int slice = 0; slice < slices; ++slice) {
+        for (int i = 0; i < slices; ++i) {
           barrier_wait(empty + at.stage * 8, at.parity ^ 1);
           const uint32_t arrived = full + at.stage * 8, a = shared + at.stage * kBytesStage, b = a + kBytesA;
-          const int pair = !kWeights && slice >= args.slices;
-          const int k = kWeights ? tile.row + slice * kTileK : (slice - pair * args.slices) * kTileK;
+          const int slice = tile.slice + i, pair = !kWeights && slice >= args.slices;
+          const int k = kWeights ? tile.row + i * kTileK : (slice - pair * args.slices) * kTileK;
           if (asks) {
             barrier_expect_bytes(arrived, (kGather ? 0 : kBytesA) + kBytesB);
             if constexpr (!kGather) ask_for_a(maps, tile, rank, pair, k, arrived, a);
@@ -291,7 +452,7 @@ struct Kernel {
 
   // A tile is finished 64 columns, a chunk, at a time, and a chunk in kParts pieces; 16 columns are a block. Code is unrolled for
   // one chunk only: that of all of them would not stay in the instruction cache.
-  static constexpr int kChunks = kGlu ? 2 : 4;
+  static constexpr int kChunks = kGlu ? 2 : kTileN / 64;
   static constexpr int kParts = kGlu ? 6 : kFinish == Finish::kActivate ? 5 : 1;
   static constexpr int kPieces = kFinish == Finish::kAdd ? 0 : kChunks * kParts;
 
@@ -305,17 +466,17 @@ struct Kernel {
     bool held = false;                // whether there is a tile to finish
     int chunk = 0;                    // that is next
     Tile tile = {};
-    uint32_t pair[64];                // its sums from that chunk on, two columns each: [chunk][block][row half of column half]
+    uint32_t pair[kHeld];             // its sums from that chunk on, two columns each: [chunk][block][row half of column half]
 
     __device__ Finisher(const Maps& maps_, const Arguments& args_, uint32_t shared)
         : maps(maps_), args(args_), staging(shared + kStaging + threadIdx.x / 32 * kBuffers * kBuffer) {}
 
-    __device__ __forceinline__ void hold(const Tile& of, const float (&sum)[128]) {
+    __device__ __forceinline__ void hold(const Tile& of, const Sums& sum) {
       tile = of;
       held = true;
       chunk = 0;
 #pragma unroll
-      for (int i = 0; i < 64; ++i) pair[i] = kWeights && of.rows == 0 ? 0u : pack<T>(sum[2 * i], sum[2 * i + 1]);
+      for (int i = 0; i < kHeld; ++i) pair[i] = kWeights && of.rows == 0 ? 0u : pack<T>(sum[2 * i], sum[2 * i + 1]);
     }
     __device__ __forceinline__ void all() {
       if (!held) return;
@@ -336,10 +497,10 @@ struct Kernel {
       }
     }
     __device__ __forceinline__ void end_chunk() {
-      constexpr int kHeld = kGlu ? 32 : 64;  // of each of h and g, or in all
+      constexpr int kOfOne = kGlu ? 32 : kHeld;  // of each of h and g, or in all
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        if (i % kHeld + 16 < kHeld) pair[i] = pair[i + 16];
+      for (int i = 0; i < kHeld; ++i) {
+        if (i % kOfOne + 16 < kOfOne) pair[i] = pair[i + 16];
       }
       if (++chunk == kChunks) held = false;
     }
@@ -370,14 +531,10 @@ struct Kernel {
       const int piece = lane % 8;
 #pragma unroll 1
       for (int line = lane / 8; line < valid; line += 4) {
-        uint4 value;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "r"(buffer + line * kLine + ((piece ^ (line & 7)) << 4))
-                     : "memory");
+        const int4 value = load_piece(buffer + line * kLine + ((piece ^ (line & 7)) << 4));
         if (column + piece * 8 < args.columns) {
           const int64_t element = static_cast<int64_t>(tile.row + row_in_tile + line) * args.columns + column + piece * 8;
-          *reinterpret_cast<uint4*>(static_cast<T*>(args.out[output]) + element) = value;
+          *reinterpret_cast<int4*>(static_cast<T*>(args.out[output]) + element) = value;
         }
       }
       if (lane == 0) commit_copies();  // an empty group keeps the count of buffers in turn
@@ -414,9 +571,9 @@ struct Kernel {
     }
 
     // fp32 sums, added to the output: at once, since they cannot be held.
-    __device__ __forceinline__ void add(const Tile& of, const float (&sum)[128]) {
+    __device__ __forceinline__ void add(const Tile& of, const Sums& sum) {
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
+      for (int c = 0; c < kTileN / 32; ++c) {
         const int column = of.n + c * 32;
         if (column >= args.columns) break;
         const uint32_t buffer = take();
@@ -469,22 +626,22 @@ struct Kernel {
   }
 
   // Starts the products of one slice: 64 rows of this warpgroup by all columns.
-  static __device__ __forceinline__ void start_slice(float (&sum)[128], uint32_t stage, int consumer, bool add) {
+  static __device__ __forceinline__ void start_slice(Sums& sum, uint32_t stage, int consumer, bool add) {
     constexpr uint32_t kStepA = kWeights ? 16 * kLine : 32, kStepB = kWeights || kTransposedB ? 16 * kLine : 32;
     const uint64_t a = matrix(stage + consumer * kBlock, kBlock, 1024), b = matrix(stage + kBytesA, kBlock, 1024);
     products_begin();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
-      product_256<T, kWeights, kWeights || kTransposedB>(sum, a + (step * kStepA >> 4), b + (step * kStepB >> 4), step > 0 || add);
+      product<T, kWeights, kWeights || kTransposedB>(sum, a + (step * kStepA >> 4), b + (step * kStepB >> 4), step > 0 || add);
     }
     products_commit();
   }
 
   // The sums of a tile, which are undefined where nothing is summed; meanwhile finishes what is held of the tile before.
-  static __device__ __forceinline__ void multiply(float (&sum)[128], Finisher& finisher, const Arguments& args, const Tile& tile,
-                                                  int consumer, uint32_t shared, Pipeline& at) {
+  static __device__ __forceinline__ void multiply(Sums& sum, Finisher& finisher, const Tile& tile, int consumer, uint32_t shared,
+                                                  Pipeline& at, Tile& upcoming, Pipeline& tiles) {
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
-    const int slices = kWeights ? tile.rows / kTileK : args.slices * args.pairs;
+    const int slices = kWeights ? tile.rows / kTileK : tile.slices;
     uint32_t previous = 0;
     int slice = 0;
     if (slices >= kPieces) {
@@ -526,39 +683,80 @@ struct Kernel {
         at.template next<kStages>();
       }
     }
+    upcoming = take_tile(shared, tiles);
     products_wait<0>();
     fence_registers(sum);
     if (!kWeights || tile.rows > 0) release(empty + previous * 8);
   }
 
   // The same for a warpgroup that has no rows in the tile.
-  static __device__ __forceinline__ void pass(const Arguments& args, uint32_t shared, Pipeline& at) {
+  static __device__ __forceinline__ void pass(const Tile& tile, uint32_t shared, Pipeline& at) {
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
-  #pragma unroll 1
-    for (int slice = 0; slice < args.slices * args.pairs; ++slice) {
+#pragma unroll 1
+    for (int slice = 0; slice < tile.slices; ++slice) {
       barrier_wait(full + at.stage * 8, at.parity);
       release(empty + at.stage * 8);
       at.template next<kStages>();
     }
   }
 
+  // Leaves this warp's part of the sums of a tile in the workspace. True in the warp that was the last to do so for these rows of the
+  // tile: `sum` is the whole then, added up in the order of the parts.
+  static __device__ __forceinline__ bool join(Sums& sum, const Arguments& args, const Tile& tile, uint32_t rank) {
+    constexpr int kPart = 16 * kTileN / 4;  // float4s of one warp
+    const int lane = threadIdx.x % 32, warp = (slot_of(tile.share) * kCluster + rank) * kConsumerWarps + threadIdx.x / 32;
+    float4* first = args.parts + static_cast<int64_t>(warp) * kPart + lane;
+    constexpr int kDistance = kCluster * kConsumerWarps * kPart;  // of two parts
+    float4* own = first + part_of(tile.share) * kDistance;
+#pragma unroll
+    for (int i = 0; i < kTileN / 8; ++i) __stcg(own + i * 32, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (lane == 0) before = atomicAdd(args.arrived + warp, 1);
+    if (__shfl_sync(kFull, before, 0) + 1 < parts_of(tile.share)) return false;
+    __threadfence();
+#pragma unroll
+    for (int chunk = 0; chunk < kTileN / 2; chunk += 32) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) sum[chunk + i] = 0.0f;
+#pragma unroll 1
+      for (int part = 0; part < parts_of(tile.share); ++part) {
+        float4 read[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) read[i] = __ldcg(first + part * kDistance + (chunk / 4 + i) * 32);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          sum[chunk + 4 * i] += read[i].x, sum[chunk + 4 * i + 1] += read[i].y;
+          sum[chunk + 4 * i + 2] += read[i].z, sum[chunk + 4 * i + 3] += read[i].w;
+        }
+      }
+    }
+    return true;
+  }
+
   static __device__ void consume(const Maps& maps, const Arguments& args, uint32_t shared) {
     const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
     const int consumer = __shfl_sync(kFull, threadIdx.x / 128, 0), warp = __shfl_sync(kFull, threadIdx.x / 32, 0);
-    Walk walk(args);
-    Pipeline at;
-    Tile tile;
+    Pipeline at, tiles;
     Finisher finisher(maps, args, shared);
-    for (int index = blockIdx.x / kCluster; walk.find(index, rank, tile); index += gridDim.x / kCluster) {
+    Tile upcoming = take_tile(shared, tiles);
+    for (;;) {
+      const Tile tile = upcoming;
+      if (tile.group < 0) break;
       if (!kWeights && consumer * 64 >= tile.rows) {
         finisher.all();
-        pass(args, shared, at);
+        pass(tile, shared, at);
+        upcoming = take_tile(shared, tiles);
         continue;
       }
-      float sum[128];
-      multiply(sum, finisher, args, tile, consumer, shared, at);
+      Sums sum;
+      multiply(sum, finisher, tile, consumer, shared, at, upcoming, tiles);
       const bool results = warp * 16 < (kWeights ? args.features - tile.m : tile.rows) && tile.n < args.columns;
       if (!results) continue;
+      if constexpr (kJoins) {
+        if (parts_of(tile.share) > 1 && !join(sum, args, tile, rank)) continue;
+      }
       if constexpr (kFinish != Finish::kAdd) finisher.hold(tile, sum);
       else if (tile.rows > 0) finisher.add(tile, sum);
     }
@@ -575,12 +773,17 @@ struct Kernel {
         barrier_init(full + i * 8, kGather ? 1 + 128 : 1);
         barrier_init(empty + i * 8, kConsumerWarps * kCluster);
       }
+      for (int i = 0; i < kTiles; ++i) {
+        barrier_init(shared + kTileBarriers + i * 8, 1);
+        barrier_init(shared + kTileBarriers + (kTiles + i) * 8, (kConsumerWarps + kProducers) * kCluster);
+      }
       fence_barrier_init();
     }
     if (kCluster > 1) cluster_sync(); else __syncthreads();
     if (threadIdx.x / 128 == kConsumers) {
       lower_registers<40>();
       if (threadIdx.x / 32 < kConsumerWarps + kProducers) produce(maps, args, shared);
+      else if (threadIdx.x / 32 == kFinder && (kCluster == 1 || cluster_rank() == 0)) find_tiles(args, shared);
     } else {
       raise_registers<232>();
       consume(maps, args, shared);

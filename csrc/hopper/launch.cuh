@@ -51,7 +51,8 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines) {
   return map;
 }
 
-constexpr int kBoxB = kTileN / 2, kBoxTransposed = 64, kBoxOut = 16;
+constexpr int kBoxTransposed = 64, kBoxOut = 16;
+constexpr int box_of_b(int tile_n) { return tile_n / 2; }
 constexpr int kRowsAPanel = 8;  // measured: 4 to 16 are alike
 
 inline Arguments arguments(const Tensor& sizes, int64_t columns) {
@@ -97,13 +98,66 @@ struct OnDevice {
   explicit OnDevice(const Tensor& tensor) : guard(tensor.get_device_index()) { STD_CUDA_CHECK(cudaSetDevice(tensor.get_device_index())); }
 };
 
-template <typename K> void launch(const Maps& maps, const Arguments& args, const Tensor& on) {
+// The workspace of a balanced product: its schedule, then as many slots as fit behind it.
+struct Workspace {
+  Balance* balance;
+  int* arrived;
+  Group* by_size;
+  float4* parts;
+  int slots;  // of one block: each holds the part of a tile's sums that its consumers have
+
+  static constexpr int64_t kSlotBytes = kTileM * kWidest * sizeof(float), kHead = 256;
+  // Where the parts begin; as many counters as there could be slots.
+  static int64_t head_bytes(int groups, int most_slots) {
+    return ceil_div(kHead + most_slots * kConsumerWarps * int64_t{4} + groups * static_cast<int64_t>(sizeof(Group)), kHead) * kHead;
+  }
+  Workspace(const Tensor& bytes, int groups, int most_slots) {
+    char* at = static_cast<char*>(bytes.data_ptr());
+    const int64_t head = head_bytes(groups, most_slots);
+    STD_TORCH_CHECK(bytes.numel() >= head, "hopper: expected a workspace of at least ", head, " bytes, got ", bytes.numel());
+    balance = reinterpret_cast<Balance*>(at);
+    arrived = reinterpret_cast<int*>(at + kHead);
+    by_size = reinterpret_cast<Group*>(at + kHead + most_slots * kConsumerWarps * int64_t{4});
+    parts = reinterpret_cast<float4*>(at + head);
+    slots = static_cast<int>(std::min<int64_t>((bytes.numel() - head) / kSlotBytes, most_slots));
+  }
+};
+// Four for every multiprocessor: schedules use what they are given, up to this.
+inline int most_slots(int processors) { return 4 * processors; }
+
+// What a schedule is made for.
+struct Shape {
+  bool weights;
+  int tiles_n, tiles_m;  // of clusters, tiles_m of weights
+  int tile_rows;         // of a cluster's tile, forward
+  int slices;            // of a tile's sum, forward
+  int clusters, slots;   // the slots for parts of a cluster's tile
+  int counters;
+};
+void schedule(const Arguments& args, const Shape& shape, cudaStream_t stream);
+
+// Has the product balanced with this workspace: makes its schedule, ahead of the launch.
+template <typename K> void balance(Arguments& args, const Tensor& bytes, int blocks, cudaStream_t stream) {
+  const Workspace workspace(bytes, args.groups, most_slots(blocks));
+  args.balance = workspace.balance;
+  args.by_size = workspace.by_size;
+  args.arrived = workspace.arrived;
+  args.parts = workspace.parts;
+  schedule(args,
+           {K::kSums, divide_up(args.columns, K::kTileColumns * K::kColumns), divide_up(args.features, kTileM * K::kRows), kTileM * K::kRows,
+            args.slices * args.pairs, blocks / K::kCluster, K::kJoins ? workspace.slots / K::kCluster : 0, most_slots(blocks) * kConsumerWarps},
+           stream);
+}
+
+template <typename K> void launch(const Maps& maps, Arguments args, const std::optional<Tensor>& workspace, const Tensor& on) {
+  const int blocks = processors(on.get_device_index()) / K::kCluster * K::kCluster;
+  if (workspace) balance<K>(args, *workspace, blocks, current_stream(on));
   STD_CUDA_CHECK(cudaFuncSetAttribute(grouped_kernel<K>, cudaFuncAttributeMaxDynamicSharedMemorySize, K::kSharedBytes));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {K::kCluster, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(processors(on.get_device_index()) / K::kCluster * K::kCluster);
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = K::kSharedBytes;
   config.stream = current_stream(on);
@@ -114,17 +168,10 @@ template <typename K> void launch(const Maps& maps, const Arguments& args, const
 
 // Four slices ahead and 32 KiB of staging are what 227 KiB hold.
 constexpr int kStages = 4, kBuffers = 2;
-template <typename T, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kClusterN>
-using RowsKernel = Kernel<T, false, kTransposedB, kGather, kFinish, Activation, kStages, kBuffers, 1, kClusterN>;
+template <typename T, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kTileN, int kClusterN>
+using RowsKernel = Kernel<T, false, kTransposedB, kGather, kFinish, Activation, kTileN, kStages, kBuffers, 1, kClusterN>;
 template <typename T, Finish kFinish, int kClusterM, int kClusterN>
-using WeightsKernel = Kernel<T, true, true, false, kFinish, void, kStages, kBuffers, kClusterM, kClusterN>;
-
-// Rows of each group.
-template <typename T, bool kTransposedB, Finish kFinish, typename Activation>
-void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
-  if (pairs) launch<RowsKernel<T, kTransposedB, false, kFinish, Activation, 2>>(maps, args, on);
-  else launch<RowsKernel<T, kTransposedB, false, kFinish, Activation, 1>>(maps, args, on);
-}
+using WeightsKernel = Kernel<T, true, true, false, kFinish, void, kWidest, kStages, kBuffers, kClusterM, kClusterN>;
 
 // Runs body with T bound to the C++ type of `dtype`, one of those that the tensor cores are used for here.
 #define GBMOE_DISPATCH_HALF(dtype, name, ...)                                              \

@@ -38,6 +38,15 @@ __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(barrier), "r"(rank) : "memory");
 }
+// Arrives at the barrier of the same address in block `rank`, and lets its phase end only when that many bytes were stored there.
+__device__ __forceinline__ void barrier_expect_bytes_remote(uint32_t barrier, uint32_t bytes, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %1;\n"
+      "}" ::"r"(barrier), "r"(bytes), "r"(rank) : "memory");
+}
 // Arrives, and lets the phase end only when that many bytes were copied in.
 __device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -63,6 +72,31 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------- 16 bytes
+
+__device__ __forceinline__ void store_piece(uint32_t to, int4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+__device__ __forceinline__ int4 load_piece(uint32_t from) {
+  int4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(from)
+               : "memory");
+  return value;
+}
+// To the same address in block `rank` of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void store_piece_remote(uint32_t to, int4 value, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, counts;\n"
+      "mapa.shared::cluster.u32 there, %0, %6;\n"
+      "mapa.shared::cluster.u32 counts, %5, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%1, %2, %3, %4}, [counts];\n"
+      "}" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier), "r"(rank)
+      : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------------- copy engine
@@ -136,27 +170,41 @@ __device__ __forceinline__ uint64_t matrix(uint32_t address, uint32_t leading, u
          static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
 }
 
-// d [64,256] = a [64,16] @ b [16,256] (+ d where `add`), of one warpgroup. kTransposed: M (of a) or N (of b) is contiguous.
+// d [64,N] = a [64,16] @ b [16,N] (+ d where `add`), of one warpgroup. kTransposed: M (of a) or N (of b) is contiguous.
 #define GBMOE_HOPPER_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define GBMOE_HOPPER_64(i)                                                                                          \
-  GBMOE_HOPPER_8(i), GBMOE_HOPPER_8(i + 8), GBMOE_HOPPER_8(i + 16), GBMOE_HOPPER_8(i + 24), GBMOE_HOPPER_8(i + 32), \
-      GBMOE_HOPPER_8(i + 40), GBMOE_HOPPER_8(i + 48), GBMOE_HOPPER_8(i + 56)
+#define GBMOE_HOPPER_32(i) GBMOE_HOPPER_8(i), GBMOE_HOPPER_8(i + 8), GBMOE_HOPPER_8(i + 16), GBMOE_HOPPER_8(i + 24)
+#define GBMOE_HOPPER_96_NAMES                                                                                               \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"      \
+  "%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,"    \
+  "%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"    \
+  "%89,%90,%91,%92,%93,%94,%95"
+#define GBMOE_HOPPER_OPERANDS \
+  "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0)
 #define GBMOE_HOPPER_PRODUCT_256(type)                                                                                      \
   asm volatile(                                                                                                             \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"                                                                     \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {"                                                     \
-      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"  \
-      "%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
-      "%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88," \
-      "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,"  \
-      "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, add, 1, 1, %131, %132;\n}"       \
-      : GBMOE_HOPPER_64(0), GBMOE_HOPPER_64(64)                                                                             \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0))
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" GBMOE_HOPPER_96_NAMES                               \
+      ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"    \
+      "%119,%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, add, 1, 1, %131, %132;\n}"                                \
+      : GBMOE_HOPPER_32(0), GBMOE_HOPPER_32(32), GBMOE_HOPPER_32(64), GBMOE_HOPPER_32(96)                                   \
+      : GBMOE_HOPPER_OPERANDS)
+#define GBMOE_HOPPER_PRODUCT_192(type)                                                                                      \
+  asm volatile(                                                                                                             \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " {" GBMOE_HOPPER_96_NAMES                               \
+      "}, %96, %97, add, 1, 1, %99, %100;\n}"                                                                               \
+      : GBMOE_HOPPER_32(0), GBMOE_HOPPER_32(32), GBMOE_HOPPER_32(64)                                                        \
+      : GBMOE_HOPPER_OPERANDS)
 
 template <typename T, bool kTransposedA, bool kTransposedB>
-__device__ __forceinline__ void product_256(float (&d)[128], uint64_t a, uint64_t b, bool add) {
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, __nv_bfloat16>) GBMOE_HOPPER_PRODUCT_256("bf16");
+__device__ __forceinline__ void product(float (&d)[128], uint64_t a, uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_HOPPER_PRODUCT_256("bf16");
   else GBMOE_HOPPER_PRODUCT_256("f16");
+}
+template <typename T, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void product(float (&d)[96], uint64_t a, uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_HOPPER_PRODUCT_192("bf16");
+  else GBMOE_HOPPER_PRODUCT_192("f16");
 }
 // Keeps the compiler from moving accesses of an accumulator over a wait.
 template <int N> __device__ __forceinline__ void fence_registers(float (&d)[N]) {

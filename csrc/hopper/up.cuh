@@ -6,15 +6,22 @@
 
 namespace gbmoe::hopper {
 
+template <typename T, Finish kFinish, typename Activation> void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
+  if (pairs) launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 2>>(maps, args, std::nullopt, on);
+  else launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 1>>(maps, args, std::nullopt, on);
+}
+
 // With the family that args.activation belongs to. Only the commonest one gathers.
 template <typename T, Finish kFinish> void launch_activation(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
   switch (args.activation) {
     case kSilu:
     case kGeluTanh:
-      if (args.lines) return launch<RowsKernel<T, false, true, kFinish, SigmoidActivation, 1>>(maps, args, on);
-      return launch_rows<T, false, kFinish, SigmoidActivation>(maps, args, pairs, on);
-    case kGelu: return launch_rows<T, false, kFinish, ErfActivation>(maps, args, pairs, on);
-    default: return launch_rows<T, false, kFinish, PiecewiseActivation>(maps, args, pairs, on);
+      if (args.lines) {
+        return launch<RowsKernel<T, false, true, kFinish, SigmoidActivation, kWidest, 1>>(maps, args, std::nullopt, on);
+      }
+      return launch_rows<T, kFinish, SigmoidActivation>(maps, args, pairs, on);
+    case kGelu: return launch_rows<T, kFinish, ErfActivation>(maps, args, pairs, on);
+    default: return launch_rows<T, kFinish, PiecewiseActivation>(maps, args, pairs, on);
   }
 }
 
@@ -26,7 +33,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
   args.slices = divide_up(static_cast<int>(x.size(1)), kTileK);
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;
-  const bool pairs = in_pairs(args.columns, kFinish == Finish::kGlu ? kTileN / 2 : kTileN);
+  const bool pairs = in_pairs(args.columns, kFinish == Finish::kGlu ? kWidest / 2 : kWidest);
   Maps maps{};
   if (slot_of_row) {
     STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");
@@ -34,8 +41,8 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
   } else {
     maps.a[0] = map_of_a(x, pairs);
   }
-  maps.b[0] = tensor_map(w1, kBoxB);
-  if (v1) maps.b[1] = tensor_map(*v1, kBoxB);
+  maps.b[0] = tensor_map(w1, box_of_b(kWidest));
+  if (v1) maps.b[1] = tensor_map(*v1, box_of_b(kWidest));
   const Tensor* outputs[3] = {&a, h, g};
   for (int i = 0; i < 3; ++i) {
     if (!outputs[i]) continue;

@@ -6,18 +6,18 @@ namespace gbmoe {
 namespace {
 
 template <typename T, hopper::Finish kFinish>
-void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, const Tensor& on) {
+void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, const Tensor& workspace, const Tensor& on) {
   using namespace hopper;
   // Two blocks share b's slices where tiles along M come in pairs, else a's where those along N do.
-  if (in_pairs(args.features, kTileM)) launch<WeightsKernel<T, kFinish, 2, 1>>(maps, args, on);
-  else if (in_pairs(args.columns, kTileN)) launch<WeightsKernel<T, kFinish, 1, 2>>(maps, args, on);
-  else launch<WeightsKernel<T, kFinish, 1, 1>>(maps, args, on);
+  if (in_pairs(args.features, kTileM)) launch<WeightsKernel<T, kFinish, 2, 1>>(maps, args, workspace, on);
+  else if (in_pairs(args.columns, kWidest)) launch<WeightsKernel<T, kFinish, 1, 2>>(maps, args, workspace, on);
+  else launch<WeightsKernel<T, kFinish, 1, 1>>(maps, args, workspace, on);
 }
 
 }  // namespace
 
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is fp32
-void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out) {
+void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   Arguments args = arguments(sizes, out.size(2));
@@ -27,8 +27,8 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor out) {
   maps.b[0] = tensor_map(b, kBoxTransposed);
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights", {
-    if (out.scalar_type() == ScalarType::Float) launch_weights<T, Finish::kAdd>(maps, args, a);
-    else launch_weights<T, Finish::kStore>(maps, args, a);
+    if (out.scalar_type() == ScalarType::Float) launch_weights<T, Finish::kAdd>(maps, args, workspace, a);
+    else launch_weights<T, Finish::kStore>(maps, args, workspace, a);
   });
 }
 

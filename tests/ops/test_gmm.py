@@ -193,6 +193,39 @@ def test_tiles_in_every_number(engine_on, layout, inner, columns, dtype):
     assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("columns", [40, 264, 520])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_few_tiles_of_long_sums(engine_on, layout, columns, dtype):
+    """Kernels that cut long sums into parts, for other multiprocessors to take, add them up in one order."""
+    engine, device = engine_on
+    trans_a, trans_b = LAYOUTS[layout]
+    sizes, inner = ((12000, 3, 0, 2500), 136) if trans_a else ((130, 0, 65, 1, 64), 6152)
+    a, b, batch_sizes = operands(sizes, layout, dtype, device, inner, columns)
+    a *= 2.0**-4  # sums of 12,000 terms stay within what float16 holds
+    skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+    cases.poison(device)
+    out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(dtype)
+    assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
+    for _ in range(20 if device.type == "cuda" else 1):
+        cases.poison(device)
+        assert torch.equal(gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine), out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thousands_of_groups(engine_on, layout):
+    engine, device = engine_on
+    trans_a, trans_b = LAYOUTS[layout]
+    sizes = [e * 7 % 5 for e in range(1100)]
+    a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, device)
+    skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+    cases.poison(device)
+    out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(torch.bfloat16)
+    assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
+
+
 def test_rows_behind_the_last_group_are_not_touched(device):
     a, b, _ = operands((6, 4), "a@b", torch.float32, device)
     for name, engine in engines.ENGINES.items():
@@ -322,7 +355,7 @@ def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype, inner, column
     reason = hopper.unavailable(device)
     if reason is not None:
         pytest.skip(f"hopper: {reason}")
-    sizes = [0, 300, 1, 399]
+    sizes = [0, 300, 1, 399, 5000]
     a, b = (cases.exact_values(sum(sizes), width, dtype=dtype, device=device, seed=seed) for seed, width in enumerate((inner, columns)))
     main = torch.ones(len(sizes), inner, columns, device=device)
     for _ in range(2):
