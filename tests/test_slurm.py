@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from gbmoe.cli.bench.suites import SUITES
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +89,7 @@ def test_dry_run_prints_the_chain_and_does_nothing(site, gpus, gpu_nodes, cpu_no
     (["{site}", "--tasks", "0"], "--tasks: expected a number greater than 0, got '0'"),
     (["{site}", "--only", "bench,plot"], "--only: expected build, bench, merge or train, got 'plot'"),
     (["{site}", "--suite"], "--suite: expected a value, got none"),
+    (["{site}", "--suite", "layer"], "--suite: expected smoke, nyu, layers, "),
     (["{site}", "--gpus", "3"], "unknown option --gpus"),
     (["{empty}"], "to set every_job"),
 ])
@@ -96,6 +98,12 @@ def test_bad_input_says_what_was_expected(arguments, message, tmp_path):
     files = {"site": SITES / "partition.sh", "empty": tmp_path / "empty.sh"}
     done = submit_dry("--dry-run", *(argument.format(**files) for argument in arguments))
     assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_can_be_submitted(suite):
+    done = submit_dry(SITES / "partition.sh", "--suite", suite, "--dry-run")
+    assert done.returncode == 0 and f" {suite} " in done.stdout, done.stderr
 
 
 # --------------------------------------------------------------------------------------------------------- on a Slurm

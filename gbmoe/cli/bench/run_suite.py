@@ -58,6 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list_configs:
         print("\n".join(f"{index}\t{configuration.name}" for index, configuration in enumerate(configurations)))
         return 0
+    taking_part = {measurement.by for configuration in configurations for measurement in configuration.measurements}
+    if arguments.baseline and arguments.baseline not in taking_part:
+        print(f"gbmoe bench: --baseline: expected one of {', '.join(sorted(taking_part))}, got {arguments.baseline!r}", file=sys.stderr)
+        return 2
     last = len(configurations) - 1
     if arguments.config is not None and not 0 <= arguments.config <= last:
         print(f"gbmoe bench: --config: expected 0 to {last}, got {arguments.config}", file=sys.stderr)
