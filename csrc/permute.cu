@@ -98,7 +98,6 @@ template <typename V> struct Copy {
   static constexpr bool kWeighted = false;
   using Vec = V;
   using Factor = float;
-  static __device__ __forceinline__ V apply(const V& value, float) { return value; }
 };
 template <typename T, int N> struct Scale {
   static constexpr bool kWeighted = true;
@@ -177,7 +176,8 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
         if (!pass.has(j)) continue;
 #pragma unroll
         for (int u = 0; u < U; ++u) {
-          V out = Step::apply(value[u], pass.weight[j]);
+          V out = value[u];
+          if constexpr (Step::kWeighted) out = Step::apply(out, pass.weight[j]);
           if (kProbs && (zeroed >> j & 1)) out = V{};
           if (v + u * shape.group < shape.vectors) out_PH[pass.at[j] + v + u * shape.group] = out;
         }

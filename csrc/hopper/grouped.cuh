@@ -1,11 +1,11 @@
 // One persistent kernel for every grouped product of a layer on Hopper (sm_90a), with the group sizes on the device.
 //
-// A block walks over tiles of 128 x 256 results (192 where that leaves less of them empty). One warp is its producer: it asks the copy engine for 64-wide slices of both
-// operands, kStages of them ahead. Two warpgroups are the consumers: each multiplies its own 64 rows by all columns on the
-// tensor cores. Finishing a tile (activation, conversion, stores, which each warp does for its own rows) happens while the tensor
-// cores work on the next one: the sums are rounded to 16 bits, which halves their registers, and are finished piece by piece
-// behind the products that were started last. Where a group has 64 rows or fewer left, the second warpgroup has nothing to multiply,
-// so what is wasted of its time is less than 64 rows a group.
+// A block walks over tiles of 128 x 256 results, or 128 x 192 where that leaves less of them empty. One warp is its producer: it asks
+// the copy engine for 64-wide slices of both operands, kStages of them ahead. Two warpgroups are the consumers: each multiplies its
+// own 64 rows by all columns on the tensor cores. Finishing a tile (activation, conversion, stores, which each warp does for its own
+// rows) happens while the tensor cores work on the next one: the sums are rounded to 16 bits, which halves their registers, and are
+// finished piece by piece behind the products that were started last. Where a group has 64 rows or fewer left, the second warpgroup
+// has nothing to multiply, so what is wasted of its time is less than 64 rows a group.
 //
 // Groups may begin at any row: a slice that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (weight gradients), the lines of
@@ -14,13 +14,13 @@
 //   rows of each group:          out [rows,N] = a [rows,K] @ b[e]        b[e] [N,K], or [K,N] where kTransposedB
 //   kWeights, summed over rows:  out[e] [M,N] = a [rows,M].T @ b [rows,N]
 //
-// Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b. One warp of a pair finds
-// its tiles, kTiles ahead, and hands them out through shared memory, as slices are.
+// Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b. One warp of a block or a
+// pair finds its tiles ahead of time and hands them out through shared memory, as slices are.
 //
 // Without a workspace, tiles are dealt out in turns. With one (schedule.cu; kWeights always has one), whoever is ready takes the next,
 // the longest sums first where these are over groups; and tiles that would keep few blocks busy for long are summed in parts by several
 // blocks: each leaves its part in the workspace, and the last to come adds them, always in the same order. No block waits for another,
-// and results do not depend on who was last.
+// and results do not depend on who was last. (They do depend on where sums are cut, and so on the sizes of all groups.)
 //
 // Where kGather, a of rows is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a
 // copy, and the copy engine brings b only. Rows without a slot are zeros.
@@ -67,7 +67,7 @@ struct alignas(16) Group {
 
 // What schedule.cu leaves in the workspace ahead of a launch. Items are tiles or parts of them.
 struct Balance {
-  int next;                // item that nobody has taken; a cluster's first is its own number
+  int next;                // item that nobody has taken
   int whole, tail, parts;  // forward: tiles that are summed at once, and behind them those in `parts` parts
 };
 
@@ -82,7 +82,7 @@ struct Arguments {
   int rows_a_panel;        // tiles along M that are walked before the next along N
   int activation;
   bool save;               // whether h (and g) are stored
-  // The workspace, null without one. Parts of sums are [slot][block of the cluster][consumer warp][16 * 256].
+  // The workspace, null without one. Parts of sums are [slot][block of the cluster][consumer warp][a warp's share of a tile].
   Balance* balance;
   Group* by_size;          // [E], kWeights
   int* arrived;            // [slot][block][consumer warp]: parts that have come, by a tile's first slot
@@ -123,7 +123,7 @@ __device__ __forceinline__ int slot_of(int share) { return share & 0xffff; }
 template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct Schedule {
   const Arguments& args;
   int lane, tiles_n, tiles_m_fixed;
-  int upcoming;                         // item to take next; lane 0's, where there is a workspace
+  int upcoming;                         // item to take next, without a workspace
   int base = -32;                       // group of lane 0, or its place by size
   int lane_group = 0, lane_rows = 0, lane_row = 0, lane_item = 0, lane_share = 0;  // of this lane's group: first row, first item
   int first_item = 0, next_row = 0, next_item = 0;                                 // of the 32 groups, and behind them
@@ -178,13 +178,12 @@ template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct 
 
   __device__ __forceinline__ int take_item() {
     int item = upcoming;
-    if (args.balance) {
-      item = __shfl_sync(kFull, item, 0);
-      if (lane == 0) upcoming = atomicAdd(&args.balance->next, 1);  // back by the time that it is needed
-    } else {
+    if (!args.balance) {
       upcoming += gridDim.x / (kClusterM * kClusterN);
+      return item;
     }
-    return item;
+    if (lane == 0) item = atomicAdd(&args.balance->next, 1);
+    return __shfl_sync(kFull, item, 0);
   }
 
   // The tile that an item is, or is a part of: first all tiles' first parts, then all second ones.
@@ -199,7 +198,7 @@ template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct 
     return whole + of_tail;
   }
 
-  // The same for one of a group's items, whose parts are rows to sum over.
+  // The same for one of a group's items, whose parts are rows to sum over: first all its tiles' first parts, and so on.
   static __device__ __forceinline__ int cut_rows(int local, int tiles, int share, Tile& tile) {
     const int parts = parts_of(share);
     if (parts <= 1) return local;
@@ -271,40 +270,50 @@ struct Kernel {
 
   // ------------------------------------------------------------------------------------------------------- producer
 
-  // Finds the next tile, for all warps of the cluster that take it; false behind the last. For the last warp of the first block.
-  static __device__ __forceinline__ bool hand_out(Walk& walk, uint32_t shared, Pipeline& at) {
-    const Tile tile = walk.next();
-    if (threadIdx.x % 32 == 0) {
-      const uint32_t full = shared + kTileBarriers + at.stage * 8, to = shared + kTileRing + at.stage * sizeof(Tile);
-      barrier_wait(full + kTiles * 8, at.parity ^ 1);
-      if constexpr (kCluster == 1) {
-        store_piece(to, tile.first_piece());
-        store_piece(to + 16, tile.second_piece());
-        barrier_arrive(full);
-      } else {
+  // Finds the tiles, one after the other, for all warps of the cluster that take them. In the last warp of the first block.
+  struct Finder {
+    Walk walk;
+    int found = 0;          // tiles
+    bool more_ahead = true; // whether the last one is so short that the next may be late if it is found only when that one is taken
+
+    __device__ explicit Finder(const Arguments& args) : walk(args) {}
+
+    // False behind the last tile.
+    __device__ __forceinline__ bool hand_out(uint32_t shared) {
+      const uint32_t full = shared + kTileBarriers, empty = full + kTiles * 8;
+      const int lane = threadIdx.x % 32, slot = found % kTiles;
+      // What is taken from the counter is out of reach for other clusters: no sooner than needed, or the longest are not first.
+      const int taken = found - (walk.args.balance && !more_ahead ? 1 : kTiles);
+      if (taken >= 0) barrier_wait(empty + taken % kTiles * 8, taken / kTiles & 1);
+      const Tile tile = walk.next();
+      if (lane == 0) {
+        const uint32_t to = shared + kTileRing + slot * sizeof(Tile), barrier = full + slot * 8;
+        if constexpr (kCluster == 1) {
+          store_piece(to, tile.first_piece());
+          store_piece(to + 16, tile.second_piece());
+          barrier_arrive(barrier);
+        } else {
 #pragma unroll
-        for (int rank = 0; rank < kCluster; ++rank) {
-          const Tile theirs = Walk::seen_by(rank, tile);
-          barrier_expect_bytes_remote(full, sizeof(Tile), rank);
-          store_piece_remote(to, theirs.first_piece(), full, rank);
-          store_piece_remote(to + 16, theirs.second_piece(), full, rank);
+          for (int rank = 0; rank < kCluster; ++rank) {
+            const Tile theirs = Walk::seen_by(rank, tile);
+            barrier_expect_bytes_remote(barrier, sizeof(Tile), rank);
+            store_piece_remote(to, theirs.first_piece(), barrier, rank);
+            store_piece_remote(to + 16, theirs.second_piece(), barrier, rank);
+          }
         }
       }
+      __syncwarp();
+      ++found;
+      more_ahead = (kWeights ? divide_up(tile.rows, kTileK) : tile.slices) < 12;
+      return tile.group >= 0;
     }
-    __syncwarp();
-    at.template next<kTiles>();
-    return tile.group >= 0;
-  }
-  static __device__ void find_tiles(const Arguments& args, uint32_t shared) {
-    Walk walk(args);
-    Pipeline at;
-    while (hand_out(walk, shared, at)) {}
-    // Stays until the other block's warps, which arrive here, have taken all but the last.
-    for (int i = 1; i < kTiles; ++i) {
-      barrier_wait(shared + kTileBarriers + (kTiles + at.stage) * 8, at.parity ^ 1);
-      at.template next<kTiles>();
+    // Until the other block's warps, which arrive here, have taken all but the last, which nobody says that it has taken.
+    __device__ __forceinline__ void stay(uint32_t shared) const {
+      for (int taken = max(found - kTiles, 0); taken < found - 1; ++taken) {
+        barrier_wait(shared + kTileBarriers + (kTiles + taken % kTiles) * 8, taken / kTiles & 1);
+      }
     }
-  }
+  };
 
   // The next tile, in consumers and producers.
   static __device__ __forceinline__ Tile take_tile(uint32_t shared, Pipeline& at) {
@@ -327,13 +336,13 @@ struct Kernel {
     const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
     const bool asks = threadIdx.x == kConsumerWarps * 32, finds = kGather && threadIdx.x / 32 == kFinder;
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
-    Walk walk(args);
-    Pipeline at, tiles, found;
-    if (finds) hand_out(walk, shared, found);
+    Finder finder(args);
+    Pipeline at, tiles;
+    if (finds) finder.hand_out(shared);
     for (;;) {
       const Tile tile = take_tile(shared, tiles);
       if (tile.group < 0) break;
-      if (finds) hand_out(walk, shared, found);  // one ahead
+      if (finds) finder.hand_out(shared);  // one ahead
       const int slices = kWeights ? divide_up(tile.rows, kTileK) : tile.slices;
       Lines lines;
       if constexpr (kGather) lines = find_lines(args, tile);
@@ -710,12 +719,15 @@ struct Kernel {
     float4* own = first + part_of(tile.share) * kDistance;
 #pragma unroll
     for (int i = 0; i < kTileN / 8; ++i) __stcg(own + i * 32, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
-    __threadfence();
     __syncwarp();
     int before = 0;
-    if (lane == 0) before = atomicAdd(args.arrived + warp, 1);
+    if (lane == 0) {
+      __threadfence();
+      before = atomicAdd(args.arrived + warp, 1);
+      __threadfence();
+    }
     if (__shfl_sync(kFull, before, 0) + 1 < parts_of(tile.share)) return false;
-    __threadfence();
+    __syncwarp();
 #pragma unroll
     for (int chunk = 0; chunk < kTileN / 2; chunk += 32) {
 #pragma unroll
@@ -783,7 +795,11 @@ struct Kernel {
     if (threadIdx.x / 128 == kConsumers) {
       lower_registers<40>();
       if (threadIdx.x / 32 < kConsumerWarps + kProducers) produce(maps, args, shared);
-      else if (threadIdx.x / 32 == kFinder && (kCluster == 1 || cluster_rank() == 0)) find_tiles(args, shared);
+      else if (threadIdx.x / 32 == kFinder && (kCluster == 1 || cluster_rank() == 0)) {
+        Finder finder(args);
+        while (finder.hand_out(shared)) {}
+        finder.stay(shared);
+      }
     } else {
       raise_registers<232>();
       consume(maps, args, shared);

@@ -1,6 +1,6 @@
 // The schedule of a balanced product, made on the device ahead of it by one block: how its tiles are cut into items.
 //
-// An item is a tile, or a part of a tile's sum. Clusters take items in order, each the next when it is done with its last.
+// An item is a tile, or a part of a tile's sum. Clusters take items in order, each the next when it begins with its last.
 //
 // Forward, all sums are of one length. What is left over after all clusters had equally many tiles, the tail, is cut into as
 // many parts as end soonest.
@@ -67,7 +67,7 @@ __device__ void schedule_rows(const Arguments& args, const Shape& shape) {
     const int cost = divide_up(tail * parts, shape.clusters) * divide_up(shape.slices, parts) + (parts + 2) * kPartCost;
     if (cost < best_cost) best = parts, best_cost = cost;
   }
-  *args.balance = {shape.clusters, all - (best > 1 ? tail : 0), best > 1 ? tail : 0, best};
+  *args.balance = {0, all - (best > 1 ? tail : 0), best > 1 ? tail : 0, best};
 }
 
 // One thread a group.
@@ -115,7 +115,7 @@ __device__ void list_weights(const Arguments& args) {
 __global__ void __launch_bounds__(kMostThreads) schedule_kernel(const Arguments args, const Shape shape) {
   for (int i = threadIdx.x; i < shape.counters; i += blockDim.x) args.arrived[i] = 0;
   if (!shape.weights) return schedule_rows(args, shape);
-  if (threadIdx.x == 0) *args.balance = {shape.clusters, INT_MAX, 0, 1};
+  if (threadIdx.x == 0) *args.balance = {0, INT_MAX, 0, 1};
   if (args.groups <= static_cast<int>(blockDim.x)) schedule_weights(args, shape);
   else list_weights(args);
 }

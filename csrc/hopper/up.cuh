@@ -29,7 +29,7 @@ template <Finish kFinish>
 void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
                const Tensor& sizes, int64_t activation, const Tensor& a, const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
-  Arguments args = arguments(sizes, a.size(1));
+  Arguments args = arguments(sizes, a.size(1), kPanelOfRows);
   args.slices = divide_up(static_cast<int>(x.size(1)), kTileK);
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;

@@ -20,7 +20,7 @@ void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, con
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, out.size(2));
+  Arguments args = arguments(sizes, out.size(2), kPanelOfWeights);
   args.features = static_cast<int>(out.size(1));
   Maps maps{};
   maps.a[0] = tensor_map(a, kBoxTransposed);

@@ -105,7 +105,7 @@ def _on_device(sizes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _workspace_of_rows(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> torch.Tensor | None:
     """Memory to balance a product of rows in, or None where that would not pay.
 
-    What there is to win is half a tile's time, some 10 ns an element of `inner`; the schedule costs 3 us, and many tiles that are
+    What there is to win is about half a tile's time, 5 ns an element of `inner`; the schedule costs 3 us, and many tiles that are
     taken in no fixed order find less in the cache.
     """
     pays = inner >= 2048 and _tiles(*product.shape) <= 1 << 12

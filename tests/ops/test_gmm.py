@@ -213,6 +213,19 @@ def test_few_tiles_of_long_sums(engine_on, layout, columns, dtype):
         assert torch.equal(gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine), out)
 
 
+@pytest.mark.parametrize("layout", ["a@b", "a@b.T"])
+def test_few_tiles_of_long_sums_in_many_groups(engine_on, layout):
+    engine, device = engine_on
+    trans_a, trans_b = LAYOUTS[layout]
+    sizes = [e * 7 % 5 * 30 for e in range(70)]
+    a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, device, inner=2056, columns=72)
+    skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+    cases.poison(device)
+    out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(torch.bfloat16)
+    assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thousands_of_groups(engine_on, layout):
     engine, device = engine_on
