@@ -14,7 +14,7 @@ import torch
 
 from gbmoe.cli import plain
 from gbmoe.cli.bench.layer import LayerInputs, build_layer, layer_inputs
-from gbmoe.cli.bench.measurement import Measurement, Subject
+from gbmoe.cli.bench.measurement import Measurement, Subject, require_finite
 from gbmoe.cli.bench.peers.base import Weights
 
 # Of the mean gradient over the tokens: the loss falls by some per cent.
@@ -44,6 +44,7 @@ class _Training(Subject):
         return _losses(self.inputs, self.layer, list(self.layer.parameters()))
 
     def check(self, outputs: list[float]) -> plain.Verdict:
+        require_finite({"loss": torch.tensor(outputs)})  # which no maximum of errors would tell for certain
         self.losses = outputs
         weights = _copied(self.inputs.weights, torch.float64)
         leaves = [weight.requires_grad_() for weight in weights.tensors()]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gbmoe.cases import MoeCase
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import peers, training
 from gbmoe.cli.bench.layer import LayerMeasurement
 from gbmoe.cli.bench.measure import Conditions, measure
 from gbmoe.cli.bench.product import ProductMeasurement
@@ -49,6 +49,14 @@ def test_what_is_learned(name):
     assert row["verified"], row["problem"]
     before, after = row["losses"]
     assert after < before and "median" not in row
+
+
+@pytest.mark.parametrize("losses", [[float("nan"), 0.9], [1.0, float("nan")], [1.0, float("inf")]])
+def test_a_loss_that_is_no_number_is_an_error(losses, monkeypatch):
+    """As one peer's was: it must not pass for want of comparison, nor end the run, since JSON cannot hold it."""
+    monkeypatch.setattr(training, "_losses", lambda *_: losses)
+    row = row_of(TrainingMeasurement(GLU, "bmm", None, "uniform", "one step", timed=False))
+    assert row["outcome"] == "error" and "loss holds NaN or infinity" in row["problem"] and "losses" not in row
 
 
 @pytest.mark.parametrize("name", peers.PEERS)
