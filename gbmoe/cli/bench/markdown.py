@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from gbmoe.cli.bench import show
+from gbmoe.cli.bench import results, show
 from gbmoe.cli.bench.measurement import FORWARD, GRAPH, TRAINING
 
 # In the main table these computations share a cell, in this order.
@@ -22,7 +22,7 @@ def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[s
              "Every figure is of a result that was verified against float64 first; medians, with a cold L2 cache."]
     parts += [f"**Missing:** {problem}" for problem in problems]
     for content in contents:
-        parts += [f"## {content['suite']}", *_conditions(content), *_findings(content), *_main_tables(content),
+        parts += [f"## {content['suite']}", *_conditions(content), *_missing(content), *_findings(content), *_main_tables(content),
                   *_failures(content), *_images(_of_suite(pictures, content)), *_all_rows(content)]
     return "\n\n".join(parts) + "\n"
 
@@ -65,6 +65,11 @@ def _conditions(content: dict) -> list[str]:
         sentences.append("Limits: a dense product of {:.3g} TFLOP/s, a copy of {:.3g} TB/s.".format(
             max(limits["flops"] for limits in known) / 1e12, max(limits["bytes"] for limits in known) / 1e12))
     return [" ".join(dict.fromkeys(sentences)), *(["\n".join(dict.fromkeys(notes))] if notes else [])]
+
+
+def _missing(content: dict) -> list[str]:
+    names = results.missing(content)
+    return [f"**Not run:** {len(names)} of {len(content['configurations'])} configurations: {', '.join(names)}."] if names else []
 
 
 def _findings(content: dict) -> list[str]:

@@ -111,7 +111,6 @@ def merge(contents: Sequence[dict], baseline: str | None = None) -> tuple[dict, 
         rows |= {row["name"]: row | {"run": len(runs) + row["run"]} for row in content["rows"]}
         runs += content["runs"]
     names = list(dict.fromkeys(name for content in contents for name in content["configurations"]))
-    done = {name for run in runs for name in run["configurations"]}
     order = {name: index for index, name in enumerate(names)}
     merged = {"suite": contents[0]["suite"], "baseline": contents[0]["baseline"], "configurations": names, "runs": runs,
               "rows": sorted(rows.values(), key=lambda row: order.get(row["setting"], len(order)))}
@@ -120,7 +119,13 @@ def merge(contents: Sequence[dict], baseline: str | None = None) -> tuple[dict, 
         finish(merged)
     else:
         add_findings(merged)
-    return merged, [name for name in names if name not in done]
+    return merged, missing(merged)
+
+
+def missing(content: dict) -> list[str]:
+    """The configurations of its suite's list that no run of the content has finished."""
+    done = {name for run in content["runs"] for name in run["configurations"]}
+    return [name for name in content["configurations"] if name not in done]
 
 
 def wrong(content: dict) -> list[dict]:

@@ -1,5 +1,7 @@
 """Pictures and pages: all that is there, nothing that is not, and the same bytes for the same rows."""
 
+import json
+
 import pytest
 
 from gbmoe import cases
@@ -104,6 +106,15 @@ def test_a_broken_file_is_named_and_the_rest_reported(scaling, tmp_path, capsys)
     for words in ("broken.json: expected a file of gbmoe bench", "absent.json: No such file"):
         assert words in err and words in text
     assert "## scaling" in text
+
+
+def test_configurations_that_no_run_finished_are_named(scaling, tmp_path):
+    file, page = tmp_path / "rows.json", tmp_path / "page.md"
+    whole = json.loads(scaling.read_text())
+    file.write_text(json.dumps(whole | {"configurations": [*whole["configurations"], "layer/another/uniform"]}))
+    for path, words in ((file, True), (scaling, False)):
+        assert main(["bench", "report", str(path), "--output", str(page)]) == 0
+        assert (f"**Not run:** 1 of {len(whole['configurations']) + 1} configurations: layer/another/uniform." in page.read_text()) == words
 
 
 def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling, tmp_path, capsys):
