@@ -46,6 +46,14 @@ def fresh_losses():
     gbmoe.clear_router_zloss()
 
 
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    """No test gets an engine that was chosen under another's patches."""
+    engines._remembered.cache_clear()
+    yield
+    engines._remembered.cache_clear()
+
+
 @pytest.fixture(params=DEVICES)
 def device(request):
     """Each device here, its free memory full of NaN."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,14 @@ _unavailable._dynamo_marked_constant = True
 
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
+    # A compiler traces the choice, and sizes that it does not know have no hash.
+    sizes_are_numbers = all(type(size) is int for size in (problem.rows, problem.groups, problem.inner, problem.columns))
+    if sizes_are_numbers and not torch.compiler.is_compiling():
+        return _remembered(engine, problem)
+    return _select(engine, problem)
+
+
+def _select(engine: str, problem: Problem) -> Engine:
     require(engine in ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}", repr(engine))
     if engine != "auto":
         chosen = ENGINES[engine]
@@ -95,6 +104,10 @@ def select(engine: str, problem: Problem) -> Engine:
         if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate
     return ENGINES["reference"]
+
+
+# A layer's step asks a dozen times, at some 15 us each; what an engine says of a device does not change.
+_remembered = functools.lru_cache(maxsize=1024)(_select)
 
 
 def availability(device: torch.device) -> dict[str, str | None]:

@@ -189,8 +189,8 @@ class _Needs:
     v1: bool
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, need: _Needs) -> tuple[torch.Tensor, ...]:
-    """Returns (dx, dweights, dw1, dw2, dv1), each empty where it is not needed.
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, need: _Needs) -> tuple[torch.Tensor | None, ...]:
+    """Returns (dx, dweights, dw1, dw2, dv1), each None where it is not needed.
 
     `saved` is what forward saved and is emptied: whoever has no other reference to the pre-activations sets their memory free
     as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F] and one
@@ -199,7 +199,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
-    dx, dw1, dw2, dv1 = (grad.new_empty(0) for _ in range(4))  # no two the same: an operator's results may not be
+    dx = dw1 = dw2 = dv1 = None
     dz_PH, _ = gather(grad, row_of_slot, slot_of_row)
     dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
     a_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, dh_PF, slot_of_row, weights, activation)
@@ -224,13 +224,14 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         del dg_PF
         if need.w1:
             dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
-    return dx, dweights if need.weights else grad.new_empty(0), dw1, dw2, dv1
+    return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
               need_x, need_weights, need_w1, need_w2, need_v1):
-    return _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g], activation, engine,
-                      _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
+    grads = _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g], activation, engine,
+                       _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
+    return tuple(grad.new_empty(0) if t is None else t for t in grads)  # no two the same: an operator's results may not be
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,

@@ -32,7 +32,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         engine: "auto", or one of gbmoe.engines.ENGINES.
 
     Returns:
-        [M,N], or [E,K,N] with trans_a.
+        [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. On `hopper` a group's bits may
+        depend on the other groups' sizes, which decide where long sums are cut into parts.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

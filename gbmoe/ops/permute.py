@@ -113,8 +113,8 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def gather(x_TH, row_of_slot_TK, slot_of_row_P, columns_TK=None, counts_T=None, scale=None, probs=None, drop_zero_probs=False,
-           *, clear_behind=False) -> tuple[torch.Tensor, torch.Tensor]:
-    """padded_gather without checks and autograd: (out [P,H], probs [P] or empty); the CUDA kernel where it is loaded.
+           *, clear_behind=False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """padded_gather without checks and autograd: (out [P,H], probs [P] where given); the CUDA kernel where it is loaded.
 
     The rows behind the last expert are zeros with `clear_behind`, and otherwise whatever was there.
     """
@@ -124,7 +124,7 @@ def gather(x_TH, row_of_slot_TK, slot_of_row_P, columns_TK=None, counts_T=None, 
     probs_P = None if probs is None else probs.new_empty(slot_of_row_P.size(0))
     torch.ops.gbmoe_cuda.padded_gather(x_TH.contiguous(), row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, _contiguous(scale),
                                        _contiguous(probs), drop_zero_probs, clear_behind, out_PH, probs_P)
-    return out_PH, x_TH.new_empty(0) if probs_P is None else probs_P
+    return out_PH, probs_P
 
 
 def scatter(y_PH, row_of_slot_TK, columns_TK=None, counts_T=None, weights=None) -> torch.Tensor:
@@ -199,7 +199,8 @@ _map_slots = define(
 
 
 def _gather_kernel(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs):
-    return gather(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs, clear_behind=True)
+    out, probs = gather(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs, clear_behind=True)
+    return out, x.new_empty(0) if probs is None else probs
 
 
 def _gather_fake(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs):
