@@ -85,8 +85,8 @@ _unavailable._dynamo_marked_constant = True
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
     # A compiler traces the choice, and sizes that it does not know have no hash.
-    sizes_are_numbers = all(type(size) is int for size in (problem.rows, problem.groups, problem.inner, problem.columns))
-    if sizes_are_numbers and not torch.compiler.is_compiling():
+    known = type(problem.rows) is int and type(problem.groups) is int and type(problem.inner) is int and type(problem.columns) is int
+    if known and not torch.compiler.is_compiling():
         return _remembered(engine, problem)
     return _select(engine, problem)
 
