@@ -134,7 +134,7 @@ struct Shape {
   int tile_rows;         // of a cluster's tile, forward
   int slices;            // of a tile's sum, forward
   int clusters, slots;   // the slots for parts of a cluster's tile
-  int counters;
+  int counters;          // to be cleared
 };
 void schedule(const Arguments& args, const Shape& shape, cudaStream_t stream);
 
@@ -145,10 +145,16 @@ template <typename K> void balance(Arguments& args, const Tensor& bytes, int blo
   args.by_size = workspace.by_size;
   args.arrived = workspace.arrived;
   args.parts = workspace.parts;
-  schedule(args,
-           {K::kSums, divide_up(args.columns, K::kTileColumns * K::kColumns), divide_up(args.features, kTileM * K::kRows), kTileM * K::kRows,
-            args.slices * args.pairs, blocks / K::kCluster, K::kJoins ? workspace.slots / K::kCluster : 0, most_slots(blocks) * kConsumerWarps},
-           stream);
+  Shape shape{};
+  shape.weights = K::kSums;
+  shape.tiles_n = divide_up(args.columns, K::kTileColumns * K::kColumns);
+  shape.tiles_m = divide_up(args.features, kTileM * K::kRows);
+  shape.tile_rows = kTileM * K::kRows;
+  shape.slices = args.slices * args.pairs;
+  shape.clusters = blocks / K::kCluster;
+  shape.slots = K::kJoins ? workspace.slots / K::kCluster : 0;
+  shape.counters = most_slots(blocks) * kConsumerWarps;
+  schedule(args, shape, stream);
 }
 
 template <typename K> void launch(const Maps& maps, Arguments args, const std::optional<Tensor>& workspace, const Tensor& on) {

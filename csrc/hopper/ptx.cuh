@@ -101,10 +101,6 @@ __device__ __forceinline__ void store_piece_remote(uint32_t to, int4 value, uint
 
 // ------------------------------------------------------------------------------------------------------- copy engine
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Box at (x, y, z) of the tensor into shared memory, in this block or in every block of `mask`.
 __device__ __forceinline__ void copy_in(const CUtensorMap* map, uint32_t barrier, uint32_t to, int x, int y, int z) {
   asm volatile(

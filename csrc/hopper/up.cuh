@@ -6,7 +6,8 @@
 
 namespace gbmoe::hopper {
 
-template <typename T, Finish kFinish, typename Activation> void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
+template <typename T, Finish kFinish, typename Activation>
+void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const Tensor& on) {
   if (pairs) launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 2>>(maps, args, std::nullopt, on);
   else launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 1>>(maps, args, std::nullopt, on);
 }
