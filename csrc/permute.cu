@@ -44,19 +44,42 @@ struct Slots {
 struct Shape {
   int64_t tokens, rows;
   int vectors;          // in one row of H elements
-  int group;            // threads that own one token: a power of two, 32 to kThreads
+  int group;            // threads that own one token: a multiple of 32, at most kThreads
+  int threads;          // of a block: whole groups
   unsigned blocks;
   int rows_a_warp;
   bool clear_behind;    // the rows behind the last expert too
 };
 
-Shape make_shape(int64_t tokens, int64_t rows, int64_t vectors, bool clear_behind) {
-  // Four vectors a thread keep enough bytes in flight; more threads than that only add idle ones.
+Shape make_shape(int64_t tokens, int64_t rows, int64_t vectors, int group, bool clear_behind) {
+  const int groups = kThreads / group, warps = groups * group / 32;
+  const int64_t blocks = std::max<int64_t>(ceil_div(tokens, groups), rows > 0 ? 1 : 0);
+  return {tokens, rows, static_cast<int>(vectors), group, groups * group, static_cast<unsigned>(blocks),
+          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks * warps)) : 0, clear_behind};
+}
+
+// The threads of a token where four vectors a thread keep enough bytes in flight; more threads than that only add idle ones.
+int few_threads(int64_t vectors) {
   int group = 32;
   while (group < kThreads / 2 && group * 4 < vectors) group *= 2;
-  const int64_t blocks = std::max<int64_t>(ceil_div(tokens, kThreads / group), rows > 0 ? 1 : 0);
-  return {tokens, rows, static_cast<int>(vectors), group, static_cast<unsigned>(blocks),
-          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks * kWarps)) : 0, clear_behind};
+  return group;
+}
+// Those of a token whose row is written several times, `a_thread` vectors by each: as many as the row takes, to read it at once.
+int many_threads(int64_t vectors, int a_thread) {
+  const int64_t warps = std::max<int64_t>(ceil_div(vectors, 32 * a_thread), 1);
+  return 32 * static_cast<int>(std::min<int64_t>(warps, kThreads / 32));
+}
+
+// First to leave the cache: 2 % of the time of rows that are written in random order.
+template <typename V> __device__ __forceinline__ void store_streaming(V* to, const V& value) {
+  if constexpr (sizeof(V) == 16) __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
+  else *to = value;
+}
+// The same for rows that nobody reads again: 3 % of the time with two to four rows a token, and nothing with more.
+template <typename V> __device__ __forceinline__ V load_streaming(const V* from) {
+  if constexpr (sizeof(V) != 16) return *from;
+  const uint4 value = __ldcs(reinterpret_cast<const uint4*>(from));
+  return reinterpret_cast<const V&>(value);
 }
 
 // The share of the padded rows of one warp; all its lanes construct it before their token and clear after it, so that the slots
@@ -74,7 +97,7 @@ class PaddingRows {
       for (unsigned left = __ballot_sync(kAllLanes, own); left; left &= left - 1) {
         const int64_t row = first(shape) + base + __ffs(left) - 1;
         V* out = rows_PH + row * shape.vectors;
-        for (int v = threadIdx.x % 32; v < shape.vectors; v += 32) out[v] = V{};
+        for (int v = threadIdx.x % 32; v < shape.vectors; v += 32) store_streaming(out + v, V{});
         if (threadIdx.x % 32 == 0) also(row);
       }
     }
@@ -82,7 +105,7 @@ class PaddingRows {
 
  private:
   static __device__ __forceinline__ int64_t first(const Shape& shape) {
-    return (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * shape.rows_a_warp;
+    return (static_cast<int64_t>(blockIdx.x) * (shape.threads / 32) + threadIdx.x / 32) * shape.rows_a_warp;
   }
   // The slot of this lane's row from `base` on; 0, which is none to clear, where the share or the rows end.
   static __device__ __forceinline__ int find(const int* slot_of_row, const Shape& shape, int base) {
@@ -143,19 +166,27 @@ struct GatherScalars {
   bool drop_zero_probs;  // a slot whose probability is exactly 0 gets a row of zeros
 };
 
-// U vectors of the token are loaded together and then stored to each of its rows. kProbs: the probabilities travel too.
-template <typename Step, int S, bool kProbs>
+// U vectors of the token are loaded together and then stored to each of its rows; where these are several, the first ones while
+// the slots are looked up, and the others while those before are stored. kProbs: the probabilities travel too, whose calls leave
+// no registers for that.
+template <typename Step, int S, int U, bool kProbs>
 __global__ void __launch_bounds__(kThreads) gather_kernel(
     const typename Step::Vec* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row,
     const GatherScalars scalars, typename Step::Vec* __restrict__ out_PH, const Shape shape) {
   using V = typename Step::Vec;
-  constexpr int U = 4;
+  constexpr bool kAhead = S > 1 && !kProbs;
   const PaddingRows padding(slot_of_row, shape);
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (shape.threads / shape.group) + threadIdx.x / shape.group;
   const int lane = threadIdx.x % shape.group;
   const V* x = x_TH + token * shape.vectors;
+  const auto load = [&](int v, V (&value)[U]) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) value[u] = x[min(v + u * shape.group, shape.vectors - 1)];
+  };
   const int in_use = token < shape.tokens ? slots.in_use(token) : 0;
   for (int first = 0; first < in_use; first += S) {
+    V next[U];
+    if constexpr (kAhead) load(lane, next);
     const Pass<typename Step::Factor, S, Step::kWeighted> pass(slots, scalars.scale, token, first, in_use, shape.vectors);
     unsigned zeroed = 0;
     if constexpr (kProbs) {
@@ -169,17 +200,25 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
     }
     for (int v = lane; v < shape.vectors; v += U * shape.group) {
       V value[U];
+      if constexpr (kAhead) {
 #pragma unroll
-      for (int u = 0; u < U; ++u) value[u] = x[min(v + u * shape.group, shape.vectors - 1)];
+        for (int u = 0; u < U; ++u) value[u] = next[u];
+        if (v + U * shape.group < shape.vectors) load(v + U * shape.group, next);
+      } else {
+        load(v, value);
+      }
 #pragma unroll
-      for (int j = 0; j < S; ++j) {
-        if (!pass.has(j)) continue;
+      for (int u = 0; u < U; ++u) {
+        const int at = v + u * shape.group;
+        if (at >= shape.vectors) continue;
 #pragma unroll
-        for (int u = 0; u < U; ++u) {
+        for (int j = 0; j < S; ++j) {
+          if (!pass.has(j)) continue;
           V out = value[u];
           if constexpr (Step::kWeighted) out = Step::apply(out, pass.weight[j]);
           if (kProbs && (zeroed >> j & 1)) out = V{};
-          if (v + u * shape.group < shape.vectors) out_PH[pass.at[j] + v + u * shape.group] = out;
+          if constexpr (S > 1) store_streaming(out_PH + pass.at[j] + at, out);
+          else out_PH[pass.at[j] + at] = out;
         }
       }
     }
@@ -208,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(
     for (int u = 0; u < U; ++u) {
       const int at = min(v + u * shape.group, shape.vectors - 1);
 #pragma unroll
-      for (int j = 0; j < S; ++j) value[u][j] = y_PH[pass.at[j] + at];
+      for (int j = 0; j < S; ++j) value[u][j] = S > 1 && S < 8 ? load_streaming(y_PH + pass.at[j] + at) : y_PH[pass.at[j] + at];
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -373,29 +412,39 @@ void padded_gather(
   if (out.numel() == 0 && !probs_out) return;
   const Slots slots = make_slots(row_of_slot, columns, counts, {&scale, &probs});
   const GatherScalars scalar_data{scalars(scale), scalars(probs), scalars(probs_out), drop_zero_probs};
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  using Four = std::integral_constant<int, 4>;
+  using Eight = std::integral_constant<int, 8>;
   const auto launch = [&](auto step, auto slots_a_pass, int64_t vectors) {
     using Step = decltype(step);
     using V = typename Step::Vec;
-    const Shape shape = make_shape(tokens, rows, vectors, clear_behind);
-    if (shape.blocks == 0) return;
     constexpr int S = decltype(slots_a_pass)::value;
-    const auto kernel = probs ? gather_kernel<Step, S, true> : gather_kernel<Step, S, false>;
-    kernel<<<shape.blocks, kThreads, 0, current_stream(x)>>>(
-        data<V>(x), slots, ints(slot_of_row), scalar_data, data<V>(out), shape);
+    const auto start = [&](auto vectors_a_thread, int group) {
+      constexpr int U = decltype(vectors_a_thread)::value;
+      const Shape shape = make_shape(tokens, rows, vectors, group, clear_behind);
+      if (shape.blocks == 0) return;
+      const auto kernel = probs ? gather_kernel<Step, S, U, true> : gather_kernel<Step, S, U, false>;
+      kernel<<<shape.blocks, shape.threads, 0, current_stream(x)>>>(
+          data<V>(x), slots, ints(slot_of_row), scalar_data, data<V>(out), shape);
+    };
+    if constexpr (S == 1) return start(Four(), few_threads(vectors));
+    // Rows of up to 4 KiB want more threads, longer ones fewer; measured from 2 to 14 KiB.
+    else if (vectors <= 256) return start(Two(), many_threads(vectors, 2));
+    else return start(Four(), many_threads(vectors, 4));
   };
   const int64_t row_bytes = hidden * static_cast<int64_t>(x.element_size());
   const bool fits = fits_16_bytes(row_bytes, {&x, &out});
-  using Four = std::integral_constant<int, 4>;
   if (scale) {
     GBMOE_DISPATCH_FLOATING(x.scalar_type(), "padded_gather", {
       if (fits) launch(Scale<T, kVectorLength<T>>(), Four(), hidden / kVectorLength<T>);
       else launch(Scale<T, 1>(), Four(), hidden);
     });
   } else if (fits) {
-    if (slots.most <= 1) launch(Copy<uint4>(), std::integral_constant<int, 1>(), row_bytes / 16);
-    else if (slots.most <= 2) launch(Copy<uint4>(), std::integral_constant<int, 2>(), row_bytes / 16);
+    if (slots.most <= 1) launch(Copy<uint4>(), One(), row_bytes / 16);
+    else if (slots.most <= 2) launch(Copy<uint4>(), Two(), row_bytes / 16);
     else if (slots.most <= 4) launch(Copy<uint4>(), Four(), row_bytes / 16);
-    else launch(Copy<uint4>(), std::integral_constant<int, 8>(), row_bytes / 16);
+    else launch(Copy<uint4>(), Eight(), row_bytes / 16);
   } else {
     switch (x.element_size()) {
       case 8: launch(Copy<uint64_t>(), Four(), hidden); break;
@@ -417,7 +466,7 @@ void padded_scatter(
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y, &out});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
-      const Shape shape = make_shape(out.size(0), 0, hidden / N, false);
+      const Shape shape = make_shape(out.size(0), 0, hidden / N, few_threads(hidden / N), false);
       const auto kernel = slots.most > S ? scatter_kernel<T, N, S, true> : scatter_kernel<T, N, S, false>;
       kernel<<<shape.blocks, kThreads, 0, current_stream(y)>>>(
           data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out), shape);
@@ -441,7 +490,7 @@ void padded_scatter_backward(
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&grad, y_data, grad_y_data});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
       using V = Vector<T, N>;
-      const Shape shape = make_shape(tokens, rows, hidden / N, clear_behind);
+      const Shape shape = make_shape(tokens, rows, hidden / N, few_threads(hidden / N), clear_behind);
       const auto kernel = y ? scatter_backward_kernel<T, N, S, true> : scatter_backward_kernel<T, N, S, false>;
       kernel<<<shape.blocks, kThreads, 0, current_stream(grad)>>>(
           data<V>(grad), y ? data<V>(*y) : nullptr, slots, ints(slot_of_row), scalars(weights),
