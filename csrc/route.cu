@@ -5,8 +5,9 @@
 // has the experts [(c * G + l) * V, ... + V) of every chunk c. Ties go to the lower expert; NaN ranks above every number, as in
 // torch.topk.
 //
-// Groups of 8 lanes choose in K rounds of a maximum each. Warps sort: a lower bound of the K-th highest logit leaves few
-// candidates (about 10 of 1024 for K = 8, 43 for K = 32), and a bitonic network over the lanes puts them in order.
+// Groups of 8 lanes choose in K rounds of a maximum each. Warps count: a lower bound of the K-th highest logit leaves few
+// candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its rank among the others. What a group does
+// once costs a warp four times what it costs 8 lanes.
 
 #include <climits>
 #include <type_traits>
@@ -126,19 +127,18 @@ template <> __device__ __forceinline__ Pair across(Pair x, int step) { return {_
 // The lanes whose number lacks `bit`, which may lie beyond the five that lanes have.
 __device__ __forceinline__ constexpr unsigned lanes_without(int bit) { return bit < 32 ? kFull / ((1u << bit) + 1) : kFull; }
 
-// Sorts runs of `run` lanes that hold bitonic sequences: descending where the lane lacks the bit `run`, else ascending; the
-// other way round with kAscending.
-template <bool kAscending, typename X> __device__ __forceinline__ void merge_runs(X& x, int run, unsigned lane_bit) {
+// Sorts runs of `run` lanes that hold bitonic sequences: descending where the lane lacks the bit `run`, else ascending.
+template <typename X> __device__ __forceinline__ void merge_runs(X& x, int run, unsigned lane_bit) {
 #pragma unroll
   for (int step = run / 2; step > 0; step /= 2) {
     const X other = across(x, step);
-    const bool takes_lower = ((lane_bit & (lanes_without(step) ^ lanes_without(run))) != 0) != kAscending;
+    const bool takes_lower = (lane_bit & (lanes_without(step) ^ lanes_without(run))) != 0;
     x = takes_lower ? lower(x, other) : higher(x, other);
   }
 }
-template <bool kAscending, typename X> __device__ __forceinline__ void sort_lanes(X& x, unsigned lane_bit) {
+template <typename X> __device__ __forceinline__ void sort_lanes(X& x, unsigned lane_bit) {
 #pragma unroll
-  for (int run = 2; run <= 32; run *= 2) merge_runs<kAscending>(x, run, lane_bit);
+  for (int run = 2; run <= 32; run *= 2) merge_runs(x, run, lane_bit);
 }
 
 // --------------------------------------------------------------------------------------------------------------------- rows
@@ -263,58 +263,94 @@ constexpr int kVector = kVectors ? least(N, kVectorLength<T>, kVectorLength<S>) 
 
 // ---------------------------------------------------------------------------------------------------------------- selection
 
-// The K highest of a group's keys in K rounds, the j-th highest in lane j; K is at most G.
-template <typename Key, int G, int N>
-__device__ __forceinline__ Key choose_in_rounds(const Key (&key)[N], int slots, int lane) {
-  Key best = 0, chosen = 0;
+// The K highest of a group's keys in K rounds: chosen[r] of a lane is the (r * G + lane)-th highest.
+template <int G, typename Key, int N, int R>
+__device__ __forceinline__ void choose_in_rounds(const Key (&key)[N], int slots, int lane, Key (&chosen)[R]) {
+  Key best = 0;
 #pragma unroll
-  for (int i = 0; i < N; ++i) best = higher(best, key[i]);
+  for (int i = 0; i < N; ++i) best = max(best, key[i]);
   for (int j = 0; j < slots; ++j) {
     const Key top = group_max<G>(best);
-    if (j == lane) chosen = top;
+#pragma unroll
+    for (int r = 0; r < R; ++r) if (j == r * G + lane) chosen[r] = top;
     if (best == top) {
       // The lane that had it looks for its next one, the nearest below. The distance of a key that is not below wraps around,
       // to top or more.
       Key nearest = top;
 #pragma unroll
-      for (int i = 0; i < N; ++i) nearest = lower(nearest, top - 1 - key[i]);
+      for (int i = 0; i < N; ++i) nearest = min(nearest, top - 1 - key[i]);
       best = nearest < top ? top - 1 - nearest : 0;
     }
+  }
+}
+
+// The same of a whole row, which is read again for each: slower, for the few rows that have so many equal logits.
+template <typename T> __device__ __forceinline__ typename Keys<T>::Key choose_among_all(
+    const T* row, int experts, int slots, int lane) {
+  using Key = typename Keys<T>::Key;
+  Key top = 0, chosen = 0;
+  for (int j = 0; j < slots; ++j) {
+    Key best = 0;
+    for (int expert = lane; expert < experts; expert += 32) {
+      const Key key = Keys<T>::make(static_cast<float>(widen(row[expert])), expert);
+      if (j == 0 || key < top) best = max(best, key);
+    }
+    top = group_max<32>(best);
+    if (j == lane) chosen = top;
   }
   return chosen;
 }
 
-// Sorts what enters, 32 keys at a time, into the 32 highest so far, one a lane. What enters waits in shared memory until it
-// fills the lanes.
-template <typename Key> struct Sorted {
-  Key* queue;  // [64] of this warp
-  int lane, slots;
-  unsigned lane_bit;
-  int waiting = 0;
-  Key kept = 0;    // descending over the lanes
-  Key lowest = 0;  // of the K highest kept: what is not above it cannot be chosen
+// Keys of a warp's lanes, all different, to be put in order: each goes where the number of those above it says.
+template <typename Key> class Ranking {
+ public:
+  static constexpr int kMost = 128;
+  struct Memory {  // of one warp
+    alignas(16) Key waiting[kMost];
+    Key ranked[32];
+  };
 
-  __device__ __forceinline__ Sorted(Key* queue, int lane, int slots)
-      : queue(queue), lane(lane), slots(slots), lane_bit(1u << lane) {}
+  __device__ __forceinline__ Ranking(Memory& memory, int lane) : memory_(memory), lane_(lane) {}
+  __device__ __forceinline__ void enter(Key key, int at) { memory_.waiting[at] = key; }
 
-  // One key of every lane, 0 for none; at most 31 wait.
-  __device__ __forceinline__ void enter(Key key) {
-    const unsigned entering = __ballot_sync(kFull, key > lowest);
-    if (key > lowest) queue[waiting + __popc(entering & (lane_bit - 1))] = key;
-    waiting += __popc(entering);
+  // The j-th highest of `count` keys in lane j, for j < slots <= count.
+  __device__ __forceinline__ Key ranked(int count, int slots) {
+    if (lane_ < kPerRead && count + lane_ < kMost) memory_.waiting[count + lane_] = 0;  // up to a whole read
     __syncwarp();
-  }
-  __device__ __forceinline__ void flush() {
-    Key key = lane < waiting ? queue[lane] : 0;
-    const Key next = queue[32 + lane];
-    sort_lanes<true>(key, lane_bit);
-    kept = higher(kept, key);  // descending against ascending: the higher ones of each pair are the 32 highest, and bitonic
-    merge_runs<false>(kept, 32, lane_bit);
-    lowest = __shfl_sync(kFull, kept, slots - 1);
-    queue[lane] = next;
-    waiting = max(waiting - 32, 0);
+    if (count <= 32) place<1>(count, slots);
+    else if (count <= 64) place<2>(count, slots);
+    else place<4>(count, slots);
     __syncwarp();
+    return memory_.ranked[lane_];
   }
+
+ private:
+  static constexpr int kPerRead = 16 / sizeof(Key);
+  using Read = Vector<Key, kPerRead>;
+
+  // With M keys of each lane.
+  template <int M> __device__ __forceinline__ void place(int count, int slots) {
+    Key key[M];
+    int rank[M];
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      key[m] = memory_.waiting[m * 32 + lane_];
+      rank[m] = m * 32 + lane_ < count ? 0 : slots;
+    }
+    for (int i = 0; i < count; i += kPerRead) {
+      const Read others = reinterpret_cast<const Read*>(memory_.waiting)[i / kPerRead];
+#pragma unroll
+      for (int k = 0; k < kPerRead; ++k) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) rank[m] += others.element[k] > key[m];
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < M; ++m) if (rank[m] < slots) memory_.ranked[rank[m]] = key[m];
+  }
+
+  Memory& memory_;
+  int lane_;
 };
 
 // A logit that K of a warp's are not below; NaN where that may be all of them. The K-th highest of the maxima of 64 disjoint
@@ -322,9 +358,9 @@ template <typename Key> struct Sorted {
 __device__ __forceinline__ float lower_bound(const float (&best)[2], int slots, unsigned lane_bit) {
   // With one half complemented, a descending sort leaves that half ascending, as a merge wants it.
   Pair pair{order_of(best[0]) >> 16 | (~order_of(best[1]) & 0xffff0000u)};
-  sort_lanes<false>(pair, lane_bit);
+  sort_lanes(pair, lane_bit);
   uint32_t high = max(pair.bits & 0xffffu, ~pair.bits >> 16);
-  merge_runs<false>(high, 32, lane_bit);
+  merge_runs(high, 32, lane_bit);
   return logit_of(__shfl_sync(kFull, high, slots - 1) << 16);
 }
 
@@ -340,13 +376,16 @@ template <typename T, int W> __device__ __forceinline__ unsigned find_candidates
   return candidates;
 }
 
-// With 32 experts a lane the registers of four blocks an SM: fewer would not hide the latency of the networks.
-template <typename T, typename S, int G, int N, bool kVectors>
-__global__ void __launch_bounds__(kThreads, G == 32 && N == 32 ? 4 : 1) route_kernel(
+// With 32 experts a lane the registers of at least so many blocks an SM: fewer would not hide the latency of the network.
+template <typename T, int G, int N, bool kVectors>
+constexpr int kBlocks = G < 32 || N < 32 ? 1 : sizeof(T) == 2 && kVectors ? 4 : 3;
+
+// R: slots of a lane, R * G at least as many as there are.
+template <typename T, typename S, int G, int N, int R, bool kVectors>
+__global__ void __launch_bounds__(kThreads, kBlocks<T, G, N, kVectors>) route_kernel(
     const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, int64_t* __restrict__ ids_TK,
     float* __restrict__ logsumexp_T, const Rows rows) {
   constexpr int V = kVector<T, S, N, kVectors>, kNumbers = Word<T>::kNumbers;
-  constexpr bool kSort = G == 32;
   using Map = Row<T, G, N, V>;
   using Key = typename Keys<T>::Key;
   const int lane = threadIdx.x % G;
@@ -365,8 +404,6 @@ __global__ void __launch_bounds__(kThreads, G == 32 && N == 32 ? 4 : 1) route_ke
   // Of the even ones and of the odd ones.
   const float best[2] = {Word<T>::get(high[0], 0), Word<T>::get(high[kSets - 1], kNumbers - 1)};
   const float highest = logit_of(group_max<G>(max(order_of(best[0]), order_of(best[1]))));
-  unsigned candidates = 0;
-  if constexpr (kSort) candidates = find_candidates<T>(word, best, rows.slots, 1u << lane);
 
   const Exponential<S> exponential(highest);
   float value[N], sum = 0;
@@ -382,40 +419,53 @@ __global__ void __launch_bounds__(kThreads, G == 32 && N == 32 ? 4 : 1) route_ke
   Row<S, G, N, V>::store(scores_TE + first, live ? rows.experts : 0, lane, value);
   if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm<S>(sum);
 
-  Key slot_key;  // of lane j, the j-th highest
-  if constexpr (kSort) {
-    __shared__ Key queues[kWarps][64];
-    Sorted<Key> sorted(queues[threadIdx.x / 32], lane, rows.slots);
-    for (bool more = true; more || sorted.waiting > 0;) {
-      while (more && sorted.waiting < 32) {
-        const unsigned bit = __ffs(candidates) - 1;
-        const int expert = Map::expert(kNumbers == 2 ? bit % 16 * 2 + bit / 16 : bit, lane);
-        const bool exists = candidates != 0 && expert < rows.experts;
-        candidates &= candidates - 1;
+  Key chosen[R];  // of slots lane, lane + G, ...
+  if constexpr (G == 32) {
+    __shared__ typename Ranking<Key>::Memory memory[kWarps];
+    Ranking<Key> ranking(memory[threadIdx.x / 32], lane);
+    unsigned candidates = find_candidates<T>(word, best, rows.slots, 1u << lane);
+    int count = 0;
+    while (count <= ranking.kMost) {
+      const unsigned entering = __ballot_sync(kFull, candidates != 0);
+      if (!entering) break;
+      const int bit = __ffs(candidates) - 1, at = count + __popc(entering & ((1u << lane) - 1));
+      const int expert = Map::expert(kNumbers == 2 ? bit % 16 * 2 + bit / 16 : bit, lane);
+      if (candidates != 0 && at < ranking.kMost) {
         // The logits have been read before, and few are read again.
-        sorted.enter(exists ? Keys<T>::make(static_cast<float>(widen(logits_TE[first + expert])), expert) : 0);
-        more = __any_sync(kFull, candidates != 0);
+        const float logit = expert < rows.experts ? static_cast<float>(widen(logits_TE[first + expert])) : -INFINITY;
+        ranking.enter(Keys<T>::make(logit, expert), at);
       }
-      sorted.flush();
+      candidates &= candidates - 1;
+      count += __popc(entering);
     }
-    slot_key = sorted.kept;
+    if (count <= ranking.kMost) chosen[0] = ranking.ranked(count, rows.slots);
+    else chosen[0] = choose_among_all(logits_TE + first, rows.experts, rows.slots, lane);
   } else {
     Key key[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) key[i] = Keys<T>::make(Map::get(word, i), Map::expert(i, lane));
-    slot_key = choose_in_rounds<Key, G>(key, rows.slots, lane);
+    choose_in_rounds<G>(key, rows.slots, lane, chosen);
   }
-  const bool has_slot = lane < rows.slots;
-  float weight = has_slot ? exponential(Keys<T>::logit(slot_key)) * inverse : 0.0f;
-  if (rows.p > 0) weight /= root(group_sum<G>(has_slot ? power(weight, rows.p) : 0.0f), rows.p);
-  if (!live || !has_slot) return;
-  weights_TK[token * rows.slots + lane] = narrow<S>(weight);
-  ids_TK[token * rows.slots + lane] = Keys<T>::expert(slot_key);
+
+  float weight[R], raised = 0;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    weight[r] = r * G + lane < rows.slots ? exponential(Keys<T>::logit(chosen[r])) * inverse : 0.0f;
+    if (rows.p > 0 && r * G + lane < rows.slots) raised += power(weight[r], rows.p);
+  }
+  const float norm = rows.p > 0 ? root(group_sum<G>(raised), rows.p) : 1.0f;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int slot = r * G + lane;
+    if (!live || slot >= rows.slots) continue;
+    weights_TK[token * rows.slots + slot] = narrow<S>(weight[r] / norm);
+    ids_TK[token * rows.slots + slot] = Keys<T>::expert(chosen[r]);
+  }
 }
 
 // With s the scores, r_j the chosen ones, n their norm and w = r / n:  through the weights r_j receives
 // gw_j / n - <gw, r> / n^2 * (r_j / n)^(p-1); the logits receive s * (G - <s, G>) + g_lse * s, G the sum of what s receives.
-template <typename T, typename S, int G, int N, bool kVectors>
+template <typename T, typename S, int G, int N, int R, bool kVectors>
 __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
     const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE, const Rows rows) {
@@ -443,18 +493,32 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     float* sent = chosen_grads + threadIdx.x / 32 * (32 * N) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < N; ++i) sent[i * 32] = 0.0f;
-    const bool has_slot = lane < rows.slots;
-    const int id = has_slot ? static_cast<int>(ids_TK[first_slot + lane]) : 0;
-    const float r = has_slot ? static_cast<float>(widen(scores_TE[first + id])) : 0.0f;
-    float gradient = has_slot ? static_cast<float>(widen(grad_weights_TK[first_slot + lane])) : 0.0f;
+    int id[R];
+    float r[R], gradient[R], raised = 0, inner = 0;
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const int slot = k * G + lane;
+      const bool has_slot = slot < rows.slots;
+      id[k] = has_slot ? static_cast<int>(ids_TK[first_slot + slot]) : -1;
+      r[k] = has_slot ? static_cast<float>(widen(scores_TE[first + id[k]])) : 0.0f;
+      gradient[k] = has_slot ? static_cast<float>(widen(grad_weights_TK[first_slot + slot])) : 0.0f;
+      if (rows.p > 0 && has_slot) raised += power(r[k], rows.p);
+      inner += gradient[k] * r[k];
+    }
     if (rows.p > 0) {
-      const float norm = root(group_sum<G>(has_slot ? power(r, rows.p) : 0.0f), rows.p);
-      const float inner = group_sum<G>(gradient * r);
-      const float share = rows.p == 1.0f ? 1.0f : rows.p == 2.0f ? r / norm : powf(r / norm, rows.p - 1.0f);
-      gradient = rows.slots == 1 ? 0.0f : gradient / norm - inner / (norm * norm) * share;  // a lone weight is always 1
+      const float norm = root(group_sum<G>(raised), rows.p);
+      inner = group_sum<G>(inner);
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+        const float share = rows.p == 1.0f ? 1.0f : rows.p == 2.0f ? r[k] / norm : powf(r[k] / norm, rows.p - 1.0f);
+        gradient[k] = rows.slots == 1 ? 0.0f : gradient[k] / norm - inner / (norm * norm) * share;  // a lone weight is always 1
+      }
     }
     __syncwarp();
-    if (has_slot) sent[Map::index_of(id) * 32 + Map::lane_of(id) - lane] = gradient;
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      if (id[k] >= 0) sent[Map::index_of(id[k]) * 32 + Map::lane_of(id[k]) - lane] = gradient[k];
+    }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N; ++i) grad[i] += sent[i * 32];
@@ -470,24 +534,29 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
   Row<T, G, N, V>::store(grad_TE + first, rows.experts, lane, grad);
 }
 
-// Runs body with G lanes a token, at least as many as slots, N experts a lane, and whether these come in vectors.
-#define GBMOE_ROUTE(lanes, a_lane, vectors, ...) \
-  { constexpr int G = lanes, N = a_lane; constexpr bool kVectors = vectors; __VA_ARGS__; }
-#define GBMOE_DISPATCH_EXPERTS(experts, slots, ...)                                                  \
-  do {                                                                                               \
-    const bool few = slots <= 8;                                                                     \
-    if (few && experts <= 16) GBMOE_ROUTE(8, 2, false, __VA_ARGS__)                                  \
-    else if (few && experts <= 32 && experts % 4 == 0) GBMOE_ROUTE(8, 4, true, __VA_ARGS__)          \
-    else if (few && experts <= 64 && experts % 8 == 0) GBMOE_ROUTE(8, 8, true, __VA_ARGS__)          \
-    else if (few && experts <= 128 && experts % 8 == 0) GBMOE_ROUTE(8, 16, true, __VA_ARGS__)        \
-    else if (few && experts <= 256 && experts % 8 == 0) GBMOE_ROUTE(8, 32, true, __VA_ARGS__)        \
-    else if (experts <= 64) GBMOE_ROUTE(32, 2, false, __VA_ARGS__)                                   \
-    else if (experts <= 128 && experts % 4 == 0) GBMOE_ROUTE(32, 4, true, __VA_ARGS__)               \
-    else if (experts <= 256 && experts % 8 == 0) GBMOE_ROUTE(32, 8, true, __VA_ARGS__)               \
-    else if (experts <= 256) GBMOE_ROUTE(32, 8, false, __VA_ARGS__)                                  \
-    else if (experts <= 512 && experts % 8 == 0) GBMOE_ROUTE(32, 16, true, __VA_ARGS__)              \
-    else if (experts % 8 == 0) GBMOE_ROUTE(32, 32, true, __VA_ARGS__)                                \
-    else GBMOE_ROUTE(32, 32, false, __VA_ARGS__)                                                     \
+// Runs body with G lanes a token, N experts and R slots a lane, and whether the experts come in vectors.
+#define GBMOE_ROUTE(lanes, experts_a_lane, slots_a_lane, vectors, ...) \
+  { constexpr int G = lanes, N = experts_a_lane, R = slots_a_lane; constexpr bool kVectors = vectors; __VA_ARGS__; }
+#define GBMOE_ROUTE_8_LANES(experts_a_lane, vectors, slots, ...)                  \
+  { if (slots <= 8) GBMOE_ROUTE(8, experts_a_lane, 1, vectors, __VA_ARGS__)       \
+    else GBMOE_ROUTE(8, experts_a_lane, 2, vectors, __VA_ARGS__) }
+// Eight lanes up to where a warp is faster, measured; with `wide` logits, whose keys take two registers, not so far.
+#define GBMOE_DISPATCH_EXPERTS(experts, slots, wide, ...)                                                             \
+  do {                                                                                                                \
+    const bool aligned = experts % 8 == 0, rounds = slots <= 16;                                                      \
+    if (rounds && experts <= 16) GBMOE_ROUTE_8_LANES(2, false, slots, __VA_ARGS__)                                    \
+    else if (rounds && experts <= 32 && aligned) GBMOE_ROUTE_8_LANES(4, true, slots, __VA_ARGS__)                     \
+    else if (rounds && experts <= 64 && aligned) GBMOE_ROUTE_8_LANES(8, true, slots, __VA_ARGS__)                     \
+    else if (rounds && experts <= 64) GBMOE_ROUTE_8_LANES(8, false, slots, __VA_ARGS__)                               \
+    else if (rounds && experts <= 128 && aligned && (!(wide) || slots <= 6)) GBMOE_ROUTE_8_LANES(16, true, slots, __VA_ARGS__) \
+    else if (rounds && experts <= 256 && aligned && !(wide)) GBMOE_ROUTE_8_LANES(32, true, slots, __VA_ARGS__)        \
+    else if (experts <= 64) GBMOE_ROUTE(32, 2, 1, false, __VA_ARGS__)                                                 \
+    else if (experts <= 128 && experts % 4 == 0) GBMOE_ROUTE(32, 4, 1, true, __VA_ARGS__)                             \
+    else if (experts <= 256 && aligned) GBMOE_ROUTE(32, 8, 1, true, __VA_ARGS__)                                      \
+    else if (experts <= 256) GBMOE_ROUTE(32, 8, 1, false, __VA_ARGS__)                                                \
+    else if (experts <= 512 && aligned) GBMOE_ROUTE(32, 16, 1, true, __VA_ARGS__)                                     \
+    else if (aligned) GBMOE_ROUTE(32, 32, 1, true, __VA_ARGS__)                                                       \
+    else GBMOE_ROUTE(32, 32, 1, false, __VA_ARGS__)                                                                   \
   } while (0)
 
 // Runs body with T bound to the logits' type and S to the scores': the same, or float.
@@ -513,8 +582,9 @@ void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, T
   const Rows rows{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route",
-                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, {
-    route_kernel<T, S, G, N, kVectors><<<blocks_for(rows.tokens, G), kThreads, 0, current_stream(logits)>>>(
+                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, sizeof(T) > 2, {
+    const auto kernel = route_kernel<T, S, G, N, R, kVectors>;
+    kernel<<<blocks_for(rows.tokens, G), kThreads, 0, current_stream(logits)>>>(
         data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), rows);
   }));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -527,9 +597,9 @@ void route_backward(
   const Rows rows{scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward",
-                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, {
+                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, sizeof(T) > 2, {
     const int shared_bytes = kThreads * N * static_cast<int>(sizeof(float));
-    const auto kernel = route_backward_kernel<T, S, G, N, kVectors>;
+    const auto kernel = route_backward_kernel<T, S, G, N, R, kVectors>;
     kernel<<<blocks_for(rows.tokens, G), kThreads, shared_bytes, current_stream(scores)>>>(
         data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights), data<float>(grad_logsumexp),
         data<T>(grad), rows);
