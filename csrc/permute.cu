@@ -67,15 +67,15 @@ int few_threads(int64_t vectors) {
 // Those of a token whose row is written several times, `a_thread` vectors by each: as many as the row takes, to read it at once.
 int many_threads(int64_t vectors, int a_thread) {
   const int64_t warps = std::max<int64_t>(ceil_div(vectors, 32 * a_thread), 1);
-  return 32 * static_cast<int>(std::min<int64_t>(warps, kThreads / 32));
+  return 32 * static_cast<int>(std::min<int64_t>(warps, kWarps));
 }
 
-// First to leave the cache: 2 % of the time of rows that are written in random order.
+// What is written first to leave the cache: rows in random order take 2 % less time.
 template <typename V> __device__ __forceinline__ void store_streaming(V* to, const V& value) {
   if constexpr (sizeof(V) == 16) __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(value));
   else *to = value;
 }
-// The same for rows that nobody reads again: 3 % of the time with two to four rows a token, and nothing with more.
+// The same for what is read: 3 % less with two to four rows a token, and nothing with more.
 template <typename V> __device__ __forceinline__ V load_streaming(const V* from) {
   if constexpr (sizeof(V) != 16) return *from;
   const uint4 value = __ldcs(reinterpret_cast<const uint4*>(from));
@@ -166,8 +166,8 @@ struct GatherScalars {
   bool drop_zero_probs;  // a slot whose probability is exactly 0 gets a row of zeros
 };
 
-// U vectors of the token are loaded together and then stored to each of its rows; where these are several, the first ones while
-// the slots are looked up, and the others while those before are stored. kProbs: the probabilities travel too, whose calls leave
+// U vectors of the token are loaded together and then stored to each of its rows; where these are several, the first ones are
+// loaded while the slots are looked up, and more, of very long rows, while those before are stored. kProbs: the probabilities travel too, whose calls leave
 // no registers for that.
 template <typename Step, int S, int U, bool kProbs>
 __global__ void __launch_bounds__(kThreads) gather_kernel(
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(
     const Shape shape) {
   using A = accumulate_t<T>;
   constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (shape.threads / shape.group) + threadIdx.x / shape.group;
   if (token >= shape.tokens) return;
   const int in_use = slots.in_use(token);
   const int lane = threadIdx.x % shape.group;
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
   constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
   const PaddingRows padding(slot_of_row, shape);
   __shared__ A warp_sums[kWarps][S];
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / shape.group) + threadIdx.x / shape.group;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (shape.threads / shape.group) + threadIdx.x / shape.group;
   const bool live = token < shape.tokens;
   const int in_use = live ? slots.in_use(token) : 0;
   const int lane = threadIdx.x % shape.group;
@@ -429,7 +429,7 @@ void padded_gather(
           data<V>(x), slots, ints(slot_of_row), scalar_data, data<V>(out), shape);
     };
     if constexpr (S == 1) return start(Four(), few_threads(vectors));
-    // Rows of up to 4 KiB want more threads, longer ones fewer; measured from 2 to 14 KiB.
+    // Rows of up to 256 vectors want more threads, longer ones fewer; measured from 128 to 896.
     else if (vectors <= 256) return start(Two(), many_threads(vectors, 2));
     else return start(Four(), many_threads(vectors, 4));
   };
@@ -468,7 +468,7 @@ void padded_scatter(
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
       const Shape shape = make_shape(out.size(0), 0, hidden / N, few_threads(hidden / N), false);
       const auto kernel = slots.most > S ? scatter_kernel<T, N, S, true> : scatter_kernel<T, N, S, false>;
-      kernel<<<shape.blocks, kThreads, 0, current_stream(y)>>>(
+      kernel<<<shape.blocks, shape.threads, 0, current_stream(y)>>>(
           data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out), shape);
     });
   });
@@ -492,7 +492,7 @@ void padded_scatter_backward(
       using V = Vector<T, N>;
       const Shape shape = make_shape(tokens, rows, hidden / N, few_threads(hidden / N), clear_behind);
       const auto kernel = y ? scatter_backward_kernel<T, N, S, true> : scatter_backward_kernel<T, N, S, false>;
-      kernel<<<shape.blocks, kThreads, 0, current_stream(grad)>>>(
+      kernel<<<shape.blocks, shape.threads, 0, current_stream(grad)>>>(
           data<V>(grad), y ? data<V>(*y) : nullptr, slots, ints(slot_of_row), scalars(weights),
           grad_y ? data<V>(*grad_y) : nullptr, scalars(grad_weights), shape);
     });

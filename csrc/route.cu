@@ -6,7 +6,7 @@
 // torch.topk.
 //
 // Groups of 8 lanes choose in K rounds of a maximum each. Warps count: a lower bound of the K-th highest logit leaves few
-// candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its rank among the others. What a group does
+// candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its place among the others. What a group does
 // once costs a warp four times what it costs 8 lanes.
 
 #include <climits>
@@ -284,24 +284,8 @@ __device__ __forceinline__ void choose_in_rounds(const Key (&key)[N], int slots,
   }
 }
 
-// The same of a whole row, which is read again for each: slower, for the few rows that have so many equal logits.
-template <typename T> __device__ __forceinline__ typename Keys<T>::Key choose_among_all(
-    const T* row, int experts, int slots, int lane) {
-  using Key = typename Keys<T>::Key;
-  Key top = 0, chosen = 0;
-  for (int j = 0; j < slots; ++j) {
-    Key best = 0;
-    for (int expert = lane; expert < experts; expert += 32) {
-      const Key key = Keys<T>::make(static_cast<float>(widen(row[expert])), expert);
-      if (j == 0 || key < top) best = max(best, key);
-    }
-    top = group_max<32>(best);
-    if (j == lane) chosen = top;
-  }
-  return chosen;
-}
-
-// Keys of a warp's lanes, all different, to be put in order: each goes where the number of those above it says.
+// The highest of a warp's keys, in order. Keys, all different, wait in shared memory; each finds its place by counting those above it.
+// When they fill it, only the K highest stay, and what enters must be higher than the last of these.
 template <typename Key> class Ranking {
  public:
   static constexpr int kMost = 128;
@@ -310,16 +294,27 @@ template <typename Key> class Ranking {
     Key ranked[32];
   };
 
-  __device__ __forceinline__ Ranking(Memory& memory, int lane) : memory_(memory), lane_(lane) {}
-  __device__ __forceinline__ void enter(Key key, int at) { memory_.waiting[at] = key; }
+  __device__ __forceinline__ Ranking(Memory& memory, int lane, int slots) : memory_(memory), lane_(lane), slots_(slots) {}
 
-  // The j-th highest of `count` keys in lane j, for j < slots <= count.
-  __device__ __forceinline__ Key ranked(int count, int slots) {
-    if (lane_ < kPerRead && count + lane_ < kMost) memory_.waiting[count + lane_] = 0;  // up to a whole read
+  // One key of every lane, 0 for none.
+  __device__ __forceinline__ void enter(Key key) {
+    const unsigned entering = __ballot_sync(kFull, key > lowest_);
+    if (key > lowest_) memory_.waiting[count_ + __popc(entering & ((1u << lane_) - 1))] = key;
+    count_ += __popc(entering);
+    if (count_ <= kMost - 32) return;
+    const Key kept = ranked();
+    lowest_ = __shfl_sync(kFull, kept, slots_ - 1);
+    if (lane_ < slots_) memory_.waiting[lane_] = kept;
+    count_ = slots_;
+  }
+
+  // The j-th highest in lane j, for j < slots; at least as many have entered.
+  __device__ __forceinline__ Key ranked() {
+    if (lane_ < kPerRead && count_ + lane_ < kMost) memory_.waiting[count_ + lane_] = 0;  // up to a whole read
     __syncwarp();
-    if (count <= 32) place<1>(count, slots);
-    else if (count <= 64) place<2>(count, slots);
-    else place<4>(count, slots);
+    if (count_ <= 32) place<1>();
+    else if (count_ <= 64) place<2>();
+    else place<4>();
     __syncwarp();
     return memory_.ranked[lane_];
   }
@@ -329,15 +324,15 @@ template <typename Key> class Ranking {
   using Read = Vector<Key, kPerRead>;
 
   // With M keys of each lane.
-  template <int M> __device__ __forceinline__ void place(int count, int slots) {
+  template <int M> __device__ __forceinline__ void place() {
     Key key[M];
     int rank[M];
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       key[m] = memory_.waiting[m * 32 + lane_];
-      rank[m] = m * 32 + lane_ < count ? 0 : slots;
+      rank[m] = m * 32 + lane_ < count_ ? 0 : slots_;
     }
-    for (int i = 0; i < count; i += kPerRead) {
+    for (int i = 0; i < count_; i += kPerRead) {
       const Read others = reinterpret_cast<const Read*>(memory_.waiting)[i / kPerRead];
 #pragma unroll
       for (int k = 0; k < kPerRead; ++k) {
@@ -346,11 +341,12 @@ template <typename Key> class Ranking {
       }
     }
 #pragma unroll
-    for (int m = 0; m < M; ++m) if (rank[m] < slots) memory_.ranked[rank[m]] = key[m];
+    for (int m = 0; m < M; ++m) if (rank[m] < slots_) memory_.ranked[rank[m]] = key[m];
   }
 
   Memory& memory_;
-  int lane_;
+  int lane_, slots_, count_ = 0;
+  Key lowest_ = 0;  // of the K highest, once memory has been full
 };
 
 // A logit that K of a warp's are not below; NaN where that may be all of them. The K-th highest of the maxima of 64 disjoint
@@ -376,7 +372,8 @@ template <typename T, int W> __device__ __forceinline__ unsigned find_candidates
   return candidates;
 }
 
-// With 32 experts a lane the registers of at least so many blocks an SM: fewer would not hide the latency of the network.
+// How many blocks an SM is to have room for. Warps with 32 experts a lane would take registers for two: too few to hide the
+// latency of their networks.
 template <typename T, int G, int N, bool kVectors>
 constexpr int kBlocks = G < 32 || N < 32 ? 1 : sizeof(T) == 2 && kVectors ? 4 : 3;
 
@@ -422,24 +419,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, G, N, kVectors>) route_ke
   Key chosen[R];  // of slots lane, lane + G, ...
   if constexpr (G == 32) {
     __shared__ typename Ranking<Key>::Memory memory[kWarps];
-    Ranking<Key> ranking(memory[threadIdx.x / 32], lane);
+    Ranking<Key> ranking(memory[threadIdx.x / 32], lane, rows.slots);
     unsigned candidates = find_candidates<T>(word, best, rows.slots, 1u << lane);
-    int count = 0;
-    while (count <= ranking.kMost) {
-      const unsigned entering = __ballot_sync(kFull, candidates != 0);
-      if (!entering) break;
-      const int bit = __ffs(candidates) - 1, at = count + __popc(entering & ((1u << lane) - 1));
+    while (__any_sync(kFull, candidates != 0)) {
+      const unsigned bit = __ffs(candidates) - 1;
       const int expert = Map::expert(kNumbers == 2 ? bit % 16 * 2 + bit / 16 : bit, lane);
-      if (candidates != 0 && at < ranking.kMost) {
-        // The logits have been read before, and few are read again.
-        const float logit = expert < rows.experts ? static_cast<float>(widen(logits_TE[first + expert])) : -INFINITY;
-        ranking.enter(Keys<T>::make(logit, expert), at);
-      }
+      // The logits have been read before, and few are read again.
+      const bool exists = candidates != 0 && expert < rows.experts;
+      ranking.enter(exists ? Keys<T>::make(static_cast<float>(widen(logits_TE[first + expert])), expert) : 0);
       candidates &= candidates - 1;
-      count += __popc(entering);
     }
-    if (count <= ranking.kMost) chosen[0] = ranking.ranked(count, rows.slots);
-    else chosen[0] = choose_among_all(logits_TE + first, rows.experts, rows.slots, lane);
+    chosen[0] = ranking.ranked();
   } else {
     Key key[N];
 #pragma unroll
@@ -540,16 +530,21 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
 #define GBMOE_ROUTE_8_LANES(experts_a_lane, vectors, slots, ...)                  \
   { if (slots <= 8) GBMOE_ROUTE(8, experts_a_lane, 1, vectors, __VA_ARGS__)       \
     else GBMOE_ROUTE(8, experts_a_lane, 2, vectors, __VA_ARGS__) }
-// Eight lanes up to where a warp is faster, measured; with `wide` logits, whose keys take two registers, not so far.
+// Eight lanes up to where a warp is faster, measured; with `wide` logits, whose keys take two registers, not so far. `wide` is a
+// constant, so that kernels that it rules out are not compiled.
 #define GBMOE_DISPATCH_EXPERTS(experts, slots, wide, ...)                                                             \
   do {                                                                                                                \
     const bool aligned = experts % 8 == 0, rounds = slots <= 16;                                                      \
     if (rounds && experts <= 16) GBMOE_ROUTE_8_LANES(2, false, slots, __VA_ARGS__)                                    \
-    else if (rounds && experts <= 32 && aligned) GBMOE_ROUTE_8_LANES(4, true, slots, __VA_ARGS__)                     \
+    else if (rounds && experts <= 32 && experts % 4 == 0) GBMOE_ROUTE_8_LANES(4, true, slots, __VA_ARGS__)            \
     else if (rounds && experts <= 64 && aligned) GBMOE_ROUTE_8_LANES(8, true, slots, __VA_ARGS__)                     \
     else if (rounds && experts <= 64) GBMOE_ROUTE_8_LANES(8, false, slots, __VA_ARGS__)                               \
-    else if (rounds && experts <= 128 && aligned && (!(wide) || slots <= 6)) GBMOE_ROUTE_8_LANES(16, true, slots, __VA_ARGS__) \
-    else if (rounds && experts <= 256 && aligned && !(wide)) GBMOE_ROUTE_8_LANES(32, true, slots, __VA_ARGS__)        \
+    else if (wide && slots <= 6 && experts <= 128 && aligned) GBMOE_ROUTE(8, 16, 1, true, __VA_ARGS__)                \
+    else if (!wide && rounds && experts <= 128 && aligned) {                                                          \
+      if constexpr (!wide) GBMOE_ROUTE_8_LANES(16, true, slots, __VA_ARGS__)                                          \
+    } else if (!wide && rounds && experts <= 256 && aligned) {                                                        \
+      if constexpr (!wide) GBMOE_ROUTE_8_LANES(32, true, slots, __VA_ARGS__)                                          \
+    }                                                                                                                 \
     else if (experts <= 64) GBMOE_ROUTE(32, 2, 1, false, __VA_ARGS__)                                                 \
     else if (experts <= 128 && experts % 4 == 0) GBMOE_ROUTE(32, 4, 1, true, __VA_ARGS__)                             \
     else if (experts <= 256 && aligned) GBMOE_ROUTE(32, 8, 1, true, __VA_ARGS__)                                      \
@@ -582,7 +577,7 @@ void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, T
   const Rows rows{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route",
-                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, sizeof(T) > 2, {
+                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, (sizeof(T) > 2), {
     const auto kernel = route_kernel<T, S, G, N, R, kVectors>;
     kernel<<<blocks_for(rows.tokens, G), kThreads, 0, current_stream(logits)>>>(
         data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), rows);
@@ -597,7 +592,7 @@ void route_backward(
   const Rows rows{scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward",
-                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, sizeof(T) > 2, {
+                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, (sizeof(T) > 2), {
     const int shared_bytes = kThreads * N * static_cast<int>(sizeof(float));
     const auto kernel = route_backward_kernel<T, S, G, N, R, kVectors>;
     kernel<<<blocks_for(rows.tokens, G), kThreads, shared_bytes, current_stream(scores)>>>(

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from gbmoe import cases
+from gbmoe.compat import grouped_gemm
 from gbmoe.compat.megablocks import register
 from gbmoe.routing import RoutingPlan
 from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_megablocks_needs_a_gpu
@@ -28,10 +29,18 @@ if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("s
     pytest.skip("MegaBlocks is not installed: scripts/install_megablocks.sh", allow_module_level=True)
 register()
 
+from megablocks import grouped_gemm_util  # noqa: E402
 from megablocks.layers import dmlp_registry, dmoe, glu, mlp, moe, router  # noqa: E402
 from megablocks.layers.arguments import Arguments  # noqa: E402
 
 SIZES = dict(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def grouped_gemm_in_any_dtype(monkeypatch):
+    """Where the real one is installed MegaBlocks has found it; that one takes bfloat16 only."""
+    monkeypatch.setattr(grouped_gemm_util, "ops", grouped_gemm.ops)
+    monkeypatch.setattr(grouped_gemm_util, "backend", grouped_gemm.backend)
 
 
 @pytest.fixture(autouse=True)

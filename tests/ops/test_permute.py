@@ -14,7 +14,8 @@ from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 ROOT = Path(__file__).parent.parent.parent
 
 # (tokens, experts, top_k, hidden): odd hidden sizes take the path of single elements.
-SHAPES = [(64, 8, 2, 64), (33, 5, 3, 7), (1, 1, 1, 8), (0, 4, 2, 16), (200, 4, 1, 129), (40, 16, 8, 256), (17, 40, 33, 24), (9, 3, 2, 2056)]
+SHAPES = [(64, 8, 2, 64), (33, 5, 3, 7), (1, 1, 1, 8), (0, 4, 2, 16), (200, 4, 1, 129), (40, 16, 8, 256), (17, 40, 33, 24), (9, 3, 2, 2056),
+          (7, 16, 8, 7168), (9, 5, 3, 6144), (5, 12, 10, 10248)]
 
 
 def make_plan(tokens, experts, top_k, device, align=1, drop=True, skew=1.0):
@@ -207,7 +208,7 @@ def test_more_than_2_to_the_31_elements():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("scalars_dtype", [torch.float32, None], ids=["float32", "same"])
-@pytest.mark.parametrize("shape", [(64, 8, 2, 64), (33, 5, 3, 7), (40, 16, 8, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 8, 2, 64), (33, 5, 3, 7), (40, 16, 8, 256), (7, 16, 8, 7168)], ids=str)
 def test_gather_with_scale_and_probs(device, dtype, scalars_dtype, shape):
     tokens, experts, top_k, hidden = shape
     plan = make_plan(tokens, experts, top_k, device, align=16)

@@ -12,7 +12,8 @@ from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 SHAPES = [(33, 8, 2), (5, 1, 1), (64, 3, 3), (20, 16, 4), (17, 33, 5), (40, 64, 6), (50, 128, 8), (21, 256, 8), (9, 250, 7), (13, 512, 32),
           (11, 1024, 32), (7, 1000, 9), (10, 24, 8), (9, 160, 6), (6, 384, 8), (12, 16, 12), (9, 100, 20), (8, 255, 17), (9, 256, 32),
-          (5, 1023, 32), (0, 8, 2), (300, 5, 1)]
+          (5, 1023, 32), (0, 8, 2), (300, 5, 1), (10, 32, 16), (9, 28, 9), (40, 64, 10), (50, 128, 16), (21, 256, 12), (17, 33, 9),
+          (9, 60, 16), (9, 128, 6), (9, 64, 20)]
 
 
 def torchs(logits, ids, p):
@@ -76,17 +77,18 @@ def hard_logits(experts, top_k, device):
     dense_nan[: top_k + 5] = -nan  # more than can be chosen
     few_numbers[top_k // 2 :] = -inf
     infinite[1::7], infinite[2::5] = inf, -inf
+    crowded = 100 + noise[0] / 100  # distinct in float32, by less than half precision tells apart
     return torch.stack([
         noise[0], noise[1].round(), noise[2].round().clamp(-1, 1), noise[3].sign() * 0.0,  # more and more ties; zeros of both signs
         torch.full_like(rank, 2.5), torch.full_like(rank, -inf), torch.full_like(rank, nan),
         rank, -rank, rank % 8, -(rank % 32), (rank % 256).sqrt(), torch.where(rank < 64, rank, -inf),  # the highest side by side
         torch.where(rank % 37 == 0, 3e38, -3e38), torch.full_like(rank, -3e38),  # the largest numbers
-        sparse_nan, dense_nan, few_numbers, infinite,
+        sparse_nan, dense_nan, few_numbers, infinite, crowded, rank,
     ])
 
 
 @pytest.mark.parametrize("experts, top_k", [*((e, k) for e in (512, 1000, 1024) for k in (8, 9, 16, 31, 32)), (1024, 1), (513, 32),
-                                            (256, 8), (256, 32), (250, 8), (128, 1), (96, 31), (64, 8), (60, 4), (32, 32), (33, 9),
+                                            (256, 8), (256, 32), (256, 12), (250, 8), (160, 32), (128, 16), (128, 32), (128, 1), (96, 31), (64, 8), (60, 4), (32, 32), (33, 9),
                                             (24, 8), (16, 9), (8, 8), (2, 1), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32-scores"])
