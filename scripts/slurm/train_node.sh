@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One node's part of train.sbatch, started by srun: torchrun, which starts a process a GPU and meets the other nodes'
 # at the first node.
+set -euo pipefail  # job.sh says so too, if it is found
 source scripts/slurm/job.sh "$@"
 
 # Slurm signals every process of a step and torchrun would die of USR1. Ignored here it stays ignored in all that

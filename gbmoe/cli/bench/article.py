@@ -89,13 +89,15 @@ def _share(rows: _Rows, by: str, article: str, holds: Callable[[float], bool]) -
             # The article's own ended at its largest case; one of its list is larger.
             counted = {case: row for case, row in layers.items() if _within_reach(row)}
             passed = [case for case, row in counted.items() if row["verified"]]
+            # The article is about inference: its share is of forward, in its card's memory.
+            verdict = ", which the verdict is of" if share is None else ""
             if share is None:
                 share = len(passed) / len(counted)
             limit = f"in {next(iter(layers.values()))['memory_limit']:g} GiB" if capped else "in all memory"
             if capped and rows.on_cpu:
                 limit += " (but no limit holds on a CPU)"
             texts.append(f"{computation} {limit}: {len(passed)} of {len(counted)} ({len(passed) / len(counted):.0%})"
-                         + _failures(layers))
+                         + verdict + _failures(layers))
     if share is None:
         return Finding(article, rows.why_absent(by), NOT_MEASURED)
     return Finding(article, "; ".join(texts), REPRODUCED if holds(share) else NOT_REPRODUCED)

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write all that is there; 1 where a file or a configuration of the suite's list is missing or broken, which is
-    named."""
+    """Write all that is there; 1 where a file or a configuration of the suite's list is missing or broken, or a row of
+    gbmoe's is wrong, which is named."""
     contents, problems = results.read_all(_files(arguments.parts))
     if contents:
         try:
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             print(f"gbmoe bench merge: {error}", file=sys.stderr)
             return 2
-        problems += [f"no result of {name}" for name in missing]
+        problems += [f"no result of {name}" for name in missing] + results.faults(merged)
         if arguments.baseline and all(row["by"] != arguments.baseline for row in merged["rows"]):
             problems.append(f"no row is by {arguments.baseline}: expected one of {', '.join(sorted({row['by'] for row in merged['rows']}))}")
         results.write(arguments.json, merged)

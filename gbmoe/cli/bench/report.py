@@ -22,16 +22,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write what can be reported; 1 where a file is missing or broken, or the README has no place for its part."""
+    """Write what can be reported; 1 where a file is missing or broken, a row of gbmoe's is wrong, or the README has no
+    place for its part, which is of the first file or of none."""
     contents, problems = results.read_all(arguments.files)
     pictures = _pictures(arguments.pictures, arguments.output.parent)
     arguments.output.write_text(markdown.page(contents, pictures, problems))
-    if arguments.readme and contents:
+    if arguments.readme and _first_is_whole(arguments.files, problems):
         piece = markdown.piece(contents[0], _pictures(arguments.pictures, arguments.readme.parent))
         problems += _insert(arguments.readme, piece)
+    problems += [fault for content in contents for fault in results.faults(content)]
     for problem in problems:
         print(f"gbmoe bench report: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _first_is_whole(files: list[Path], problems: list[str]) -> bool:
+    return not any(problem.startswith(f"{files[0]}:") for problem in problems)
 
 
 def _pictures(folder: Path | None, seen_from: Path) -> list[str]:

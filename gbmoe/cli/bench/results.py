@@ -19,7 +19,12 @@ from gbmoe.cli.bench.measure import Conditions
 from gbmoe.cli.bench.measurement import SEED
 from gbmoe.cli.machine import describe_clocks, describe_extension, describe_machine, describe_versions
 
-_FIELDS = ("suite", "baseline", "configurations", "runs", "rows")
+_FIELDS = {"suite": str, "baseline": str, "configurations": list, "runs": list, "rows": list}
+# What merge, plot and report take for granted.
+_RUN_FIELDS = ("machine", "versions", "dtype", "seed", "time", "limits", "limit_rows", "configurations", "peers", "peers_left_out",
+               "engines_left_out")
+_ROW_FIELDS = ("name", "setting", "contest", "kind", "case", "tokens", "hidden", "ffn", "experts", "top_k", "mlp_type", "routing",
+               "computation", "by", "implementation", "engine", "memory_limit", "dtype", "verified", "outcome", "problem", "run")
 
 
 class BrokenFile(Exception):
@@ -79,10 +84,24 @@ def read(path: Path) -> dict:
         raise BrokenFile(f"{path}: {error.strerror}") from None
     except ValueError as error:  # of which JSON's and UTF-8's are kinds
         raise BrokenFile(f"{path}: not JSON: {error}") from None
-    missing = [name for name in _FIELDS if not isinstance(content, dict) or name not in content]
-    if missing:
-        raise BrokenFile(f"{path}: expected a file of gbmoe bench, got one without {', '.join(missing)}")
+    problem = _misshapen(content)
+    if problem:
+        raise BrokenFile(f"{path}: expected a file of gbmoe bench, got one {problem}")
     return content
+
+
+def _misshapen(content: object) -> str | None:
+    lacking = [name for name, kind in _FIELDS.items() if not isinstance(content, dict) or not isinstance(content.get(name), kind)]
+    if lacking:
+        return f"without {', '.join(lacking)}"
+    for what, entries, fields in (("run", content["runs"], _RUN_FIELDS), ("row", content["rows"], _ROW_FIELDS)):
+        for number, entry in enumerate(entries):
+            lacking = [field for field in fields if not isinstance(entry, dict) or field not in entry]
+            if lacking:
+                return f"whose {what} {number} is without {', '.join(lacking)}"
+    runs = range(len(content["runs"]))
+    strangers = [row["name"] for row in content["rows"] if row["run"] not in runs]
+    return f"whose row {strangers[0]} is of a run that is not there" if strangers else None
 
 
 def read_all(paths: Iterable[Path]) -> tuple[list[dict], list[str]]:
@@ -126,6 +145,11 @@ def missing(content: dict) -> list[str]:
     """The configurations of its suite's list that no run of the content has finished."""
     done = {name for run in content["runs"] for name in run["configurations"]}
     return [name for name in content["configurations"] if name not in done]
+
+
+def faults(content: dict) -> list[str]:
+    """What is wrong with gbmoe's own rows and with the limits, a line each."""
+    return [f"{row['name']}: {row['problem']}" for row in wrong(content)]
 
 
 def wrong(content: dict) -> list[dict]:

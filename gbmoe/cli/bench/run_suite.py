@@ -82,6 +82,11 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         for name in given:
             if name not in known:
                 return f"{option}: expected names of {', '.join(known)}, got {name!r}"
+    device = arguments.device or default_device()
+    for name in arguments.engines or ():
+        reason = None if name == "auto" else engines.ENGINES[name].unavailable(device)
+        if reason:
+            return f"--engines: {name} {reason}"
     if arguments.memory_limit is not None and arguments.memory_limit <= 0:
         return f"--memory-limit: expected more than 0 GiB, got {arguments.memory_limit:g}"
     if (arguments.config is None) != (arguments.output is None):
@@ -107,12 +112,12 @@ def _run_part(arguments: argparse.Namespace, choice: Choice, configurations: lis
     path = arguments.output / f"{arguments.suite}-{arguments.config:04d}.json"
     if not arguments.force:
         try:
-            results.read(path)
+            content = results.read(path)
         except results.BrokenFile:
             pass  # not there, or not whole
         else:
             print(f"{path} is there; --force runs its configuration again")
-            return 0
+            return _judge(content)
     arguments.output.mkdir(parents=True, exist_ok=True)
     return _run_and_show(arguments, choice, configurations, [configurations[arguments.config]], path)
 
@@ -124,7 +129,8 @@ def _run_and_show(arguments: argparse.Namespace, choice: Choice, configurations:
     limits, limit_rows = measure_limits(conditions)
     conditions = replace(conditions, limits=limits)
     about = results.describe_run(conditions, limit_rows)
-    about |= {"engines_left_out": _engines_left_out(suite, choice, chosen), "configurations": []}
+    about |= {"engines_left_out": _engines_left_out(suite, choice, chosen), "configurations": [],
+              "options": {"engines": choice.engines, "peers": choice.peers, "quick": arguments.quick, "timeout": arguments.timeout}}
     content = {"suite": arguments.suite, "baseline": arguments.baseline or suite.baseline,
                "configurations": [configuration.name for configuration in configurations], "runs": [about], "rows": []}
     with Runner(conditions, arguments.timeout) as runner, show.Progress(total(chosen)) as progress:
@@ -137,9 +143,13 @@ def _run_and_show(arguments: argparse.Namespace, choice: Choice, configurations:
             if path:  # after each, so that a run that is cut off leaves what it has done
                 results.write(path, content)
     show.print_content(content)
-    faults = results.wrong(content)
-    for row in faults:
-        print(f"FAIL: {row['name']}: {row['problem']}")
+    return _judge(content)
+
+
+def _judge(content: dict) -> int:
+    faults = results.faults(content)
+    for fault in faults:
+        print(f"FAIL: {fault}")
     return 1 if faults else 0
 
 

@@ -72,6 +72,39 @@ def test_a_finished_part_is_not_done_again(tmp_path, capsys, one_case):
     assert results.read(file)
 
 
+def test_what_was_wrong_stays_wrong(tmp_path, capsys, one_case):
+    part, file = [*SMOKE, "--config", "1", "--output", str(tmp_path)], tmp_path / "smoke-0001.json"
+    assert main(part) == 0
+    content = results.read(file)
+    row = next(row for row in content["rows"] if row["implementation"] == "gbmoe")
+    row |= {"verified": False, "outcome": "wrong", "problem": "out: too far off"}
+    results.write(file, content)
+    capsys.readouterr()
+    assert main(part) == 1
+    assert f"FAIL: {row['name']}: out: too far off" in capsys.readouterr().out
+    for command in (["merge", str(file), "--json"], ["report", str(file), "--output"]):
+        written = tmp_path / f"by-{command[0]}"
+        assert main(["bench", *command, str(written)]) == 1 and written.exists()
+        assert f"{row['name']}: out: too far off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("break_it, words", [
+    (lambda content: content["rows"][2].pop("outcome"), "whose row 2 is without outcome"),
+    (lambda content: content["runs"][0].pop("machine"), "whose run 0 is without machine"),
+    (lambda content: content["rows"].append(None), "without name, setting"),
+    (lambda content: content.update(rows=None), "without rows"),
+    (lambda content: content["rows"][0].update(run=1), "is of a run that is not there"),
+])
+def test_a_file_with_holes_is_broken(break_it, words, tmp_path, one_case):
+    assert main([*SMOKE, "--config", "1", "--output", str(tmp_path)]) == 0
+    file = tmp_path / "smoke-0001.json"
+    content = results.read(file)
+    break_it(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(results.BrokenFile, match=f"smoke-0001.json: expected a file of gbmoe bench, got one .*{words}"):
+        results.read(file)
+
+
 def test_what_is_missing_or_broken_is_named_and_the_rest_joined(tmp_path, capsys, one_case):
     parts = [tmp_path / f"smoke-{i:04d}.json" for i in range(3)]
     assert main([*SMOKE, "--config", "1", "--output", str(tmp_path)]) == 0

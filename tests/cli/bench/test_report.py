@@ -132,6 +132,8 @@ def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling,
     assert text.count("![") == 2 and "pictures/scaling-forward-and-backward-speedup.png" in text
     assert "| gbmoe-auto | bmm | loop |" in text and "crashing" not in text
     assert main(command) == 0 and readme.read_text() == text
+    absent = [*command[:2], str(tmp_path / "absent.json"), *command[2:]]  # another file's table must not take its place
+    assert main(absent) == 1 and readme.read_text() == text
     readme.write_text("no markers")
     assert main(command) == 1 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
 

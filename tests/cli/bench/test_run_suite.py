@@ -173,6 +173,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
 @pytest.mark.parametrize("arguments, words", [
     ([], "expected --suite, merge, plot or report"),
     (["--suite", "smoke", "--engines", "fast"], "--engines: expected names of auto, "),
+    (["--suite", "smoke", "--engines", "auto,hopper"], "--engines: hopper runs on CUDA devices only, not on cpu"),
     (["--suite", "smoke", "--memory-limit", "0"], "--memory-limit: expected more than 0 GiB, got 0"),
     (["--suite", "smoke", "--config", "0"], "--config and --output belong together"),
     (["--suite", "smoke", "--config", "99", "--output", "parts"], "--config: expected 0 to 4, got 99"),
@@ -186,7 +187,7 @@ def test_arguments_that_make_no_sense(arguments, words, capsys):
 
 def test_a_baseline_and_engines_of_ones_own(bench, one_case):
     _, content, rows = bench("--engines", "auto", "--baseline", "gbmoe-auto")
-    assert content["baseline"] == "gbmoe-auto"
+    assert content["baseline"] == "gbmoe-auto" and content["runs"][0]["options"]["engines"] == ["auto"]
     assert {row["engine"] for row in rows.values()} == {"auto", None}
     layer_rows = [row for row in rows.values() if row["kind"] == "layer"]
     assert layer_rows and all(row["speedup"] == 1 for row in layer_rows)
