@@ -20,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write all that is there; 1 where a file or a configuration of the suite's list is missing or broken, or a row of
-    gbmoe's is wrong, which is named."""
+    gbmoe's is wrong, which is named; 2 for what cannot be joined or written."""
+    problem = results.no_folder("--json", arguments.json)
+    if problem:
+        print(f"gbmoe bench merge: {problem}", file=sys.stderr)
+        return 2
     contents, problems = results.read_all(_files(arguments.parts))
     if contents:
         try:

@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write what can be reported; 1 where a file is missing or broken, a row of gbmoe's is wrong, or the README has no
-    place for its part, which is of the first file or of none."""
+    place for its part, which is of the first file or of none; 2 where the page cannot be written."""
+    problem = results.no_folder("--output", arguments.output)
+    if problem:
+        print(f"gbmoe bench report: {problem}", file=sys.stderr)
+        return 2
     contents, problems = results.read_all(arguments.files)
     pictures = _pictures(arguments.pictures, arguments.output.parent)
     arguments.output.write_text(markdown.page(contents, pictures, problems))
@@ -47,7 +51,10 @@ def _pictures(folder: Path | None, seen_from: Path) -> list[str]:
 
 
 def _insert(readme: Path, piece: str) -> list[str]:
-    text = readme.read_text()
+    try:
+        text = readme.read_text()
+    except OSError as error:
+        return [f"{readme}: {error.strerror}"]
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

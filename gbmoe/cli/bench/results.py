@@ -66,6 +66,11 @@ def add_findings(content: dict) -> dict:
     return content
 
 
+def no_folder(option: str, path: Path) -> str | None:
+    """Why a file cannot be written at `path`, where its folder is missing."""
+    return None if path.parent.is_dir() else f"{option}: {path.parent} is not a directory"
+
+
 def write(path: Path, content: dict) -> None:
     """Write `content` to `path`, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

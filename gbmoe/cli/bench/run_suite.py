@@ -91,9 +91,7 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         return f"--memory-limit: expected more than 0 GiB, got {arguments.memory_limit:g}"
     if (arguments.config is None) != (arguments.output is None):
         return "--config and --output belong together"
-    if arguments.json and not arguments.json.parent.is_dir():
-        return f"--json: {arguments.json.parent} is not a directory"
-    return None
+    return results.no_folder("--json", arguments.json) if arguments.json else None
 
 
 def _peers(arguments: argparse.Namespace) -> list[str]:

@@ -134,6 +134,10 @@ def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling,
     assert main(command) == 0 and readme.read_text() == text
     absent = [*command[:2], str(tmp_path / "absent.json"), *command[2:]]  # another file's table must not take its place
     assert main(absent) == 1 and readme.read_text() == text
+    assert main([*command[:-1], str(tmp_path / "absent.md")]) == 1 and "absent.md: No such file" in capsys.readouterr().err
+    for written in (["merge", str(scaling), "--json"], ["report", str(scaling), "--output"]):
+        assert main(["bench", *written, str(tmp_path / "absent" / "file")]) == 2
+        assert f"{written[-1]}: {tmp_path / 'absent'} is not a directory" in capsys.readouterr().err
     readme.write_text("no markers")
     assert main(command) == 1 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
 
