@@ -77,9 +77,12 @@ template <typename V> __device__ __forceinline__ void store_streaming(V* to, con
 }
 // The same for what is read: 3 % less with two to four rows a token, and nothing with more.
 template <typename V> __device__ __forceinline__ V load_streaming(const V* from) {
-  if constexpr (sizeof(V) != 16) return *from;
-  const uint4 value = __ldcs(reinterpret_cast<const uint4*>(from));
-  return reinterpret_cast<const V&>(value);
+  if constexpr (sizeof(V) != 16) {
+    return *from;
+  } else {
+    const uint4 value = __ldcs(reinterpret_cast<const uint4*>(from));
+    return reinterpret_cast<const V&>(value);
+  }
 }
 
 // The share of the padded rows of one warp; all its lanes construct it before their token and clear after it, so that the slots
@@ -167,8 +170,8 @@ struct GatherScalars {
 };
 
 // U vectors of the token are loaded together and then stored to each of its rows; where these are several, the first ones are
-// loaded while the slots are looked up, and more, of very long rows, while those before are stored. kProbs: the probabilities travel too, whose calls leave
-// no registers for that.
+// loaded while the slots are looked up, and more, of very long rows, while those before are stored. kProbs: the probabilities
+// travel too, whose calls leave no registers for that.
 template <typename Step, int S, int U, bool kProbs>
 __global__ void __launch_bounds__(kThreads) gather_kernel(
     const typename Step::Vec* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row,

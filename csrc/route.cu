@@ -284,8 +284,8 @@ __device__ __forceinline__ void choose_in_rounds(const Key (&key)[N], int slots,
   }
 }
 
-// The highest of a warp's keys, in order. Keys, all different, wait in shared memory; each finds its place by counting those above it.
-// When they fill it, only the K highest stay, and what enters must be higher than the last of these.
+// The highest of a warp's keys, in order. Keys, all different, wait in shared memory; each finds its place by counting those above
+// it. When they fill it, only the K highest stay, and what enters must be higher than the last of these.
 template <typename Key> class Ranking {
  public:
   static constexpr int kMost = 128;

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     contents, problems = results.read_all(_files(arguments.parts))
     if contents:
         try:
-            merged, missing = results.merge(contents, arguments.baseline)
+            merged, missing = results.merge(list(contents.values()), arguments.baseline)
         except ValueError as error:
             print(f"gbmoe bench merge: {error}", file=sys.stderr)
             return 2

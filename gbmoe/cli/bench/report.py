@@ -30,18 +30,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     contents, problems = results.read_all(arguments.files)
     pictures = _pictures(arguments.pictures, arguments.output.parent)
-    arguments.output.write_text(markdown.page(contents, pictures, problems))
-    if arguments.readme and _first_is_whole(arguments.files, problems):
-        piece = markdown.piece(contents[0], _pictures(arguments.pictures, arguments.readme.parent))
+    arguments.output.write_text(markdown.page(list(contents.values()), pictures, problems))
+    first = contents.get(arguments.files[0])
+    if arguments.readme and first:
+        piece = markdown.piece(first, _pictures(arguments.pictures, arguments.readme.parent))
         problems += _insert(arguments.readme, piece)
-    problems += [fault for content in contents for fault in results.faults(content)]
+    problems += [fault for content in contents.values() for fault in results.faults(content)]
     for problem in problems:
         print(f"gbmoe bench report: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-def _first_is_whole(files: list[Path], problems: list[str]) -> bool:
-    return not any(problem.startswith(f"{files[0]}:") for problem in problems)
 
 
 def _pictures(folder: Path | None, seen_from: Path) -> list[str]:

@@ -109,12 +109,12 @@ def _misshapen(content: object) -> str | None:
     return f"whose row {strangers[0]} is of a run that is not there" if strangers else None
 
 
-def read_all(paths: Iterable[Path]) -> tuple[list[dict], list[str]]:
-    """The contents that could be read, and what is wrong with the others."""
-    contents, problems = [], []
+def read_all(paths: Iterable[Path]) -> tuple[dict[Path, dict], list[str]]:
+    """The contents of the files that could be read, in their order, and what is wrong with the others."""
+    contents, problems = {}, []
     for path in paths:
         try:
-            contents.append(read(path))
+            contents[path] = read(path)
         except BrokenFile as broken:
             problems.append(str(broken))
     return contents, problems
