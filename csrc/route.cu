@@ -530,8 +530,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
 #define GBMOE_ROUTE_8_LANES(experts_a_lane, vectors, slots, ...)                  \
   { if (slots <= 8) GBMOE_ROUTE(8, experts_a_lane, 1, vectors, __VA_ARGS__)       \
     else GBMOE_ROUTE(8, experts_a_lane, 2, vectors, __VA_ARGS__) }
-// Eight lanes up to where a warp is faster, measured; with `wide` logits, whose keys take two registers, not so far. `wide` is a
-// constant, so that kernels that it rules out are not compiled.
+// Eight lanes up to where a warp is faster, measured; with `wide` logits, whose keys take two registers, not so far.
 #define GBMOE_DISPATCH_EXPERTS(experts, slots, wide, ...)                                                             \
   do {                                                                                                                \
     const bool aligned = experts % 8 == 0, rounds = slots <= 16;                                                      \
@@ -540,11 +539,8 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     else if (rounds && experts <= 64 && aligned) GBMOE_ROUTE_8_LANES(8, true, slots, __VA_ARGS__)                     \
     else if (rounds && experts <= 64) GBMOE_ROUTE_8_LANES(8, false, slots, __VA_ARGS__)                               \
     else if (wide && slots <= 6 && experts <= 128 && aligned) GBMOE_ROUTE(8, 16, 1, true, __VA_ARGS__)                \
-    else if (!wide && rounds && experts <= 128 && aligned) {                                                          \
-      if constexpr (!wide) GBMOE_ROUTE_8_LANES(16, true, slots, __VA_ARGS__)                                          \
-    } else if (!wide && rounds && experts <= 256 && aligned) {                                                        \
-      if constexpr (!wide) GBMOE_ROUTE_8_LANES(32, true, slots, __VA_ARGS__)                                          \
-    }                                                                                                                 \
+    else if (!wide && rounds && experts <= 128 && aligned) GBMOE_ROUTE_8_LANES(16, true, slots, __VA_ARGS__)          \
+    else if (!wide && rounds && experts <= 256 && aligned) GBMOE_ROUTE_8_LANES(32, true, slots, __VA_ARGS__)          \
     else if (experts <= 64) GBMOE_ROUTE(32, 2, 1, false, __VA_ARGS__)                                                 \
     else if (experts <= 128 && experts % 4 == 0) GBMOE_ROUTE(32, 4, 1, true, __VA_ARGS__)                             \
     else if (experts <= 256 && aligned) GBMOE_ROUTE(32, 8, 1, true, __VA_ARGS__)                                      \
