@@ -33,7 +33,7 @@ void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_
 void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
-// route.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
+// route.cu, route_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
 void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
     Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,

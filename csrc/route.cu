@@ -1,25 +1,19 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss,
-// from the logits in one launch; and the gradient of all of that in another.
+// from the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// A group of G lanes, 8 or a whole warp, owns one token and keeps its E logits in registers, N a lane in vectors of V: lane l
-// has the experts [(c * G + l) * V, ... + V) of every chunk c. Ties go to the lower expert; NaN ranks above every number, as in
-// torch.topk.
-//
-// Groups of 8 lanes choose in K rounds of a maximum each. Warps count: a lower bound of the K-th highest logit leaves few
-// candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its place among the others. What a group does
-// once costs a warp four times what it costs 8 lanes.
+// Groups of 2, 4 or 8 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers, the
+// P >= K highest live on, and lanes merge what they have. Warps, for many experts, count: a lower bound of the K-th highest logit
+// leaves few candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its place among the others.
 
 #include <climits>
-#include <type_traits>
 
-#include "common.cuh"
 #include "ops.h"
+#include "route.cuh"
 
 namespace gbmoe {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr unsigned kFull = 0xffffffffu;
+constexpr int kThreads = 128;
 
 // A number that grows with the logit; NaN has the highest, and -0 that of 0.
 __device__ __forceinline__ uint32_t order_of(float logit) {
@@ -30,31 +24,6 @@ __device__ __forceinline__ uint32_t order_of(float logit) {
 __device__ __forceinline__ float logit_of(uint32_t order) {
   return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
-
-// A logit and its expert in one integer, so that the largest key is the highest logit and, among equals, the lowest expert; 0,
-// below -inf, stands for "none". 32 bits are enough for a half-precision logit, whose last bits as a float are zero.
-template <typename T> struct Keys {
-  using Key = uint32_t;
-  static constexpr uint32_t kExperts = 1023;  // the bits that hold 1023 - expert
-  // The order's bits above those, in a form that takes one operation less.
-  static __device__ __forceinline__ Key make(float logit, int expert) {
-    const uint32_t bits = logit != logit ? 0x7fffffffu & ~kExperts : __float_as_uint(logit + 0.0f);
-    const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
-    return bits ^ (sign & 0x7fffffffu & ~kExperts) ^ (0x80000000u | (kExperts ^ expert));
-  }
-  static __device__ __forceinline__ int expert(Key key) { return kExperts ^ (key & kExperts); }
-  static __device__ __forceinline__ float logit(Key key) {
-    return logit_of(key & 0x80000000u ? key & ~kExperts : key | kExperts);
-  }
-};
-template <> struct Keys<float> {
-  using Key = uint64_t;
-  static __device__ __forceinline__ Key make(float logit, int expert) {
-    return static_cast<uint64_t>(order_of(logit)) << 32 | (UINT_MAX - expert);
-  }
-  static __device__ __forceinline__ int expert(Key key) { return UINT_MAX - static_cast<unsigned>(key); }
-  static __device__ __forceinline__ float logit(Key key) { return logit_of(key >> 32); }
-};
 
 template <int G> __device__ __forceinline__ uint32_t group_max(uint32_t x) {
 #if __CUDA_ARCH__ >= 800
@@ -71,18 +40,6 @@ template <int G> __device__ __forceinline__ uint64_t group_max(uint64_t x) {
   const uint32_t high = group_max<G>(static_cast<uint32_t>(x >> 32));
   const uint32_t low = group_max<G>(static_cast<uint32_t>(x >> 32) == high ? static_cast<uint32_t>(x) : 0u);
   return static_cast<uint64_t>(high) << 32 | low;
-}
-template <int G> __device__ __forceinline__ float group_sum(float x) {
-#pragma unroll
-  for (int step = G / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFull, x, step);
-  return x;
-}
-__device__ __forceinline__ float power(float x, float p) { return p == 1.0f ? x : p == 2.0f ? x * x : powf(x, p); }
-__device__ __forceinline__ float root(float x, float p) {
-  if (p == 1.0f) return x;
-  if (p == 2.0f) return sqrtf(x);
-  const float y = powf(x, 1.0f / p);  // off by the rounding of 1 / p times log(x); one step of Newton's takes that away
-  return y + y * (x / powf(y, p) - 1.0f) / p;
 }
 
 // e to the power of a logit less the highest, for results of type S: half precision does not see the error of the fast
@@ -141,147 +98,171 @@ template <typename X> __device__ __forceinline__ void sort_lanes(X& x, unsigned 
   for (int run = 2; run <= 32; run *= 2) merge_runs(x, run, lane_bit);
 }
 
-// --------------------------------------------------------------------------------------------------------------------- rows
-
-struct Rows {
-  int64_t tokens;
-  int experts, slots;
-  float p;  // of the norm the weights are divided by; 0 for none
-};
-
-// A register of logits: two half-precision numbers or one float.
-template <typename T> struct Word {
-  using Numbers = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  static constexpr int kNumbers = 2;
-
-  static __device__ __forceinline__ Numbers numbers(uint32_t word) { return reinterpret_cast<const Numbers&>(word); }
-  static __device__ __forceinline__ uint32_t make(T low, T high) {
-    const Vector<T, 2> both{low, high};
-    return reinterpret_cast<const uint32_t&>(both);
-  }
-  static __device__ __forceinline__ float get(uint32_t word, int i) {
-    if constexpr (std::is_same_v<T, __half>) return i ? __high2float(numbers(word)) : __low2float(numbers(word));
-    else return __uint_as_float(i ? word & 0xffff0000u : word << 16);
-  }
-  // NaN where one of both is NaN.
-  static __device__ __forceinline__ uint32_t higher(uint32_t a, uint32_t b) {
-    const Numbers result = __hmax2_nan(numbers(a), numbers(b));
-    return reinterpret_cast<const uint32_t&>(result);
-  }
-  static __device__ __forceinline__ uint32_t same(T x) { return make(x, x); }
-  static __device__ __forceinline__ uint32_t floor(float x) {
-    if constexpr (std::is_same_v<T, __half>) return same(__float2half_rd(x));
-    else return same(__float2bfloat16_rd(x));
-  }
-  // Ones where a number is not below the bound, which NaN is not, nor any number where the bound is NaN.
-  static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
-    return __hgeu2_mask(numbers(word), numbers(bound));
-  }
-};
-template <> struct Word<float> {
-  static constexpr int kNumbers = 1;
-  static __device__ __forceinline__ float get(uint32_t word, int) { return __uint_as_float(word); }
-  static __device__ __forceinline__ uint32_t higher(uint32_t a, uint32_t b) {
-    const float x = get(a, 0), y = get(b, 0);
-#if __CUDA_ARCH__ >= 800
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-    return __float_as_uint(result);
-#else
-    return x > y || x != x ? a : b;
-#endif
-  }
-  static __device__ __forceinline__ uint32_t same(float x) { return __float_as_uint(x); }
-  static __device__ __forceinline__ uint32_t floor(float x) { return __float_as_uint(x); }
-  static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
-    return get(word, 0) < get(bound, 0) ? 0u : kFull;
-  }
-};
-
-// One token's E numbers, as the lane that calls sees its N of them. V > 1 divides E.
-template <typename T, int G, int N, int V> struct Row {
-  static constexpr int kNumbers = Word<T>::kNumbers, kWords = N / kNumbers;
-  using Words = Vector<uint32_t, (V > kNumbers ? V : kNumbers) / kNumbers>;
-
-  static __device__ __forceinline__ int expert(unsigned i, int lane) { return (i / V * G + lane) * V + i % V; }
-  static __device__ __forceinline__ int lane_of(int expert) { return expert / V % G; }
-  static __device__ __forceinline__ int index_of(int expert) { return expert / (G * V) * V + expert % V; }
-
-  // `fill` stands for what lies beyond the last expert.
-  static __device__ __forceinline__ void load(const T* row, int experts, int lane, float fill, uint32_t (&word)[kWords]) {
-    if constexpr (V < kNumbers) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        T number[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          number[i] = expert(2 * w + i, lane) < experts ? row[expert(2 * w + i, lane)] : narrow<T>(fill);
-        }
-        word[w] = Word<T>::make(number[0], number[1]);
-      }
-    } else {
-      const Words* vector = reinterpret_cast<const Words*>(row) + lane;
-      Words loaded[N / V];
-      if (experts == G * N) {
-#pragma unroll
-        for (int c = 0; c < N / V; ++c) loaded[c] = vector[c * G];
-      } else {
-#pragma unroll
-        for (int c = 0; c < N / V; ++c) {
-#pragma unroll
-          for (int w = 0; w < V / kNumbers; ++w) loaded[c].element[w] = Word<T>::same(narrow<T>(fill));
-          if (expert(c * V, lane) < experts) loaded[c] = vector[c * G];
-        }
-      }
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) word[w] = loaded[w / (V / kNumbers)].element[w % (V / kNumbers)];
-    }
-  }
-  static __device__ __forceinline__ float get(const uint32_t (&word)[kWords], int i) {
-    return Word<T>::get(word[i / kNumbers], i % kNumbers);
-  }
-  static __device__ __forceinline__ void store(T* row, int experts, int lane, const float (&value)[N]) {
-    Vector<T, V> narrowed[N / V];
-#pragma unroll
-    for (int i = 0; i < N; ++i) narrowed[i / V].element[i % V] = narrow<T>(value[i]);
-    Vector<T, V>* vector = reinterpret_cast<Vector<T, V>*>(row) + lane;
-    if (experts == G * N) {
-#pragma unroll
-      for (int c = 0; c < N / V; ++c) vector[c * G] = narrowed[c];
-    } else {
-#pragma unroll
-      for (int c = 0; c < N / V; ++c) if (expert(c * V, lane) < experts) vector[c * G] = narrowed[c];
-    }
-  }
-};
-
-constexpr int least(int a, int b, int c) { return a < b ? (a < c ? a : c) : (b < c ? b : c); }
-
-// One V for logits and scores keeps the experts of a lane the same.
-template <typename T, typename S, int N, bool kVectors>
-constexpr int kVector = kVectors ? least(N, kVectorLength<T>, kVectorLength<S>) : 1;
-
 // ---------------------------------------------------------------------------------------------------------------- selection
 
-// The K highest of a group's keys in K rounds: chosen[r] of a lane is the (r * G + lane)-th highest.
-template <int G, typename Key, int N, int R>
-__device__ __forceinline__ void choose_in_rounds(const Key (&key)[N], int slots, int lane, Key (&chosen)[R]) {
-  Key best = 0;
+// A logit and its expert in one integer, so that the largest key is the highest logit and, among equals, the lowest expert; 0,
+// below -inf, stands for "none". A brief key has 32 bits, which hold a half-precision logit whole, but only the first 22 of a
+// float's.
+template <typename T> struct Keys {
+  using Key = uint32_t;
+  static constexpr bool kBriefIsExact = true;
+
+  // Two numbers that grow with the logits of a word; NaN has the highest, and -0 that of 0.
+  static __device__ __forceinline__ uint32_t order(uint32_t word) {
+    const auto canonical = __hadd2(Word<T>::numbers(word), Word<T>::numbers(0u));
+    const uint32_t bits = reinterpret_cast<const uint32_t&>(canonical);
+    uint32_t signs;  // of either half, in all of its bits
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(bits));
+    return bits ^ (signs | 0x80008000u);
+  }
+  static __device__ __forceinline__ Key make(uint32_t order, int i, uint32_t complement) {
+    return (i ? order & 0xffff0000u : order << 16) ^ complement;
+  }
+  static __device__ __forceinline__ Key brief(uint32_t order, int i, uint32_t complement) { return make(order, i, complement); }
+  static __device__ __forceinline__ Key of(T logit, int expert) {
+    return make(order(Word<T>::same(logit)), 0, complement(expert));
+  }
+  // Of an expert; its lower bits are the complements of the expert's.
+  static __device__ __forceinline__ uint32_t complement(int expert) { return 0xffffu ^ expert; }
+  static __device__ __forceinline__ int expert(Key key) { return 0xffffu ^ (key & 0xffffu); }
+  static __device__ __forceinline__ float logit(Key key) {
+    const uint32_t order = key >> 16;
+    return Word<T>::get(order & 0x8000u ? order ^ 0x8000u : ~order, 0);
+  }
+};
+template <> struct Keys<float> {
+  using Key = uint64_t;
+  static constexpr bool kBriefIsExact = false;
+  static constexpr uint32_t kExperts = 1023;
+
+  static __device__ __forceinline__ uint32_t order(uint32_t word) { return order_of(__uint_as_float(word)); }
+  static __device__ __forceinline__ Key make(uint32_t order, int, uint32_t complement) {
+    return static_cast<uint64_t>(order) << 32 | complement;
+  }
+  static __device__ __forceinline__ Key of(float logit, int expert) { return make(order_of(logit), 0, complement(expert)); }
+  static __device__ __forceinline__ uint32_t brief(uint32_t order, int, uint32_t complement) {
+    return (order & ~kExperts) ^ complement;
+  }
+  static __device__ __forceinline__ uint32_t complement(int expert) { return kExperts ^ expert; }
+  static __device__ __forceinline__ int expert(Key key) { return kExperts ^ (static_cast<uint32_t>(key) & kExperts); }
+  static __device__ __forceinline__ float logit(Key key) { return logit_of(key >> 32); }
+  // Of the same first 22 bits.
+  static __device__ __forceinline__ bool alike(Key a, Key b) { return ((a ^ b) >> 32 & ~kExperts) == 0; }
+  // A key above all of such.
+  static __device__ __forceinline__ Key above(uint32_t order) { return static_cast<Key>(order | kExperts) << 32 | UINT_MAX; }
+};
+
+// Descending, by Batcher's merge of odd and even places.
+template <int L> __device__ __forceinline__ void sort_list(uint32_t (&x)[L]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) best = max(best, key[i]);
-  for (int j = 0; j < slots; ++j) {
-    const Key top = group_max<G>(best);
+  for (int run = 1; run < L; run *= 2) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) if (j == r * G + lane) chosen[r] = top;
-    if (best == top) {
-      // The lane that had it looks for its next one, the nearest below. The distance of a key that is not below wraps around,
-      // to top or more.
-      Key nearest = top;
+    for (int step = run; step > 0; step /= 2) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) nearest = min(nearest, top - 1 - key[i]);
-      best = nearest < top ? top - 1 - nearest : 0;
+      for (int i = 0; i < L; ++i) {
+        const int from = i - step % run;
+        if (from < 0 || from / step % 2 != 0 || i + step >= L || i / (2 * run) != (i + step) / (2 * run)) continue;
+        const uint32_t low = min(x[i], x[i + step]);
+        x[i] = max(x[i], x[i + step]);
+        x[i + step] = low;
+      }
     }
   }
+}
+// The P highest of two descending lists. What it leaves out of both is bitonic, and so is what it keeps.
+template <int P> __device__ __forceinline__ void merge_lists(uint32_t (&list)[P], const uint32_t (&other)[P]) {
+#pragma unroll
+  for (int i = 0; i < P; ++i) list[i] = max(list[i], other[P - 1 - i]);
+#pragma unroll
+  for (int step = P / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      if (i & step) continue;
+      const uint32_t low = min(list[i], list[i + step]);
+      list[i] = max(list[i], list[i + step]);
+      list[i + step] = low;
+    }
+  }
+}
+
+// The P highest brief keys of a group, descending, in every lane: each sorts its own N by networks, in runs of P.
+template <typename T, typename Map, int G, int N, int P, int W>
+__device__ __forceinline__ void list_highest(const uint32_t (&order)[W], uint32_t complement, uint32_t (&list)[P]) {
+#pragma unroll
+  for (int first = 0; first < N; first += P) {
+    uint32_t run[P];
+#pragma unroll
+    for (int i = 0; i < P; ++i) {
+      const int number = first + i;
+      run[i] = number < N ? Keys<T>::brief(order[number / Map::kNumbers], number % Map::kNumbers,
+                                           complement ^ Map::expert(number, 0)) : 0;
+    }
+    sort_list(run);
+    if (first > 0) {
+      merge_lists(list, run);
+    } else {
+#pragma unroll
+      for (int i = 0; i < P; ++i) list[i] = run[i];
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < G; step *= 2) {
+    uint32_t other[P];
+#pragma unroll
+    for (int i = 0; i < P; ++i) other[i] = __shfl_xor_sync(kFull, list[i], step);
+    merge_lists(list, other);
+  }
+}
+
+// The highest of a group's keys below `top`, in a round of a maximum each, for the slots from `from` on: chosen[r] of a lane has
+// slot r * G + lane.
+template <typename T, typename Map, int G, int N, typename Key, int W, int R>
+__device__ __forceinline__ void choose_in_rounds(
+    const uint32_t (&order)[W], uint32_t complement, Key top, int from, int slots, int lane, Key (&chosen)[R]) {
+  for (int slot = from; __any_sync(kFull, slot < slots); ++slot) {
+    // The distance of a key that is not below wraps around, to top or more.
+    Key nearest = top;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Key key = Keys<T>::make(order[i / Map::kNumbers], i % Map::kNumbers, complement ^ Map::expert(i, 0));
+      nearest = min(nearest, top - 1 - key);
+    }
+    top = group_max<G>(nearest < top ? top - 1 - nearest : 0);
+#pragma unroll
+    for (int r = 0; r < R; ++r) if (slot == r * G + lane && slot < slots) chosen[r] = top;
+  }
+}
+
+// The places of a group's P keys, 0 for none, in descending order.
+template <int G, int P, typename Key, int R> __device__ __forceinline__ void find_places(const Key (&key)[R], int (&place)[R]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) place[r] = key[r] == 0 ? P : 0;
+#pragma unroll
+  for (int i = 0; i < P; ++i) {
+    const Key other = __shfl_sync(kFull, key[i / G], i % G, G);
+#pragma unroll
+    for (int r = 0; r < R; ++r) place[r] += other > key[r];
+  }
+}
+// The same where keys are in order but for neighbours that are alike; place[r] is r * G + lane at first.
+template <int G, int P, int R> __device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int lane, int (&place)[R]) {
+  uint64_t next[R + 1], last[R + 1];  // of lane + 1, and of lane - 1 with r one higher
+  next[R] = last[0] = 0;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    next[r] = __shfl_sync(kFull, key[r], (lane + 1) % G, G);
+    last[r + 1] = __shfl_sync(kFull, key[r], (lane + G - 1) % G, G);
+  }
+  bool crowded = false;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const uint64_t after = lane == G - 1 ? next[r + 1] : next[r], before = lane == 0 ? last[r] : last[r + 1];
+    const bool like_next = Keys<float>::alike(key[r], after), like_last = Keys<float>::alike(key[r], before);
+    const bool below_next = like_next && after > key[r], above_last = like_last && key[r] > before;
+    crowded |= like_next && like_last && (below_next || above_last);
+    place[r] += below_next - above_last;
+  }
+  if (__any_sync(kFull, crowded)) find_places<G, P>(key, place);
 }
 
 // The highest of a warp's keys, in order. Keys, all different, wait in shared memory; each finds its place by counting those above
@@ -372,14 +353,9 @@ template <typename T, int W> __device__ __forceinline__ unsigned find_candidates
   return candidates;
 }
 
-// How many blocks an SM is to have room for. Warps with 32 experts a lane would take registers for two: too few to hide the
-// latency of their networks.
-template <typename T, int G, int N, bool kVectors>
-constexpr int kBlocks = G < 32 || N < 32 ? 1 : sizeof(T) == 2 && kVectors ? 4 : 3;
-
-// R: slots of a lane, R * G at least as many as there are.
-template <typename T, typename S, int G, int N, int R, bool kVectors>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, G, N, kVectors>) route_kernel(
+// P: a power of two, at least as many as there are slots, or 0 where a warp ranks its candidates.
+template <typename T, typename S, int G, int N, int P, bool kVectors>
+__global__ void __launch_bounds__(kThreads) route_kernel(
     const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, int64_t* __restrict__ ids_TK,
     float* __restrict__ logsumexp_T, const Rows rows) {
   constexpr int V = kVector<T, S, N, kVectors>, kNumbers = Word<T>::kNumbers;
@@ -416,9 +392,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, G, N, kVectors>) route_ke
   Row<S, G, N, V>::store(scores_TE + first, live ? rows.experts : 0, lane, value);
   if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm<S>(sum);
 
-  Key chosen[R];  // of slots lane, lane + G, ...
-  if constexpr (G == 32) {
-    __shared__ typename Ranking<Key>::Memory memory[kWarps];
+  constexpr int R = P > G ? P / G : 1;  // slots of a lane
+  Key chosen[R];
+  int slot[R];
+#pragma unroll
+  for (int r = 0; r < R; ++r) slot[r] = r * G + lane;
+  if constexpr (P == 0) {
+    __shared__ typename Ranking<Key>::Memory memory[kThreads / 32];
     Ranking<Key> ranking(memory[threadIdx.x / 32], lane, rows.slots);
     unsigned candidates = find_candidates<T>(word, best, rows.slots, 1u << lane);
     while (__any_sync(kFull, candidates != 0)) {
@@ -426,145 +406,119 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, G, N, kVectors>) route_ke
       const int expert = Map::expert(kNumbers == 2 ? bit % 16 * 2 + bit / 16 : bit, lane);
       // The logits have been read before, and few are read again.
       const bool exists = candidates != 0 && expert < rows.experts;
-      ranking.enter(exists ? Keys<T>::make(static_cast<float>(widen(logits_TE[first + expert])), expert) : 0);
+      ranking.enter(exists ? Keys<T>::of(logits_TE[first + expert], expert) : 0);
       candidates &= candidates - 1;
     }
     chosen[0] = ranking.ranked();
   } else {
-    Key key[N];
+    uint32_t order[Map::kWords], list[P];
 #pragma unroll
-    for (int i = 0; i < N; ++i) key[i] = Keys<T>::make(Map::get(word, i), Map::expert(i, lane));
-    choose_in_rounds<G>(key, rows.slots, lane, chosen);
+    for (int w = 0; w < Map::kWords; ++w) order[w] = Keys<T>::order(word[w]);
+    const uint32_t complement = Keys<T>::complement(Map::expert(0, lane));
+    list_highest<T, Map, G, N>(order, complement, list);
+    uint32_t brief[R] = {};
+#pragma unroll
+    for (int i = 0; i < P; ++i) if (lane == i % G) brief[i / G] = list[i];
+    if constexpr (Keys<T>::kBriefIsExact) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) chosen[r] = brief[r];
+    } else {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const int expert = Keys<T>::expert(brief[r]);
+        chosen[r] = slot[r] < rows.slots ? Keys<T>::of(logits_TE[first + expert], expert) : 0;
+      }
+      // Of those alike, brief keys tell the lowest experts, not the highest logits: is any logit above one that was chosen, and
+      // was not chosen itself?
+      uint32_t lowest = UINT_MAX;
+#pragma unroll
+      for (int r = 0; r < R; ++r) if (slot[r] < rows.slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));
+      lowest = ~group_max<G>(~lowest);
+      int missed = 0;
+#pragma unroll
+      for (int w = 0; w < Map::kWords; ++w) missed += order[w] > lowest;
+#pragma unroll
+      for (int r = 0; r < R; ++r) missed -= static_cast<uint32_t>(chosen[r] >> 32) > lowest;
+      if (__any_sync(kFull, group_sum<G>(missed) > 0)) {
+        const Key above = Keys<T>::above(lowest);
+        int certain = 0;
+#pragma unroll
+        for (int r = 0; r < R; ++r) certain += chosen[r] > above;
+        choose_in_rounds<T, Map, G, N>(order, complement, above, group_sum<G>(certain), rows.slots, lane, chosen);
+      }
+      exchange_neighbours<G, P>(chosen, lane, slot);
+    }
   }
 
   float weight[R], raised = 0;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    weight[r] = r * G + lane < rows.slots ? exponential(Keys<T>::logit(chosen[r])) * inverse : 0.0f;
-    if (rows.p > 0 && r * G + lane < rows.slots) raised += power(weight[r], rows.p);
+    weight[r] = slot[r] < rows.slots ? exponential(Keys<T>::logit(chosen[r])) * inverse : 0.0f;
+    if (rows.p > 0 && slot[r] < rows.slots) raised += power(weight[r], rows.p);
   }
   const float norm = rows.p > 0 ? root(group_sum<G>(raised), rows.p) : 1.0f;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    const int slot = r * G + lane;
-    if (!live || slot >= rows.slots) continue;
-    weights_TK[token * rows.slots + slot] = narrow<S>(weight[r] / norm);
-    ids_TK[token * rows.slots + slot] = Keys<T>::expert(chosen[r]);
+    if (!live || slot[r] >= rows.slots) continue;
+    weights_TK[token * rows.slots + slot[r]] = narrow<S>(weight[r] / norm);
+    ids_TK[token * rows.slots + slot[r]] = Keys<T>::expert(chosen[r]);
   }
 }
 
-// With s the scores, r_j the chosen ones, n their norm and w = r / n:  through the weights r_j receives
-// gw_j / n - <gw, r> / n^2 * (r_j / n)^(p-1); the logits receive s * (G - <s, G>) + g_lse * s, G the sum of what s receives.
-template <typename T, typename S, int G, int N, int R, bool kVectors>
-__global__ void __launch_bounds__(kThreads) route_backward_kernel(
-    const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
-    const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE, const Rows rows) {
-  constexpr int V = kVector<T, S, N, kVectors>;
-  using Map = Row<S, G, N, V>;
-  extern __shared__ float chosen_grads[];  // [warp][N][32]: what the weights send back to the scores of each lane
-  const int lane = threadIdx.x % G;
-  const int64_t token = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / G;
-  const bool live = token < rows.tokens;
-  const int64_t first = (live ? token : 0) * rows.experts, first_slot = (live ? token : 0) * rows.slots;
-  uint32_t word[Map::kWords];
-  float score[N], grad[N];
-  Map::load(scores_TE + first, rows.experts, lane, 0.0f, word);
-#pragma unroll
-  for (int i = 0; i < N; ++i) score[i] = Map::get(word, i);
-  if (grad_scores_TE) {
-    Map::load(grad_scores_TE + first, rows.experts, lane, 0.0f, word);
-#pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] = Map::get(word, i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] = 0.0f;
+// ------------------------------------------------------------------------------------------------------------------ launches
+
+// The arguments of one call.
+template <typename T, typename S> struct Route {
+  const T* logits;
+  S *scores, *weights;
+  int64_t* ids;
+  float* logsumexp;
+  Rows rows;
+  cudaStream_t stream;
+
+  template <int G, int N, int P, bool kVectors> void launch() const {
+    const unsigned blocks = static_cast<unsigned>(ceil_div(rows.tokens * G, kThreads));
+    route_kernel<T, S, G, N, P, kVectors><<<blocks, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, rows);
   }
-  if (grad_weights_TK) {
-    float* sent = chosen_grads + threadIdx.x / 32 * (32 * N) + threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < N; ++i) sent[i * 32] = 0.0f;
-    int id[R];
-    float r[R], gradient[R], raised = 0, inner = 0;
-#pragma unroll
-    for (int k = 0; k < R; ++k) {
-      const int slot = k * G + lane;
-      const bool has_slot = slot < rows.slots;
-      id[k] = has_slot ? static_cast<int>(ids_TK[first_slot + slot]) : -1;
-      r[k] = has_slot ? static_cast<float>(widen(scores_TE[first + id[k]])) : 0.0f;
-      gradient[k] = has_slot ? static_cast<float>(widen(grad_weights_TK[first_slot + slot])) : 0.0f;
-      if (rows.p > 0 && has_slot) raised += power(r[k], rows.p);
-      inner += gradient[k] * r[k];
+  // Lists no longer than there are experts.
+  template <int G, int N, bool kVectors, int kMost = 32> void launch_lists() const {
+    if (rows.slots <= 4) return launch<G, N, 4, kVectors>();
+    if (rows.slots <= 8 || kMost == 8) return launch<G, N, 8, kVectors>();
+    if constexpr (kMost >= 16) {
+      if (rows.slots <= 16 || kMost == 16) return launch<G, N, 16, kVectors>();
     }
-    if (rows.p > 0) {
-      const float norm = root(group_sum<G>(raised), rows.p);
-      inner = group_sum<G>(inner);
-#pragma unroll
-      for (int k = 0; k < R; ++k) {
-        const float share = rows.p == 1.0f ? 1.0f : rows.p == 2.0f ? r[k] / norm : powf(r[k] / norm, rows.p - 1.0f);
-        gradient[k] = rows.slots == 1 ? 0.0f : gradient[k] / norm - inner / (norm * norm) * share;  // a lone weight is always 1
-      }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int k = 0; k < R; ++k) {
-      if (id[k] >= 0) sent[Map::index_of(id[k]) * 32 + Map::lane_of(id[k]) - lane] = gradient[k];
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] += sent[i * 32];
+    if constexpr (kMost >= 32) return launch<G, N, 32, kVectors>();
   }
-  float inner = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) inner += score[i] * grad[i];
-  inner = group_sum<G>(inner);
-  if (!live) return;
-  const float grad_lse = grad_logsumexp_T ? grad_logsumexp_T[token] : 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) grad[i] = score[i] * (grad[i] - inner + grad_lse);
-  Row<T, G, N, V>::store(grad_TE + first, rows.experts, lane, grad);
-}
-
-// Runs body with G lanes a token, N experts and R slots a lane, and whether the experts come in vectors.
-#define GBMOE_ROUTE(lanes, experts_a_lane, slots_a_lane, vectors, ...) \
-  { constexpr int G = lanes, N = experts_a_lane, R = slots_a_lane; constexpr bool kVectors = vectors; __VA_ARGS__; }
-#define GBMOE_ROUTE_8_LANES(experts_a_lane, vectors, slots, ...)                  \
-  { if (slots <= 8) GBMOE_ROUTE(8, experts_a_lane, 1, vectors, __VA_ARGS__)       \
-    else GBMOE_ROUTE(8, experts_a_lane, 2, vectors, __VA_ARGS__) }
-// Eight lanes up to where a warp is faster, measured; with `wide` logits, whose keys take two registers, not so far.
-#define GBMOE_DISPATCH_EXPERTS(experts, slots, wide, ...)                                                             \
-  do {                                                                                                                \
-    const bool aligned = experts % 8 == 0, rounds = slots <= 16;                                                      \
-    if (rounds && experts <= 16) GBMOE_ROUTE_8_LANES(2, false, slots, __VA_ARGS__)                                    \
-    else if (rounds && experts <= 32 && experts % 4 == 0) GBMOE_ROUTE_8_LANES(4, true, slots, __VA_ARGS__)            \
-    else if (rounds && experts <= 64 && aligned) GBMOE_ROUTE_8_LANES(8, true, slots, __VA_ARGS__)                     \
-    else if (rounds && experts <= 64) GBMOE_ROUTE_8_LANES(8, false, slots, __VA_ARGS__)                               \
-    else if (wide && slots <= 6 && experts <= 128 && aligned) GBMOE_ROUTE(8, 16, 1, true, __VA_ARGS__)                \
-    else if (!wide && rounds && experts <= 128 && aligned) GBMOE_ROUTE_8_LANES(16, true, slots, __VA_ARGS__)          \
-    else if (!wide && rounds && experts <= 256 && aligned) GBMOE_ROUTE_8_LANES(32, true, slots, __VA_ARGS__)          \
-    else if (experts <= 64) GBMOE_ROUTE(32, 2, 1, false, __VA_ARGS__)                                                 \
-    else if (experts <= 128 && experts % 4 == 0) GBMOE_ROUTE(32, 4, 1, true, __VA_ARGS__)                             \
-    else if (experts <= 256 && aligned) GBMOE_ROUTE(32, 8, 1, true, __VA_ARGS__)                                      \
-    else if (experts <= 256) GBMOE_ROUTE(32, 8, 1, false, __VA_ARGS__)                                                \
-    else if (experts <= 512 && aligned) GBMOE_ROUTE(32, 16, 1, true, __VA_ARGS__)                                     \
-    else if (aligned) GBMOE_ROUTE(32, 32, 1, true, __VA_ARGS__)                                                       \
-    else GBMOE_ROUTE(32, 32, 1, false, __VA_ARGS__)                                                                   \
-  } while (0)
-
-// Runs body with T bound to the logits' type and S to the scores': the same, or float.
-#define GBMOE_DISPATCH_LOGITS(logits, scores, name, ...)                                                              \
-  do {                                                                                                                \
-    if (logits == ScalarType::Float) { using T = float; using S = float; __VA_ARGS__; }                               \
-    else if (logits == ScalarType::BFloat16 && scores == logits) { using T = __nv_bfloat16; using S = T; __VA_ARGS__; } \
-    else if (logits == ScalarType::BFloat16) { using T = __nv_bfloat16; using S = float; __VA_ARGS__; }               \
-    else if (logits == ScalarType::Half && scores == logits) { using T = __half; using S = T; __VA_ARGS__; }          \
-    else if (logits == ScalarType::Half) { using T = __half; using S = float; __VA_ARGS__; }                          \
-    else STD_TORCH_CHECK(false, name, ": expected bfloat16, float16 or float32");                                     \
-  } while (0)
-
-template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
-template <typename V> V* data(const std::optional<Tensor>& tensor) { return tensor ? data<V>(*tensor) : nullptr; }
-
-unsigned blocks_for(int64_t tokens, int lanes) { return static_cast<unsigned>(ceil_div(tokens * lanes, kThreads)); }
+  // Lists up to where a warp is faster, measured; for floats, whose briefs must be checked, not so far.
+  void launch() const {
+    constexpr bool kHalf = sizeof(T) == 2;
+    const int experts = rows.experts;
+    const bool fours = experts % 4 == 0, eights = experts % 8 == 0;
+    if (fours && experts <= 8) return launch_lists<2, 4, true, 8>();
+    if (fours && experts <= 16) return launch_lists<4, 4, true, 16>();
+    if (experts <= 16) return launch_lists<8, 2, false, 16>();
+    if (eights && experts <= 32) return launch_lists<4, 8, true>();
+    if (eights && experts <= 64) return launch_lists<4, 16, true>();
+    if (experts <= 64) return launch_lists<8, 8, false>();
+    if constexpr (kHalf) {
+      if (eights && experts <= 128) return launch_lists<4, 32, true>();
+      if (eights && experts <= 192) return launch_lists<4, 48, true>();
+      if (eights && experts <= 256) return launch_lists<4, 64, true>();
+      if (eights && experts <= 384 && rows.slots <= 8) return launch_lists<8, 48, true, 8>();
+      if (eights && experts <= 512 && rows.slots <= 8) return launch_lists<8, 64, true, 8>();
+    } else {
+      if (eights && experts <= 128) return launch_lists<8, 16, true>();
+      if (eights && experts <= 192) return launch_lists<8, 24, true>();
+      if (eights && experts <= 256) return launch_lists<8, 32, true>();
+      if (fours && experts > 256 && experts <= 384) return launch<32, 12, 0, true>();
+    }
+    if (experts <= 128 && fours) return launch<32, 4, 0, true>();
+    if (experts <= 256) return launch<32, 8, 0, false>();
+    if (experts <= 512 && eights) return launch<32, 16, 0, true>();
+    if (eights) return launch<32, 32, 0, true>();
+    return launch<32, 32, 0, false>();
+  }
+};
 
 }  // namespace
 
@@ -572,29 +526,11 @@ void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, T
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const Rows rows{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (rows.tokens == 0) return;
-  GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route",
-                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, (sizeof(T) > 2), {
-    const auto kernel = route_kernel<T, S, G, N, R, kVectors>;
-    kernel<<<blocks_for(rows.tokens, G), kThreads, 0, current_stream(logits)>>>(
-        data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), rows);
-  }));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void route_backward(
-    Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
-    std::optional<Tensor> grad_logsumexp, double p, Tensor grad) {
-  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
-  const Rows rows{scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
-  if (rows.tokens == 0) return;
-  GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward",
-                        GBMOE_DISPATCH_EXPERTS(rows.experts, rows.slots, (sizeof(T) > 2), {
-    const int shared_bytes = kThreads * N * static_cast<int>(sizeof(float));
-    const auto kernel = route_backward_kernel<T, S, G, N, R, kVectors>;
-    kernel<<<blocks_for(rows.tokens, G), kThreads, shared_bytes, current_stream(scores)>>>(
-        data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights), data<float>(grad_logsumexp),
-        data<T>(grad), rows);
-  }));
+  GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", {
+    const Route<T, S> call{data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), rows,
+                           current_stream(logits)};
+    call.launch();
+  });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -49,7 +49,7 @@ def route_backward(
     scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
     grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/route.cu."""
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/route_backward.cu."""
     wide = accumulate_dtype(scores_TE.dtype)
     score_TE = scores_TE.to(wide)
     grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)

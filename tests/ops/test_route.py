@@ -88,8 +88,10 @@ def hard_logits(experts, top_k, device):
 
 
 @pytest.mark.parametrize("experts, top_k", [*((e, k) for e in (512, 1000, 1024) for k in (8, 9, 16, 31, 32)), (1024, 1), (513, 32),
-                                            (256, 8), (256, 32), (256, 12), (250, 8), (160, 32), (128, 16), (128, 32), (128, 1), (96, 31), (64, 8), (60, 4), (32, 32), (33, 9),
-                                            (24, 8), (16, 9), (8, 8), (2, 1), (1, 1)])
+                                            (512, 4), (384, 8), (384, 3), (256, 8), (256, 32), (256, 12), (256, 1), (250, 8), (192, 4),
+                                            (160, 32), (160, 8), (128, 16), (128, 32), (128, 1), (128, 7), (96, 31), (64, 8), (64, 17), (64, 4),
+                                            (60, 4), (60, 32), (32, 32), (32, 4), (33, 9), (24, 8), (16, 9), (16, 16), (16, 4), (15, 9), (8, 8),
+                                            (8, 3), (6, 5), (4, 4), (2, 1), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32-scores"])
 def test_hard_choices_are_the_reference_s(device, experts, top_k, dtype, wide):
