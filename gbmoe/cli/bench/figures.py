@@ -148,7 +148,8 @@ def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
     cells = {(row["by"], _panel(row)): row["speedup"] for row in rows}
     grid = [[math.log2(cells.get((name, column), math.nan)) for column in columns] for name in names]
     reach = max(1.0, max(abs(cell) for line in grid for cell in line if not math.isnan(cell)))
-    figure, axes = plt.subplots(figsize=(1.8 + 0.55 * len(columns), 1.6 + 0.28 * len(names)), layout="constrained")
+    labels = 0.05 * max(map(len, columns))  # inches that the longest takes, turned
+    figure, axes = plt.subplots(figsize=(1.8 + 0.55 * len(columns), 0.9 + labels + 0.28 * len(names)), layout="constrained")
     colours = matplotlib.colors.LinearSegmentedColormap.from_list("speed-up", ["#D55E00", "#FFFFFF", "#0072B2"])
     colours = colours.with_extremes(bad="#DDDDDD")
     image = axes.imshow(grid, cmap=colours, vmin=-reach, vmax=reach, aspect="auto")
