@@ -46,9 +46,10 @@ template <int G> __device__ __forceinline__ uint64_t group_max(uint64_t x) {
 // instruction (two units in the last place of a float, and 0 instead of a subnormal).
 template <typename S> class Exponential {
  public:
-  // Logits whose product with log2(e) overflows are so far apart that any rate tells whether they are equal.
+  // The rounding of highest * log2(e) is a factor of all results, and as such it cancels, unless it overflows: above a million
+  // half-precision logits are so far apart that any rate tells whether they are equal, and this one's products are exact.
   __device__ __forceinline__ explicit Exponential(float highest)
-      : highest_(highest), rate_(fabsf(highest) > 1e38f ? 0.5f : 1.44269504f) {}
+      : highest_(highest), rate_(fabsf(highest) > 1e6f ? 0.5f : 1.44269504f) {}
 
   __device__ __forceinline__ float operator()(float logit) const {
     if constexpr (sizeof(S) > 2) return expf(logit - highest_);
@@ -115,6 +116,7 @@ template <typename T> struct Keys {
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(bits));
     return bits ^ (signs | 0x80008000u);
   }
+  // The key of number i of the two.
   static __device__ __forceinline__ Key make(uint32_t order, int i, uint32_t complement) {
     return (i ? order & 0xffff0000u : order << 16) ^ complement;
   }
@@ -122,7 +124,7 @@ template <typename T> struct Keys {
   static __device__ __forceinline__ Key of(T logit, int expert) {
     return make(order(Word<T>::same(logit)), 0, complement(expert));
   }
-  // Of an expert; its lower bits are the complements of the expert's.
+  // What a key holds of its expert; complement(a | b) is complement(a) ^ b where a and b share no bits.
   static __device__ __forceinline__ uint32_t complement(int expert) { return 0xffffu ^ expert; }
   static __device__ __forceinline__ int expert(Key key) { return 0xffffu ^ (key & 0xffffu); }
   static __device__ __forceinline__ float logit(Key key) {
@@ -169,7 +171,7 @@ template <int L> __device__ __forceinline__ void sort_list(uint32_t (&x)[L]) {
     }
   }
 }
-// The P highest of two descending lists. What it leaves out of both is bitonic, and so is what it keeps.
+// The P highest of two descending lists, descending; before they are merged they are bitonic.
 template <int P> __device__ __forceinline__ void merge_lists(uint32_t (&list)[P], const uint32_t (&other)[P]) {
 #pragma unroll
   for (int i = 0; i < P; ++i) list[i] = max(list[i], other[P - 1 - i]);
@@ -233,10 +235,10 @@ __device__ __forceinline__ void choose_in_rounds(
   }
 }
 
-// The places of a group's P keys, 0 for none, in descending order.
+// The places of a group's P keys in descending order; of keys of 0, which stand for none, some place behind all others.
 template <int G, int P, typename Key, int R> __device__ __forceinline__ void find_places(const Key (&key)[R], int (&place)[R]) {
 #pragma unroll
-  for (int r = 0; r < R; ++r) place[r] = key[r] == 0 ? P : 0;
+  for (int r = 0; r < R; ++r) place[r] = 0;
 #pragma unroll
   for (int i = 0; i < P; ++i) {
     const Key other = __shfl_sync(kFull, key[i / G], i % G, G);
@@ -246,21 +248,21 @@ template <int G, int P, typename Key, int R> __device__ __forceinline__ void fin
 }
 // The same where keys are in order but for neighbours that are alike; place[r] is r * G + lane at first.
 template <int G, int P, int R> __device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int lane, int (&place)[R]) {
-  uint64_t next[R + 1], last[R + 1];  // of lane + 1, and of lane - 1 with r one higher
-  next[R] = last[0] = 0;
+  uint64_t next[R + 1], previous[R + 1];  // next[r] is key[r] of lane + 1, previous[r + 1] is key[r] of lane - 1
+  next[R] = previous[0] = 0;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     next[r] = __shfl_sync(kFull, key[r], (lane + 1) % G, G);
-    last[r + 1] = __shfl_sync(kFull, key[r], (lane + G - 1) % G, G);
+    previous[r + 1] = __shfl_sync(kFull, key[r], (lane + G - 1) % G, G);
   }
   bool crowded = false;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    const uint64_t after = lane == G - 1 ? next[r + 1] : next[r], before = lane == 0 ? last[r] : last[r + 1];
-    const bool like_next = Keys<float>::alike(key[r], after), like_last = Keys<float>::alike(key[r], before);
-    const bool below_next = like_next && after > key[r], above_last = like_last && key[r] > before;
-    crowded |= like_next && like_last && (below_next || above_last);
-    place[r] += below_next - above_last;
+    const uint64_t after = lane == G - 1 ? next[r + 1] : next[r], before = lane == 0 ? previous[r] : previous[r + 1];
+    const bool like_next = Keys<float>::alike(key[r], after), like_previous = Keys<float>::alike(key[r], before);
+    const bool below_next = like_next && after > key[r], above_previous = like_previous && key[r] > before;
+    crowded |= like_next && like_previous && (below_next || above_previous);
+    place[r] += below_next - above_previous;
   }
   if (__any_sync(kFull, crowded)) find_places<G, P>(key, place);
 }
@@ -428,8 +430,8 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
         const int expert = Keys<T>::expert(brief[r]);
         chosen[r] = slot[r] < rows.slots ? Keys<T>::of(logits_TE[first + expert], expert) : 0;
       }
-      // Of those alike, brief keys tell the lowest experts, not the highest logits: is any logit above one that was chosen, and
-      // was not chosen itself?
+      // Of those alike, brief keys tell the lowest experts, not the highest logits: is any logit above the lowest that was chosen,
+      // and was not chosen itself? Of those equal to it the right ones were chosen, because their brief keys tell the experts.
       uint32_t lowest = UINT_MAX;
 #pragma unroll
       for (int r = 0; r < R; ++r) if (slot[r] < rows.slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));
@@ -477,10 +479,12 @@ template <typename T, typename S> struct Route {
   cudaStream_t stream;
 
   template <int G, int N, int P, bool kVectors> void launch() const {
+    static_assert(G * N <= 1024 && (G & (G - 1)) == 0, "a brief key holds experts below 1024, and lane and index in bits apart");
+    STD_TORCH_CHECK(rows.slots <= (P > 0 ? P : 32) && rows.experts <= G * N, "route: no kernel for ", rows.experts, " experts");
     const unsigned blocks = static_cast<unsigned>(ceil_div(rows.tokens * G, kThreads));
     route_kernel<T, S, G, N, P, kVectors><<<blocks, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, rows);
   }
-  // Lists no longer than there are experts.
+  // kMost: of slots that come here.
   template <int G, int N, bool kVectors, int kMost = 32> void launch_lists() const {
     if (rows.slots <= 4) return launch<G, N, 4, kVectors>();
     if (rows.slots <= 8 || kMost == 8) return launch<G, N, 8, kVectors>();

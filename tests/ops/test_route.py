@@ -13,7 +13,8 @@ from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 SHAPES = [(33, 8, 2), (5, 1, 1), (64, 3, 3), (20, 16, 4), (17, 33, 5), (40, 64, 6), (50, 128, 8), (21, 256, 8), (9, 250, 7), (13, 512, 32),
           (11, 1024, 32), (7, 1000, 9), (10, 24, 8), (9, 160, 6), (6, 384, 8), (12, 16, 12), (9, 100, 20), (8, 255, 17), (9, 256, 32),
           (5, 1023, 32), (0, 8, 2), (300, 5, 1), (10, 32, 16), (9, 28, 9), (40, 64, 10), (50, 128, 16), (21, 256, 12), (17, 33, 9),
-          (9, 60, 16), (9, 128, 6), (9, 64, 20)]
+          (9, 60, 16), (9, 128, 6), (9, 64, 20), (200, 8, 2), (129, 4, 4), (70, 8, 8), (100, 16, 8), (100, 32, 12), (40, 192, 4),
+          (40, 256, 4), (20, 384, 8), (9, 136, 12)]
 
 
 def torchs(logits, ids, p):
@@ -83,15 +84,22 @@ def hard_logits(experts, top_k, device):
         torch.full_like(rank, 2.5), torch.full_like(rank, -inf), torch.full_like(rank, nan),
         rank, -rank, rank % 8, -(rank % 32), (rank % 256).sqrt(), torch.where(rank < 64, rank, -inf),  # the highest side by side
         torch.where(rank % 37 == 0, 3e38, -3e38), torch.full_like(rank, -3e38),  # the largest numbers
+        *(torch.where(rank % 37 == 0, high, low) for high, low in ((3.1e9, 0), (1e20, -1e20), (2e6, 1.9e6), (-1e10, -2e10))),
         sparse_nan, dense_nan, few_numbers, infinite, crowded, rank,
     ])
 
 
-@pytest.mark.parametrize("experts, top_k", [*((e, k) for e in (512, 1000, 1024) for k in (8, 9, 16, 31, 32)), (1024, 1), (513, 32),
-                                            (512, 4), (384, 8), (384, 3), (256, 8), (256, 32), (256, 12), (256, 1), (250, 8), (192, 4),
-                                            (160, 32), (160, 8), (128, 16), (128, 32), (128, 1), (128, 7), (96, 31), (64, 8), (64, 17), (64, 4),
-                                            (60, 4), (60, 32), (32, 32), (32, 4), (33, 9), (24, 8), (16, 9), (16, 16), (16, 4), (15, 9), (8, 8),
-                                            (8, 3), (6, 5), (4, 4), (2, 1), (1, 1)])
+# Each way that the kernels have, with as many experts as it can hold, and with fewer.
+HARD_SHAPES = [*((e, k) for e in (512, 1000, 1024) for k in (8, 9, 16, 31, 32)), (1024, 1), (513, 32), (512, 4), (504, 8), (400, 16),
+               (392, 4), (384, 8), (384, 3), (376, 8), (300, 32), (264, 4), (260, 9), (256, 8), (256, 32), (256, 12), (256, 1),
+               (250, 8), (248, 8), (248, 32), (200, 4), (200, 12), (192, 4), (160, 32), (160, 8), (136, 4), (136, 12), (128, 16),
+               (128, 32), (128, 1), (128, 7), (124, 32), (120, 16), (104, 8), (100, 8), (96, 31), (72, 3), (64, 8), (64, 10), (64, 17),
+               (64, 4), (60, 4), (60, 32), (56, 8), (40, 4), (40, 32), (32, 32), (32, 4), (32, 16), (33, 7), (33, 9), (24, 8), (24, 4),
+               (24, 12), (24, 20), (16, 9), (16, 16), (16, 8), (16, 4), (15, 9), (12, 3), (12, 6), (12, 12), (8, 8), (8, 3), (6, 5),
+               (4, 4), (2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("experts, top_k", HARD_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32-scores"])
 def test_hard_choices_are_the_reference_s(device, experts, top_k, dtype, wide):
@@ -104,6 +112,35 @@ def test_hard_choices_are_the_reference_s(device, experts, top_k, dtype, wide):
     for name in ("scores_TE", "logsumexp_T"):
         torch.testing.assert_close(getattr(got, name).cpu(), getattr(expected, name), equal_nan=True)
     torch.testing.assert_close(got.weights_TK, got.scores_TE.gather(1, got.experts_TK), rtol=0, atol=0, equal_nan=True)
+
+
+def bit_patterns(experts, dtype, device):
+    """Numbers that arithmetic may change on its way: NaN of both signs with and without a payload, subnormals; [4,E]."""
+    infinity = torch.tensor(math.inf, dtype=dtype).view(torch.int16).item()
+    rank = torch.arange(experts, device=device, dtype=torch.int32)
+    nans = torch.tensor([0x7FFF, 0xFFFF, infinity + 1, infinity + 0x8001], device=device, dtype=torch.int32)
+    some = torch.where(rank % 5 == 3, nans[rank // 5 % 4], rank)
+    subnormal = rank % 0x80
+    rows = torch.stack([some, nans[rank % 4], subnormal, subnormal | (rank % 2 << 15)])
+    return torch.where(rows >= 0x8000, rows - 0x10000, rows).short().view(dtype)
+
+
+@pytest.mark.parametrize("experts, top_k", [(8, 3), (32, 16), (64, 8), (60, 4), (256, 8), (384, 8), (512, 32), (1024, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_nan_of_any_sign_and_subnormal_numbers(device, experts, top_k, dtype):
+    logits = bit_patterns(experts, dtype, device)
+    ids = route(logits, top_k).experts_TK
+    assert torch.equal(ids.cpu(), reference.route(logits.cpu(), top_k, None, dtype)[2])
+
+
+@pytest.mark.parametrize("experts, top_k", [(4, 4), (8, 7), (8, 8), (16, 5), (15, 9), (24, 8), (33, 9), (64, 17), (64, 32), (128, 7),
+                                            (192, 12), (256, 31), (256, 32), (384, 8), (512, 16)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_pairs_of_floats_that_differ_in_their_last_bits(device, experts, top_k, shift):
+    """Every number has one neighbour that is alike in its first 22 bits, and the higher one comes second."""
+    rank = torch.arange(experts, device=device) + shift
+    logits = (1000 - rank // 2 + rank % 2 / 100).float().expand(64, experts).contiguous()
+    assert torch.equal(route(logits, top_k).experts_TK, logits.double().topk(top_k, dim=-1).indices)
 
 
 def test_gradcheck(device):
