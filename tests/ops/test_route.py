@@ -99,16 +99,21 @@ HARD_SHAPES = [*((e, k) for e in (512, 1000, 1024) for k in (8, 9, 16, 31, 32)),
                (4, 4), (2, 1), (1, 1)]
 
 
+def by_sorting(logits, top_k):
+    """The choice, from a stable sort: NaN above every number, zeros of both signs equal, the lower expert among equals."""
+    return logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
 @pytest.mark.parametrize("experts, top_k", HARD_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32-scores"])
-def test_hard_choices_are_the_reference_s(device, experts, top_k, dtype, wide):
+def test_hard_choices(device, experts, top_k, dtype, wide):
     logits = hard_logits(experts, top_k, device).to(dtype)
     cases.poison(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=wide):
         got = route(logits, top_k)
     expected = Routing(*reference.route(logits.cpu(), top_k, None, torch.float32 if wide else dtype))
-    assert torch.equal(got.experts_TK.cpu(), expected.experts_TK)
+    assert torch.equal(got.experts_TK.cpu(), by_sorting(logits.cpu(), top_k))
     for name in ("scores_TE", "logsumexp_T"):
         torch.testing.assert_close(getattr(got, name).cpu(), getattr(expected, name), equal_nan=True)
     torch.testing.assert_close(got.weights_TK, got.scores_TE.gather(1, got.experts_TK), rtol=0, atol=0, equal_nan=True)
@@ -129,8 +134,7 @@ def bit_patterns(experts, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_nan_of_any_sign_and_subnormal_numbers(device, experts, top_k, dtype):
     logits = bit_patterns(experts, dtype, device)
-    ids = route(logits, top_k).experts_TK
-    assert torch.equal(ids.cpu(), reference.route(logits.cpu(), top_k, None, dtype)[2])
+    assert torch.equal(route(logits, top_k).experts_TK.cpu(), by_sorting(logits.cpu(), top_k))
 
 
 @pytest.mark.parametrize("experts, top_k", [(4, 4), (8, 7), (8, 8), (16, 5), (15, 9), (24, 8), (33, 9), (64, 17), (64, 32), (128, 7),
