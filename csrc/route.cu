@@ -247,7 +247,8 @@ template <int G, int P, typename Key, int R> __device__ __forceinline__ void fin
   }
 }
 // The same where keys are in order but for neighbours that are alike; place[r] is r * G + lane at first.
-template <int G, int P, int R> __device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int lane, int (&place)[R]) {
+template <int G, int P, int R>
+__device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int lane, int (&place)[R]) {
   uint64_t next[R + 1], previous[R + 1];  // next[r] is key[r] of lane + 1, previous[r + 1] is key[r] of lane - 1
   next[R] = previous[0] = 0;
 #pragma unroll
@@ -267,8 +268,8 @@ template <int G, int P, int R> __device__ __forceinline__ void exchange_neighbou
   if (__any_sync(kFull, crowded)) find_places<G, P>(key, place);
 }
 
-// The highest of a warp's keys, in order. Keys, all different, wait in shared memory; each finds its place by counting those above
-// it. When they fill it, only the K highest stay, and what enters must be higher than the last of these.
+// The highest of a warp's keys, in order. Keys, all different, wait in shared memory; each finds its place by counting those
+// above it. When they fill it, only the K highest stay, and what enters must be higher than the last of these.
 template <typename Key> class Ranking {
  public:
   static constexpr int kMost = 128;
@@ -430,8 +431,8 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
         const int expert = Keys<T>::expert(brief[r]);
         chosen[r] = slot[r] < rows.slots ? Keys<T>::of(logits_TE[first + expert], expert) : 0;
       }
-      // Of those alike, brief keys tell the lowest experts, not the highest logits: is any logit above the lowest that was chosen,
-      // and was not chosen itself? Of those equal to it the right ones were chosen, because their brief keys tell the experts.
+      // Of those alike, brief keys tell the lowest experts, not the highest logits: is any logit above the lowest that was
+      // chosen, and was not chosen itself? Of those equal to it the right ones were chosen: their briefs tell the experts.
       uint32_t lowest = UINT_MAX;
 #pragma unroll
       for (int r = 0; r < R; ++r) if (slot[r] < rows.slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));
