@@ -21,47 +21,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarpsABlock = kThreads / 32;
 
-template <typename A> struct ValueAndSlope { A value, slope; };
-
-// 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations are good enough: their relative error
-// grows with |x| and is below 2^-16 wherever the result is not 0.
-template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
-  if constexpr (kFast) return __fdividef(1.0f, 1.0f + __expf(-x));
-  else return A(1) / (A(1) + exp(-x));
-}
-
-template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x) {
-  if constexpr (kKind == kSilu) {
-    const A s = sigmoid<kFast>(x);
-    return {x * s, s * (A(1) + x * (A(1) - s))};
-  } else if constexpr (kKind == kGeluTanh) {  // (1 + tanh(u)) / 2 = sigmoid(2u)
-    const A linear = A(1.5957691216057308), cubic = A(0.07135481627260025);
-    const A s = sigmoid<kFast>(x * (linear + cubic * x * x));
-    return {x * s, s * (A(1) + x * (A(1) - s) * (linear + A(3) * cubic * x * x))};
-  } else if constexpr (kKind == kGelu) {
-    const A cdf = A(0.5) * (A(1) + erf(x * A(0.7071067811865476)));
-    return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
-  } else if constexpr (kKind == kIdentity) {
-    return {x, A(1)};
-  } else {
-    const A r = x > A(0) || x != x ? x : A(0);
-    if constexpr (kKind == kRelu) return {r, x > A(0) ? A(1) : A(0)};
-    return {r * r, A(2) * r};
-  }
-}
-
-// Calls f with the activation as a constant: outside the loops, so that these have no branches.
-template <typename F> __device__ __forceinline__ void with_activation(int activation, F f) {
-  switch (activation) {
-    case kSilu: return f(std::integral_constant<int, kSilu>());
-    case kGeluTanh: return f(std::integral_constant<int, kGeluTanh>());
-    case kGelu: return f(std::integral_constant<int, kGelu>());
-    case kRelu: return f(std::integral_constant<int, kRelu>());
-    case kReluSquared: return f(std::integral_constant<int, kReluSquared>());
-    default: return f(std::integral_constant<int, kIdentity>());
-  }
-}
-
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_kernel(
     const Vector<T, N>* h, const Vector<T, N>* g, Vector<T, N>* out, int64_t vectors, int activation) {

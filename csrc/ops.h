@@ -74,5 +74,10 @@ void hopper_up(
 void hopper_up_glu(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation, Tensor a,
     std::optional<Tensor> h, std::optional<Tensor> g);
+// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given where
+// grad_weights is
+void hopper_down_backward(
+    Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
+    int64_t activation, Tensor a, Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 
 }  // namespace gbmoe

@@ -37,6 +37,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " -> ()");
   m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, Tensor(a!) a,"
         " Tensor(b!)? h, Tensor(c!)? g) -> ()");
+  m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
+        " int activation, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? grad_weights) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
@@ -62,4 +64,5 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_weights", TORCH_BOX(&gbmoe::hopper_weights));
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
   m.impl("hopper_up_glu", TORCH_BOX(&gbmoe::hopper_up_glu));
+  m.impl("hopper_down_backward", TORCH_BOX(&gbmoe::hopper_down_backward));
 }

@@ -51,12 +51,13 @@ enum class Finish {
   kAdd,          // fp32 out += product, kWeights only
   kActivate,     // h = product, a = act(h); h only if it is wanted
   kGlu,          // tile columns are 128 of w1 beside 128 of v1: h, g, a = act(h) * g
+  kHandOver,     // product = gradient of a: handed to warps that go on with it (differentiate.cuh)
 };
 
 struct Maps {
   // [pair of operands that is summed]; b's second is v1 under kGlu
   CUtensorMap a[2], b[2];
-  CUtensorMap out[3];
+  CUtensorMap out[3];  // under kHandOver h and g, which are prefetched
 };
 
 // Of a group whose rows are summed over, in the workspace.
@@ -87,12 +88,17 @@ struct Arguments {
   Group* by_size;          // [E], kWeights
   int* arrived;            // [slot][block][consumer warp]: parts that have come, by a tile's first slot
   float4* parts;
-  void* out[3];            // the tensors behind maps.out, where rows are stored one by one
+  void* out[3];            // the tensors behind maps.out, where rows are stored one by one; under kHandOver a, dh and dg
   // kGather: row r is line slot_of_row[r] / top_k of `lines`
   const void* lines;
   const int* slot_of_row;  // [P], -1: none
   int line_elements;
   uint32_t multiplier, shift;  // 2 * slot * multiplier >> 32 >> shift == slot / top_k
+  // kHandOver, beside slot_of_row
+  const void *h, *g;       // [P,N]; g null without a gate
+  Scalars weights;         // [T,K], of at most four bytes each
+  float* dots;             // [64 columns each, P]: the parts of the weights' gradients
+  int64_t rows;            // P
 };
 
 __host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
@@ -239,6 +245,10 @@ template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct 
   }
 };
 
+// The two sides of kHandOver.
+template <typename T, typename K> struct Handover;
+template <typename T, bool kGate, typename K> struct Differentiator;
+
 struct Pipeline {
   uint32_t stage = 0, parity = 0;
   template <int kStages> __device__ __forceinline__ void next() {
@@ -246,23 +256,31 @@ struct Pipeline {
   }
 };
 
-// `Activation` is a type of activations.cuh, or void where kFinish has none.
+// `Activation` is a type of activations.cuh, under kHandOver std::bool_constant, whether there is a gate, and else void.
 template <typename T, bool kWeights, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kTileN, int kStages,
           int kBuffers, int kClusterM, int kClusterN>
 struct Kernel {
   static constexpr int kRows = kClusterM, kColumns = kClusterN, kCluster = kRows * kColumns;  // blocks of a cluster
   static constexpr bool kSums = kWeights;
-  static constexpr bool kGlu = kFinish == Finish::kGlu;
+  static constexpr bool kGlu = kFinish == Finish::kGlu, kHandsOver = kFinish == Finish::kHandOver;
   static constexpr int kTileColumns = kGlu ? kTileN / 2 : kTileN;  // of one output tensor
   static constexpr uint32_t kBytesB = kTileN / 64 * kBlock, kBytesStage = kBytesA + kBytesB;  // of a slice
   static constexpr uint32_t kStaging = kStages * kBytesStage;
   static constexpr uint32_t kBarriers = kStaging + kConsumerWarps * kBuffers * kBuffer;
-  static constexpr uint32_t kTileBarriers = kBarriers + 2 * kStages * 8, kTileRing = kTileBarriers + 2 * kTiles * 8;
+  static constexpr uint32_t kTileBarriers = kBarriers + 2 * kStages * 8, kBufferBarriers = kTileBarriers + 2 * kTiles * 8;
+  static constexpr uint32_t kTileRing = kBufferBarriers + (kHandsOver ? 2 * kConsumerWarps * kBuffers * 8 : 0);
   static constexpr uint32_t kSharedBytes = kTileRing + kTiles * sizeof(Tile) + 1024;  // and room to align
   static constexpr int kProducers = kGather ? 4 : 1;     // warps
-  static constexpr int kFinder = kConsumerWarps + 3;     // the warp that finds tiles, besides producing where kGather
+  static constexpr int kDifferentiators = kHandsOver ? 3 : 0;  // warps, behind the producer
+  static constexpr int kTakers = kConsumerWarps + kProducers + kDifferentiators;  // warps that take tiles
+  static constexpr bool kProducerFinds = kGather || kHandsOver;   // where no warp is left for it
+  static constexpr int kFinder = kConsumerWarps + (kHandsOver ? 0 : 3);           // the warp that finds tiles
+  static constexpr int kBuffersAWarp = kBuffers;
+  // Of those that are not consumers, of 504 for a thread of each warpgroup; kHandOver leaves all with what they start with.
+  static constexpr int kRegisters = kHandsOver ? 168 : 40;
   static constexpr bool kJoins = kFinish == Finish::kStore || kFinish == Finish::kAdd;  // sums may be in parts
   static_assert(kTileN == kWidest || (!kWeights && !kGlu), "weights and gates need the widest tile");
+  static_assert(!kHandsOver || (!kWeights && !kGather), "only plain products of rows are handed over");
   static_assert(!kGather || (!kWeights && kCluster == 1), "only rows are gathered, and what is gathered is not shared");
   using Sums = float[kTileN / 2];             // one thread's, of its warp's 16 rows of a tile
   static constexpr int kHeld = kTileN / 4;    // the same in pairs
@@ -270,7 +288,7 @@ struct Kernel {
 
   // ------------------------------------------------------------------------------------------------------- producer
 
-  // Finds the tiles, one after the other, for all warps of the cluster that take them. In the last warp of the first block.
+  // Finds the tiles, one after the other, for all warps of the cluster that take them. In one warp of the first block, kFinder.
   struct Finder {
     Walk walk;
     int found = 0;          // tiles
@@ -315,7 +333,7 @@ struct Kernel {
     }
   };
 
-  // The next tile, in consumers and producers.
+  // The next tile, in all warps that take tiles.
   static __device__ __forceinline__ Tile take_tile(uint32_t shared, Pipeline& at) {
     const uint32_t full = shared + kTileBarriers + at.stage * 8, from = shared + kTileRing + at.stage * sizeof(Tile);
     barrier_wait(full, at.parity);
@@ -334,7 +352,7 @@ struct Kernel {
   // one under a condition is what ptxas 13.0 has compiled to a copy from a row that it had not set.)
   static __device__ void produce(const Maps& maps, const Arguments& args, uint32_t shared) {
     const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
-    const bool asks = threadIdx.x == kConsumerWarps * 32, finds = kGather && threadIdx.x / 32 == kFinder;
+    const bool asks = threadIdx.x == kConsumerWarps * 32, finds = kProducerFinds && threadIdx.x / 32 == kFinder && rank == 0;
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
     Finder finder(args);
     Pipeline at, tiles;
@@ -367,6 +385,7 @@ struct Kernel {
       }
       __syncwarp();
     }
+    if (kCluster > 1 && finds) finder.stay(shared);
     if (kCluster > 1 && asks) {
       // The other block's consumers arrive here: stay until they have.
       for (int i = 0; i < kStages; ++i) {
@@ -459,11 +478,22 @@ struct Kernel {
     return buffer + line * kLine + ((piece ^ (line & 7)) << 4);
   }
 
+  // A consumer warp's buffers. Where kHandOver, each has two barriers: that it has been filled, and that it has been read.
+  static __device__ __forceinline__ uint32_t buffer(uint32_t shared, int warp, int number) {
+    return shared + kStaging + (warp * kBuffers + number) * kBuffer;
+  }
+  static __device__ __forceinline__ uint32_t buffer_filled(uint32_t shared, int warp, int number) {
+    return shared + kBufferBarriers + (warp * kBuffers + number) * 16;
+  }
+  static __device__ __forceinline__ uint32_t buffer_read(uint32_t shared, int warp, int number) {
+    return buffer_filled(shared, warp, number) + 8;
+  }
+
   // A tile is finished 64 columns, a chunk, at a time, and a chunk in kParts pieces; 16 columns are a block. Code is unrolled for
   // one chunk only: that of all of them would not stay in the instruction cache.
   static constexpr int kChunks = kGlu ? 2 : kTileN / 64;
   static constexpr int kParts = kGlu ? 6 : kFinish == Finish::kActivate ? 5 : 1;
-  static constexpr int kPieces = kFinish == Finish::kAdd ? 0 : kChunks * kParts;
+  static constexpr int kPieces = kFinish == Finish::kAdd || kHandsOver ? 0 : kChunks * kParts;
 
   // One warp's rows of a tile, from its sums to memory.
   struct Finisher {
@@ -478,7 +508,7 @@ struct Kernel {
     uint32_t pair[kHeld];             // its sums from that chunk on, two columns each: [chunk][block][row half of column half]
 
     __device__ Finisher(const Maps& maps_, const Arguments& args_, uint32_t shared)
-        : maps(maps_), args(args_), staging(shared + kStaging + threadIdx.x / 32 * kBuffers * kBuffer) {}
+        : maps(maps_), args(args_), staging(buffer(shared, threadIdx.x / 32, 0)) {}
 
     __device__ __forceinline__ void hold(const Tile& of, const Sums& sum) {
       tile = of;
@@ -500,7 +530,7 @@ struct Kernel {
       if (!held || tile.n + chunk * 64 >= args.columns) return;
       if constexpr (kFinish == Finish::kStore) {
         put(0, 0);
-      } else if constexpr (kFinish != Finish::kAdd) {
+      } else if constexpr (kFinish == Finish::kActivate || kGlu) {
         if (part < 4) put_activated(part);
         else if (args.save) put(part - 3, (part - 4) * 32);
       }
@@ -752,6 +782,7 @@ struct Kernel {
     const int consumer = __shfl_sync(kFull, threadIdx.x / 128, 0), warp = __shfl_sync(kFull, threadIdx.x / 32, 0);
     Pipeline at, tiles;
     Finisher finisher(maps, args, shared);
+    std::conditional_t<kHandsOver, Handover<T, Kernel>, int> handover(shared);
     Tile upcoming = take_tile(shared, tiles);
     for (;;) {
       const Tile tile = upcoming;
@@ -769,7 +800,8 @@ struct Kernel {
       if constexpr (kJoins) {
         if (parts_of(tile.share) > 1 && !join(sum, args, tile, rank)) continue;
       }
-      if constexpr (kFinish != Finish::kAdd) finisher.hold(tile, sum);
+      if constexpr (kHandsOver) handover.give(sum, args.columns - tile.n);
+      else if constexpr (kFinish != Finish::kAdd) finisher.hold(tile, sum);
       else if (tile.rows > 0) finisher.add(tile, sum);
     }
     finisher.all();
@@ -787,21 +819,29 @@ struct Kernel {
       }
       for (int i = 0; i < kTiles; ++i) {
         barrier_init(shared + kTileBarriers + i * 8, 1);
-        barrier_init(shared + kTileBarriers + (kTiles + i) * 8, (kConsumerWarps + kProducers) * kCluster);
+        barrier_init(shared + kTileBarriers + (kTiles + i) * 8, kTakers * kCluster);
+      }
+      for (int i = 0; kHandsOver && i < kConsumerWarps * kBuffers; ++i) {
+        barrier_init(buffer_filled(shared, 0, i), 1);
+        barrier_init(buffer_read(shared, 0, i), 1);
       }
       fence_barrier_init();
     }
     if (kCluster > 1) cluster_sync(); else __syncthreads();
     if (threadIdx.x / 128 == kConsumers) {
-      lower_registers<40>();
-      if (threadIdx.x / 32 < kConsumerWarps + kProducers) produce(maps, args, shared);
-      else if (threadIdx.x / 32 == kFinder && (kCluster == 1 || cluster_rank() == 0)) {
+      const int warp = threadIdx.x / 32;
+      lower_registers<kRegisters>();
+      if (warp < kConsumerWarps + kProducers) {
+        produce(maps, args, shared);
+      } else if constexpr (kHandsOver) {
+        Differentiator<T, Activation::value, Kernel>::run(maps, args, shared);
+      } else if (warp == kFinder && (kCluster == 1 || cluster_rank() == 0)) {
         Finder finder(args);
         while (finder.hand_out(shared)) {}
         finder.stay(shared);
       }
     } else {
-      raise_registers<232>();
+      raise_registers<(504 - kRegisters) / 2>();
       consume(maps, args, shared);
     }
   }

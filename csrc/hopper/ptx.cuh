@@ -87,6 +87,15 @@ __device__ __forceinline__ int4 load_piece(uint32_t from) {
                : "memory");
   return value;
 }
+// Of global memory that is read once.
+__device__ __forceinline__ int4 load_once(const void* from) {
+  int4 value;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from)
+               : "memory");
+  return value;
+}
 // To the same address in block `rank` of the cluster, whose barrier counts the bytes.
 __device__ __forceinline__ void store_piece_remote(uint32_t to, int4 value, uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -115,6 +124,10 @@ __device__ __forceinline__ void copy_in_multicast(
       " [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
       "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+// Box at (x, y, z) of the tensor into the L2 cache.
+__device__ __forceinline__ void prefetch(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
 }
 // Box out of shared memory to (x, y, z) of the tensor; what lies outside the tensor is left out.
 __device__ __forceinline__ void copy_out(const CUtensorMap* map, uint32_t from, int x, int y, int z) {

@@ -5,26 +5,8 @@
 namespace gbmoe {
 namespace {
 
-// How the columns of the result are divided.
-struct Tiling {
-  int tile;
-  bool pairs;
-};
-
-// Narrow tiles, in pairs, where they leave so much less of the result empty that they pay: a column of theirs is 2 to 5 % dearer, and
-// they are to win clearly. Wide tiles of one block are some 7 % dearer than those of two, which share a's slices.
-Tiling tiling(int columns) {
-  using namespace hopper;
-  constexpr double kDearer = 1.07;
-  const auto padded = [&](int width) { return divide_up(columns, width) * width; };
-  const bool pairs = in_pairs(columns, kWidest);
-  const double wide = pairs ? padded(2 * kWidest) : padded(kWidest) * kDearer;
-  if (padded(2 * kNarrow) * kDearer < wide) return {kNarrow, true};
-  return {kWidest, pairs};
-}
-
 template <typename T, bool kTransposedB>
-void launch_rows(const hopper::Maps& maps, const hopper::Arguments& args, Tiling tiling, const std::optional<Tensor>& workspace,
+void launch_rows(const hopper::Maps& maps, const hopper::Arguments& args, hopper::Tiling tiling, const std::optional<Tensor>& workspace,
                  const Tensor& on) {
   using namespace hopper;
   constexpr Finish kStore = Finish::kStore;
@@ -52,7 +34,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
   args.slices = divide_up(static_cast<int>(a.size(1)), kTileK);
   args.pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
-  const Tiling tiling = gbmoe::tiling(args.columns);
+  const Tiling tiling = hopper::tiling(args.columns);
   const int box_b = trans_b ? box_of_b(tiling.tile) : kBoxTransposed;
   Maps maps{};
   maps.a[0] = map_of_a(a, tiling.pairs);

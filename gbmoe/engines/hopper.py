@@ -90,6 +90,32 @@ class Hopper(Engine):
             torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, a_PF, h_PF, g_PF)
         return a_PF, h_PF, g_PF
 
+    def differentiates(self, hidden):
+        """True where `down_backward` is faster than the product and the gradient of the activation apart; by hidden size.
+
+        The tensor cores work on a tile for as long as its sums are, in proportion to H, and what follows should take no longer: on
+        an H200 it pays from H = 1,536 on, by a sixth to a tenth, and at 1,024 or 512 it depends on the routing.
+        """
+        return hidden >= 1536
+
+    def down_backward(self, dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
+        """With d = dz @ w2[e].T and the row's router weight w, or 1 without weights: (w a, dh, dg, dweights).
+
+        a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F], with zeros in a group's rows without a slot, and
+        nothing written behind the last group; dweights [T,K] is <a, d>, and 0 for a slot without a row. d is rounded to the dtype of dz in between. dg is None without g, dweights
+        without weights. dz [P,H] and dtypes and layouts as in `up`, slot_of_row int32 [P], weights of any floating dtype.
+        """
+        a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
+        dg_PF = None if g_PF is None else torch.empty_like(h_PF)
+        dweights_TK = dots_CP = None
+        if weights_TK is not None:
+            dweights_TK = weights_TK.new_zeros(weights_TK.shape)
+            weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
+            dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # by 64 columns
+        torch.ops.gbmoe_cuda.hopper_down_backward(dz_PH, w2_EFH, _on_device(sizes, dz_PH), h_PF, g_PF, slot_of_row_P, weights_TK,
+                                                  reference.ACTIVATION_INDEX[activation], a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+        return a_PF, dh_PF, dg_PF, dweights_TK
+
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes):
         """dx = dh @ w1[e] (+ dg @ v1[e]) [P,H], summed before it is rounded; dtypes and layouts as in `up`."""
         dx_PH, sizes = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2)), _on_device(sizes, dh_PF)

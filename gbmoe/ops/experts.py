@@ -193,22 +193,27 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     """Returns (dx, dweights, dw1, dw2, dv1), each None where it is not needed.
 
     `saved` is what forward saved and is emptied: whoever has no other reference to the pre-activations sets their memory free
-    as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F] and one
-    [P,H], or two [P,F], one [P,H] (two where `accumulate` takes a product apart) and two of the weights' gradients, or one [P,F],
+    as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F], a 32nd of one
+    and one [P,H], or two [P,F], one [P,H] (two where `accumulate` takes a product apart) and two of the weights' gradients, or one [P,F],
     one [P,H] and all three.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
     dx = dw1 = dw2 = dv1 = None
     dz_PH, _ = gather(grad, row_of_slot, slot_of_row)
-    dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
-    a_PF, dg_PF, dweights = _activate_backward(h, None if v1 is None else g, dh_PF, slot_of_row, weights, activation)
+    g = None if v1 is None else g
+    fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
+    if fused is not None and fused.differentiates(w1.size(2)) and w2.is_contiguous():
+        a_PF, dh_PF, dg_PF, dweights = fused.down_backward(aligned(dz_PH), aligned(w2), sizes, aligned(h),
+                                                           None if g is None else aligned(g), slot_of_row, weights, activation)
+    else:
+        dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
+        a_PF, dg_PF, dweights = _activate_backward(h, g, dh_PF, slot_of_row, weights, activation)
     del h, g
     if need.w2:
         dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
     del a_PF, dz_PH
     if need.x:
-        fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
         if fused is not None:
             dxp_PH = fused.up_backward(dh_PF, aligned(w1), None if v1 is None else dg_PF, None if v1 is None else aligned(v1), sizes)
         else:

@@ -114,7 +114,7 @@ def test_many_tiles(engine_on, activation, glu, hidden, ffn):
 @pytest.mark.gpu
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
-@pytest.mark.parametrize("hidden, ffn", [(1288, 256), (1288, 640), (72, 1920), (72, 3840)])
+@pytest.mark.parametrize("hidden, ffn", [(1288, 256), (1288, 640), (1544, 256), (1544, 640), (1544, 768), (72, 1920), (72, 3840)])
 def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
     """Rings of stages and the walk over tiles go round several times, gathering or not; pairs with a side left over."""
     device = torch.device("cuda")
@@ -124,6 +124,32 @@ def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
     baseline = expected(tensors, ids, grad, F.silu, dtype)
     for what in got:
         assert_as_accurate_as(got[what], baseline[what], exact[what], what)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+def test_long_rows(weighted, glu):
+    """Hidden sizes at which backward goes through w2 and the activation at once: without weights, twice, and with a transposed w2."""
+    device = torch.device("cuda")
+    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=300, hidden=1600, ffn=264, top_k=3, glu=glu)
+    if not weighted:
+        tensors["weights"] = torch.ones_like(tensors["weights"])
+    exact, baseline = (expected(tensors, ids, grad, F.silu, dtype) for dtype in (torch.float64, torch.bfloat16))
+    plan = RoutingPlan.from_experts(ids, 5, align=16)
+    for transposed in (False, True):
+        leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+        w2 = leaves["w2"].transpose(1, 2).contiguous().transpose(1, 2) if transposed else leaves["w2"]
+        weights = leaves["weights"] if weighted else None
+        if not weighted:
+            del leaves["weights"]
+        cases.poison(device)
+        out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], w2, leaves.get("v1"), weights_TK=weights, activation="silu")
+        first = torch.autograd.grad(out, list(leaves.values()), grad, retain_graph=True)
+        second = torch.autograd.grad(out, list(leaves.values()), grad)
+        for name, one, two in zip(leaves, first, second):
+            assert torch.equal(one, two), name
+            assert_as_accurate_as(one, baseline[f"grad_{name}"], exact[f"grad_{name}"], name)
 
 
 @pytest.mark.parametrize("shape", [dict(tokens=0), dict(tokens=1, top_k=1), dict(hidden=8, ffn=8), dict(hidden=7, ffn=5),

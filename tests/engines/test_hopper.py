@@ -1,0 +1,152 @@
+"""What the Hopper engine computes beyond grouped products, called as the fused operator calls it, at shapes it leaves alone too."""
+
+import pytest
+import torch
+
+from gbmoe import cases, engines, reference
+from tests.conftest import assert_as_accurate_as, dtype_id
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+HOPPER = engines.ENGINES["hopper"]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    reason = HOPPER.unavailable(DEVICE)
+    if reason is not None:
+        pytest.skip(f"hopper: {reason}")
+
+
+def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, seed=0):
+    """Rows in no order of their slots, some without one, and `behind` more behind the last group, which belong to nobody."""
+    rows = sum(sizes) + behind
+
+    def values(*shape, number, scale=1.0):
+        return cases.exact_values(*shape, dtype=dtype, device=DEVICE, seed=10 * seed + number, scale=scale)
+
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    slots = torch.randperm(rows, generator=generator, device=DEVICE).int()
+    without = torch.rand(rows, generator=generator, device=DEVICE) < 0.05
+    slots = torch.where(without, -1, slots)
+    slots[sum(sizes):] = -2
+    return {
+        "dz": values(rows, hidden, number=1), "w2": values(len(sizes), ffn, hidden, number=2, scale=cases.fan_in_scale(hidden)),
+        "sizes": torch.tensor(sizes, dtype=torch.int32, device=DEVICE),
+        "h": values(rows, ffn, number=3), "g": values(rows, ffn, number=4) if glu else None,
+        "slot_of_row": slots,
+        "weights": None if weights is None else torch.rand(rows, 1, generator=generator, device=DEVICE, dtype=torch.float64).to(weights),
+    }
+
+
+def down_backward(inputs, activation):
+    cases.poison(DEVICE)
+    names = ("a", "dh", "dg", "dweights")
+    return {name: t for name, t in zip(names, HOPPER.down_backward(*inputs.values(), activation)) if t is not None}
+
+
+def expected_down_backward(inputs, activation, dtype):
+    """The same apart, in `dtype`: the product of each group, then the reference of the activation's backward."""
+    dz, w2, h, g = (None if inputs[name] is None else inputs[name].to(dtype) for name in ("dz", "w2", "h", "g"))
+    weights = inputs["weights"].double() if dtype == torch.float64 and inputs["weights"] is not None else inputs["weights"]
+    d, first = torch.zeros_like(h), 0
+    for group, rows in enumerate(inputs["sizes"].tolist()):
+        d[first:first + rows] = dz[first:first + rows] @ w2[group].t()
+        first += rows
+    a, dg, dweights = reference.activate_backward(h, g, d, inputs["slot_of_row"], weights, activation)
+    results = {"a": a, "dh": d, "dg": dg if g is not None else None, "dweights": dweights if weights is not None else None}
+    return {name: t for name, t in results.items() if t is not None}
+
+
+def assert_down_backward(inputs, activation):
+    got, rows = down_backward(inputs, activation), int(inputs["sizes"].sum())
+    exact = expected_down_backward(inputs, activation, torch.float64)
+    baseline = expected_down_backward(inputs, activation, inputs["dz"].dtype)
+    assert got.keys() == exact.keys()
+    for name in got:
+        mine, theirs, true = ((t if name == "dweights" else t[:rows]) for t in (got[name], baseline[name], exact[name]))
+        assert_as_accurate_as(mine, theirs, true, name)
+        if name != "dweights":
+            assert bool((mine[inputs["slot_of_row"][:rows] < 0] == 0).all()), name
+    again = down_backward(inputs, activation)
+    assert all(torch.equal(got[name][:rows], again[name][:rows]) for name in got if name != "dweights")
+    assert "dweights" not in got or torch.equal(got["dweights"], again["dweights"])
+
+
+SIZES = [130, 0, 1, 64, 65, 128, 17, 300]
+
+
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_down_backward_of_every_activation(activation, glu):
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_down_backward(down_backward_inputs(dtype, SIZES, 136, 264, glu=glu, weights=torch.float32), activation)
+
+
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("weights", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_down_backward_takes_weights_of_any_dtype(weights, glu):
+    """Rows in float16, which tell a weight from one that has lost its last bits."""
+    assert_down_backward(down_backward_inputs(torch.float16, SIZES, 64, 192, glu=glu, weights=weights), "silu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("hidden, ffn", [(8, 8), (64, 72), (72, 384), (2048, 256), (1544, 768), (200, 1152), (72, 1920), (520, 2056),
+                                         (264, 3608), (72, 3840)])
+def test_down_backward_of_every_tiling(dtype, hidden, ffn):
+    """Tiles in pairs, with a side left over, narrow, and on their own; columns left over; fewer slices than stages, and many."""
+    assert_down_backward(down_backward_inputs(dtype, SIZES, hidden, ffn, glu=True, weights=torch.float32), "silu")
+
+
+@pytest.mark.parametrize("sizes", [[5000], [0, 0, 9], [0] * 40, [1] * 300, [4096, 0, 2000, 3], [129] * 64],
+                         ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
+@pytest.mark.parametrize("hidden, ffn", [(72, 512), (328, 768), (1544, 640), (264, 3840)])
+def test_down_backward_goes_round_its_rings(sizes, hidden, ffn):
+    """More tiles than blocks, where warps of either side are ahead of the other's; no tile at all."""
+    assert_down_backward(down_backward_inputs(torch.bfloat16, sizes, hidden, ffn, glu=True, weights=torch.float32), "silu")
+
+
+@pytest.mark.parametrize("hidden", [8, 1544])
+@pytest.mark.parametrize("ffn", [8, 64, 264, 520])
+def test_down_backward_of_tiles_with_few_pieces(hidden, ffn):
+    """Some of a block's warps have none in several tiles in a row."""
+    for sizes in ([1] * 2000, [17, 33, 1, 0, 90] * 200):
+        assert_down_backward(down_backward_inputs(torch.bfloat16, sizes, hidden, ffn, glu=True, weights=torch.float32), "silu")
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_down_backward_where_the_activation_is_flat_or_steep(activation):
+    inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
+    values = torch.tensor([-3e4, -100.0, -88.0, -30.0, -8.0, -1e-30, -0.0, 0.0, 1e-30, 8.0, 30.0, 88.0, 100.0, 3e4], device=DEVICE)
+    inputs["h"].copy_(values.repeat(inputs["h"].numel() // len(values) + 1)[:inputs["h"].numel()].view_as(inputs["h"]))
+    got, exact = down_backward(inputs, activation), expected_down_backward(inputs, activation, torch.float64)
+    rows = sum(SIZES)
+    for name in ("a", "dh", "dg"):
+        torch.testing.assert_close(got[name][:rows].double(), exact[name][:rows], rtol=0.03, atol=1e-3 * float(exact[name].abs().mean()))
+
+
+def test_down_backward_keeps_nan_out_of_rows_without_a_slot():
+    inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
+    without = inputs["slot_of_row"] < 0
+    for name in ("h", "g", "dz"):
+        inputs[name][without] = float("nan")
+    got, rows = down_backward(inputs, "silu"), sum(SIZES)
+    assert bool(got.pop("dweights").isfinite().all())
+    for name, t in got.items():
+        assert bool(t[:rows].isfinite().all()) and bool((t[:rows][without[:rows]] == 0).all()), name
+
+
+def test_down_backward_keeps_nan_in_its_row():
+    """The next group's rows are in the same tiles' reach, and other rows' sums in the same lanes'."""
+    inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
+    clean, rows = down_backward(inputs, "silu"), sum(SIZES)
+    hit = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    hit[[0, 7, 129, 130, 131, 195, rows - 1]] = True
+    hit &= inputs["slot_of_row"][:rows] >= 0
+    for name in ("h", "g", "dz"):
+        inputs[name][:rows][hit] = float("nan")
+    got = down_backward(inputs, "silu")
+    for name in ("a", "dh", "dg"):
+        assert bool(got[name][:rows][hit].isnan().all()) and torch.equal(got[name][:rows][~hit], clean[name][:rows][~hit]), name
+    slots = inputs["slot_of_row"][:rows][hit].long()
+    assert bool(got["dweights"].view(-1)[slots].isnan().all()) and int(got["dweights"].isnan().sum()) == len(slots)
