@@ -10,12 +10,12 @@ enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity };
 
 // The hardware's approximations. Volatile, which keeps several of them in the order in which they are written: started one after the
 // other, not each waited for.
-__device__ __forceinline__ float power_of_two(float x) {
+__device__ __forceinline__ float fast_exp2(float x) {
   float result;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
-__device__ __forceinline__ float reciprocal(float x) {
+__device__ __forceinline__ float fast_reciprocal(float x) {
   float result;
   asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
@@ -24,11 +24,8 @@ __device__ __forceinline__ float reciprocal(float x) {
 // 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations are good enough: their relative error
 // grows with |x| and is below 2^-16 wherever the result is not 0.
 template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
-  if constexpr (kFast) {
-    return reciprocal(1.0f + power_of_two(x * -1.4426950408889634f));
-  } else {
-    return A(1) / (A(1) + exp(-x));
-  }
+  if constexpr (kFast) return fast_reciprocal(1.0f + fast_exp2(x * -1.4426950408889634f));
+  else return A(1) / (A(1) + exp(-x));
 }
 
 template <typename A> struct ValueAndSlope { A value, slope; };
@@ -60,10 +57,10 @@ template <int kKind, int N> __device__ __forceinline__ void activations_at(const
     float s[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      s[i] = power_of_two(kKind == kSilu ? x[i] * kBase : x[i] * (kLinear * kBase + kCubic * kBase * x[i] * x[i]));
+      s[i] = fast_exp2(kKind == kSilu ? x[i] * kBase : x[i] * (kLinear * kBase + kCubic * kBase * x[i] * x[i]));
     }
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = reciprocal(1.0f + s[i]);
+    for (int i = 0; i < N; ++i) s[i] = fast_reciprocal(1.0f + s[i]);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float value = x[i] * s[i], rise = value * (1.0f - s[i]);

@@ -102,8 +102,10 @@ class Hopper(Engine):
         """With d = dz @ w2[e].T and the row's router weight w, or 1 without weights: (w a, dh, dg, dweights).
 
         a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F], with zeros in a group's rows without a slot, and
-        nothing written behind the last group; dweights [T,K] is <a, d>, and 0 for a slot without a row. d is rounded to the dtype of dz in between. dg is None without g, dweights
-        without weights. dz [P,H] and dtypes and layouts as in `up`, slot_of_row int32 [P], weights of any floating dtype.
+        nothing written behind the last group; dweights [T,K] is <a, d>, and 0 for a slot without a row. d is rounded to the dtype
+        of dz in between. dg is None without g, dweights without weights. dz [P,H], w2 [E,F,H], h and g [P,F], all bfloat16 or
+        float16, contiguous, aligned to 16 bytes, on one device; slot_of_row int32 [P], negative for none; weights [T,K] of any
+        floating dtype; sizes integer [E]; `activation` a name in reference.ACTIVATIONS. The formulas are csrc/activation.cu's.
         """
         a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
         dg_PF = None if g_PF is None else torch.empty_like(h_PF)

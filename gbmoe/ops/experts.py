@@ -194,8 +194,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
 
     `saved` is what forward saved and is emptied: whoever has no other reference to the pre-activations sets their memory free
     as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F], a 32nd of one
-    and one [P,H], or two [P,F], one [P,H] (two where `accumulate` takes a product apart) and two of the weights' gradients, or one [P,F],
-    one [P,H] and all three.
+    and one [P,H], or two [P,F], one [P,H] (two where `accumulate` takes a product apart) and two of the weights' gradients, or
+    one [P,F], one [P,H] and all three.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
