@@ -357,11 +357,11 @@ template <typename T, int W> __device__ __forceinline__ unsigned find_candidates
 }
 
 // P: a power of two, at least as many as there are slots, or 0 where a warp ranks its candidates.
-template <typename T, typename S, int G, int N, int P, bool kVectors>
+template <typename T, typename S, int G, int N, int P, int kWidest>
 __global__ void __launch_bounds__(kThreads) route_kernel(
     const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, int64_t* __restrict__ ids_TK,
     float* __restrict__ logsumexp_T, const Rows rows) {
-  constexpr int V = kVector<T, S, N, kVectors>, kNumbers = Word<T>::kNumbers;
+  constexpr int V = kVector<T, S, N, kWidest>, kNumbers = Word<T>::kNumbers;
   using Map = Row<T, G, N, V>;
   using Key = typename Keys<T>::Key;
   const int lane = threadIdx.x % G;
@@ -479,49 +479,51 @@ template <typename T, typename S> struct Route {
   Rows rows;
   cudaStream_t stream;
 
-  template <int G, int N, int P, bool kVectors> void launch() const {
+  template <int G, int N, int P, int kWidest> void launch() const {
     static_assert(G * N <= 1024 && (G & (G - 1)) == 0, "a brief key holds experts below 1024, and lane and index in bits apart");
     STD_TORCH_CHECK(rows.slots <= (P > 0 ? P : 32) && rows.experts <= G * N, "route: no kernel for ", rows.experts, " experts");
     const unsigned blocks = static_cast<unsigned>(ceil_div(rows.tokens * G, kThreads));
-    route_kernel<T, S, G, N, P, kVectors><<<blocks, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, rows);
+    route_kernel<T, S, G, N, P, kWidest><<<blocks, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, rows);
   }
   // kMost: of slots that come here.
-  template <int G, int N, bool kVectors, int kMost = 32> void launch_lists() const {
-    if (rows.slots <= 4) return launch<G, N, 4, kVectors>();
-    if (rows.slots <= 8 || kMost == 8) return launch<G, N, 8, kVectors>();
+  template <int G, int N, int kWidest, int kMost = 32> void launch_lists() const {
+    if (rows.slots <= 4) return launch<G, N, 4, kWidest>();
+    if (rows.slots <= 8 || kMost == 8) return launch<G, N, 8, kWidest>();
     if constexpr (kMost >= 16) {
-      if (rows.slots <= 16 || kMost == 16) return launch<G, N, 16, kVectors>();
+      if (rows.slots <= 16 || kMost == 16) return launch<G, N, 16, kWidest>();
     }
-    if constexpr (kMost >= 32) return launch<G, N, 32, kVectors>();
+    if constexpr (kMost >= 32) return launch<G, N, 32, kWidest>();
   }
   // Lists up to where a warp is faster, measured; for floats, whose briefs must be checked, not so far.
   void launch() const {
     constexpr bool kHalf = sizeof(T) == 2;
     const int experts = rows.experts;
     const bool fours = experts % 4 == 0, eights = experts % 8 == 0;
-    if (fours && experts <= 8) return launch_lists<2, 4, true, 8>();
-    if (fours && experts <= 16) return launch_lists<4, 4, true, 16>();
-    if (experts <= 16) return launch_lists<8, 2, false, 16>();
-    if (eights && experts <= 32) return launch_lists<4, 8, true>();
-    if (eights && experts <= 64) return launch_lists<4, 16, true>();
-    if (experts <= 64) return launch_lists<8, 8, false>();
+    if (fours && experts <= 8) return launch_lists<2, 4, 16, 8>();
+    if (fours && experts <= 16) return launch_lists<4, 4, 16, 16>();
+    if (experts <= 16) return launch_lists<8, 2, 1, 16>();
+    if (eights && experts <= 32) return launch_lists<4, 8, 16>();
+    if (eights && experts <= 64) return launch_lists<4, 16, 16>();
+    if (fours && experts <= 64) return launch_lists<4, 16, 4>();
+    if (experts <= 64) return launch_lists<8, 8, 1>();
     if constexpr (kHalf) {
-      if (eights && experts <= 128) return launch_lists<4, 32, true>();
-      if (eights && experts <= 192) return launch_lists<4, 48, true>();
-      if (eights && experts <= 256) return launch_lists<4, 64, true>();
-      if (eights && experts <= 384 && rows.slots <= 8) return launch_lists<8, 48, true, 8>();
-      if (eights && experts <= 512 && rows.slots <= 8) return launch_lists<8, 64, true, 8>();
+      if (eights && experts <= 128) return launch_lists<4, 32, 16>();
+      if (eights && experts <= 160) return launch_lists<4, 40, 16>();
+      if (eights && experts <= 192) return launch_lists<4, 48, 16>();
+      if (eights && experts <= 256) return launch_lists<4, 64, 16>();
+      if (eights && experts <= 384) return launch_lists<8, 48, 16>();
+      if (eights && experts <= 512 && rows.slots <= 8) return launch_lists<8, 64, 16, 8>();
     } else {
-      if (eights && experts <= 128) return launch_lists<8, 16, true>();
-      if (eights && experts <= 192) return launch_lists<8, 24, true>();
-      if (eights && experts <= 256) return launch_lists<8, 32, true>();
-      if (fours && experts > 256 && experts <= 384) return launch<32, 12, 0, true>();
+      if (fours && experts <= 128) return launch_lists<8, 16, 16>();
+      if (fours && experts <= 192) return launch_lists<8, 24, 16>();
+      if (fours && experts <= 256) return launch_lists<8, 32, 16>();
+      if (fours && experts > 256 && experts <= 384) return launch<32, 12, 0, 16>();
     }
-    if (experts <= 128 && fours) return launch<32, 4, 0, true>();
-    if (experts <= 256) return launch<32, 8, 0, false>();
-    if (experts <= 512 && eights) return launch<32, 16, 0, true>();
-    if (eights) return launch<32, 32, 0, true>();
-    return launch<32, 32, 0, false>();
+    if (experts <= 128 && fours) return launch<32, 4, 0, 16>();
+    if (experts <= 256) return launch<32, 8, 0, 1>();
+    if (experts <= 512 && eights) return launch<32, 16, 0, 16>();
+    if (eights) return launch<32, 32, 0, 16>();
+    return launch<32, 32, 0, 1>();
   }
 };
 

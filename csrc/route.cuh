@@ -143,9 +143,10 @@ template <typename T, int G, int N, int V> struct Row {
 
 constexpr int least(int a, int b, int c) { return a < b ? (a < c ? a : c) : (b < c ? b : c); }
 
-// One V for logits and scores keeps the experts of a lane the same.
-template <typename T, typename S, int N, bool kVectors>
-constexpr int kVector = kVectors ? least(N, kVectorLength<T>, kVectorLength<S>) : 1;
+// Numbers of a vector: as many as fit 16 bytes of either type, but at most kWidest (16 is no limit, and 1 means no vectors). One V for
+// logits and scores keeps the experts of a lane the same.
+template <typename T, typename S, int N, int kWidest>
+constexpr int kVector = least(N < kWidest ? N : kWidest, kVectorLength<T>, kVectorLength<S>);
 
 template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
 template <typename V> V* data(const std::optional<Tensor>& tensor) { return tensor ? data<V>(*tensor) : nullptr; }

@@ -10,11 +10,11 @@ constexpr int kThreads = 256;
 
 // With s the scores, r_j the chosen ones, n their norm and w = r / n:  through the weights r_j receives
 // gw_j / n - <gw, r> / n^2 * (r_j / n)^(p-1); the logits receive s * (G - <s, G>) + g_lse * s, G the sum of what s receives.
-template <typename T, typename S, int G, int N, int R, bool kVectors>
+template <typename T, typename S, int G, int N, int R, int kWidest>
 __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
     const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE, const Rows rows) {
-  constexpr int V = kVector<T, S, N, kVectors>;
+  constexpr int V = kVector<T, S, N, kWidest>;
   using Map = Row<S, G, N, V>;
   extern __shared__ float chosen_grads[];  // [warp][N][32]: what the weights send back to the scores of each lane
   const int lane = threadIdx.x % G;
@@ -88,39 +88,39 @@ template <typename T, typename S> struct RouteBackward {
   Rows rows;
   cudaStream_t stream;
 
-  template <int G, int N, int R, bool kVectors> void launch() const {
+  template <int G, int N, int R, int kWidest> void launch() const {
     const unsigned blocks = static_cast<unsigned>(ceil_div(rows.tokens * G, kThreads));
     const int shared_bytes = kThreads * N * static_cast<int>(sizeof(float));
-    route_backward_kernel<T, S, G, N, R, kVectors><<<blocks, kThreads, shared_bytes, stream>>>(
+    route_backward_kernel<T, S, G, N, R, kWidest><<<blocks, kThreads, shared_bytes, stream>>>(
         scores, ids, grad_scores, grad_weights, grad_logsumexp, grad, rows);
   }
-  template <int N, bool kVectors> void launch_8_lanes() const {
-    if (rows.slots <= 8) launch<8, N, 1, kVectors>();
-    else launch<8, N, 2, kVectors>();
+  template <int N, int kWidest> void launch_8_lanes() const {
+    if (rows.slots <= 8) launch<8, N, 1, kWidest>();
+    else launch<8, N, 2, kWidest>();
   }
   // Eight lanes up to where a warp is faster, measured.
   void launch() const {
     const int experts = rows.experts;
     const bool eights = experts % 8 == 0;
     if (rows.slots <= 16) {
-      if (experts <= 16) return launch_8_lanes<2, false>();
-      if (experts <= 32 && experts % 4 == 0) return launch_8_lanes<4, true>();
-      if (experts <= 64 && eights) return launch_8_lanes<8, true>();
-      if (experts <= 64) return launch_8_lanes<8, false>();
+      if (experts <= 16) return launch_8_lanes<2, 1>();
+      if (experts <= 32 && experts % 4 == 0) return launch_8_lanes<4, 16>();
+      if (experts <= 64 && eights) return launch_8_lanes<8, 16>();
+      if (experts <= 64) return launch_8_lanes<8, 1>();
       if constexpr (sizeof(T) == 2) {
-        if (experts <= 128 && eights) return launch_8_lanes<16, true>();
-        if (experts <= 256 && eights) return launch_8_lanes<32, true>();
+        if (experts <= 128 && eights) return launch_8_lanes<16, 16>();
+        if (experts <= 256 && eights) return launch_8_lanes<32, 16>();
       } else {
-        if (experts <= 128 && eights && rows.slots <= 6) return launch<8, 16, 1, true>();
+        if (experts <= 128 && eights && rows.slots <= 6) return launch<8, 16, 1, 16>();
       }
     }
-    if (experts <= 64) return launch<32, 2, 1, false>();
-    if (experts <= 128 && experts % 4 == 0) return launch<32, 4, 1, true>();
-    if (experts <= 256 && eights) return launch<32, 8, 1, true>();
-    if (experts <= 256) return launch<32, 8, 1, false>();
-    if (experts <= 512 && eights) return launch<32, 16, 1, true>();
-    if (eights) return launch<32, 32, 1, true>();
-    return launch<32, 32, 1, false>();
+    if (experts <= 64) return launch<32, 2, 1, 1>();
+    if (experts <= 128 && experts % 4 == 0) return launch<32, 4, 1, 16>();
+    if (experts <= 256 && eights) return launch<32, 8, 1, 16>();
+    if (experts <= 256) return launch<32, 8, 1, 1>();
+    if (experts <= 512 && eights) return launch<32, 16, 1, 16>();
+    if (eights) return launch<32, 32, 1, 16>();
+    return launch<32, 32, 1, 1>();
   }
 };
 
