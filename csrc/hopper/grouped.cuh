@@ -80,7 +80,8 @@ struct Arguments {
   int features;            // M of kWeights
   int slices;              // of K for one pair of operands, forward
   int pairs;               // of operands that are summed
-  int rows_a_panel;        // tiles along M that are walked before the next along N
+  int rows_a_panel;        // tiles along M that are walked before the next along N, at the most
+  bool even_panels;        // a group's panels differ by as little as can be; else only its last one is smaller
   int activation;
   bool save;               // whether h (and g) are stored
   // The workspace, null without one. Parts of sums are [slot][block of the cluster][consumer warp][a warp's share of a tile].
@@ -160,10 +161,12 @@ template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct 
     tile.row = __shfl_sync(kFull, lane_row, owner);
     tile.rows = __shfl_sync(kFull, lane_rows, owner);
     int local = item - __shfl_sync(kFull, lane_item, owner);
-    const int along_m = tiles_m(tile.rows), a_panel = args.rows_a_panel * tiles_n;
+    const int along_m = tiles_m(tile.rows), most = args.rows_a_panel;
+    const int rows_a_panel = !kWeights && args.even_panels ? divide_up(along_m, divide_up(along_m, most)) : most;
+    const int a_panel = rows_a_panel * tiles_n;
     if constexpr (kWeights) local = cut_rows(local, along_m * tiles_n, __shfl_sync(kFull, lane_share, owner), tile);
-    const int panel = local / a_panel, first_m = panel * args.rows_a_panel;
-    const int height = min(args.rows_a_panel, along_m - first_m), in_panel = local - panel * a_panel;
+    const int panel = local / a_panel, first_m = panel * rows_a_panel;
+    const int height = min(rows_a_panel, along_m - first_m), in_panel = local - panel * a_panel;
     tile.m = (first_m + in_panel % height) * kClusterM * kTileM;
     tile.n = in_panel / height * kClusterN * kTileColumns;
     if (!kWeights) tile.row += tile.m, tile.rows -= tile.m;

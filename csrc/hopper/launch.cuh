@@ -54,8 +54,8 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines) {
 constexpr int kBoxTransposed = 64, kBoxOut = 16;
 constexpr int box_of_b(int tile_n) { return tile_n / 2; }
 // What clusters read at a time should fit the cache: measured, on mixtral's and olmoe's shapes. Of rows a few per cent better than 8,
-// because b's tiles are read once for groups of up to 2048 rows.
-constexpr int kPanelOfRows = 16, kPanelOfWeights = 8;
+// because b's tiles are read once for groups of up to 2048 rows, or 2560 with even panels.
+constexpr int kPanelOfRows = 16, kEvenPanelOfRows = 20, kPanelOfWeights = 8;
 
 inline Arguments arguments(const Tensor& sizes, int64_t columns, int rows_a_panel) {
   Arguments args{};

@@ -34,7 +34,10 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
   args.slices = divide_up(static_cast<int>(x.size(1)), kTileK);
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;
-  const bool pairs = in_pairs(args.columns, kFinish == Finish::kGlu ? kWidest / 2 : kWidest);
+  const int tile = kFinish == Finish::kGlu ? kWidest / 2 : kWidest;
+  const bool pairs = in_pairs(args.columns, tile);
+  // A panel of one or two tiles along M and so many along N would read all of b faster than memory can.
+  if (divide_up(args.columns, tile) >= 64) args.rows_a_panel = kEvenPanelOfRows, args.even_panels = true;
   Maps maps{};
   if (slot_of_row) {
     STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");

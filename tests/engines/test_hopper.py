@@ -150,3 +150,26 @@ def test_down_backward_keeps_nan_in_its_row():
         assert bool(got[name][:rows][hit].isnan().all()) and torch.equal(got[name][:rows][~hit], clean[name][:rows][~hit]), name
     slots = inputs["slot_of_row"][:rows][hit].long()
     assert bool(got["dweights"].view(-1)[slots].isnan().all()) and int(got["dweights"].isnan().sum()) == len(slots)
+
+
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("ffn", [8200, 16_392])
+def test_up_of_many_columns(ffn, glu):
+    """Tiles that are walked in panels of one height, where a group's do not come out even, and where one panel holds them all."""
+    sizes, hidden = [2700, 0, 2560, 129, 5200, 1, 2570], 72
+
+    def values(*shape, number, scale=1.0):
+        return cases.exact_values(*shape, dtype=torch.bfloat16, device=DEVICE, seed=number, scale=scale)
+
+    x, scale = values(sum(sizes), hidden, number=1), cases.fan_in_scale(hidden)
+    w1 = values(len(sizes), ffn, hidden, number=2, scale=scale)
+    v1 = values(len(sizes), ffn, hidden, number=3, scale=scale) if glu else None
+    cases.poison(DEVICE)
+    a, h, g = HOPPER.up(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), "silu", True)
+    for name, weights, got in (("h", w1, h), ("g", v1, g)):
+        if weights is None:
+            continue
+        each = [torch.cat([rows.to(dtype) @ w.to(dtype).t() for rows, w in zip(x.split(sizes), weights)])
+                for dtype in (torch.bfloat16, torch.float64)]
+        assert_as_accurate_as(got, *each, name)
+    assert_as_accurate_as(a, reference.activate(h, g, "silu"), reference.activate(h.double(), None if g is None else g.double(), "silu"), "a")
