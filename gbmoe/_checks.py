@@ -25,6 +25,9 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
 def require_tensor(value: object, operator: str, argument: str, *, rank: int | tuple[int, ...] | None = None,
                    dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor of that rank, one of those dtypes and on that device."""
+    if type(value) in _PLAIN and (rank is None or value.dim() == rank) and (dtypes is None or value.dtype in dtypes) \
+            and (device is None or value.device == device):
+        return  # as nearly always, and in a third of the time
     require(isinstance(value, torch.Tensor), operator, argument, "a torch.Tensor", type(value).__name__, TypeError)
     if type(value) not in _PLAIN:
         require(not hasattr(value, "to_local"), operator, argument,

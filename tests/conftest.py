@@ -49,9 +49,9 @@ def fresh_losses():
 @pytest.fixture(autouse=True)
 def fresh_choices():
     """No test gets an engine that was chosen under another's patches."""
-    engines._remembered.cache_clear()
+    engines.forget()
     yield
-    engines._remembered.cache_clear()
+    engines.forget()
 
 
 @pytest.fixture(params=DEVICES)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,16 +83,42 @@ def _unavailable(engine: str, device: torch.device) -> str | None:
 _unavailable._dynamo_marked_constant = True
 
 
+_MEMORIES = []
+
+
+def remembered(function: Callable) -> Callable:
+    """`function`, of devices, dtypes, names and sizes, with a memory: what an engine says of a device does not change.
+
+    A layer's step asks half a dozen times, at some 15 us each.
+    """
+    memory = functools.lru_cache(maxsize=1024)(function)
+    _MEMORIES.append(memory)
+
+    @functools.wraps(function)
+    def ask(*args):
+        # A compiler traces the choice, and sizes that it does not know have no hash.
+        if torch.compiler.is_compiling() or any(isinstance(a, torch.SymInt) for a in args):
+            return function(*args)
+        return memory(*args)
+
+    return ask
+
+
+def forget() -> None:
+    """Ask every engine anew."""
+    for memory in _MEMORIES:
+        memory.cache_clear()
+
+
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
-    # A compiler traces the choice, and sizes that it does not know have no hash.
-    known = type(problem.rows) is int and type(problem.groups) is int and type(problem.inner) is int and type(problem.columns) is int
-    if known and not torch.compiler.is_compiling():
-        return _remembered(engine, problem)
-    return _select(engine, problem)
+    p = problem
+    return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.variable_k, p.sizes_on_host)
 
 
-def _select(engine: str, problem: Problem) -> Engine:
+@remembered
+def _select(engine: str, *of_problem) -> Engine:
+    problem = Problem(*of_problem)
     require(engine in ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}", repr(engine))
     if engine != "auto":
         chosen = ENGINES[engine]
@@ -104,10 +131,6 @@ def _select(engine: str, problem: Problem) -> Engine:
         if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate
     return ENGINES["reference"]
-
-
-# A layer's step asks a dozen times, at some 15 us each; what an engine says of a device does not change.
-_remembered = functools.lru_cache(maxsize=1024)(_select)
 
 
 def availability(device: torch.device) -> dict[str, str | None]:

@@ -27,6 +27,8 @@ class _ScaleGradient(torch.autograd.Function):
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """The tensor to compute with: a DTensor's local shard, where there is one."""
+    if type(weight) is torch.nn.Parameter:
+        return weight
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 

@@ -89,15 +89,19 @@ def expert_mlp(
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
     """The plan's rows per expert where the engine wants them: on the host, at one wait a plan, or on the device."""
-    experts, ffn, hidden = w_EFH.shape
-    problems = (Problem(x_TH.device, computed_dtype(x_TH), plan.num_rows, experts, hidden, ffn, variable_k, plan.has_host_sizes)
-                for variable_k in (False, True))
-    wanted = any(engines.select(engine, problem).needs_host_sizes for problem in problems)
+    wanted = _wants_host_sizes(engine, x_TH.device, computed_dtype(x_TH), plan.num_rows, *w_EFH.shape, plan.has_host_sizes)
     return plan.host_sizes() if wanted else plan.padded_counts_E
+
+
+@engines.remembered
+def _wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> bool:
+    problems = (Problem(device, dtype, rows, experts, hidden, ffn, variable_k, on_host) for variable_k in (False, True))
+    return any(engines.select(engine, problem).needs_host_sizes for problem in problems)
 
 
 def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
     device = plan.row_of_slot_TK.device
+    autocast = torch.is_autocast_enabled(device.type)
     require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)
     require(x_TH.size(0) == plan.num_tokens, "expert_mlp", "x",
             lambda: f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
@@ -109,7 +113,7 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
         require_tensor(weight, "expert_mlp", argument, rank=3, dtypes=FLOATING, device=device)
         require(list(weight.shape) == expected, "expert_mlp", argument,
                 lambda: f"shape [E,F,H] == {expected}", list(weight.shape))
-        if not torch.is_autocast_enabled(device.type):
+        if not autocast:
             require(weight.dtype == x_TH.dtype, "expert_mlp", argument,
                     lambda: f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
     if weights_TK is not None:
@@ -142,9 +146,12 @@ def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
 
 def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor, sizes: torch.Tensor) -> engines.Engine | None:
     """The engine that computes products and activation together, where it is the one to use for both products."""
-    experts, ffn, hidden = w1.shape
-    on_host = sizes.device.type == "cpu"
-    chosen = {engines.select(engine, Problem(x.device, x.dtype, rows, experts, *inner_columns, False, on_host))
+    return _fusing_engine(engine, x.device, x.dtype, rows, *w1.shape, sizes.device.type == "cpu")
+
+
+@engines.remembered
+def _fusing_engine(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> engines.Engine | None:
+    chosen = {engines.select(engine, Problem(device, dtype, rows, experts, *inner_columns, False, on_host))
               for inner_columns in ((hidden, ffn), (ffn, hidden))}
     first = chosen.pop()
     return first if first.fuses_activation and not chosen else None
@@ -168,7 +175,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
         a_PF = _activate(h_PF, g_PF, activation)
         if not save:
             h_PF = g_PF = None
-    y_PH = product(a_PF, w2, sizes, engine=engine)
+    y_PH = product(a_PF, w2, sizes, engine=engine if fused is None else fused)
     del a_PF
     out_TH = scatter(y_PH, row_of_slot, weights=weights)
     return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF))  # no two the same: an operator's may not be

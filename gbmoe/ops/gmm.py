@@ -93,10 +93,11 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bo
 
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
-            *, engine: str, out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
+            *, engine: str | engines.Engine, out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
     """The product without autograd, checks of sizes or a demand that the groups fill a: what operators call inside.
 
-    Rows behind the last group are neither read nor written. See Engine.gmm for out and accumulate.
+    Rows behind the last group are neither read nor written. `engine` may be the one that was chosen for this product. See
+    Engine.gmm for out and accumulate.
     """
     require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     # A transposed view of a stack of matrices is the other layout, not a copy.
@@ -104,7 +105,7 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
         b, trans_b = b.transpose(1, 2), not trans_b
     # Engines hand device arrays of pointers to kernels that choose 16-byte accesses by the row length alone.
     a, b = aligned(a), aligned(b)
-    chosen = engines.select(engine, Problem.of(a, b, sizes, trans_a, trans_b))
+    chosen = engine if isinstance(engine, engines.Engine) else engines.select(engine, Problem.of(a, b, sizes, trans_a, trans_b))
     return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
