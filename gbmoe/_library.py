@@ -66,8 +66,9 @@ def _is_unseen(inputs: tuple) -> bool:
         return False
     if torch.is_autocast_enabled("cuda"):
         return False
-    # A lazily negated view is the dispatcher's to resolve.
-    return not any(isinstance(t, torch.Tensor) and (type(t) not in _PLAIN or t.is_neg()) for t in inputs)
+    # Lazily negated views, and gradients that autograd batches, which has no transform on its stack, are the dispatcher's to resolve.
+    return not any(isinstance(t, torch.Tensor)
+                   and (type(t) not in _PLAIN or t.is_neg() or torch._C._functorch.is_legacy_batchedtensor(t)) for t in inputs)
 
 
 def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward: Callable,
