@@ -55,18 +55,19 @@ def define(
 def _is_unseen(inputs: tuple) -> bool:
     """True where a call of an operator has these CUDA tensors to do with and nothing else.
 
-    Not where a compiler or torch.jit traces it, a mode, a transform of torch.func, a subclass or autocast would take it, or a
-    profiler is to name it. The first input is a tensor.
+    Not where a compiler or torch.jit traces it, a mode, a transform of torch.func, a subclass or autocast would take it, forward-mode
+    derivatives are on, or a profiler is to name it (torch.profiler; an ExecutionTraceObserver on its own cannot be told). The first
+    input is a tensor.
     """
     if torch.compiler.is_compiling() or not inputs[0].is_cuda:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._autograd._profiler_enabled():
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         return False
-    if torch.is_autocast_enabled("cuda"):
+    if torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled or torch.is_autocast_enabled("cuda"):
         return False
-    # Lazily negated views, and gradients that autograd batches, which has no transform on its stack, are the dispatcher's to resolve.
+    # Lazily negated views are the dispatcher's to resolve; gradients that autograd batches have no transform on its stack.
     return not any(isinstance(t, torch.Tensor)
                    and (type(t) not in _PLAIN or t.is_neg() or torch._C._functorch.is_legacy_batchedtensor(t)) for t in inputs)
 

@@ -5,12 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbmoe
-from gbmoe import cases
+from gbmoe import _library, cases
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
 OPERATORS = {"gbmoe::route", "gbmoe::routing_plan", "gbmoe::expert_mlp"}
+BACKWARD = {"gbmoe::route_backward", "gbmoe::expert_mlp_backward"}
 
 
 def make(device):
@@ -38,6 +39,22 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_there_to_see_them(grad, monkeypatch):
+    """Without this path taken, what the tests below compare it with is itself."""
+    answers, ask = [], _library._is_unseen
+    monkeypatch.setattr(_library, "_is_unseen", lambda inputs: answers.append(ask(inputs)) or answers[-1])
+    layer, x = make("cuda")
+    with torch.set_grad_enabled(grad):
+        layer(x)
+    assert answers == [True] * len(OPERATORS)
+    answers.clear()
+    with Watch():
+        layer(x)
+    assert answers == [False] * len(OPERATORS)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_mode_sees_them_and_changes_no_bit(device, grad):
     layer, x = make(device)
@@ -51,7 +68,7 @@ def test_a_mode_sees_them_and_changes_no_bit(device, grad):
     expected = results()
     with Watch() as watch:
         got = results()
-    assert OPERATORS <= watch.seen
+    assert OPERATORS | (BACKWARD if grad else set()) <= watch.seen
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -61,6 +78,14 @@ def test_a_profiler_names_them(device):
         gradients(layer, x)
     names = {event.key for event in profile.key_averages()}
     assert OPERATORS | {"gbmoe::route_backward"} <= names
+
+
+def test_a_profiler_of_all_threads_names_them(device):
+    layer, x = make(device)
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as profile:
+        layer(x)
+    assert OPERATORS <= {event.key for event in profile.key_averages()}
 
 
 def test_lazily_negated_tensors(device):
@@ -104,9 +129,11 @@ def test_autocast_casts(device):
 
 def test_what_is_frozen_has_no_graph(device):
     layer, x = make(device)
-    layer.requires_grad_(False)
-    assert not layer(x).requires_grad
     with torch.no_grad():
-        assert not make(device)[0](x).requires_grad
+        expected = layer(x)
+    assert expected.grad_fn is None and layer(x).grad_fn is not None
     with torch.inference_mode():
-        assert torch.equal(layer(x).clone(), layer(x))
+        assert torch.equal(layer(x), expected)
+    layer.requires_grad_(False)
+    out = layer(x)
+    assert out.grad_fn is None and not out.requires_grad and torch.equal(out, expected)

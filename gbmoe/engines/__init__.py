@@ -96,8 +96,8 @@ def remembered(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def ask(*args):
-        # A compiler traces the choice, and sizes that it does not know have no hash.
-        if torch.compiler.is_compiling() or any(isinstance(a, torch.SymInt) for a in args):
+        # A compiler traces the choice, and sizes that it does not know have no hash; those that torch.jit traces are tensors.
+        if torch.compiler.is_compiling() or any(isinstance(a, (torch.SymInt, torch.Tensor)) for a in args):
             return function(*args)
         return memory(*args)
 
@@ -112,6 +112,7 @@ def forget() -> None:
 
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
+    require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     p = problem
     return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.variable_k, p.sizes_on_host)
 

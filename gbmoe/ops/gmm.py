@@ -44,6 +44,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         torch.Size([5, 4])
     """
     _check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
     if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)
