@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that nobody else has a say in
 
 
 def require(condition: bool, operator: str, argument: str, expected: str | Callable[[], str], got: object,
@@ -25,11 +25,11 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
 def require_tensor(value: object, operator: str, argument: str, *, rank: int | tuple[int, ...] | None = None,
                    dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor of that rank, one of those dtypes and on that device."""
-    if type(value) in _PLAIN and (rank is None or value.dim() == rank) and (dtypes is None or value.dtype in dtypes) \
+    if type(value) in PLAIN and (rank is None or value.dim() == rank) and (dtypes is None or value.dtype in dtypes) \
             and (device is None or value.device == device):
         return  # as nearly always, and in a third of the time
     require(isinstance(value, torch.Tensor), operator, argument, "a torch.Tensor", type(value).__name__, TypeError)
-    if type(value) not in _PLAIN:
+    if type(value) not in PLAIN:
         require(not hasattr(value, "to_local"), operator, argument,
                 "a plain tensor, such as a DTensor's to_local() or full_tensor()", type(value).__name__, TypeError)
     if rank is not None:

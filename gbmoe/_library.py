@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gbmoe._checks import PLAIN
+
 _LIBRARY = torch.library.Library("gbmoe", "FRAGMENT")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def define(
@@ -53,23 +54,30 @@ def define(
 
 
 def _is_unseen(inputs: tuple) -> bool:
-    """True where a call of an operator has these CUDA tensors to do with and nothing else.
+    """True where a call of an operator has these CUDA tensors to do with and nothing else; the first input is one.
 
-    Not where a compiler or torch.jit traces it, a mode, a transform of torch.func, a subclass or autocast would take it, forward-mode
-    derivatives are on, or a profiler is to name it (torch.profiler; an ExecutionTraceObserver on its own cannot be told). The first
-    input is a tensor.
+    Not where it is watched, autocast would take it, or a profiler is to name it (torch.profiler; an ExecutionTraceObserver on its own
+    cannot be told).
     """
-    if torch.compiler.is_compiling() or not inputs[0].is_cuda:
+    # A compiler would trace all that follows.
+    if torch.compiler.is_compiling() or not inputs[0].is_cuda or torch.is_autocast_enabled("cuda"):
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or torch._C._is_tracing():
-        return False
+    return not (torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled or is_watched(*inputs))
+
+
+def is_watched(*inputs: object) -> bool:
+    """True where a compiler or torch.jit traces operators, a mode, a transform of torch.func or a subclass among the inputs would take
+    them, or forward-mode derivatives are on.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return True
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
-        return False
-    if torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled or torch.is_autocast_enabled("cuda"):
-        return False
+        return True
     # Lazily negated views are the dispatcher's to resolve; gradients that autograd batches have no transform on its stack.
-    return not any(isinstance(t, torch.Tensor)
-                   and (type(t) not in _PLAIN or t.is_neg() or torch._C._functorch.is_legacy_batchedtensor(t)) for t in inputs)
+    return any(isinstance(t, torch.Tensor)
+               and (type(t) not in PLAIN or t.is_neg() or torch._C._functorch.is_legacy_batchedtensor(t)) for t in inputs)
 
 
 def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward: Callable,

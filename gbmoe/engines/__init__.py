@@ -112,8 +112,7 @@ def forget() -> None:
 
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
-    require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
-    p = problem
+    p = problem  # by fields, each of which `remembered` looks at
     return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.variable_k, p.sizes_on_host)
 
 

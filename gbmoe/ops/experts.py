@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from gbmoe import engines, extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define
+from gbmoe._library import define, is_watched
 from gbmoe.engines.base import Problem
 from gbmoe.ops.gmm import aligned, computed_dtype, product
 from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
@@ -267,7 +267,7 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
-    if _is_watched(grad, *saved):
+    if torch.is_grad_enabled() or is_watched(grad, *saved):  # or differentiated again
         computed = _expert_mlp_backward(grad, *saved, ctx.activation, ctx.engine, *wanted.values())
     else:
         # Not through the operator, whose caller would hold the pre-activations to its end. Autograd lets go of what it saved
@@ -277,14 +277,6 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     for (position, needed), value in zip(wanted.items(), computed):
         grads[position] = value if needed else None
     return tuple(grads)
-
-
-def _is_watched(*tensors: torch.Tensor | None) -> bool:
-    """True where operators are traced, batched, dispatched to a mode or a subclass, or differentiated again."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return any(type(t) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_batchedtensor(t)
-               or torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors if t is not None)
 
 
 _expert_mlp = define(
