@@ -33,6 +33,9 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!)? workspace,"
         " Tensor(b!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) workspace, Tensor(b!) out) -> ()");
+  m.def("hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");
+  m.def("hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int top_k, Tensor sizes, Tensor(a!) workspace,"
+        " Tensor(b!) out) -> ()");
   m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, Tensor(a!) a, Tensor(b!)? h)"
         " -> ()");
   m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, Tensor(a!) a,"
@@ -62,6 +65,8 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_workspace", TORCH_BOX(&gbmoe::hopper_workspace));
   m.impl("hopper_rows", TORCH_BOX(&gbmoe::hopper_rows));
   m.impl("hopper_weights", TORCH_BOX(&gbmoe::hopper_weights));
+  m.impl("hopper_rows_gathered", TORCH_BOX(&gbmoe::hopper_rows_gathered));
+  m.impl("hopper_weights_gathered", TORCH_BOX(&gbmoe::hopper_weights_gathered));
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
   m.impl("hopper_up_glu", TORCH_BOX(&gbmoe::hopper_up_glu));
   m.impl("hopper_down_backward", TORCH_BOX(&gbmoe::hopper_down_backward));

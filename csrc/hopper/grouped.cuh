@@ -22,8 +22,9 @@
 // blocks: each leaves its part in the workspace, and the last to come adds them, always in the same order. No block waits for another,
 // and results do not depend on who was last. (They do depend on where sums are cut, and so on the sizes of all groups.)
 //
-// Where kGather, a of rows is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a
-// copy, and the copy engine brings b only. Rows without a slot are zeros.
+// Where kGather, a is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a copy, and
+// the copy engine brings b only. Rows without a slot are zeros. Of sums over rows it is then out[e].T that is computed, because a tile
+// has half as many rows as columns, and what is gathered should be the lesser half; stores turn it round.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
 
@@ -90,7 +91,7 @@ struct Arguments {
   int* arrived;            // [slot][block][consumer warp]: parts that have come, by a tile's first slot
   float4* parts;
   void* out[3];            // the tensors behind maps.out, where rows are stored one by one; under kHandOver a, dh and dg
-  // kGather: row r is line slot_of_row[r] / top_k of `lines`
+  // kGather: row r of a is line slot_of_row[r] / top_k of `lines`
   const void* lines;
   const int* slot_of_row;  // [P], -1: none
   int line_elements;
@@ -264,7 +265,7 @@ template <typename T, bool kWeights, bool kTransposedB, bool kGather, Finish kFi
           int kBuffers, int kClusterM, int kClusterN>
 struct Kernel {
   static constexpr int kRows = kClusterM, kColumns = kClusterN, kCluster = kRows * kColumns;  // blocks of a cluster
-  static constexpr bool kSums = kWeights;
+  static constexpr bool kSums = kWeights, kTurned = kWeights && kGather;  // stores out[e] from tiles of out[e].T
   static constexpr bool kGlu = kFinish == Finish::kGlu, kHandsOver = kFinish == Finish::kHandOver;
   static constexpr int kTileColumns = kGlu ? kTileN / 2 : kTileN;  // of one output tensor
   static constexpr uint32_t kBytesB = kTileN / 64 * kBlock, kBytesStage = kBytesA + kBytesB;  // of a slice
@@ -284,7 +285,7 @@ struct Kernel {
   static constexpr bool kJoins = kFinish == Finish::kStore || kFinish == Finish::kAdd;  // sums may be in parts
   static_assert(kTileN == kWidest || (!kWeights && !kGlu), "weights and gates need the widest tile");
   static_assert(!kHandsOver || (!kWeights && !kGather), "only plain products of rows are handed over");
-  static_assert(!kGather || (!kWeights && kCluster == 1), "only rows are gathered, and what is gathered is not shared");
+  static_assert(!kGather || kClusterN == 1, "what is gathered is not shared");
   using Sums = float[kTileN / 2];             // one thread's, of its warp's 16 rows of a tile
   static constexpr int kHeld = kTileN / 4;    // the same in pairs
   using Walk = Schedule<kWeights, kClusterM, kClusterN, kTileColumns>;
@@ -363,13 +364,18 @@ struct Kernel {
     for (;;) {
       const Tile tile = take_tile(shared, tiles);
       if (tile.group < 0) break;
-      if (finds) finder.hand_out(shared);  // one ahead
+      if (finds && !kTurned) finder.hand_out(shared);  // one ahead
       const int slices = kWeights ? divide_up(tile.rows, kTileK) : tile.slices;
       Lines lines;
-      if constexpr (kGather) lines = find_lines(args, tile);
+      if constexpr (kGather && !kWeights) lines = find_lines(args, tile);
+      int slot = kTurned ? slot_of_line(args, tile, 0) : 0;
       if (asks || kGather) {
 #pragma unroll 1
         for (int i = 0; i < slices; ++i) {
+          if constexpr (kTurned) {
+            lines = lines_of(args, slot);
+            slot = slot_of_line(args, tile, i + 1);
+          }
           barrier_wait(empty + at.stage * 8, at.parity ^ 1);
           const uint32_t arrived = full + at.stage * 8, a = shared + at.stage * kBytesStage, b = a + kBytesA;
           const int slice = tile.slice + i, pair = !kWeights && slice >= args.slices;
@@ -380,12 +386,14 @@ struct Kernel {
             ask_for_b(maps, tile, rank, pair, k, arrived, b);
           }
           if constexpr (kGather) {
-            gather_lines(lines, args, k, a);
+            gather_lines(lines, args, kTurned ? tile.m + threadIdx.x % 128 / 64 * 64 : k, a);
             barrier_arrive_on_copies(arrived);
           }
           at.template next<kStages>();
         }
       }
+      // With a counter a tile is found only when the one before has been taken, which this warp must not wait for before it gathers.
+      if (finds && kTurned) finder.hand_out(shared);
       __syncwarp();
     }
     if (kCluster > 1 && finds) finder.stay(shared);
@@ -439,8 +447,17 @@ struct Kernel {
   };
   // Each of four warps has 32 lines of the tile.
   static __device__ __forceinline__ Lines find_lines(const Arguments& args, const Tile& tile) {
-    const int line = threadIdx.x % 128, lane = threadIdx.x % 32;
-    const int slot = line < tile.rows ? args.slot_of_row[tile.row + line] : -1;
+    const int line = threadIdx.x % 128;
+    return lines_of(args, line < tile.rows ? args.slot_of_row[tile.row + line] : -1);
+  }
+  // Of sums over rows a slice's rows are 64 lines, and two warps each have those of 64 columns.
+  static __device__ __forceinline__ int slot_of_line(const Arguments& args, const Tile& tile, int slice) {
+    const int row = slice * kTileK + threadIdx.x % 64;
+    return row < tile.rows ? args.slot_of_row[tile.row + row] : -1;
+  }
+  // With the slot of each lane's line.
+  static __device__ __forceinline__ Lines lines_of(const Arguments& args, int slot) {
+    const int lane = threadIdx.x % 32;
     const uint32_t token = __umulhi(2 * static_cast<uint32_t>(slot), args.multiplier) >> args.shift;
     const uint32_t place = slot < 0 ? kNone : token * static_cast<uint32_t>(args.line_elements / 8);
     Lines lines;
@@ -479,6 +496,12 @@ struct Kernel {
   static __device__ __forceinline__ uint32_t fragment_address(uint32_t buffer, int block) {
     const int lane = threadIdx.x % 32, line = lane % 16, piece = block * 2 + lane / 16;
     return buffer + line * kLine + ((piece ^ (line & 7)) << 4);
+  }
+
+  // The same where columns become lines, of 16 elements: matrix l / 8 has columns 0-7 or 8-15, and rows 0-7 or 8-15 as its piece.
+  static __device__ __forceinline__ uint32_t turned_address(uint32_t buffer, int block) {
+    const int lane = threadIdx.x % 32;
+    return buffer + (block * 16 + lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16;
   }
 
   // A consumer warp's buffers. Where kHandOver, each has two barriers: that it has been filled, and that it has been read.
@@ -560,6 +583,13 @@ struct Kernel {
       const int column = tile.n + chunk * 64;
       fence_async();
       __syncwarp();
+      if constexpr (kTurned) {
+        if (lane == 0) {
+          copy_out(&maps.out[output], buffer, tile.m + row_in_tile, column, tile.group);
+          commit_copies();
+        }
+        return;
+      }
       const int valid = kWeights ? 16 : tile.rows - row_in_tile;
       if (valid >= 16) {
         if (lane == 0) {
@@ -589,7 +619,8 @@ struct Kernel {
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
         const uint32_t* m = pair + first + block * 4;
-        store_matrices(fragment_address(buffer, block), m[0], m[1], m[2], m[3]);
+        if constexpr (kTurned) store_matrices_turned(turned_address(buffer, block), m[0], m[1], m[2], m[3]);
+        else store_matrices(fragment_address(buffer, block), m[0], m[1], m[2], m[3]);
       }
       send(output, buffer);
     }

@@ -22,15 +22,16 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
-// The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes.
-inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines) {
+// The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes, whose
+// pieces change places, or of 32 bytes as they are.
+inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_bytes = kLine) {
   const int64_t rank = tensor.dim();
   const bool wide = tensor.scalar_type() == ScalarType::Float;
   const cuuint64_t bytes = wide ? 4 : 2;
   const cuuint64_t shape[3] = {static_cast<cuuint64_t>(tensor.size(rank - 1)), static_cast<cuuint64_t>(tensor.size(rank - 2)),
                                static_cast<cuuint64_t>(rank == 3 ? tensor.size(0) : 1)};
   const cuuint64_t strides[2] = {shape[0] * bytes, shape[0] * shape[1] * bytes};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(kLine / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result = encode_function()(
       &map,
@@ -43,7 +44,7 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines) {
       box,
       steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B,
+      box_bytes == kLine ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros
   STD_TORCH_CHECK(result == CUDA_SUCCESS, "hopper: cuTensorMapEncodeTiled returned ", static_cast<int>(result), " for a tensor [",
@@ -195,8 +196,8 @@ template <typename K> void launch(const Maps& maps, Arguments args, const std::o
 constexpr int kStages = 4, kBuffers = 2;
 template <typename T, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kTileN, int kClusterN>
 using RowsKernel = Kernel<T, false, kTransposedB, kGather, kFinish, Activation, kTileN, kStages, kBuffers, 1, kClusterN>;
-template <typename T, Finish kFinish, int kClusterM, int kClusterN>
-using WeightsKernel = Kernel<T, true, true, false, kFinish, void, kWidest, kStages, kBuffers, kClusterM, kClusterN>;
+template <typename T, Finish kFinish, int kClusterM, int kClusterN, bool kGather = false>
+using WeightsKernel = Kernel<T, true, true, kGather, kFinish, void, kWidest, kStages, kBuffers, kClusterM, kClusterN>;
 
 // Runs body with T bound to the C++ type of `dtype`, one of those that the tensor cores are used for here.
 #define GBMOE_DISPATCH_HALF(dtype, name, ...)                                              \

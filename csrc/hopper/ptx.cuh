@@ -226,6 +226,11 @@ __device__ __forceinline__ void store_matrices(uint32_t to, uint32_t m0, uint32_
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                : "memory");
 }
+// The same, each matrix turned: its columns are the rows that are stored.
+__device__ __forceinline__ void store_matrices_turned(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
 // Two 16-bit numbers in a register. In assembly, because the compiler, seeing the halves, keeps each in a register of its own.
 template <typename T> __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t pair;

@@ -17,6 +17,22 @@ void launch_rows(const hopper::Maps& maps, const hopper::Arguments& args, hopper
 
 }  // namespace
 
+// out[rows of e] = a[rows of e] @ b[e].T with a[r] = lines[slot_of_row[r] / top_k], or zeros where the slot is negative; b [E,N,K]
+void hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, Tensor out) {
+  using namespace hopper;
+  const OnDevice current(lines);
+  Arguments args = arguments(sizes, out.size(1), kPanelOfRows);
+  args.slices = divide_up(static_cast<int>(lines.size(1)), kTileK);
+  args.out[0] = out.data_ptr();
+  gather_from(args, lines, slot_of_row, top_k);
+  Maps maps{};
+  maps.b[0] = tensor_map(b, box_of_b(kWidest));
+  maps.out[0] = tensor_map(out, kBoxOut);
+  GBMOE_DISPATCH_HALF(lines.scalar_type(), "hopper_rows_gathered", {
+    launch<RowsKernel<T, false, true, Finish::kStore, void, kWidest, 1>>(maps, args, std::nullopt, lines);
+  });
+}
+
 bool hopper_built() {
 #ifdef GBMOE_HOPPER
   return true;

@@ -32,4 +32,20 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor o
   });
 }
 
+// The same with b[r] = lines[slot_of_row[r] / top_k], or zeros where the slot is negative; in their dtype only.
+void hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor sizes, Tensor workspace, Tensor out) {
+  using namespace hopper;
+  const OnDevice current(a);
+  Arguments args = arguments(sizes, out.size(1), kPanelOfWeights);
+  args.features = static_cast<int>(out.size(2));
+  gather_from(args, lines, slot_of_row, top_k);
+  Maps maps{};
+  maps.b[0] = tensor_map(a, kBoxTransposed);
+  maps.out[0] = tensor_map(out, 64, 32);
+  GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights_gathered", {
+    if (in_pairs(args.features, kTileM)) launch<WeightsKernel<T, Finish::kStore, 2, 1, true>>(maps, args, workspace, a);
+    else launch<WeightsKernel<T, Finish::kStore, 1, 1, true>>(maps, args, workspace, a);
+  });
+}
+
 }  // namespace gbmoe

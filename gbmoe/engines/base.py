@@ -51,8 +51,8 @@ class Engine:
         name: what `engine=` takes.
         needs_host_sizes: True where `gmm` reads the sizes on the host; given device sizes it waits for them.
         align: rows each group must be a multiple of; RoutingPlan pads to it.
-        fuses_activation: True where the engine also has `gathers`, `up`, `differentiates`, `down_backward` and `up_backward`
-            (gbmoe/engines/hopper.py).
+        fuses_activation: True where the engine also has `gathers`, `up`, `gathers_in_backward`, `rows_gathered`,
+            `weights_gathered`, `differentiates`, `down_backward` and `up_backward` (gbmoe/engines/hopper.py).
     """
 
     name: str

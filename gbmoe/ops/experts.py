@@ -207,10 +207,17 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
     dx = dw1 = dw2 = dv1 = None
-    dz_PH, _ = gather(grad, row_of_slot, slot_of_row)
     g = None if v1 is None else g
     fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
-    if fused is not None and fused.differentiates(w1.size(2)) and w2.is_contiguous():
+    gathers_grad, gathers_x = (False, False) if fused is None else fused.gathers_in_backward(w1.size(1))
+    gathers_grad = gathers_grad and w2.is_contiguous()
+    where = slot_of_row, row_of_slot.size(1)
+    dz_PH = None if gathers_grad else gather(grad, row_of_slot, slot_of_row)[0]
+    if gathers_grad:
+        grad = aligned(grad)
+        dh_PF = fused.rows_gathered(grad, *where, aligned(w2), sizes)
+        a_PF, dg_PF, dweights = _activate_backward(h, g, dh_PF, slot_of_row, weights, activation)
+    elif fused is not None and fused.differentiates(w1.size(2)) and w2.is_contiguous():
         a_PF, dh_PF, dg_PF, dweights = fused.down_backward(aligned(dz_PH), aligned(w2), sizes, aligned(h),
                                                            None if g is None else aligned(g), slot_of_row, weights, activation)
     else:
@@ -218,7 +225,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         a_PF, dg_PF, dweights = _activate_backward(h, g, dh_PF, slot_of_row, weights, activation)
     del h, g
     if need.w2:
-        dw2 = product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
+        dw2 = fused.weights_gathered(a_PF, grad, *where, sizes) if gathers_grad \
+            else product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
     del a_PF, dz_PH
     if need.x:
         if fused is not None:
@@ -230,12 +238,17 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         dx = scatter(dxp_PH, row_of_slot)
         del dxp_PH
     if need.w1 or need.v1:
-        xp_PH, _ = gather(x, row_of_slot, slot_of_row)
+        if gathers_x:
+            x = aligned(x)
+            weights_of = lambda d_PF: fused.weights_gathered(d_PF, x, *where, sizes)
+        else:
+            xp_PH, _ = gather(x, row_of_slot, slot_of_row)
+            weights_of = lambda d_PF: product(d_PF, xp_PH, sizes, trans_a=True, engine=engine)
         if need.v1:
-            dv1 = product(dg_PF, xp_PH, sizes, trans_a=True, engine=engine)
+            dv1 = weights_of(dg_PF)
         del dg_PF
         if need.w1:
-            dw1 = product(dh_PF, xp_PH, sizes, trans_a=True, engine=engine)
+            dw1 = weights_of(dh_PF)
     return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 

@@ -173,3 +173,52 @@ def test_up_of_many_columns(ffn, glu):
                 for dtype in (torch.bfloat16, torch.float64)]
         assert_as_accurate_as(got, *each, name)
     assert_as_accurate_as(a, reference.activate(h, g, "silu"), reference.activate(h.double(), None if g is None else g.double(), "silu"), "a")
+
+
+def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
+    """Rows of tokens in no order, some without a slot, and 40 behind the last group."""
+    rows = sum(sizes) + 40
+    tokens = (rows + top_k - 1) // top_k
+
+    def values(*shape, number, scale=1.0):
+        return cases.exact_values(*shape, dtype=dtype, device=DEVICE, seed=10 * seed + number, scale=scale)
+
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    slots = torch.randperm(tokens * top_k, generator=generator, device=DEVICE)[:rows].int()
+    slots = torch.where(torch.rand(rows, generator=generator, device=DEVICE) < 0.05, -1, slots)
+    slots[sum(sizes):] = -2
+    x = values(tokens, hidden, number=1)
+    gathered = torch.where(slots.unsqueeze(1) >= 0, x[slots.clamp(min=0).long() // top_k], 0)[:sum(sizes)]
+    a = values(rows, ffn, number=3)
+    a[sum(sizes):] = float("nan")
+    return x, gathered, slots, values(len(sizes), ffn, hidden, number=2, scale=cases.fan_in_scale(hidden)), a
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [0, 9, 0]], ids=lambda sizes: f"{len(sizes)} groups")
+@pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 8, 2), (520, 264, 8), (1544, 512, 3), (1800, 264, 2), (2048, 512, 8)])
+def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
+    x, gathered, slots, w, a = gathered_inputs(dtype, sizes, hidden, ffn, top_k)
+    on_device, rows = torch.tensor(sizes, dtype=torch.int32, device=DEVICE), sum(sizes)
+    cases.poison(DEVICE)
+    got = HOPPER.rows_gathered(x, slots, top_k, w, on_device)[:rows]
+    each = [torch.cat([g.to(t) @ m.to(t).t() for g, m in zip(gathered.split(sizes), w)]) for t in (dtype, torch.float64)]
+    assert_as_accurate_as(got, *each, "rows")
+    assert bool((got[slots[:rows] < 0] == 0).all())
+    cases.poison(DEVICE)
+    got = HOPPER.weights_gathered(a, x, slots, top_k, on_device)
+    each = [torch.stack([m.to(t).t() @ g.to(t) for g, m in zip(gathered.split(sizes), a[:rows].split(sizes))])
+            for t in (dtype, torch.float64)]
+    assert_as_accurate_as(got, *each, "weights")
+    assert bool((got[on_device == 0] == 0).all())
+    assert torch.equal(got, HOPPER.weights_gathered(a, x, slots, top_k, on_device))
+
+
+def test_weights_that_gather_keep_nan_in_its_group():
+    x, _, slots, _, a = gathered_inputs(torch.bfloat16, SIZES, 264, 136, 2)
+    sizes = torch.tensor(SIZES, device=DEVICE)  # int64
+    clean = HOPPER.weights_gathered(a, x, slots, 2, sizes)
+    a[130:131] = float("nan")  # all of group 2
+    got = HOPPER.weights_gathered(a, x, slots, 2, sizes)
+    others = torch.arange(len(SIZES), device=DEVICE) != 2
+    assert bool(got[2].isnan().all()) and torch.equal(got[others], clean[others])
