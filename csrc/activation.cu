@@ -58,17 +58,23 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsABlock + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;
   const int lane = threadIdx.x % 32;
-  const auto row_at = [&](int64_t row) {
-    const int slot = slot_of_row[row];
-    return Row<A>{row * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
-  };
-  Row<A> one = row_at(first_row), two = row_at(min(first_row + 1, rows - 1));
   struct Operands { Vector<T, N> h, g, d; };
-  const auto load = [&](const Row<A>& of, int v) {
-    Operands operands{h_PF[of.first + v], {}, d_PF[of.first + v]};
-    if (g_PF) operands.g = g_PF[of.first + v];
+  const auto load = [&](int64_t first, int v) {
+    Operands operands{h_PF[first + v], {}, d_PF[first + v]};
+    if (g_PF) operands.g = g_PF[first + v];
     return operands;
   };
+  const int64_t second_row = min(first_row + 1, rows - 1);
+  const int slots[2] = {slot_of_row[first_row], slot_of_row[second_row]};
+  Operands of_one{}, of_two{};
+  if (lane < vectors) {  // asked for before anything waits for the slots
+    of_one = load(first_row * vectors, lane);
+    of_two = load(second_row * vectors, lane);
+  }
+  const auto row_of = [&](int64_t row, int slot) {
+    return Row<A>{row * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
+  };
+  Row<A> one = row_of(first_row, slots[0]), two = row_of(second_row, slots[1]);
   with_activation(activation, [&](auto kind) {
     const auto finish = [&](Row<A>& of, int v, const Operands& operands) {
       Vector<T, N> a, dh, dg;
@@ -86,10 +92,13 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
       d_PF[of.first + v] = dh;
       if (g_PF) dg_PF[of.first + v] = dg;
     };
-    for (int v = lane; v < vectors; v += 32) {
-      const Operands of_one = load(one, v), of_two = load(two, v);
+    for (int v = lane; v < vectors;) {
       finish(one, v, of_one);
       finish(two, v, of_two);
+      v += 32;
+      if (v >= vectors) break;
+      of_one = load(one.first, v);
+      of_two = load(two.first, v);
     }
   });
   if (!grad_weights.data) return;
