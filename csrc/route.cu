@@ -1,9 +1,10 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss,
 // from the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// Groups of 2, 4 or 8 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers, the
-// P >= K highest live on, and lanes merge what they have. Warps, for many experts, count: a lower bound of the K-th highest logit
-// leaves few candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its place among the others.
+// Groups of 2 to 16 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers, the
+// P >= K highest live on, and lanes merge what they have into one list that they share. Warps, for many experts, count: a lower
+// bound of the K-th highest logit leaves few candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its
+// place among the others.
 
 #include <climits>
 
@@ -171,14 +172,12 @@ template <int L> __device__ __forceinline__ void sort_list(uint32_t (&x)[L]) {
     }
   }
 }
-// The P highest of two descending lists, descending; before they are merged they are bitonic.
-template <int P> __device__ __forceinline__ void merge_lists(uint32_t (&list)[P], const uint32_t (&other)[P]) {
+// The same where numbers fall and then rise, or rise and then fall.
+template <int L> __device__ __forceinline__ void sort_bitonic(uint32_t (&list)[L]) {
 #pragma unroll
-  for (int i = 0; i < P; ++i) list[i] = max(list[i], other[P - 1 - i]);
+  for (int step = L / 2; step > 0; step /= 2) {
 #pragma unroll
-  for (int step = P / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < P; ++i) {
+    for (int i = 0; i < L; ++i) {
       if (i & step) continue;
       const uint32_t low = min(list[i], list[i + step]);
       list[i] = max(list[i], list[i + step]);
@@ -187,9 +186,63 @@ template <int P> __device__ __forceinline__ void merge_lists(uint32_t (&list)[P]
   }
 }
 
-// The P highest brief keys of a group, descending, in every lane: each sorts its own N by networks, in runs of P.
-template <typename T, typename Map, int G, int N, int P, int W>
-__device__ __forceinline__ void list_highest(const uint32_t (&order)[W], uint32_t complement, uint32_t (&list)[P]) {
+// The P highest of two descending lists, descending.
+template <int P> __device__ __forceinline__ void merge_lists(uint32_t (&list)[P], const uint32_t (&other)[P]) {
+#pragma unroll
+  for (int i = 0; i < P; ++i) list[i] = max(list[i], other[P - 1 - i]);
+  sort_bitonic(list);
+}
+
+// A list that lanes share is dealt out to them: of G lanes the one of rank q has places q, q + G, q + 2 G and so on. Lanes are ranked
+// by Gray's code, so that what two sets of lanes have can be dealt to both, and each lane keeps half of its own.
+__device__ __forceinline__ int rank_of(int lane) { return lane ^ lane >> 1 ^ lane >> 2 ^ lane >> 3; }
+__device__ __forceinline__ int lane_of(int rank) { return rank ^ rank >> 1; }
+
+// Sorts what lanes, of a rank with `bit` and of the same without, have in the same places of their first M.
+template <int M, int L> __device__ __forceinline__ void sort_across(uint32_t (&list)[L], int rank, int bit) {
+  const bool lower = rank & bit;
+#pragma unroll
+  for (int i = 0; i < M; ++i) {
+    const uint32_t other = __shfl_xor_sync(kFull, list[i], bit | bit >> 1);
+    list[i] = (list[i] > other) != lower ? list[i] : other;
+  }
+}
+
+// The P highest of a group of G lanes, from lists of P that sets of kLanes share, sets of kSet lanes having the same; of each lane's L only
+// the first M are other than 0. result[r] has place r * G + rank, or, where lanes are more than places, place rank.
+template <int G, int P, int kLanes, int kSet, int M, int L, int R>
+__device__ __forceinline__ void merge_lanes(const uint32_t (&list)[L], int lane, uint32_t (&result)[R]) {
+  static_assert(kLanes * L == P && M <= L);
+  // Of the numbers in opposite places of two lists the higher ones are the P highest, and they fall and rise.
+  if constexpr (kSet == G) {
+    static_assert(L == R);
+#pragma unroll
+    for (int r = 0; r < R; ++r) result[r] = list[r];
+  } else if constexpr (L == 1) {
+    uint32_t highest[1] = {max(list[0], __shfl_xor_sync(kFull, list[0], kSet | kLanes / 2))};
+#pragma unroll
+    for (int bit = kLanes / 2; bit > 0; bit /= 2) sort_across<1>(highest, rank_of(lane % kLanes), bit);
+    merge_lanes<G, P, kLanes, kSet * 2, 1>(highest, lane, result);
+  } else {
+    uint32_t highest[L / 2];  // in a lane's own even places
+#pragma unroll
+    for (int i = 0; i < L / 2; ++i) {
+      const int own = 2 * i, others = L - 1 - own;
+      highest[i] = own < M ? list[own] : 0;
+      if (others < M) highest[i] = max(highest[i], __shfl_xor_sync(kFull, list[others], kLanes | kLanes / 2));
+    }
+    sort_bitonic(highest);
+    constexpr int kUsed = M < L / 2 ? M : L / 2;
+#pragma unroll
+    for (int bit = kLanes; bit > 0; bit /= 2) sort_across<kUsed>(highest, rank_of(lane % (2 * kLanes)), bit);
+    merge_lanes<G, P, kLanes * 2, kSet * 2, kUsed>(highest, lane, result);
+  }
+}
+
+// The P highest brief keys of a group, shared by its lanes: each sorts its own N by networks, in runs of P.
+template <typename T, typename Map, int G, int N, int P, int W, int R>
+__device__ __forceinline__ void list_highest(const uint32_t (&order)[W], uint32_t complement, int lane, uint32_t (&result)[R]) {
+  uint32_t list[P];
 #pragma unroll
   for (int first = 0; first < N; first += P) {
     uint32_t run[P];
@@ -207,20 +260,14 @@ __device__ __forceinline__ void list_highest(const uint32_t (&order)[W], uint32_
       for (int i = 0; i < P; ++i) list[i] = run[i];
     }
   }
-#pragma unroll
-  for (int step = 1; step < G; step *= 2) {
-    uint32_t other[P];
-#pragma unroll
-    for (int i = 0; i < P; ++i) other[i] = __shfl_xor_sync(kFull, list[i], step);
-    merge_lists(list, other);
-  }
+  merge_lanes<G, P, 1, 1, (N < P ? N : P)>(list, lane, result);
 }
 
 // The highest of a group's keys below `top`, in a round of a maximum each, for the slots from `from` on: chosen[r] of a lane has
-// slot r * G + lane.
+// slot r * G + rank.
 template <typename T, typename Map, int G, int N, typename Key, int W, int R>
 __device__ __forceinline__ void choose_in_rounds(
-    const uint32_t (&order)[W], uint32_t complement, Key top, int from, int slots, int lane, Key (&chosen)[R]) {
+    const uint32_t (&order)[W], uint32_t complement, Key top, int from, int slots, int rank, Key (&chosen)[R]) {
   for (int slot = from; __any_sync(kFull, slot < slots); ++slot) {
     // The distance of a key that is not below wraps around, to top or more.
     Key nearest = top;
@@ -231,7 +278,7 @@ __device__ __forceinline__ void choose_in_rounds(
     }
     top = group_max<G>(nearest < top ? top - 1 - nearest : 0);
 #pragma unroll
-    for (int r = 0; r < R; ++r) if (slot == r * G + lane && slot < slots) chosen[r] = top;
+    for (int r = 0; r < R; ++r) if (slot == r * G + rank && slot < slots) chosen[r] = top;
   }
 }
 
@@ -246,20 +293,20 @@ template <int G, int P, typename Key, int R> __device__ __forceinline__ void fin
     for (int r = 0; r < R; ++r) place[r] += other > key[r];
   }
 }
-// The same where keys are in order but for neighbours that are alike; place[r] is r * G + lane at first.
+// The same where keys are in order but for neighbours that are alike; place[r] is r * G + rank at first.
 template <int G, int P, int R>
-__device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int lane, int (&place)[R]) {
-  uint64_t next[R + 1], previous[R + 1];  // next[r] is key[r] of lane + 1, previous[r + 1] is key[r] of lane - 1
+__device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int rank, int (&place)[R]) {
+  uint64_t next[R + 1], previous[R + 1];  // next[r] is key[r] of rank + 1, previous[r + 1] is key[r] of rank - 1
   next[R] = previous[0] = 0;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    next[r] = __shfl_sync(kFull, key[r], (lane + 1) % G, G);
-    previous[r + 1] = __shfl_sync(kFull, key[r], (lane + G - 1) % G, G);
+    next[r] = __shfl_sync(kFull, key[r], lane_of((rank + 1) % G), G);
+    previous[r + 1] = __shfl_sync(kFull, key[r], lane_of((rank + G - 1) % G), G);
   }
   bool crowded = false;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    const uint64_t after = lane == G - 1 ? next[r + 1] : next[r], before = lane == 0 ? previous[r] : previous[r + 1];
+    const uint64_t after = rank == G - 1 ? next[r + 1] : next[r], before = rank == 0 ? previous[r] : previous[r + 1];
     const bool like_next = Keys<float>::alike(key[r], after), like_previous = Keys<float>::alike(key[r], before);
     const bool below_next = like_next && after > key[r], above_previous = like_previous && key[r] > before;
     crowded |= like_next && like_previous && (below_next || above_previous);
@@ -396,10 +443,11 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm<S>(sum);
 
   constexpr int R = P > G ? P / G : 1;  // slots of a lane
+  const int rank = P > 0 ? rank_of(lane) : lane;
   Key chosen[R];
   int slot[R];
 #pragma unroll
-  for (int r = 0; r < R; ++r) slot[r] = r * G + lane;
+  for (int r = 0; r < R; ++r) slot[r] = r * G + rank;
   if constexpr (P == 0) {
     __shared__ typename Ranking<Key>::Memory memory[kThreads / 32];
     Ranking<Key> ranking(memory[threadIdx.x / 32], lane, rows.slots);
@@ -414,14 +462,11 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
     }
     chosen[0] = ranking.ranked();
   } else {
-    uint32_t order[Map::kWords], list[P];
+    uint32_t order[Map::kWords], brief[R];
 #pragma unroll
     for (int w = 0; w < Map::kWords; ++w) order[w] = Keys<T>::order(word[w]);
     const uint32_t complement = Keys<T>::complement(Map::expert(0, lane));
-    list_highest<T, Map, G, N>(order, complement, list);
-    uint32_t brief[R] = {};
-#pragma unroll
-    for (int i = 0; i < P; ++i) if (lane == i % G) brief[i / G] = list[i];
+    list_highest<T, Map, G, N, P>(order, complement, lane, brief);
     if constexpr (Keys<T>::kBriefIsExact) {
 #pragma unroll
       for (int r = 0; r < R; ++r) chosen[r] = brief[r];
@@ -447,9 +492,9 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
         int certain = 0;
 #pragma unroll
         for (int r = 0; r < R; ++r) certain += chosen[r] > above;
-        choose_in_rounds<T, Map, G, N>(order, complement, above, group_sum<G>(certain), rows.slots, lane, chosen);
+        choose_in_rounds<T, Map, G, N>(order, complement, above, group_sum<G>(certain), rows.slots, rank, chosen);
       }
-      exchange_neighbours<G, P>(chosen, lane, slot);
+      exchange_neighbours<G, P>(chosen, rank, slot);
     }
   }
 
@@ -506,17 +551,20 @@ template <typename T, typename S> struct Route {
     if (eights && experts <= 64) return launch_lists<4, 16, 16>();
     if (fours && experts <= 64) return launch_lists<4, 16, 4>();
     if (experts <= 64) return launch_lists<8, 8, 1>();
+    const bool pays = rows.slots <= 8 || rows.slots > 16;  // to have lists where 9 to 16 slots are found faster by counting
     if constexpr (kHalf) {
       if (eights && experts <= 128) return launch_lists<4, 32, 16>();
       if (eights && experts <= 160) return launch_lists<4, 40, 16>();
       if (eights && experts <= 192) return launch_lists<4, 48, 16>();
-      if (eights && experts <= 256) return launch_lists<4, 64, 16>();
+      if (eights && experts <= 256) return launch_lists<8, 32, 16>();
       if (eights && experts <= 384) return launch_lists<8, 48, 16>();
-      if (eights && experts <= 512 && rows.slots <= 8) return launch_lists<8, 64, 16, 8>();
+      if (eights && experts <= 512 && pays) return launch_lists<16, 32, 16>();
     } else {
-      if (fours && experts <= 128) return launch_lists<8, 16, 16>();
+      if (fours && experts <= 128 && rows.slots <= 16) return launch_lists<4, 32, 16, 16>();
+      if (fours && experts <= 128) return launch<8, 16, 32, 16>();
       if (fours && experts <= 192) return launch_lists<8, 24, 16>();
       if (fours && experts <= 256) return launch_lists<8, 32, 16>();
+      if (fours && experts <= 384 && pays) return launch_lists<16, 24, 16>();
       if (fours && experts > 256 && experts <= 384) return launch<32, 12, 0, 16>();
     }
     if (experts <= 128 && fours) return launch<32, 4, 0, 16>();

@@ -1,6 +1,6 @@
 // What the router's kernels share: rows of E numbers in the registers of a group of lanes, sums over a group, norms.
 //
-// A group of G lanes, 2, 4, 8 or a whole warp, owns one token and keeps its E numbers in registers, N a lane in vectors of V:
+// A group of G lanes, 2, 4, 8, 16 or a whole warp, owns one token and keeps its E numbers in registers, N a lane in vectors of V:
 // lane l has the experts [(c * G + l) * V, ... + V) of every chunk c.
 
 #pragma once
