@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
       d_PF[of.first + v] = dh;
       if (g_PF) dg_PF[of.first + v] = dg;
     };
-    for (int v = lane; v < vectors;) {
+    if (lane >= vectors) return;
+    for (int v = lane;;) {
       finish(one, v, of_one);
       finish(two, v, of_two);
       v += 32;

@@ -24,7 +24,7 @@
 //
 // Where kGather, a is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a copy, and
 // the copy engine brings b only. Rows without a slot are zeros. Of sums over rows it is then out[e].T that is computed, because a tile
-// has half as many rows as columns, and what is gathered should be the lesser half; stores turn it round.
+// has half as many rows as columns, and what is gathered should be the lesser part; stores turn it round.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
 

@@ -93,9 +93,9 @@ class Hopper(Engine):
     def gathers_in_backward(self, ffn):
         """Whether `rows_gathered` and `weights_gathered` pick rows (of the gradient of the output, of x), or `gather` before them.
 
-        By ffn hidden size. It saves and costs what it does in `gathers`; the weights' gradients are a ninth to a seventh slower. For
-        x, whose rows two products read, it pays at F = 512 and no longer at 768; for the gradient, which then has the activation's
-        gradient apart from its product, at 256.
+        By ffn hidden size. It saves and costs what it does in `gathers`; weights' gradients are a ninth to a seventh slower. For x it
+        pays at F = 512 and no longer at 768; for the gradient, which then has the activation's gradient apart from its product, at
+        256.
         """
         return ffn <= 256, ffn <= 512
 
@@ -106,7 +106,10 @@ class Hopper(Engine):
         return product_PF
 
     def weights_gathered(self, a_PF, x_TH, slot_of_row_P, top_k, sizes):
-        """a[rows of e].T @ x[slot_of_row // top_k], [E,F,H], where rows without a slot count as zeros of x."""
+        """a[rows of e].T @ x[slot_of_row // top_k], [E,F,H], where rows without a slot count as zeros of x.
+
+        a [P,F] may hold anything behind the last group. Dtypes and layouts as in `rows_gathered`.
+        """
         product_EFH, sizes = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)), _on_device(sizes, x_TH)
         workspace = _workspace_of_weights(product_EFH, a_PF.size(0), sizes)
         torch.ops.gbmoe_cuda.hopper_weights_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes, workspace, product_EFH)

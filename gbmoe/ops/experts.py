@@ -2,8 +2,8 @@
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan.
 
-Saved for backward are x, the pre-activations h (and g) and the plan: the padded copy of x is gathered again, the activation
-is computed again, and the router weights' gradient comes from the activation, so that the experts' output y is not needed
+Saved for backward are x, the pre-activations h (and g) and the plan: x's rows are gathered again, the activation is
+computed again, and the router weights' gradient comes from the activation, so that the experts' output y is not needed
 (csrc/activation.cu has the formulas).
 """
 

@@ -214,6 +214,15 @@ def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
     assert torch.equal(got, HOPPER.weights_gathered(a, x, slots, top_k, on_device))
 
 
+def test_weights_that_gather_in_more_groups_than_a_block_has_threads():
+    sizes = [*([3] * 1100), 0, 400]
+    x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, 72, 24, 2)
+    got = HOPPER.weights_gathered(a, x, slots, 2, torch.tensor(sizes, device=DEVICE))
+    each = [torch.stack([m.to(t).t() @ g.to(t) for g, m in zip(gathered.split(sizes), a[:sum(sizes)].split(sizes))])
+            for t in (torch.bfloat16, torch.float64)]
+    assert_as_accurate_as(got, *each, "weights")
+
+
 def test_weights_that_gather_keep_nan_in_its_group():
     x, _, slots, _, a = gathered_inputs(torch.bfloat16, SIZES, 264, 136, 2)
     sizes = torch.tensor(SIZES, device=DEVICE)  # int64

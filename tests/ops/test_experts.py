@@ -99,7 +99,7 @@ def test_every_engine_is_as_accurate_as_a_loop(engine_on, dtype, glu, activation
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu_squared"])
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("hidden, ffn", [(136, 256), (72, 640), (200, 1024)])
+@pytest.mark.parametrize("hidden, ffn", [(136, 256), (136, 264), (200, 512), (72, 640), (200, 1024)])
 def test_many_tiles(engine_on, activation, glu, hidden, ffn):
     """Some hundred rows an expert, three slots a token, rows without a slot: where kernels choose by shape, each of their ways."""
     engine, device = engine_on
@@ -129,10 +129,11 @@ def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-def test_long_rows(weighted, glu):
-    """Hidden sizes at which backward goes through w2 and the activation at once: without weights, twice, and with a transposed w2."""
+@pytest.mark.parametrize("ffn", [256, 264])
+def test_long_rows(weighted, glu, ffn):
+    """Where backward gathers in its products, or goes through w2 and the activation at once: without weights, twice, w2 transposed."""
     device = torch.device("cuda")
-    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=300, hidden=1600, ffn=264, top_k=3, glu=glu)
+    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=300, hidden=1600, ffn=ffn, top_k=3, glu=glu)
     if not weighted:
         tensors["weights"] = torch.ones_like(tensors["weights"])
     exact, baseline = (expected(tensors, ids, grad, F.silu, dtype) for dtype in (torch.float64, torch.bfloat16))
@@ -176,6 +177,45 @@ def test_frozen_inputs(device, activation, frozen):
         assert (leaf.grad is not None) == (name in trained)
         if name in trained:
             torch.testing.assert_close(leaf.grad, full[f"grad_{name}"])
+
+
+@pytest.mark.parametrize("ffn", [40, 264, 640])
+def test_every_gradient_alone_has_the_same_bits(device, ffn):
+    tensors, ids, grad = inputs(torch.bfloat16, device, ffn=ffn)
+    full = run(tensors, ids, grad, "silu", align=16)
+    plan = RoutingPlan.from_experts(ids, 5, align=16)
+    for name in tensors:
+        leaves = {n: t.clone().requires_grad_(n == name) for n, t in tensors.items()}
+        cases.poison(device)
+        out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"])
+        assert torch.equal(torch.autograd.grad(out, leaves[name], grad)[0], full[f"grad_{name}"]), name
+
+
+@pytest.mark.parametrize("ffn", [40, 264, 640])
+def test_tokens_and_gradients_of_any_layout(device, ffn):
+    """Transposed, off their 16 bytes, and one number for all."""
+    tensors, ids, grad = inputs(torch.bfloat16, device, ffn=ffn)
+    layouts = {"transposed": lambda t: t.t().contiguous().t(),
+               "shifted": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)}
+    plain, plan = run(tensors, ids, grad, "silu", align=16), RoutingPlan.from_experts(ids, 5, align=16)
+    for name, layout in layouts.items():
+        x = layout(tensors["x"]).requires_grad_()
+        leaves = [x, *(tensors[n].clone().requires_grad_() for n in ("weights", "w1", "w2", "v1"))]
+        out = gbmoe.expert_mlp(x, plan, *leaves[2:], weights_TK=leaves[1])
+        got = dict(zip(plain, (out, *torch.autograd.grad(out, leaves, layout(grad)))))
+        assert all(torch.equal(got[what], plain[what]) for what in plain), name
+    ones = grad.new_ones(()).expand(grad.shape)
+    one, all_of_them = run(tensors, ids, ones, "silu", align=16), run(tensors, ids, ones.contiguous(), "silu", align=16)
+    assert all(torch.equal(one[what], all_of_them[what]) for what in one)
+
+
+@pytest.mark.parametrize("ffn", [40, 264, 640])
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_nobody_comes(device, ffn, tokens):
+    """No token, or none with an expert: zeros everywhere."""
+    tensors, ids, grad = inputs(torch.bfloat16, device, ffn=ffn, tokens=tokens)
+    got = run(tensors, ids.fill_(-1), grad, "silu", align=16)
+    assert all(bool((t == 0).all()) for t in got.values())
 
 
 @pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
