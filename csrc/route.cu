@@ -71,6 +71,20 @@ __device__ __forceinline__ float reciprocal(float x) {
   return fmaf(fmaf(-x, result, 1.0f), result, result);
 }
 
+// x / sum for sum >= 1: rounded once for floats, whose error would otherwise be twice that of a division.
+template <typename S> class Share {
+ public:
+  __device__ __forceinline__ explicit Share(float sum) : sum_(sum), inverse_(reciprocal(sum)) {}
+
+  __device__ __forceinline__ float operator()(float x) const {
+    const float share = x * inverse_;
+    return sizeof(S) > 2 ? fmaf(fmaf(-share, sum_, x), inverse_, share) : share;
+  }
+
+ private:
+  float sum_, inverse_;
+};
+
 // ------------------------------------------------------------------------------------ bitonic networks over a warp's lanes
 
 // Two 16-bit numbers, each sorted by itself.
@@ -436,9 +450,9 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
     sum += value[i];
   }
   sum = group_sum<G>(sum);
-  const float inverse = reciprocal(sum);
+  const Share<S> share(sum);
 #pragma unroll
-  for (int i = 0; i < N; ++i) value[i] *= inverse;
+  for (int i = 0; i < N; ++i) value[i] = share(value[i]);
   Row<S, G, N, V>::store(scores_TE + first, live ? rows.experts : 0, lane, value);
   if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm<S>(sum);
 
@@ -501,7 +515,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   float weight[R], raised = 0;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    weight[r] = slot[r] < rows.slots ? exponential(Keys<T>::logit(chosen[r])) * inverse : 0.0f;
+    weight[r] = slot[r] < rows.slots ? share(exponential(Keys<T>::logit(chosen[r]))) : 0.0f;
     if (rows.p > 0 && slot[r] < rows.slots) raised += power(weight[r], rows.p);
   }
   const float norm = rows.p > 0 ? root(group_sum<G>(raised), rows.p) : 1.0f;
