@@ -154,6 +154,18 @@ def test_pairs_of_floats_that_differ_in_their_last_bits(device, experts, top_k, 
     assert torch.equal(route(logits, top_k).experts_TK, logits.double().topk(top_k, dim=-1).indices)
 
 
+@pytest.mark.parametrize("experts, top_k", [(64, 32), (128, 12), (128, 32), (160, 17), (192, 20), (256, 12), (256, 32), (384, 8), (384, 16),
+                                            (384, 32), (512, 4), (512, 8), (512, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+def test_all_that_are_chosen_may_be_in_one_lane(device, experts, top_k, dtype):
+    """Lanes own runs of four or eight experts, every so many: a token for each lane, whose experts have the highest logits."""
+    expert = torch.arange(experts, device=device)
+    owned = torch.stack([expert // width % lanes == lane for width in (4, 8) for lanes in (4, 8, 16) for lane in range(lanes)])
+    noise = torch.rand(len(owned), experts, device=device, generator=cases.generator(device, 1))
+    logits = torch.where(owned, 10 + noise, noise).to(dtype)
+    assert torch.equal(route(logits, top_k).experts_TK.cpu(), by_sorting(logits.cpu(), top_k))
+
+
 def test_gradcheck(device):
     logits = torch.randn(6, 9, dtype=torch.float64, device=device, requires_grad=True)
     for p in (None, 1.0, 2.0):
