@@ -208,7 +208,8 @@ template <int P> __device__ __forceinline__ void merge_lists(uint32_t (&list)[P]
 }
 
 // A list that lanes share is dealt out to them: of G lanes the one of rank q has places q, q + G, q + 2 G and so on. Lanes are ranked
-// by Gray's code, so that what two sets of lanes have can be dealt to both, and each lane keeps half of its own.
+// by Gray's code, so that what two sets of lanes have can be dealt to both, and each lane keeps half of its own. Ranks that differ in
+// one bit have lanes that differ by lane_of(bit).
 __device__ __forceinline__ int rank_of(int lane) { return lane ^ lane >> 1 ^ lane >> 2 ^ lane >> 3; }
 __device__ __forceinline__ int lane_of(int rank) { return rank ^ rank >> 1; }
 
@@ -217,7 +218,7 @@ template <int M, int L> __device__ __forceinline__ void sort_across(uint32_t (&l
   const bool lower = rank & bit;
 #pragma unroll
   for (int i = 0; i < M; ++i) {
-    const uint32_t other = __shfl_xor_sync(kFull, list[i], bit | bit >> 1);
+    const uint32_t other = __shfl_xor_sync(kFull, list[i], lane_of(bit));
     list[i] = (list[i] > other) != lower ? list[i] : other;
   }
 }
@@ -243,7 +244,7 @@ __device__ __forceinline__ void merge_lanes(const uint32_t (&list)[L], int lane,
     for (int i = 0; i < L / 2; ++i) {
       const int own = 2 * i, others = L - 1 - own;
       highest[i] = own < M ? list[own] : 0;
-      if (others < M) highest[i] = max(highest[i], __shfl_xor_sync(kFull, list[others], kLanes | kLanes / 2));
+      if (others < M) highest[i] = max(highest[i], __shfl_xor_sync(kFull, list[others], lane_of(kLanes)));
     }
     sort_bitonic(highest);
     constexpr int kUsed = M < L / 2 ? M : L / 2;

@@ -91,9 +91,9 @@ class Hopper(Engine):
         return a_PF, h_PF, g_PF
 
     def gathers_in_backward(self, ffn):
-        """Whether `rows_gathered` and `weights_gathered` pick rows (of the gradient of the output, of x), or `gather` before them.
+        """For the gradient of the output and for x, True where `rows_gathered` and `weights_gathered` are to pick their rows.
 
-        By ffn hidden size. It saves and costs what it does in `gathers`; weights' gradients are a ninth to a seventh slower. For x it
+        By ffn hidden size; where False, `gather` comes before the products. It saves and costs what it does in `gathers`; weights' gradients are a ninth to a seventh slower. For x it
         pays at F = 512 and no longer at 768; for the gradient, which then has the activation's gradient apart from its product, at
         256.
         """

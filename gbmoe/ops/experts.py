@@ -211,22 +211,26 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
     gathers_grad, gathers_x = (False, False) if fused is None else fused.gathers_in_backward(w1.size(1))
     gathers_grad = gathers_grad and w2.is_contiguous()
+    grad, x = aligned(grad) if gathers_grad else grad, aligned(x) if gathers_x else x
     where = slot_of_row, row_of_slot.size(1)
+
+    def weights_gradient(left_PF, tokens_TH, rows_PH):
+        """Of a weight, from the tokens' rows, or with None from the tokens, whose rows the product gathers."""
+        if rows_PH is None:
+            return fused.weights_gathered(left_PF, tokens_TH, *where, sizes)
+        return product(left_PF, rows_PH, sizes, trans_a=True, engine=engine)
+
     dz_PH = None if gathers_grad else gather(grad, row_of_slot, slot_of_row)[0]
-    if gathers_grad:
-        grad = aligned(grad)
-        dh_PF = fused.rows_gathered(grad, *where, aligned(w2), sizes)
-        a_PF, dg_PF, dweights = _activate_backward(h, g, dh_PF, slot_of_row, weights, activation)
-    elif fused is not None and fused.differentiates(w1.size(2)) and w2.is_contiguous():
+    if fused is not None and not gathers_grad and fused.differentiates(w1.size(2)) and w2.is_contiguous():
         a_PF, dh_PF, dg_PF, dweights = fused.down_backward(aligned(dz_PH), aligned(w2), sizes, aligned(h),
                                                            None if g is None else aligned(g), slot_of_row, weights, activation)
     else:
-        dh_PF = product(dz_PH, w2, sizes, trans_b=True, engine=engine)
+        dh_PF = fused.rows_gathered(grad, *where, aligned(w2), sizes) if gathers_grad \
+            else product(dz_PH, w2, sizes, trans_b=True, engine=engine)
         a_PF, dg_PF, dweights = _activate_backward(h, g, dh_PF, slot_of_row, weights, activation)
     del h, g
     if need.w2:
-        dw2 = fused.weights_gathered(a_PF, grad, *where, sizes) if gathers_grad \
-            else product(a_PF, dz_PH, sizes, trans_a=True, engine=engine)
+        dw2 = weights_gradient(a_PF, grad, dz_PH)
     del a_PF, dz_PH
     if need.x:
         if fused is not None:
@@ -238,17 +242,12 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         dx = scatter(dxp_PH, row_of_slot)
         del dxp_PH
     if need.w1 or need.v1:
-        if gathers_x:
-            x = aligned(x)
-            weights_of = lambda d_PF: fused.weights_gathered(d_PF, x, *where, sizes)
-        else:
-            xp_PH, _ = gather(x, row_of_slot, slot_of_row)
-            weights_of = lambda d_PF: product(d_PF, xp_PH, sizes, trans_a=True, engine=engine)
+        xp_PH = None if gathers_x else gather(x, row_of_slot, slot_of_row)[0]
         if need.v1:
-            dv1 = weights_of(dg_PF)
+            dv1 = weights_gradient(dg_PF, x, xp_PH)
         del dg_PF
         if need.w1:
-            dw1 = weights_of(dh_PF)
+            dw1 = weights_gradient(dh_PF, x, xp_PH)
     return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 

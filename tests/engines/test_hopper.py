@@ -18,13 +18,17 @@ def on_hopper():
         pytest.skip(f"hopper: {reason}")
 
 
-def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, seed=0):
-    """Rows in no order of their slots, some without one, and `behind` more behind the last group, which belong to nobody."""
-    rows = sum(sizes) + behind
-
+def drawn(dtype, seed):
+    """What draws the tensors of one set of inputs, by their shape and number."""
     def values(*shape, number, scale=1.0):
         return cases.exact_values(*shape, dtype=dtype, device=DEVICE, seed=10 * seed + number, scale=scale)
 
+    return values
+
+
+def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, seed=0):
+    """Rows in no order of their slots, some without one, and `behind` more behind the last group, which belong to nobody."""
+    rows, values = sum(sizes) + behind, drawn(dtype, seed)
     generator = torch.Generator(device=DEVICE).manual_seed(seed)
     slots = torch.randperm(rows, generator=generator, device=DEVICE).int()
     without = torch.rand(rows, generator=generator, device=DEVICE) < 0.05
@@ -172,17 +176,14 @@ def test_up_of_many_columns(ffn, glu):
         each = [torch.cat([rows.to(dtype) @ w.to(dtype).t() for rows, w in zip(x.split(sizes), weights)])
                 for dtype in (torch.bfloat16, torch.float64)]
         assert_as_accurate_as(got, *each, name)
-    assert_as_accurate_as(a, reference.activate(h, g, "silu"), reference.activate(h.double(), None if g is None else g.double(), "silu"), "a")
+    exact = reference.activate(h.double(), None if g is None else g.double(), "silu")
+    assert_as_accurate_as(a, reference.activate(h, g, "silu"), exact, "a")
 
 
 def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
     """Rows of tokens in no order, some without a slot, and 40 behind the last group."""
     rows = sum(sizes) + 40
-    tokens = (rows + top_k - 1) // top_k
-
-    def values(*shape, number, scale=1.0):
-        return cases.exact_values(*shape, dtype=dtype, device=DEVICE, seed=10 * seed + number, scale=scale)
-
+    tokens, values = (rows + top_k - 1) // top_k, drawn(dtype, seed)
     generator = torch.Generator(device=DEVICE).manual_seed(seed)
     slots = torch.randperm(tokens * top_k, generator=generator, device=DEVICE)[:rows].int()
     slots = torch.where(torch.rand(rows, generator=generator, device=DEVICE) < 0.05, -1, slots)
@@ -192,6 +193,12 @@ def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
     a = values(rows, ffn, number=3)
     a[sum(sizes):] = float("nan")
     return x, gathered, slots, values(len(sizes), ffn, hidden, number=2, scale=cases.fan_in_scale(hidden)), a
+
+
+def expected_weights(a, gathered, sizes, dtype):
+    """a[rows of e].T @ gathered[rows of e], [E,F,H], in the rows' dtype and in float64."""
+    groups = list(zip(gathered.split(sizes), a[:sum(sizes)].split(sizes)))
+    return [torch.stack([left.to(t).t() @ rows.to(t) for rows, left in groups]) for t in (dtype, torch.float64)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
@@ -207,9 +214,7 @@ def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
     assert bool((got[slots[:rows] < 0] == 0).all())
     cases.poison(DEVICE)
     got = HOPPER.weights_gathered(a, x, slots, top_k, on_device)
-    each = [torch.stack([m.to(t).t() @ g.to(t) for g, m in zip(gathered.split(sizes), a[:rows].split(sizes))])
-            for t in (dtype, torch.float64)]
-    assert_as_accurate_as(got, *each, "weights")
+    assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, dtype), "weights")
     assert bool((got[on_device == 0] == 0).all())
     assert torch.equal(got, HOPPER.weights_gathered(a, x, slots, top_k, on_device))
 
@@ -218,9 +223,7 @@ def test_weights_that_gather_in_more_groups_than_a_block_has_threads():
     sizes = [*([3] * 1100), 0, 400]
     x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, 72, 24, 2)
     got = HOPPER.weights_gathered(a, x, slots, 2, torch.tensor(sizes, device=DEVICE))
-    each = [torch.stack([m.to(t).t() @ g.to(t) for g, m in zip(gathered.split(sizes), a[:sum(sizes)].split(sizes))])
-            for t in (torch.bfloat16, torch.float64)]
-    assert_as_accurate_as(got, *each, "weights")
+    assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, torch.bfloat16), "weights")
 
 
 def test_weights_that_gather_keep_nan_in_its_group():
