@@ -50,21 +50,22 @@ def _images(pictures) -> list[str]:
 
 def _conditions(content: dict) -> list[str]:
     """A sentence on where and with what for each kind of run, then who was left out."""
-    sentences, notes = [], []
+    commits, notes = {}, []
     for run in content["runs"]:
         machine, versions = run["machine"], run["versions"]
         commit = (versions["commit"] or "unknown")[:12] + (" with changes" if versions["dirty"] else "")
         driver = f", driver {machine['driver']}" if machine.get("driver") else ""
-        sentences.append(f"{machine['name']}{driver}, torch {versions['torch']}, gbmoe {versions['gbmoe']} at commit"
-                         f" {commit}, {run['dtype']}, seed {run['seed']}.")
+        kind = f"{machine['name']}{driver}, torch {versions['torch']}, gbmoe {versions['gbmoe']}", f"{run['dtype']}, seed {run['seed']}"
+        commits.setdefault(kind, {})[commit] = None
         notes += [f"- {name}: {about}" for name, about in run["peers"].items()]
         notes += [f"- {name} is left out: {reason}" for what in ("engines", "peers")
                   for name, reason in run[f"{what}_left_out"].items()]
+    sentences = [f"{where} at commit{'s' if len(of) > 1 else ''} {', '.join(of)}, {how}." for (where, how), of in commits.items()]
     known = [run["limits"] for run in content["runs"] if run["limits"]["flops"] and run["limits"]["bytes"]]
     if known:
         sentences.append("Limits: a dense product of {:.3g} TFLOP/s, a copy of {:.3g} TB/s.".format(
             max(limits["flops"] for limits in known) / 1e12, max(limits["bytes"] for limits in known) / 1e12))
-    return [" ".join(dict.fromkeys(sentences)), *(["\n".join(dict.fromkeys(notes))] if notes else [])]
+    return [" ".join(sentences), *(["\n".join(dict.fromkeys(notes))] if notes else [])]
 
 
 def _missing(content: dict) -> list[str]:

@@ -97,6 +97,17 @@ def test_page(scaling, tmp_path):
     assert line.strip("|").split("|")[4].strip().startswith("**")  # there the loop is faster
 
 
+def test_runs_of_one_machine_share_a_sentence(tmp_path):
+    joined = content("smoke", [layer_row(cases.SMOKE_CASES[0], "bmm", 1e-3)])
+    run, = joined["runs"]
+    joined["runs"] = [run, run | {"versions": run["versions"] | {"commit": "fedcba98765432"}}, run | {"seed": 1}, run]
+    file, page = tmp_path / "rows.json", tmp_path / "page.md"
+    results.write(file, joined)
+    assert main(["bench", "report", str(file), "--output", str(page)]) == 0
+    where = "NVIDIA H200, driver 580, torch 2.11.0, gbmoe 0.1.0 at commit"
+    assert f"{where}s 0123456789ab, fedcba987654, bfloat16, seed 0. {where} 0123456789ab, bfloat16, seed 1. Limits:" in page.read_text()
+
+
 def test_a_broken_file_is_named_and_the_rest_reported(scaling, tmp_path, capsys):
     broken, page = tmp_path / "broken.json", tmp_path / "page.md"
     broken.write_text("[]")
