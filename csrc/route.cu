@@ -254,15 +254,14 @@ __device__ __forceinline__ void merge_lanes(const uint32_t (&list)[L], int lane,
   }
 }
 
-// The P highest brief keys of a group, shared by its lanes: each sorts its own N by networks, in runs of P.
-template <typename T, typename Map, int G, int N, int P, int W, int R>
-__device__ __forceinline__ void list_highest(const uint32_t (&order)[W], uint32_t complement, int lane, uint32_t (&result)[R]) {
-  uint32_t list[P];
+// The Q highest of a lane's own N brief keys, descending, by networks in runs of Q.
+template <typename T, typename Map, int N, int Q, int W>
+__device__ __forceinline__ void list_own(const uint32_t (&order)[W], uint32_t complement, uint32_t (&list)[Q]) {
 #pragma unroll
-  for (int first = 0; first < N; first += P) {
-    uint32_t run[P];
+  for (int first = 0; first < N; first += Q) {
+    uint32_t run[Q];
 #pragma unroll
-    for (int i = 0; i < P; ++i) {
+    for (int i = 0; i < Q; ++i) {
       const int number = first + i;
       run[i] = number < N ? Keys<T>::brief(order[number / Map::kNumbers], number % Map::kNumbers,
                                            complement ^ Map::expert(number, 0)) : 0;
@@ -272,10 +271,35 @@ __device__ __forceinline__ void list_highest(const uint32_t (&order)[W], uint32_
       merge_lists(list, run);
     } else {
 #pragma unroll
-      for (int i = 0; i < P; ++i) list[i] = run[i];
+      for (int i = 0; i < Q; ++i) list[i] = run[i];
     }
   }
-  merge_lanes<G, P, 1, 1, (N < P ? N : P)>(list, lane, result);
+}
+
+// Of `places` numbers among `lanes`, how many a lane lists of its own: so many times its share that it rarely has more, and the larger
+// the share, the less it varies.
+constexpr int listed(int lanes, int places) {
+  const int share = places / lanes, enough = share >= 8 ? 2 * share : share > 0 ? 4 * share : 4;
+  return places < 8 || enough > places ? places : enough;
+}
+
+// The P highest brief keys of a group, shared by its lanes, of which the first `slots` matter; a lane lists Q of its own at first.
+template <typename T, typename Map, int G, int N, int P, int Q, int W, int R>
+__device__ __forceinline__ void list_highest(
+    const uint32_t (&order)[W], uint32_t complement, int lane, int slots, uint32_t (&result)[R]) {
+  uint32_t own[Q], list[P];
+  list_own<T, Map, N>(order, complement, own);
+#pragma unroll
+  for (int i = 0; i < P; ++i) list[i] = i < Q ? own[i] : 0;
+  merge_lanes<G, P, 1, 1, (N < Q ? N : Q)>(list, lane, result);
+  if constexpr (Q < P && Q < N) {
+    // A lane whose last one is above the last that matters may have had more: then again, with lists that hold whatever comes.
+    uint32_t last = UINT_MAX;
+#pragma unroll
+    for (int r = 0; r < R; ++r) if (r * G + rank_of(lane) < slots) last = min(last, result[r]);
+    last = ~group_max<G>(~last);
+    if (__any_sync(kFull, own[Q - 1] > last)) list_highest<T, Map, G, N, P, P>(order, complement, lane, slots, result);
+  }
 }
 
 // The highest of a group's keys below `top`, in a round of a maximum each, for the slots from `from` on: chosen[r] of a lane has
@@ -481,7 +505,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
 #pragma unroll
     for (int w = 0; w < Map::kWords; ++w) order[w] = Keys<T>::order(word[w]);
     const uint32_t complement = Keys<T>::complement(Map::expert(0, lane));
-    list_highest<T, Map, G, N, P>(order, complement, lane, brief);
+    list_highest<T, Map, G, N, P, listed(G, P)>(order, complement, lane, rows.slots, brief);
     if constexpr (Keys<T>::kBriefIsExact) {
 #pragma unroll
       for (int r = 0; r < R; ++r) chosen[r] = brief[r];
@@ -558,12 +582,15 @@ template <typename T, typename S> struct Route {
   void launch() const {
     constexpr bool kHalf = sizeof(T) == 2;
     const int experts = rows.experts;
-    const bool fours = experts % 4 == 0, eights = experts % 8 == 0;
+    const bool fours = experts % 4 == 0, eights = experts % 8 == 0, many = rows.slots > 16;
     if (fours && experts <= 8) return launch_lists<2, 4, 16, 8>();
     if (fours && experts <= 16) return launch_lists<4, 4, 16, 16>();
     if (experts <= 16) return launch_lists<8, 2, 1, 16>();
+    if (eights && experts <= 32 && kHalf && many) return launch<8, 4, 32, 16>();
     if (eights && experts <= 32) return launch_lists<4, 8, 16>();
+    if (eights && experts <= 64 && kHalf && many) return launch<8, 8, 32, 16>();
     if (eights && experts <= 64) return launch_lists<4, 16, 16>();
+    if (fours && experts <= 64 && kHalf && many) return launch<8, 8, 32, 4>();
     if (fours && experts <= 64) return launch_lists<4, 16, 4>();
     if (experts <= 64) return launch_lists<8, 8, 1>();
     if constexpr (kHalf) {
@@ -572,16 +599,18 @@ template <typename T, typename S> struct Route {
       if (eights && experts <= 192) return launch_lists<4, 48, 16>();
       if (eights && experts <= 256) return launch_lists<8, 32, 16>();
       if (eights && experts <= 384) return launch_lists<8, 48, 16>();
-      if (eights && experts <= 512 && rows.slots <= 8) return launch_lists<16, 32, 16, 8>();  // 9 to 16 are found faster by a warp
-      if (eights && experts <= 512 && rows.slots > 16) return launch<16, 32, 32, 16>();
+      if (eights && experts <= 512) return launch_lists<16, 32, 16>();
     } else {
       if (fours && experts <= 128 && rows.slots <= 16) return launch_lists<4, 32, 16, 16>();
       if (fours && experts <= 128) return launch<8, 16, 32, 16>();
+      if (fours && experts <= 160) return launch_lists<8, 20, 16>();
       if (fours && experts <= 192) return launch_lists<8, 24, 16>();
-      if (fours && experts <= 256) return launch_lists<8, 32, 16>();
+      if (fours && experts <= 256 && many) return launch<16, 16, 32, 16>();
+      if (fours && experts <= 256) return launch_lists<8, 32, 16, 16>();
       if (fours && experts <= 384 && rows.slots <= 8) return launch_lists<16, 24, 16, 8>();
-      if (fours && experts <= 384 && rows.slots > 16) return launch<16, 24, 32, 16>();
+      if (fours && experts <= 384 && many) return launch<16, 24, 32, 16>();
       if (fours && experts <= 384) return launch<32, 12, 0, 16>();
+      if (fours && experts <= 512 && many) return launch<16, 32, 32, 16>();
     }
     if (experts <= 128 && fours) return launch<32, 4, 0, 16>();
     if (experts <= 256) return launch<32, 8, 0, 1>();
