@@ -64,19 +64,19 @@ bool hopper_built();
 // multiprocessor.
 int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts);
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, std::optional<Tensor> workspace,
-    Tensor out);
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool turns,
+    std::optional<Tensor> workspace, Tensor out);
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out);
 // With a (of rows), or b (of weights), gathered: row r is line slot_of_row[r] / top_k of `lines`, or zeros
 void hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, Tensor out);
 void hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor sizes, Tensor workspace, Tensor out);
 // With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r its line slot_of_row[r] / top_k.
 void hopper_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, Tensor a,
-    std::optional<Tensor> h);
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation,
+    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
 void hopper_up_glu(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation, Tensor a,
-    std::optional<Tensor> h, std::optional<Tensor> g);
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
+    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 // d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given where
 // grad_weights is
 void hopper_down_backward(

@@ -30,16 +30,16 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
   m.def("hopper_built() -> bool");
   m.def("hopper_workspace(Tensor on, int groups, int parts) -> int");
-  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, Tensor(a!)? workspace,"
-        " Tensor(b!) out) -> ()");
+  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, bool turns,"
+        " Tensor(a!)? workspace, Tensor(b!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) workspace, Tensor(b!) out) -> ()");
   m.def("hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");
   m.def("hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int top_k, Tensor sizes, Tensor(a!) workspace,"
         " Tensor(b!) out) -> ()");
-  m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, Tensor(a!) a, Tensor(b!)? h)"
-        " -> ()");
-  m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, Tensor(a!) a,"
-        " Tensor(b!)? h, Tensor(c!)? g) -> ()");
+  m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation,"
+        " Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
+  m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation,"
+        " Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
   m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
         " int activation, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? grad_weights) -> ()");
 }

@@ -15,7 +15,7 @@ using HandingKernel = Kernel<T, false, false, false, Finish::kHandOver, std::boo
 
 template <typename T, bool kGate> void launch_handing(const Maps& maps, const Arguments& args, Tiling tiling, const Tensor& on) {
   if (tiling.tile == kNarrow) launch<HandingKernel<T, kGate, kNarrow, 2>>(maps, args, std::nullopt, on);
-  else if (tiling.pairs) launch<HandingKernel<T, kGate, kWidest, 2>>(maps, args, std::nullopt, on);
+  else if (tiling.pairs == Pairs::kAlongN) launch<HandingKernel<T, kGate, kWidest, 2>>(maps, args, std::nullopt, on);
   else launch<HandingKernel<T, kGate, kWidest, 1>>(maps, args, std::nullopt, on);
 }
 
@@ -59,7 +59,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   args.out[2] = dg ? dg->data_ptr() : nullptr;
   Tiling tiling = hopper::tiling(args.columns);
   // With four slices narrow tiles in pairs are worth more here than wide ones on their own with three.
-  if (args.columns % (2 * kNarrow) == 0 && !tiling.pairs) tiling = {kNarrow, true};
+  if (args.columns % (2 * kNarrow) == 0 && tiling.pairs == Pairs::kNone) tiling = {kNarrow, Pairs::kAlongN};
   Maps maps{};
   maps.a[0] = map_of_a(dz, tiling.pairs);
   maps.b[0] = tensor_map(w2, box_of_b(tiling.tile));

@@ -7,6 +7,10 @@
 // finished piece by piece behind the products that were started last. Where a group has 64 rows or fewer left, the second warpgroup
 // has nothing to multiply, so what is wasted of its time is less than 64 rows a group.
 //
+// Where kPingPong, tiles have 128 x 128 results, and each warpgroup multiplies whole ones, in turns: while one multiplies, the other
+// stores what it has summed up. Nothing is rounded and held then, and no wait for the last products of a tile leaves the tensor cores
+// idle, but every product takes more from the L2: it pays where sums are short.
+//
 // Groups may begin at any row: a slice that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (weight gradients), the lines of
 // the last slice that belong to the next group are set to zero in shared memory before they are multiplied.
@@ -38,7 +42,7 @@
 
 namespace gbmoe::hopper {
 
-constexpr int kTileM = 128, kTileK = 64, kWidest = 256, kNarrow = 192;  // a tile's rows, a slice of K, a tile's columns
+constexpr int kTileM = 128, kTileK = 64, kWidest = 256, kNarrow = 192, kSquare = 128;  // a tile's rows, a slice of K, a tile's columns
 constexpr int kConsumers = 2, kConsumerWarps = kConsumers * 4;
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr uint32_t kLine = 128;                    // bytes: 64 elements, the width of the swizzle
@@ -258,11 +262,16 @@ struct Pipeline {
   template <int kStages> __device__ __forceinline__ void next() {
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
+  template <int kStages> __device__ __forceinline__ void skip(int steps) {
+    const uint32_t to = stage + steps, rounds = to / kStages;
+    stage = to - rounds * kStages;
+    parity ^= rounds & 1;
+  }
 };
 
 // `Activation` is a type of activations.cuh, under kHandOver std::bool_constant, whether there is a gate, and else void.
 template <typename T, bool kWeights, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kTileN, int kStages,
-          int kBuffers, int kClusterM, int kClusterN>
+          int kBuffers, int kClusterM, int kClusterN, bool kPingPong = false>
 struct Kernel {
   static constexpr int kRows = kClusterM, kColumns = kClusterN, kCluster = kRows * kColumns;  // blocks of a cluster
   static constexpr bool kSums = kWeights, kTurned = kWeights && kGather;  // stores out[e] from tiles of out[e].T
@@ -272,7 +281,8 @@ struct Kernel {
   static constexpr uint32_t kStaging = kStages * kBytesStage;
   static constexpr uint32_t kBarriers = kStaging + kConsumerWarps * kBuffers * kBuffer;
   static constexpr uint32_t kTileBarriers = kBarriers + 2 * kStages * 8, kBufferBarriers = kTileBarriers + 2 * kTiles * 8;
-  static constexpr uint32_t kTileRing = kBufferBarriers + (kHandsOver ? 2 * kConsumerWarps * kBuffers * 8 : 0);
+  static constexpr uint32_t kTurnBarriers = kBufferBarriers + (kHandsOver ? 2 * kConsumerWarps * kBuffers * 8 : 0);
+  static constexpr uint32_t kTileRing = kTurnBarriers + kConsumers * 8;
   static constexpr uint32_t kSharedBytes = kTileRing + kTiles * sizeof(Tile) + 1024;  // and room to align
   static constexpr int kProducers = kGather ? 4 : 1;     // warps
   static constexpr int kDifferentiators = kHandsOver ? 3 : 0;  // warps, behind the producer
@@ -282,10 +292,11 @@ struct Kernel {
   static constexpr int kBuffersAWarp = kBuffers;
   // Of those that are not consumers, of 504 for a thread of each warpgroup; kHandOver leaves all with what they start with.
   static constexpr int kRegisters = kHandsOver ? 168 : 40;
-  static constexpr bool kJoins = kFinish == Finish::kStore || kFinish == Finish::kAdd;  // sums may be in parts
+  static constexpr bool kJoins = (kFinish == Finish::kStore || kFinish == Finish::kAdd) && !kPingPong;  // sums may be in parts
   static_assert(kTileN == kWidest || (!kWeights && !kGlu), "weights and gates need the widest tile");
   static_assert(!kHandsOver || (!kWeights && !kGather), "only plain products of rows are handed over");
   static_assert(!kGather || kClusterN == 1, "what is gathered is not shared");
+  static_assert(!kPingPong || (!kWeights && !kGather && kFinish == Finish::kStore && kTileN == kSquare), "the rest takes no turns");
   using Sums = float[kTileN / 2];             // one thread's, of its warp's 16 rows of a tile
   static constexpr int kHeld = kTileN / 4;    // the same in pairs
   using Walk = Schedule<kWeights, kClusterM, kClusterN, kTileColumns>;
@@ -519,7 +530,7 @@ struct Kernel {
   // one chunk only: that of all of them would not stay in the instruction cache.
   static constexpr int kChunks = kGlu ? 2 : kTileN / 64;
   static constexpr int kParts = kGlu ? 6 : kFinish == Finish::kActivate ? 5 : 1;
-  static constexpr int kPieces = kFinish == Finish::kAdd || kHandsOver ? 0 : kChunks * kParts;
+  static constexpr int kPieces = kFinish == Finish::kAdd || kHandsOver || kPingPong ? 0 : kChunks * kParts;
 
   // One warp's rows of a tile, from its sums to memory.
   struct Finisher {
@@ -698,15 +709,19 @@ struct Kernel {
     named_barrier(1, kConsumers * 128);
   }
 
-  // Starts the products of one slice: 64 rows of this warpgroup by all columns.
-  static __device__ __forceinline__ void start_slice(Sums& sum, uint32_t stage, int consumer, bool add) {
+  // The products of one slice: 64 rows, the first or the second, by all columns.
+  static __device__ __forceinline__ void multiply_slice(Sums& sum, uint32_t stage, int half, bool add) {
     constexpr uint32_t kStepA = kWeights ? 16 * kLine : 32, kStepB = kWeights || kTransposedB ? 16 * kLine : 32;
-    const uint64_t a = matrix(stage + consumer * kBlock, kBlock, 1024), b = matrix(stage + kBytesA, kBlock, 1024);
-    products_begin();
+    const uint64_t a = matrix(stage + half * kBlock, kBlock, 1024), b = matrix(stage + kBytesA, kBlock, 1024);
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
       product<T, kWeights, kWeights || kTransposedB>(sum, a + (step * kStepA >> 4), b + (step * kStepB >> 4), step > 0 || add);
     }
+  }
+  // Starts those of this warpgroup's rows.
+  static __device__ __forceinline__ void start_slice(Sums& sum, uint32_t stage, int consumer, bool add) {
+    products_begin();
+    multiply_slice(sum, stage, consumer, add);
     products_commit();
   }
 
@@ -842,6 +857,63 @@ struct Kernel {
     if (threadIdx.x % 32 == 0) wait_copies<0>();
   }
 
+  // The same where warpgroups take turns. Of the barriers each has one, at which the other's warps arrive when they have started the
+  // last products of a tile; before that a warpgroup does not wait for its slices, whose barriers' parities come round many times.
+  static __device__ void consume_in_turns(const Maps& maps, const Arguments& args, uint32_t shared) {
+    const int consumer = __shfl_sync(kFull, threadIdx.x / 128, 0), first_row = __shfl_sync(kFull, threadIdx.x / 32 % 4, 0) * 16;
+    const uint32_t own_turn = shared + kTurnBarriers + consumer * 8, others_turn = shared + kTurnBarriers + (1 - consumer) * 8;
+    Pipeline at, tiles;
+    Finisher finisher(maps, args, shared);
+    uint32_t parity = consumer == 0;  // the first turn is there
+    Tile tile = take_tile(shared, tiles);
+    for (int number = 0; tile.group >= 0; ++number) {
+      if (number % kConsumers != consumer) {
+        at.template skip<kStages>(tile.slices);
+        tile = take_tile(shared, tiles);
+        continue;
+      }
+      barrier_wait(own_turn, parity);
+      parity ^= 1;
+      Sums sum[2];
+      if (tile.rows > 64) multiply_whole<2>(sum, tile, shared, at, others_turn);
+      else multiply_whole<1>(sum, tile, shared, at, others_turn);
+      const Tile upcoming = take_tile(shared, tiles);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        finisher.row_in_tile = half * 64 + first_row;
+        if (finisher.row_in_tile >= tile.rows || tile.n >= args.columns) continue;
+        finisher.hold(tile, sum[half]);
+        finisher.all();
+      }
+      tile = upcoming;
+    }
+    if (threadIdx.x % 32 == 0) wait_copies<0>();
+  }
+  // The sums of all of a tile's rows that there are, in 64s.
+  template <int kHalves>
+  static __device__ __forceinline__ void multiply_whole(
+      Sums (&sum)[2], const Tile& tile, uint32_t shared, Pipeline& at, uint32_t others_turn) {
+    const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
+    uint32_t previous = 0;
+#pragma unroll 1
+    for (int slice = 0; slice < tile.slices; ++slice) {
+      await(full + at.stage * 8, at.parity);
+      products_begin();
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) multiply_slice(sum[half], shared + at.stage * kBytesStage, half, slice > 0);
+      products_commit();
+      products_wait<1>();
+      if (slice > 0) release(empty + previous * 8);
+      previous = at.stage;
+      at.template next<kStages>();
+    }
+    if (threadIdx.x % 32 == 0) barrier_arrive(others_turn);
+    products_wait<0>();
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) fence_registers(sum[half]);
+    release(empty + previous * 8);
+  }
+
   static __device__ void run(const Maps& maps, const Arguments& args) {
     extern __shared__ uint8_t unaligned[];
     const uint32_t shared = (shared_address(unaligned) + 1023) & ~1023u;
@@ -849,7 +921,7 @@ struct Kernel {
       const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
       for (int i = 0; i < kStages; ++i) {
         barrier_init(full + i * 8, kGather ? 1 + 128 : 1);
-        barrier_init(empty + i * 8, kConsumerWarps * kCluster);
+        barrier_init(empty + i * 8, (kPingPong ? 4 : kConsumerWarps) * kCluster);
       }
       for (int i = 0; i < kTiles; ++i) {
         barrier_init(shared + kTileBarriers + i * 8, 1);
@@ -859,6 +931,7 @@ struct Kernel {
         barrier_init(buffer_filled(shared, 0, i), 1);
         barrier_init(buffer_read(shared, 0, i), 1);
       }
+      for (int i = 0; kPingPong && i < kConsumers; ++i) barrier_init(shared + kTurnBarriers + i * 8, 4);
       fence_barrier_init();
     }
     if (kCluster > 1) cluster_sync(); else __syncthreads();
@@ -876,7 +949,8 @@ struct Kernel {
       }
     } else {
       raise_registers<(504 - kRegisters) / 2>();
-      consume(maps, args, shared);
+      if constexpr (kPingPong) consume_in_turns(maps, args, shared);
+      else consume(maps, args, shared);
     }
   }
 };

@@ -85,10 +85,12 @@ inline bool in_pairs(int size, int tile) {
   const int tiles = divide_up(size, tile);
   return tiles % 2 == 0 || tiles >= 15;
 }
-// How the columns of the result are divided.
+// Blocks that work side by side: along N they share a's slices, along M those of b.
+enum class Pairs { kNone, kAlongN, kAlongM };
+// How the result is divided; warpgroups take turns where tiles are square.
 struct Tiling {
-  int tile;
-  bool pairs;
+  int tile;  // columns
+  Pairs pairs;
 };
 
 // Narrow tiles, in pairs, where they leave so much less of the result empty that they pay: a column of theirs is 2 to 5 % dearer, and
@@ -98,12 +100,12 @@ inline Tiling tiling(int columns) {
   const auto padded = [&](int width) { return divide_up(columns, width) * width; };
   const bool pairs = in_pairs(columns, kWidest);
   const double wide = pairs ? padded(2 * kWidest) : padded(kWidest) * kDearer;
-  if (padded(2 * kNarrow) * kDearer < wide) return {kNarrow, true};
-  return {kWidest, pairs};
+  if (padded(2 * kNarrow) * kDearer < wide) return {kNarrow, Pairs::kAlongN};
+  return {kWidest, pairs ? Pairs::kAlongN : Pairs::kNone};
 }
 
 // The map of a, of rows; two blocks side by side along N load half of a tile's each.
-inline CUtensorMap map_of_a(const Tensor& a, bool pairs) { return tensor_map(a, pairs ? kTileM / 2 : kTileM); }
+inline CUtensorMap map_of_a(const Tensor& a, Pairs pairs) { return tensor_map(a, pairs == Pairs::kAlongN ? kTileM / 2 : kTileM); }
 
 inline int processors(int device) {
   int count = 0;
@@ -192,10 +194,13 @@ template <typename K> void launch(const Maps& maps, Arguments args, const std::o
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, grouped_kernel<K>, maps, args));
 }
 
-// Four slices ahead and 32 KiB of staging are what 227 KiB hold.
-constexpr int kStages = 4, kBuffers = 2;
+// Four slices ahead, or six of square tiles, and 32 KiB of staging are what 227 KiB hold.
+constexpr int kStages = 4, kSquareStages = 6, kBuffers = 2;
 template <typename T, bool kTransposedB, bool kGather, Finish kFinish, typename Activation, int kTileN, int kClusterN>
 using RowsKernel = Kernel<T, false, kTransposedB, kGather, kFinish, Activation, kTileN, kStages, kBuffers, 1, kClusterN>;
+template <typename T, bool kTransposedB, int kClusterM, int kClusterN>
+using PingPongKernel =
+    Kernel<T, false, kTransposedB, false, Finish::kStore, void, kSquare, kSquareStages, kBuffers, kClusterM, kClusterN, true>;
 template <typename T, Finish kFinish, int kClusterM, int kClusterN, bool kGather = false>
 using WeightsKernel = Kernel<T, true, true, kGather, kFinish, void, kWidest, kStages, kBuffers, kClusterM, kClusterN>;
 

@@ -182,11 +182,14 @@ __device__ __forceinline__ uint64_t matrix(uint32_t address, uint32_t leading, u
 // d [64,N] = a [64,16] @ b [16,N] (+ d where `add`), of one warpgroup. kTransposed: M (of a) or N (of b) is contiguous.
 #define GBMOE_HOPPER_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define GBMOE_HOPPER_32(i) GBMOE_HOPPER_8(i), GBMOE_HOPPER_8(i + 8), GBMOE_HOPPER_8(i + 16), GBMOE_HOPPER_8(i + 24)
+#define GBMOE_HOPPER_64_NAMES                                                                                               \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29"           \
+  ",%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56"            \
+  ",%57,%58,%59,%60,%61,%62,%63"
 #define GBMOE_HOPPER_96_NAMES                                                                                               \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,"      \
-  "%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,"    \
-  "%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"    \
-  "%89,%90,%91,%92,%93,%94,%95"
+  GBMOE_HOPPER_64_NAMES                                                                                                     \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90"            \
+  ",%91,%92,%93,%94,%95"
 #define GBMOE_HOPPER_OPERANDS \
   "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposedA ? 1 : 0), "n"(kTransposedB ? 1 : 0)
 #define GBMOE_HOPPER_PRODUCT_256(type)                                                                                      \
@@ -204,6 +207,13 @@ __device__ __forceinline__ uint64_t matrix(uint32_t address, uint32_t leading, u
       "}, %96, %97, add, 1, 1, %99, %100;\n}"                                                                               \
       : GBMOE_HOPPER_32(0), GBMOE_HOPPER_32(32), GBMOE_HOPPER_32(64)                                                        \
       : GBMOE_HOPPER_OPERANDS)
+#define GBMOE_HOPPER_PRODUCT_128(type)                                                                                      \
+  asm volatile(                                                                                                             \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" GBMOE_HOPPER_64_NAMES                               \
+      "}, %64, %65, add, 1, 1, %67, %68;\n}"                                                                                \
+      : GBMOE_HOPPER_32(0), GBMOE_HOPPER_32(32)                                                                             \
+      : GBMOE_HOPPER_OPERANDS)
 
 template <typename T, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void product(float (&d)[128], uint64_t a, uint64_t b, bool add) {
@@ -214,6 +224,11 @@ template <typename T, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void product(float (&d)[96], uint64_t a, uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_HOPPER_PRODUCT_192("bf16");
   else GBMOE_HOPPER_PRODUCT_192("f16");
+}
+template <typename T, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_HOPPER_PRODUCT_128("bf16");
+  else GBMOE_HOPPER_PRODUCT_128("f16");
 }
 // Keeps the compiler from moving accesses of an accumulator over a wait.
 template <int N> __device__ __forceinline__ void fence_registers(float (&d)[N]) {

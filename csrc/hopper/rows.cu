@@ -5,13 +5,27 @@
 namespace gbmoe {
 namespace {
 
+// Of tiles in turns.
+inline hopper::Tiling tiling_in_turns(int columns, int64_t rows, int groups) {
+  using namespace hopper;
+  if (in_pairs(columns, kSquare)) return {kSquare, Pairs::kAlongN};
+  // Along M half a pair is idle where a group's tiles are odd in number, and of one tile always.
+  return {kSquare, rows >= int64_t{kTileM} * groups ? Pairs::kAlongM : Pairs::kNone};
+}
+
 template <typename T, bool kTransposedB>
 void launch_rows(const hopper::Maps& maps, const hopper::Arguments& args, hopper::Tiling tiling, const std::optional<Tensor>& workspace,
                  const Tensor& on) {
   using namespace hopper;
   constexpr Finish kStore = Finish::kStore;
+  if (tiling.tile == kSquare) {
+    if (tiling.pairs == Pairs::kAlongN) launch<PingPongKernel<T, kTransposedB, 1, 2>>(maps, args, workspace, on);
+    else if (tiling.pairs == Pairs::kAlongM) launch<PingPongKernel<T, kTransposedB, 2, 1>>(maps, args, workspace, on);
+    else launch<PingPongKernel<T, kTransposedB, 1, 1>>(maps, args, workspace, on);
+    return;
+  }
   if (tiling.tile == kNarrow) launch<RowsKernel<T, kTransposedB, false, kStore, void, kNarrow, 2>>(maps, args, workspace, on);
-  else if (tiling.pairs) launch<RowsKernel<T, kTransposedB, false, kStore, void, kWidest, 2>>(maps, args, workspace, on);
+  else if (tiling.pairs == Pairs::kAlongN) launch<RowsKernel<T, kTransposedB, false, kStore, void, kWidest, 2>>(maps, args, workspace, on);
   else launch<RowsKernel<T, kTransposedB, false, kStore, void, kWidest, 1>>(maps, args, workspace, on);
 }
 
@@ -41,8 +55,8 @@ bool hopper_built() {
 #endif
 }
 
-// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
-void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b,
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b. turns: of the warpgroups.
+void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool turns,
                  std::optional<Tensor> workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
@@ -50,7 +64,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
   args.slices = divide_up(static_cast<int>(a.size(1)), kTileK);
   args.pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
-  const Tiling tiling = hopper::tiling(args.columns);
+  const Tiling tiling = turns ? tiling_in_turns(args.columns, a.size(0), args.groups) : hopper::tiling(args.columns);
   const int box_b = trans_b ? box_of_b(tiling.tile) : kBoxTransposed;
   Maps maps{};
   maps.a[0] = map_of_a(a, tiling.pairs);

@@ -7,8 +7,9 @@ namespace gbmoe {
 // h and g are stored where they are given, both or neither. With slot_of_row, x is [tokens,H], and row r its line
 // slot_of_row[r] / top_k.
 void hopper_up_glu(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
-                   Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
-  hopper::launch_up<hopper::Finish::kGlu>(x, slot_of_row, top_k, w1, &v1, sizes, activation, a, h ? &*h : nullptr, g ? &*g : nullptr);
+                   std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+  hopper::launch_up<hopper::Finish::kGlu>(x, slot_of_row, top_k, w1, &v1, sizes, activation, workspace, a, h ? &*h : nullptr,
+                                          g ? &*g : nullptr);
 }
 
 }  // namespace gbmoe

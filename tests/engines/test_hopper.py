@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gbmoe import cases, engines, reference
+from gbmoe.engines import hopper
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 pytestmark = pytest.mark.gpu
@@ -156,11 +157,52 @@ def test_down_backward_keeps_nan_in_its_row():
     assert bool(got["dweights"].view(-1)[slots].isnan().all()) and int(got["dweights"].isnan().sum()) == len(slots)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("columns", [8, 72, 256, 264, 640, 1920, 2056])
+@pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [129] * 64, [0, 9, 0], [0] * 5],
+                         ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
+def test_rows_in_turns(dtype, sizes, columns):
+    """Tiles in pairs along either side, with one left over, and on their own; one or two products summed; fewer slices than stages."""
+    values, rows, on_device = drawn(dtype, 0), sum(sizes), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
+    for inner, products in ((8, 1), (72, 2), (328, 1), (1544, 2)):
+        a = [values(rows + 40, inner, number=i) for i in range(products)]
+        b = [values(len(sizes), inner, columns, number=2 + i, scale=cases.fan_in_scale(inner)) for i in range(products)]
+        exact = sum(torch.cat([r.double() @ w.double() for r, w in zip(x[:rows].split(sizes), y)]) for x, y in zip(a, b))
+        baseline = sum(torch.cat([r.float() @ w.float() for r, w in zip(x[:rows].split(sizes), y)]) for x, y in zip(a, b)).to(dtype)
+        for trans_b in (False, True):
+            if trans_b:
+                b = [w.transpose(1, 2).contiguous() for w in b]
+            operands = [a[0], b[0], *((a[1], b[1]) if products == 2 else (None, None)), on_device, trans_b]
+            for counted in (False, True):
+                got = []
+                for _ in range(2):
+                    out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
+                    workspace = hopper._workspace(out, on_device, parts=0) if counted else None
+                    cases.poison(DEVICE)
+                    torch.ops.gbmoe_cuda.hopper_rows(*operands, True, workspace, out)
+                    got.append(out)
+                name = f"inner {inner}, {trans_b=}, {counted=}"
+                assert_as_accurate_as(got[0][:rows], baseline, exact, name)
+                assert torch.equal(got[0][:rows], got[1][:rows]) and bool(got[0][rows:].isnan().all()), name
+
+
+def test_rows_in_turns_keep_nan_in_its_row():
+    sizes, values = torch.tensor(SIZES, device=DEVICE), drawn(torch.bfloat16, 1)  # int64
+    a, b, out = values(sum(SIZES), 200, number=1), values(len(SIZES), 200, 264, number=2), values(sum(SIZES), 264, number=3)
+    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, False, True, None, out)
+    clean, hit = out.clone(), torch.zeros(sum(SIZES), dtype=torch.bool, device=DEVICE)
+    hit[[0, 63, 64, 129, 130, 131, 195, 196, sum(SIZES) - 1]] = True
+    a[hit] = float("nan")
+    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, False, True, None, out)
+    assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
+
+
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("ffn", [8200, 16_392])
-def test_up_of_many_columns(ffn, glu):
-    """Tiles that are walked in panels of one height, where a group's do not come out even, and where one panel holds them all."""
-    sizes, hidden = [2700, 0, 2560, 129, 5200, 1, 2570], 72
+@pytest.mark.parametrize("hidden, ffn", [(72, 8200), (72, 16_392), (2048, 1032)])
+def test_up_of_many_tiles(hidden, ffn, glu):
+    """Tiles that are walked in panels of one height, where a group's do not come out even, and where one panel holds them all; and, of
+    long sums, tiles that are taken from a counter."""
+    sizes = [2700, 0, 2560, 129, 5200, 1, 2570]
 
     def values(*shape, number, scale=1.0):
         return cases.exact_values(*shape, dtype=torch.bfloat16, device=DEVICE, seed=number, scale=scale)
