@@ -63,14 +63,16 @@ bool hopper_built();
 // Bytes of a workspace, which may hold anything. `parts`, 0 to 4: how many parts of tiles' sums there is room for, for every
 // multiprocessor.
 int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts);
+// ping_pong: with square tiles, in turns. A workspace with room for parts balances what is not; else tiles are counted in it.
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool turns,
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool ping_pong,
     std::optional<Tensor> workspace, Tensor out);
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out);
 // With a (of rows), or b (of weights), gathered: row r is line slot_of_row[r] / top_k of `lines`, or zeros
 void hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, Tensor out);
 void hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor sizes, Tensor workspace, Tensor out);
-// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r its line slot_of_row[r] / top_k.
+// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r its line slot_of_row[r] / top_k; no use is made of the
+// workspace then.
 void hopper_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation,
     std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);

@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
   m.def("hopper_built() -> bool");
   m.def("hopper_workspace(Tensor on, int groups, int parts) -> int");
-  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, bool turns,"
+  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, bool ping_pong,"
         " Tensor(a!)? workspace, Tensor(b!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor(a!) workspace, Tensor(b!) out) -> ()");
   m.def("hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, Tensor(a!) out) -> ()");

@@ -1,8 +1,9 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss,
 // from the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// Groups of 2 to 16 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers, the
-// P >= K highest live on, and lanes merge what they have into one list that they share. Warps, for many experts, count: a lower
+// Groups of 2 to 16 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers and lists
+// some of them, and lanes merge what they have into one list of P >= K that they share; if a lane had more of the K than it listed,
+// which is rare, again with whole lists. Warps, for many experts, count: a lower
 // bound of the K-th highest logit leaves few candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its
 // place among the others.
 
@@ -277,7 +278,7 @@ __device__ __forceinline__ void list_own(const uint32_t (&order)[W], uint32_t co
 }
 
 // Of `places` numbers among `lanes`, how many a lane lists of its own: so many times its share that it rarely has more, and the larger
-// the share, the less it varies.
+// the share, the less it varies. With 4 or fewer places there is nothing to save.
 constexpr int listed(int lanes, int places) {
   const int share = places / lanes, enough = share >= 8 ? 2 * share : share > 0 ? 4 * share : 4;
   return places < 8 || enough > places ? places : enough;
@@ -293,12 +294,18 @@ __device__ __forceinline__ void list_highest(
   for (int i = 0; i < P; ++i) list[i] = i < Q ? own[i] : 0;
   merge_lanes<G, P, 1, 1, (N < Q ? N : Q)>(list, lane, result);
   if constexpr (Q < P && Q < N) {
-    // A lane whose last one is above the last that matters may have had more: then again, with lists that hold whatever comes.
+    // A lane whose last one is above the last that matters may have had more: if so, again with lists that hold whatever comes.
     uint32_t last = UINT_MAX;
 #pragma unroll
     for (int r = 0; r < R; ++r) if (r * G + rank_of(lane) < slots) last = min(last, result[r]);
     last = ~group_max<G>(~last);
-    if (__any_sync(kFull, own[Q - 1] > last)) list_highest<T, Map, G, N, P, P>(order, complement, lane, slots, result);
+    if (!__any_sync(kFull, own[Q - 1] > last)) return;
+    int above = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      above += Keys<T>::brief(order[i / Map::kNumbers], i % Map::kNumbers, complement ^ Map::expert(i, 0)) > last;
+    }
+    if (__any_sync(kFull, above > Q)) list_highest<T, Map, G, N, P, P>(order, complement, lane, slots, result);
   }
 }
 
@@ -578,20 +585,23 @@ template <typename T, typename S> struct Route {
     }
     if constexpr (kMost >= 32) return launch<G, N, 32, kWidest>();
   }
-  // Lists up to where a warp is faster, measured; for floats, whose briefs must be checked, not so far.
+  // Lists up to where a warp is faster, measured; for floats, whose briefs must be checked, not so far unless slots are many.
   void launch() const {
     constexpr bool kHalf = sizeof(T) == 2;
     const int experts = rows.experts;
-    const bool fours = experts % 4 == 0, eights = experts % 8 == 0, many = rows.slots > 16;
+    const bool fours = experts % 4 == 0, eights = experts % 8 == 0, many_slots = rows.slots > 16;
     if (fours && experts <= 8) return launch_lists<2, 4, 16, 8>();
     if (fours && experts <= 16) return launch_lists<4, 4, 16, 16>();
     if (experts <= 16) return launch_lists<8, 2, 1, 16>();
-    if (eights && experts <= 32 && kHalf && many) return launch<8, 4, 32, 16>();
-    if (eights && experts <= 32) return launch_lists<4, 8, 16>();
-    if (eights && experts <= 64 && kHalf && many) return launch<8, 8, 32, 16>();
-    if (eights && experts <= 64) return launch_lists<4, 16, 16>();
-    if (fours && experts <= 64 && kHalf && many) return launch<8, 8, 32, 4>();
-    if (fours && experts <= 64) return launch_lists<4, 16, 4>();
+    if constexpr (kHalf) {
+      if (eights && experts <= 32 && many_slots) return launch<8, 4, 32, 16>();
+      if (eights && experts <= 64 && many_slots) return launch<8, 8, 32, 16>();
+      if (fours && experts <= 64 && many_slots) return launch<8, 8, 32, 4>();
+    }
+    constexpr int kMost = kHalf ? 16 : 32;
+    if (eights && experts <= 32) return launch_lists<4, 8, 16, kMost>();
+    if (eights && experts <= 64) return launch_lists<4, 16, 16, kMost>();
+    if (fours && experts <= 64) return launch_lists<4, 16, 4, kMost>();
     if (experts <= 64) return launch_lists<8, 8, 1>();
     if constexpr (kHalf) {
       if (eights && experts <= 128) return launch_lists<4, 32, 16>();
@@ -605,12 +615,12 @@ template <typename T, typename S> struct Route {
       if (fours && experts <= 128) return launch<8, 16, 32, 16>();
       if (fours && experts <= 160) return launch_lists<8, 20, 16>();
       if (fours && experts <= 192) return launch_lists<8, 24, 16>();
-      if (fours && experts <= 256 && many) return launch<16, 16, 32, 16>();
+      if (fours && experts <= 256 && many_slots) return launch<16, 16, 32, 16>();
       if (fours && experts <= 256) return launch_lists<8, 32, 16, 16>();
       if (fours && experts <= 384 && rows.slots <= 8) return launch_lists<16, 24, 16, 8>();
-      if (fours && experts <= 384 && many) return launch<16, 24, 32, 16>();
+      if (fours && experts <= 384 && many_slots) return launch<16, 24, 32, 16>();
       if (fours && experts <= 384) return launch<32, 12, 0, 16>();
-      if (fours && experts <= 512 && many) return launch<16, 32, 32, 16>();
+      if (fours && experts <= 512 && many_slots) return launch<16, 32, 32, 16>();
     }
     if (experts <= 128 && fours) return launch<32, 4, 0, 16>();
     if (experts <= 256) return launch<32, 8, 0, 1>();

@@ -8,8 +8,8 @@
 // has nothing to multiply, so what is wasted of its time is less than 64 rows a group.
 //
 // Where kPingPong, tiles have 128 x 128 results, and each warpgroup multiplies whole ones, in turns: while one multiplies, the other
-// stores what it has summed up. Nothing is rounded and held then, and no wait for the last products of a tile leaves the tensor cores
-// idle, but every product takes more from the L2: it pays where sums are short.
+// stores what it has summed up. Nothing is held behind the next tile's products then, and no wait for a tile's last ones leaves the
+// tensor cores idle, but every product takes more from the L2: it pays where sums are short.
 //
 // Groups may begin at any row: a slice that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (weight gradients), the lines of
@@ -21,10 +21,11 @@
 // Blocks may come in pairs: side by side in N they share their slices of a, side by side in M those of b. One warp of a block or a
 // pair finds its tiles ahead of time and hands them out through shared memory, as slices are.
 //
-// Without a workspace, tiles are dealt out in turns. With one (schedule.cu; kWeights always has one), whoever is ready takes the next,
-// the longest sums first where these are over groups; and tiles that would keep few blocks busy for long are summed in parts by several
-// blocks: each leaves its part in the workspace, and the last to come adds them, always in the same order. No block waits for another,
-// and results do not depend on who was last. (They do depend on where sums are cut, and so on the sizes of all groups.)
+// Without a workspace, tiles are dealt out round and round. With one (schedule.cu; kWeights always has one), whoever is ready takes the
+// next, the longest sums first where these are over groups; and where kJoins and the workspace has room for parts, tiles that would keep
+// few blocks busy for long are summed in parts by several blocks: each leaves its part in the workspace, and the last to come adds them,
+// always in the same order. No block waits for another, and results do not depend on who was last. (They do depend on where sums are
+// cut, and so on the sizes of all groups.)
 //
 // Where kGather, a is not in memory: there are four producer warps, which pick its rows from the tokens' matrix, 16 bytes a copy, and
 // the copy engine brings b only. Rows without a slot are zeros. Of sums over rows it is then out[e].T that is computed, because a tile
@@ -282,7 +283,7 @@ struct Kernel {
   static constexpr uint32_t kBarriers = kStaging + kConsumerWarps * kBuffers * kBuffer;
   static constexpr uint32_t kTileBarriers = kBarriers + 2 * kStages * 8, kBufferBarriers = kTileBarriers + 2 * kTiles * 8;
   static constexpr uint32_t kTurnBarriers = kBufferBarriers + (kHandsOver ? 2 * kConsumerWarps * kBuffers * 8 : 0);
-  static constexpr uint32_t kTileRing = kTurnBarriers + kConsumers * 8;
+  static constexpr uint32_t kTileRing = kTurnBarriers + (kPingPong ? kConsumers * 8 : 0);
   static constexpr uint32_t kSharedBytes = kTileRing + kTiles * sizeof(Tile) + 1024;  // and room to align
   static constexpr int kProducers = kGather ? 4 : 1;     // warps
   static constexpr int kDifferentiators = kHandsOver ? 3 : 0;  // warps, behind the producer
@@ -709,7 +710,7 @@ struct Kernel {
     named_barrier(1, kConsumers * 128);
   }
 
-  // The products of one slice: 64 rows, the first or the second, by all columns.
+  // The products of one slice: 64 rows, the first or the second, by all columns. Whoever calls it begins and commits.
   static __device__ __forceinline__ void multiply_slice(Sums& sum, uint32_t stage, int half, bool add) {
     constexpr uint32_t kStepA = kWeights ? 16 * kLine : 32, kStepB = kWeights || kTransposedB ? 16 * kLine : 32;
     const uint64_t a = matrix(stage + half * kBlock, kBlock, 1024), b = matrix(stage + kBytesA, kBlock, 1024);
@@ -718,6 +719,7 @@ struct Kernel {
       product<T, kWeights, kWeights || kTransposedB>(sum, a + (step * kStepA >> 4), b + (step * kStepB >> 4), step > 0 || add);
     }
   }
+
   // Starts those of this warpgroup's rows.
   static __device__ __forceinline__ void start_slice(Sums& sum, uint32_t stage, int consumer, bool add) {
     products_begin();
@@ -777,7 +779,7 @@ struct Kernel {
     if (!kWeights || tile.rows > 0) release(empty + previous * 8);
   }
 
-  // The same for a warpgroup that has no rows in the tile.
+  // The same where a warpgroup has no rows in the tile.
   static __device__ __forceinline__ void pass(const Tile& tile, uint32_t shared, Pipeline& at) {
     const uint32_t full = shared + kBarriers, empty = full + kStages * 8;
 #pragma unroll 1
@@ -857,9 +859,9 @@ struct Kernel {
     if (threadIdx.x % 32 == 0) wait_copies<0>();
   }
 
-  // The same where warpgroups take turns. Of the barriers each has one, at which the other's warps arrive when they have started the
-  // last products of a tile; before that a warpgroup does not wait for its slices, whose barriers' parities come round many times.
-  static __device__ void consume_in_turns(const Maps& maps, const Arguments& args, uint32_t shared) {
+  // The same in turns. Each warpgroup has a barrier, at which the other's warps arrive once they have started the last products of their
+  // tile. Only then may it wait for slices of its own: until then their barriers can be two phases behind, which a parity does not tell.
+  static __device__ void consume_ping_pong(const Maps& maps, const Arguments& args, uint32_t shared) {
     const int consumer = __shfl_sync(kFull, threadIdx.x / 128, 0), first_row = __shfl_sync(kFull, threadIdx.x / 32 % 4, 0) * 16;
     const uint32_t own_turn = shared + kTurnBarriers + consumer * 8, others_turn = shared + kTurnBarriers + (1 - consumer) * 8;
     Pipeline at, tiles;
@@ -876,7 +878,8 @@ struct Kernel {
       parity ^= 1;
       Sums sum[2];
       if (tile.rows > 64) multiply_whole<2>(sum, tile, shared, at, others_turn);
-      else multiply_whole<1>(sum, tile, shared, at, others_turn);
+      else if (tile.rows > 0) multiply_whole<1>(sum, tile, shared, at, others_turn);
+      else pass(tile, shared, at), end_turn(others_turn);  // the second of a pair along M
       const Tile upcoming = take_tile(shared, tiles);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -889,7 +892,8 @@ struct Kernel {
     }
     if (threadIdx.x % 32 == 0) wait_copies<0>();
   }
-  // The sums of all of a tile's rows that there are, in 64s.
+
+  // The sums of a tile's first kHalves * 64 rows.
   template <int kHalves>
   static __device__ __forceinline__ void multiply_whole(
       Sums (&sum)[2], const Tile& tile, uint32_t shared, Pipeline& at, uint32_t others_turn) {
@@ -907,11 +911,15 @@ struct Kernel {
       previous = at.stage;
       at.template next<kStages>();
     }
-    if (threadIdx.x % 32 == 0) barrier_arrive(others_turn);
+    end_turn(others_turn);
     products_wait<0>();
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) fence_registers(sum[half]);
     release(empty + previous * 8);
+  }
+
+  static __device__ __forceinline__ void end_turn(uint32_t others_turn) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(others_turn);
   }
 
   static __device__ void run(const Maps& maps, const Arguments& args) {
@@ -949,7 +957,7 @@ struct Kernel {
       }
     } else {
       raise_registers<(504 - kRegisters) / 2>();
-      if constexpr (kPingPong) consume_in_turns(maps, args, shared);
+      if constexpr (kPingPong) consume_ping_pong(maps, args, shared);
       else consume(maps, args, shared);
     }
   }

@@ -55,7 +55,7 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_
 constexpr int kBoxTransposed = 64, kBoxOut = 16;
 constexpr int box_of_b(int tile_n) { return tile_n / 2; }
 // What clusters read at a time should fit the cache: measured, on mixtral's and olmoe's shapes. Of rows a few per cent better than 8,
-// because b's tiles are read once for groups of up to 2048 rows, or 2560 with even panels.
+// because b's tiles are read once for groups of up to 2048 rows, or 2560 with even panels. (Twice as many in pairs along M.)
 constexpr int kPanelOfRows = 16, kEvenPanelOfRows = 20, kPanelOfWeights = 8;
 
 inline Arguments arguments(const Tensor& sizes, int64_t columns, int rows_a_panel) {
@@ -87,7 +87,7 @@ inline bool in_pairs(int size, int tile) {
 }
 // Blocks that work side by side: along N they share a's slices, along M those of b.
 enum class Pairs { kNone, kAlongN, kAlongM };
-// How the result is divided; warpgroups take turns where tiles are square.
+// How the result is divided. Square tiles are made in ping-pong.
 struct Tiling {
   int tile;  // columns
   Pairs pairs;

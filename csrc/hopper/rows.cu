@@ -5,11 +5,11 @@
 namespace gbmoe {
 namespace {
 
-// Of tiles in turns.
-inline hopper::Tiling tiling_in_turns(int columns, int64_t rows, int groups) {
+// Of a product in ping-pong.
+inline hopper::Tiling square_tiling(int columns, int64_t rows, int groups) {
   using namespace hopper;
   if (in_pairs(columns, kSquare)) return {kSquare, Pairs::kAlongN};
-  // Along M half a pair is idle where a group's tiles are odd in number, and of one tile always.
+  // Along M half a pair waits for the other where a group's tiles are odd in number, and of one tile always.
   return {kSquare, rows >= int64_t{kTileM} * groups ? Pairs::kAlongM : Pairs::kNone};
 }
 
@@ -55,8 +55,8 @@ bool hopper_built() {
 #endif
 }
 
-// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b. turns: of the warpgroups.
-void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool turns,
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
+void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool ping_pong,
                  std::optional<Tensor> workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
@@ -64,7 +64,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
   args.slices = divide_up(static_cast<int>(a.size(1)), kTileK);
   args.pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
-  const Tiling tiling = turns ? tiling_in_turns(args.columns, a.size(0), args.groups) : hopper::tiling(args.columns);
+  const Tiling tiling = ping_pong ? square_tiling(args.columns, a.size(0), args.groups) : hopper::tiling(args.columns);
   const int box_b = trans_b ? box_of_b(tiling.tile) : kBoxTransposed;
   Maps maps{};
   maps.a[0] = map_of_a(a, tiling.pairs);

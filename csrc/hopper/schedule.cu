@@ -3,7 +3,7 @@
 // An item is a tile, or a part of a tile's sum. Clusters take items in order, each the next when it begins with its last.
 //
 // Forward, all sums are of one length. What is left over after all clusters had equally many tiles, the tail, is cut into as
-// many parts as end soonest.
+// many parts as end soonest, if there is room for parts; else the schedule is no more than a counter of tiles.
 // Where rows are summed over (weights), the length is the group's: tiles that last longer than a good part of one cluster's share of
 // all are cut into parts, and the longest items come first, so that what is left for the end is short.
 

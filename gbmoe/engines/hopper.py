@@ -60,8 +60,8 @@ class Hopper(Engine):
         if trans_a:
             torch.ops.gbmoe_cuda.hopper_weights(a, b, sizes, _workspace_of_weights(product, a.size(0), sizes), product)
         else:
-            turns, workspace = _walk_of_rows(product, a.size(1), sizes)
-            torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, trans_b, turns, workspace, product)
+            ping_pong, workspace = _walk_of_rows(product, a.size(1), sizes)
+            torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, trans_b, ping_pong, workspace, product)
         return out.add_(product) if accumulate else product
 
     def gathers(self, ffn, activation):
@@ -147,8 +147,8 @@ class Hopper(Engine):
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes):
         """dx = dh @ w1[e] (+ dg @ v1[e]) [P,H], summed before it is rounded; dtypes and layouts as in `up`."""
         dx_PH, sizes = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2)), _on_device(sizes, dh_PF)
-        turns, workspace = _walk_of_rows(dx_PH, dh_PF.size(1) * (1 if v1_EFH is None else 2), sizes)
-        torch.ops.gbmoe_cuda.hopper_rows(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes, False, turns, workspace, dx_PH)
+        ping_pong, workspace = _walk_of_rows(dx_PH, dh_PF.size(1) * (1 if v1_EFH is None else 2), sizes)
+        torch.ops.gbmoe_cuda.hopper_rows(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes, False, ping_pong, workspace, dx_PH)
         return dx_PH
 
 
@@ -157,24 +157,24 @@ def _on_device(sizes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _walk_of_rows(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
-    """Whether a product of rows is made in turns, and its workspace; measured on an H200.
+    """Whether a product of rows is made in ping-pong, and its workspace; measured on an H200.
 
-    Turns (ping-pong) hide the end of a tile, and are worth 2 to 20 % of sums of up to 4,096 terms; beyond, and where tokens are few,
-    it is what the L2 or memory deliver that counts. Of sums of 2,048 terms and more, blocks that take their tiles from a counter
-    stay closer together, in what they read too, than those that have a fixed share: up to 20 %, for the 3 us that the schedule
-    takes. Few tiles of them are cut into parts, for which they are not made in turns.
+    Ping-pong hides the end of a tile, and is worth 2 to 20 % of sums of up to 4,096 terms; beyond, and where tokens are few, it is
+    what the L2 or memory deliver that counts. Of sums of 2,048 terms and more, blocks that take their tiles from a counter stay
+    closer together, in what they read too, than those that have a fixed share: up to 20 %, for the 3 us that the schedule takes.
+    Few tiles of them are cut into parts, for which they are not made in ping-pong.
     """
-    rows, groups = len(product), sizes.numel()
-    tiles = max(2 * _tiles(*product.shape), min(rows, groups) * product.size(1) / 128)  # in turns, at the least
-    turns = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or tiles >= 256)
+    (rows, columns), groups = product.shape, sizes.numel()
+    square_tiles = max(rows / 128, min(rows, groups)) * columns / 128  # about, if no group is empty
+    ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256)
     if inner < 2048:
-        return turns, None
-    return turns, _workspace(product, sizes, parts=0 if turns or tiles > 1 << 13 else 2)
+        return ping_pong, None
+    return ping_pong, _workspace(product, sizes, parts=0 if ping_pong or square_tiles > 1 << 13 else 2)
 
 
 def _workspace_of_up(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> torch.Tensor | None:
     """Memory to count tiles in, or None where that would not pay: 1 to 9 % of long sums (see `_walk_of_rows`)."""
-    pays = inner >= 2048 and 2 * _tiles(*product.shape) >= 512
+    pays = inner >= 2048 and _tiles(*product.shape) >= 256
     return _workspace(product, sizes, parts=0) if pays else None
 
 

@@ -1,4 +1,4 @@
-"""What the Hopper engine computes beyond grouped products, called as the fused operator calls it, at shapes it leaves alone too."""
+"""What the Hopper engine computes beyond grouped products, and these by every tiling, at shapes it leaves alone too."""
 
 import pytest
 import torch
@@ -161,7 +161,7 @@ def test_down_backward_keeps_nan_in_its_row():
 @pytest.mark.parametrize("columns", [8, 72, 256, 264, 640, 1920, 2056])
 @pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [129] * 64, [0, 9, 0], [0] * 5],
                          ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
-def test_rows_in_turns(dtype, sizes, columns):
+def test_rows_by_every_walk(dtype, sizes, columns):
     """Tiles in pairs along either side, with one left over, and on their own; one or two products summed; fewer slices than stages."""
     values, rows, on_device = drawn(dtype, 0), sum(sizes), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
     for inner, products in ((8, 1), (72, 2), (328, 1), (1544, 2)):
@@ -173,53 +173,72 @@ def test_rows_in_turns(dtype, sizes, columns):
             if trans_b:
                 b = [w.transpose(1, 2).contiguous() for w in b]
             operands = [a[0], b[0], *((a[1], b[1]) if products == 2 else (None, None)), on_device, trans_b]
-            for counted in (False, True):
+            for ping_pong, counted in ((True, False), (True, True), (False, True)):
                 got = []
                 for _ in range(2):
                     out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
-                    workspace = hopper._workspace(out, on_device, parts=0) if counted else None
-                    cases.poison(DEVICE)
-                    torch.ops.gbmoe_cuda.hopper_rows(*operands, True, workspace, out)
+                    workspace = hopper._workspace(out, on_device, parts=0).fill_(255) if counted else None
+                    torch.ops.gbmoe_cuda.hopper_rows(*operands, ping_pong, workspace, out)
                     got.append(out)
-                name = f"inner {inner}, {trans_b=}, {counted=}"
+                name = f"inner {inner}, {trans_b=}, {ping_pong=}, {counted=}"
                 assert_as_accurate_as(got[0][:rows], baseline, exact, name)
                 assert torch.equal(got[0][:rows], got[1][:rows]) and bool(got[0][rows:].isnan().all()), name
 
 
-def test_rows_in_turns_keep_nan_in_its_row():
-    sizes, values = torch.tensor(SIZES, device=DEVICE), drawn(torch.bfloat16, 1)  # int64
-    a, b, out = values(sum(SIZES), 200, number=1), values(len(SIZES), 200, 264, number=2), values(sum(SIZES), 264, number=3)
-    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, False, True, None, out)
-    clean, hit = out.clone(), torch.zeros(sum(SIZES), dtype=torch.bool, device=DEVICE)
-    hit[[0, 63, 64, 129, 130, 131, 195, 196, sum(SIZES) - 1]] = True
+@pytest.mark.parametrize("columns", [256, 264, 2056])
+@pytest.mark.parametrize("sizes", [SIZES, [129] * 8], ids=["small", "129"])
+def test_rows_in_ping_pong_keep_nan_in_its_row(sizes, columns):
+    """The next group's rows are in the same tiles' reach, and in a pair's second tile."""
+    on_device, values, rows = torch.tensor(sizes, device=DEVICE), drawn(torch.bfloat16, 1), sum(sizes)  # int64
+    a, b, out = values(rows, 200, number=1), values(len(sizes), 200, columns, number=2), values(rows, columns, number=3)
+    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, on_device, False, True, None, out)
+    clean, hit = out.clone(), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    hit[[0, 63, 64, 128, 129, 130, 131, 195, 196, rows - 1]] = True
     a[hit] = float("nan")
-    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, False, True, None, out)
+    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, on_device, False, True, None, out)
     assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
 
 
+@pytest.mark.parametrize("rows, columns, inner, groups, ping_pong, room", [
+    (131072, 2048, 768, 128, True, None),    # short sums
+    (131072, 2048, 1536, 128, True, None),
+    (131072, 2048, 2048, 64, True, False),   # long ones, counted
+    (32768, 4096, 14336, 8, False, True),    # longer, and few tiles: in parts
+    (262144, 4096, 14336, 8, False, False),  # many
+    (1024, 1024, 2048, 8, False, True),      # too few for ping-pong
+    (64, 2048, 768, 128, False, None),       # less than a row a group
+])
+def test_walk_of_rows(rows, columns, inner, groups, ping_pong, room):
+    product, sizes = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE), torch.zeros(groups, dtype=torch.int32, device=DEVICE)
+    turns, workspace = hopper._walk_of_rows(product, inner, sizes)
+    assert turns == ping_pong
+    assert (workspace is None) == (room is None)
+    assert workspace is None or (workspace.numel() > 1 << 20) == room
+
+
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("hidden, ffn", [(72, 8200), (72, 16_392), (2048, 1032)])
-def test_up_of_many_tiles(hidden, ffn, glu):
+@pytest.mark.parametrize("hidden, ffn, activation", [(72, 8200, "silu"), (72, 16_392, "silu"), (2048, 1032, "silu"), (2048, 1032, "gelu"),
+                                                     (2048, 1032, "relu_squared")])
+def test_up_of_many_tiles(hidden, ffn, activation, glu):
     """Tiles that are walked in panels of one height, where a group's do not come out even, and where one panel holds them all; and, of
     long sums, tiles that are taken from a counter."""
     sizes = [2700, 0, 2560, 129, 5200, 1, 2570]
 
-    def values(*shape, number, scale=1.0):
-        return cases.exact_values(*shape, dtype=torch.bfloat16, device=DEVICE, seed=number, scale=scale)
-
+    values = drawn(torch.bfloat16, 0)
     x, scale = values(sum(sizes), hidden, number=1), cases.fan_in_scale(hidden)
     w1 = values(len(sizes), ffn, hidden, number=2, scale=scale)
     v1 = values(len(sizes), ffn, hidden, number=3, scale=scale) if glu else None
     cases.poison(DEVICE)
-    a, h, g = HOPPER.up(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), "silu", True)
+    a, h, g = HOPPER.up(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), activation, True)
+    assert (hopper._workspace_of_up(a, hidden, torch.zeros(len(sizes), device=DEVICE)) is None) == (hidden == 72)
     for name, weights, got in (("h", w1, h), ("g", v1, g)):
         if weights is None:
             continue
         each = [torch.cat([rows.to(dtype) @ w.to(dtype).t() for rows, w in zip(x.split(sizes), weights)])
                 for dtype in (torch.bfloat16, torch.float64)]
         assert_as_accurate_as(got, *each, name)
-    exact = reference.activate(h.double(), None if g is None else g.double(), "silu")
-    assert_as_accurate_as(a, reference.activate(h, g, "silu"), exact, "a")
+    exact = reference.activate(h.double(), None if g is None else g.double(), activation)
+    assert_as_accurate_as(a, reference.activate(h, g, activation), exact, "a")
 
 
 def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
