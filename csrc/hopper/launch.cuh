@@ -87,6 +87,7 @@ inline bool in_pairs(int size, int tile) {
 }
 // Blocks that work side by side: along N they share a's slices, along M those of b.
 enum class Pairs { kNone, kAlongN, kAlongM };
+inline Pairs pairs_along_n(int columns, int tile) { return in_pairs(columns, tile) ? Pairs::kAlongN : Pairs::kNone; }
 // How the result is divided. Square tiles are made in ping-pong.
 struct Tiling {
   int tile;  // columns
@@ -98,10 +99,10 @@ struct Tiling {
 inline Tiling tiling(int columns) {
   constexpr double kDearer = 1.07;
   const auto padded = [&](int width) { return divide_up(columns, width) * width; };
-  const bool pairs = in_pairs(columns, kWidest);
-  const double wide = pairs ? padded(2 * kWidest) : padded(kWidest) * kDearer;
+  const Pairs pairs = pairs_along_n(columns, kWidest);
+  const double wide = pairs == Pairs::kAlongN ? padded(2 * kWidest) : padded(kWidest) * kDearer;
   if (padded(2 * kNarrow) * kDearer < wide) return {kNarrow, Pairs::kAlongN};
-  return {kWidest, pairs ? Pairs::kAlongN : Pairs::kNone};
+  return {kWidest, pairs};
 }
 
 // The map of a, of rows; two blocks side by side along N load half of a tile's each.

@@ -7,15 +7,15 @@
 namespace gbmoe::hopper {
 
 template <typename T, Finish kFinish, typename Activation>
-void launch_rows(const Maps& maps, const Arguments& args, bool pairs, const std::optional<Tensor>& workspace, const Tensor& on) {
-  if (pairs) launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 2>>(maps, args, workspace, on);
+void launch_rows(const Maps& maps, const Arguments& args, Pairs pairs, const std::optional<Tensor>& workspace, const Tensor& on) {
+  if (pairs == Pairs::kAlongN) launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 2>>(maps, args, workspace, on);
   else launch<RowsKernel<T, false, false, kFinish, Activation, kWidest, 1>>(maps, args, workspace, on);
 }
 
 // With the family that args.activation belongs to. Only the commonest one gathers, and has no workspace then: the warp that would take
 // tiles from the counter has rows to gather.
 template <typename T, Finish kFinish>
-void launch_activation(const Maps& maps, const Arguments& args, bool pairs, const std::optional<Tensor>& workspace, const Tensor& on) {
+void launch_activation(const Maps& maps, const Arguments& args, Pairs pairs, const std::optional<Tensor>& workspace, const Tensor& on) {
   switch (args.activation) {
     case kSilu:
     case kGeluTanh:
@@ -38,7 +38,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;
   const int tile = kFinish == Finish::kGlu ? kWidest / 2 : kWidest;
-  const bool pairs = in_pairs(args.columns, tile);
+  const Pairs pairs = pairs_along_n(args.columns, tile);
   // A panel of one or two tiles along M and so many along N would read all of b faster than memory can.
   if (divide_up(args.columns, tile) >= 64) args.rows_a_panel = kEvenPanelOfRows, args.even_panels = true;
   Maps maps{};
@@ -46,7 +46,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
     STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");
     gather_from(args, x, *slot_of_row, top_k);
   } else {
-    maps.a[0] = map_of_a(x, pairs ? Pairs::kAlongN : Pairs::kNone);
+    maps.a[0] = map_of_a(x, pairs);
   }
   maps.b[0] = tensor_map(w1, box_of_b(kWidest));
   if (v1) maps.b[1] = tensor_map(*v1, box_of_b(kWidest));
