@@ -1,11 +1,10 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss,
 // from the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// Groups of 2 to 16 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers and lists
-// some of them, and lanes merge what they have into one list of P >= K that they share; if a lane had more of the K than it listed,
-// which is rare, again with whole lists. Warps, for many experts, count: a lower
-// bound of the K-th highest logit leaves few candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its
-// place among the others.
+// Groups of 2 to 16 lanes sort: a logit and its expert are one integer, each lane sorts its own by networks in registers and
+// lists some of them, and lanes merge what they have into one list of P >= K that they share; if a lane had more of the K than
+// it listed, which is rare, again with whole lists. Warps, for many experts, count: a lower bound of the K-th highest logit
+// leaves few candidates (about 10 of 1024 for K = 8, 43 for K = 32), and each of them finds its place among the others.
 
 #include <climits>
 

@@ -159,7 +159,7 @@ def _on_device(sizes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _walk_of_rows(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
     """Whether a product of rows is made in ping-pong, and its workspace; measured on an H200.
 
-    Ping-pong hides the end of a tile, and is worth 2 to 20 % of sums of up to 4,096 terms; beyond, and where tokens are few, it is
+    Ping-pong hides the end of a tile, and is worth up to 20 % of sums of up to 4,096 terms; beyond, and where tokens are few, it is
     what the L2 or memory deliver that counts. Of sums of 2,048 terms and more, blocks that take their tiles from a counter stay
     closer together, in what they read too, than those that have a fixed share: up to 20 %, for the 3 us that the schedule takes.
     Few tiles of them are cut into parts, for which they are not made in ping-pong.
@@ -173,7 +173,7 @@ def _walk_of_rows(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> tup
 
 
 def _workspace_of_up(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> torch.Tensor | None:
-    """Memory to count tiles in, or None where that would not pay: 1 to 9 % of long sums (see `_walk_of_rows`)."""
+    """Memory to count tiles in, or None where that would not pay: up to 9 % of long sums (see `_walk_of_rows`)."""
     pays = inner >= 2048 and _tiles(*product.shape) >= 256
     return _workspace(product, sizes, parts=0) if pays else None
 
