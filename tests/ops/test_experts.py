@@ -238,7 +238,7 @@ def test_backward_twice_gives_the_same_gradients(device, activation):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu_squared", torch.tanh], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "relu_squared", torch.tanh], ids=["silu", "relu_squared", "tanh"])
 def test_nan_in_one_expert_stays_with_its_tokens(device, activation):
     tensors, ids, grad = inputs(torch.float32, device)
     for name in ("w1", "v1"):
