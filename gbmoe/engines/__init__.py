@@ -37,8 +37,8 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # some 10 us a group, so it wins where one group's product lasts longer than that; below, torch's persistent kernel does in
 # bfloat16, and cuBLAS' grouped one where torch has none. Our Hopper kernel beats them nearly everywhere. The loop is up to 6 %
 # faster on a few groups of some 400 GFLOP and more (700, where rows are summed over): it is taken there if nobody has to wait for
-# the sizes. It also is (760 against 678 TFLOP/s) for weight gradients of so few and so uneven groups that their tiles do not fill the
-# multiprocessors evenly, which only the data tell. Looked through from the top.
+# the sizes. So it is (734 to 760 against 639 to 684 TFLOP/s) for weight gradients of so few groups that their tiles do not fill the
+# multiprocessors evenly, if groups are uneven, and in some runs if they are equal, which only the data tell. Looked through from the top.
 _TABLE = (
     _Rule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, variable_k=False),
     _Rule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
