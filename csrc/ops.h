@@ -22,7 +22,7 @@ void cublas_grouped(
 void zero_empty_groups(Tensor sizes, Tensor out);
 
 // plan.cu; the exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
-// ids int32 or int64 [T,K]; returns row_of_slot, slot_of_row, counts, offsets, expert_of_tile
+// ids int32 or int64 [T,K]; returns row_of_slot, slot_of_row, counts, offsets, padded_counts
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows);
 
 // mask [T,E] of any integer type or bool, int64 pad_offsets [E], counts_by_chunk int32 [chunks,E] to work in, row_map int32

@@ -57,7 +57,7 @@ struct PlanOutputs {
   int* slot_of_row;
   int* counts_E;
   int* offsets_E1;
-  int* expert_of_tile;
+  int* padded_counts_E;
   int64_t rows;
   int align;
 };
@@ -180,17 +180,11 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const Slots slots, cons
   }
   const int64_t thread = static_cast<int64_t>(here) * kThreads + threadIdx.x, threads = static_cast<int64_t>(chunks) * kThreads;
   for (int64_t row = offsets[E] + thread; row < out.rows; row += threads) out.slot_of_row[row] = -2;
-  for (int64_t tile = thread; tile < out.rows / out.align; tile += threads) {
-    const int64_t row = tile * out.align;
-    int low = 0, high = E;  // the last expert whose offset is at most row; empty ones share their offset with the next
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (offsets[middle + 1] <= row) low = middle + 1; else high = middle;
-    }
-    out.expert_of_tile[tile] = row < offsets[E] ? low : -1;
-  }
   if (here == 0) {
-    for (int e = threadIdx.x; e < E; e += kThreads) out.counts_E[e] = rows.total_E[e];
+    for (int e = threadIdx.x; e < E; e += kThreads) {
+      out.counts_E[e] = rows.total_E[e];
+      out.padded_counts_E[e] = offsets[e + 1] - offsets[e];
+    }
     for (int e = threadIdx.x; e <= E; e += kThreads) out.offsets_E1[e] = offsets[e];
   }
 }
@@ -334,11 +328,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int6
   const int64_t count = ids.numel();
   const int64_t chunks = std::min(kMostChunks, std::max<int64_t>(1, ceil_div(count, kThreads)));
   Tensor row_of_slot = empty({ids.size(0), ids.size(1)}), slot_of_row = empty({rows}), counts = empty({num_experts});
-  Tensor offsets = empty({num_experts + 1}), expert_of_tile = empty({rows / align}), counts_by_chunk = empty({chunks, num_experts});
+  Tensor offsets = empty({num_experts + 1}), padded_counts = empty({num_experts}), counts_by_chunk = empty({chunks, num_experts});
 
   const Slots slots{ids.data_ptr(), ids.scalar_type() == ScalarType::Long, static_cast<int>(num_experts), count,
                     ceil_div(count, chunks)};
-  const PlanOutputs out{ints(row_of_slot), ints(slot_of_row), ints(counts), ints(offsets), ints(expert_of_tile), rows,
+  const PlanOutputs out{ints(row_of_slot), ints(slot_of_row), ints(counts), ints(offsets), ints(padded_counts), rows,
                         static_cast<int>(align)};
   const cudaStream_t stream = current_stream(ids);
   const int shared_bytes = place_shared_ints(num_experts) * static_cast<int>(sizeof(int));
@@ -347,7 +341,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int6
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   place_kernel<<<static_cast<unsigned>(chunks), kThreads, shared_bytes, stream>>>(slots, ints(counts_by_chunk), out);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return {row_of_slot, slot_of_row, counts, offsets, expert_of_tile};
+  return {row_of_slot, slot_of_row, counts, offsets, padded_counts};
 }
 
 void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_by_chunk, Tensor row_map,

@@ -100,10 +100,8 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
     # Unrouted slots all write to one spare row behind the last, which the slice drops.
     slot_of_row = torch.where(torch.arange(rows + 1, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
     slot_of_row[torch.where(routed, row, rows)] = order.int()
-    tiles = torch.arange(0, rows, align, device=device)
-    expert_of_tile = torch.searchsorted(offsets[1:], tiles, right=True)
-    expert_of_tile = torch.where(tiles < offsets[-1], expert_of_tile, -1)
-    return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(), expert_of_tile.int())
+    return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(),
+            padded.to(torch.int32, copy=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------- permute

@@ -20,7 +20,7 @@ _INT32_MAX = 2**31 - 1
 
 def _fake_routing_plan(experts, num_experts, align, check):
     rows = reference.padded_rows(experts.numel(), num_experts, align)
-    sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (rows // align,))
+    sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (num_experts,))
     return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
@@ -84,7 +84,10 @@ class RoutingPlan:
         slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 behind the last expert
         counts_E           rows of each expert, without padding
         offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
-        expert_of_tile     expert of each run of `align` rows, -1 behind the last expert
+        padded_counts_E    rows of each expert with its padding: the sizes of the grouped products
+
+    counts_E is for callers, and nothing here reads it again: it may be reduced over ranks in place (load statistics) between
+    forward and backward. The other tensors are what kernels and autograd read, and must not be written to.
 
     P is a bound that holds for every routing, so that building the plan needs no host wait; `exact=True` waits once and cuts
     the plan to the rows in use.
@@ -101,7 +104,7 @@ class RoutingPlan:
     slot_of_row_P: torch.Tensor
     counts_E: torch.Tensor
     offsets_E1: torch.Tensor
-    expert_of_tile: torch.Tensor
+    padded_counts_E: torch.Tensor
     _host_sizes_E: torch.Tensor | None = field(default=None, repr=False)
 
     @classmethod
@@ -144,9 +147,11 @@ class RoutingPlan:
         return self.slot_of_row_P.size(0)
 
     @property
-    def padded_counts_E(self) -> torch.Tensor:
-        """Rows of each expert with its padding, int32 [E], on the device."""
-        return self.counts_E if self.align == 1 else self.offsets_E1.diff()
+    def expert_of_tile(self) -> torch.Tensor:
+        """Expert of each run of `align` rows, int32 [P / align], -1 behind the last expert. Computed at every access."""
+        first_rows = torch.arange(0, self.num_rows, self.align, dtype=torch.int32, device=self.offsets_E1.device)
+        experts = torch.searchsorted(self.offsets_E1[1:], first_rows, right=True, out_int32=True)
+        return torch.where(first_rows < self.offsets_E1[-1], experts, -1)
 
     @property
     def has_host_sizes(self) -> bool:
@@ -162,4 +167,4 @@ class RoutingPlan:
     def exact(self) -> "RoutingPlan":
         """The same plan without the rows behind the last expert. Waits for the device, once a plan."""
         rows = int(self.host_sizes().sum())
-        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], expert_of_tile=self.expert_of_tile[: rows // self.align])
+        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows])

@@ -55,6 +55,17 @@ def test_plan_invariants_on_any_ids(data):
     check_invariants(RoutingPlan.from_experts(ids, experts, align=align, check="none"), ids)
 
 
+@pytest.mark.parametrize("align", [1, 16])
+def test_counts_share_no_memory_with_what_products_read(device, align):
+    """A caller may reduce the counts over ranks in place; the sizes of the products are not for that."""
+    ids = cases.expert_ids(40, 6, 2, device=device, seed=0)
+    plan = RoutingPlan.from_experts(ids, 6, align=align)
+    sizes = plan.padded_counts_E.clone()
+    plan.counts_E.data.fill_(10**6)
+    assert torch.equal(plan.padded_counts_E, sizes) and torch.equal(plan.host_sizes(), sizes.cpu().long())
+    assert torch.equal(plan.offsets_E1.diff(), sizes)
+
+
 def test_one_expert_takes_everything(device):
     ids = torch.full((50, 2), 3, device=device)
     check_invariants(RoutingPlan.from_experts(ids, 5, align=16), ids)

@@ -123,7 +123,8 @@ template <typename T, bool kGate, typename K> struct Differentiator {
 
   // Lane l has the slot and the weight of row l of a piece.
   __device__ __forceinline__ int find_slot(const Piece& of) const {
-    return lane < min(of.valid, 16) ? args.slot_of_row[of.row + lane] : -1;
+    const int slot = lane < min(of.valid, 16) ? args.slot_of_row[of.row + lane] : -1;
+    return static_cast<uint32_t>(slot) < args.slots ? slot : -1;
   }
   // The halves of a weight as it is stored, the same twice where it has 16 bits: to convert it would be to wait for it.
   struct Stored { uint16_t high, low; };

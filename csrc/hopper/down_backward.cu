@@ -22,10 +22,10 @@ template <typename T, bool kGate> void launch_handing(const Maps& maps, const Ar
 // grad_weights[slot of row r] = dots[0,r] + dots[1,r] + ..., in the same order for every row.
 constexpr int kSumRows = 32, kSumThreads = 8;  // of a block; a row
 __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
-    const float* dots, int chunks, int64_t rows, const int* slot_of_row, Scalars grad_weights) {
+    const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, Scalars grad_weights) {
   __shared__ float parts[kSumThreads][kSumRows];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kSumRows + threadIdx.x;
-  const int slot = row < rows ? slot_of_row[row] : -1;
+  const int named = row < rows ? slot_of_row[row] : -1, slot = static_cast<uint32_t>(named) < slots ? named : -1;
   float sum = 0.0f;
   if (slot >= 0) {
 #pragma unroll 4
@@ -45,15 +45,15 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
                           std::optional<Tensor> weights, int64_t activation, Tensor a, Tensor dh, std::optional<Tensor> dg,
                           std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
-  Arguments args = arguments(sizes, h.size(1), kPanelOfRows);
+  Arguments args = arguments(sizes, h.size(0), h.size(1), kPanelOfRows);
   args.slices = divide_up(static_cast<int>(dz.size(1)), kTileK);
   args.activation = static_cast<int>(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
+  args.slots = weights ? static_cast<uint32_t>(weights->numel()) : INT32_MAX;  // without weights all that counts is the sign
   args.h = h.data_ptr();
   args.g = g ? g->data_ptr() : nullptr;
   args.weights = scalars(weights);
   args.dots = dots ? static_cast<float*>(dots->data_ptr()) : nullptr;
-  args.rows = h.size(0);
   args.out[0] = a.data_ptr();
   args.out[1] = dh.data_ptr();
   args.out[2] = dg ? dg->data_ptr() : nullptr;
@@ -71,7 +71,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   });
   if (!dots) return;
   sum_dots_kernel<<<static_cast<unsigned>(ceil_div(args.rows, kSumRows)), dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
-      args.dots, divide_up(args.columns, 64), args.rows, args.slot_of_row, scalars(grad_weights));
+      args.dots, divide_up(args.columns, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

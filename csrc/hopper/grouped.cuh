@@ -82,6 +82,7 @@ struct Arguments {
   const void* sizes;       // [E], rows of each group
   bool wide;               // sizes are int64 rather than int32
   int groups;
+  int rows;                // P: no group reaches beyond it, whatever its size says
   int columns;             // N of one output tensor
   int features;            // M of kWeights
   int slices;              // of K for one pair of operands, forward
@@ -98,17 +99,29 @@ struct Arguments {
   void* out[3];            // the tensors behind maps.out, where rows are stored one by one; under kHandOver a, dh and dg
   // kGather: row r of a is line slot_of_row[r] / top_k of `lines`
   const void* lines;
-  const int* slot_of_row;  // [P], -1: none
+  const int* slot_of_row;  // [P]; what is not in [0, slots) names no slot
+  uint32_t slots;          // T * K
   int line_elements;
   uint32_t multiplier, shift;  // 2 * slot * multiplier >> 32 >> shift == slot / top_k
   // kHandOver, beside slot_of_row
   const void *h, *g;       // [P,N]; g null without a gate
   Scalars weights;         // [T,K], of at most four bytes each
   float* dots;             // [64 columns each, P]: the parts of the weights' gradients
-  int64_t rows;            // P
 };
 
 __host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// Sizes come from a caller, who may have overwritten them. A size counts as one in [0, P], and a sum of sizes as at most P: groups
+// that would reach beyond the last row end there, and the kernels stay inside of every tensor.
+__device__ __forceinline__ int size_of_group(const Arguments& args, int group) {
+  if (group >= args.groups) return 0;
+  const int64_t size = args.wide ? static_cast<const int64_t*>(args.sizes)[group] : static_cast<const int32_t*>(args.sizes)[group];
+  return static_cast<int>(min(max(size, int64_t{0}), static_cast<int64_t>(args.rows)));
+}
+// The sum of two numbers of rows that are at most P each.
+__device__ __forceinline__ int add_rows(const Arguments& args, int a, int b) {
+  return static_cast<int>(min(static_cast<uint32_t>(a) + static_cast<uint32_t>(b), static_cast<uint32_t>(args.rows)));
+}
 
 // One tile, or part of its sum, as the warps of one block see it.
 struct alignas(16) Tile {
@@ -217,8 +230,9 @@ template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct 
   static __device__ __forceinline__ int cut_rows(int local, int tiles, int share, Tile& tile) {
     const int parts = parts_of(share);
     if (parts <= 1) return local;
-    const int part = local / tiles, of_group = local - part * tiles, slices = divide_up(tile.rows, kTileK);
-    const int first = part * slices / parts * kTileK, last = min((part + 1) * slices / parts * kTileK, tile.rows);
+    const int part = local / tiles, of_group = local - part * tiles;
+    const uint32_t slices = divide_up(tile.rows, kTileK);  // at most 2^25, and kMostParts times that is below 2^32
+    const int first = part * slices / parts * kTileK, last = min(static_cast<int>((part + 1) * slices / parts) * kTileK, tile.rows);
     tile.row += first;
     tile.rows = last - first;
     tile.share = share_of(parts, part, slot_of(share) + of_group * parts);
@@ -234,22 +248,29 @@ template <bool kWeights, int kClusterM, int kClusterN, int kTileColumns> struct 
     if (kWeights && exists) {
       const Group of = args.by_size[place];
       lane_group = of.group, lane_row = of.row, lane_rows = of.rows, lane_share = of.share;
-    } else if (exists) {
+    } else if (!kWeights) {
       lane_group = place;
-      lane_rows = args.wide ? static_cast<int>(static_cast<const int64_t*>(args.sizes)[place])
-                            : static_cast<const int32_t*>(args.sizes)[place];
+      int row_end = size_of_group(args, place);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int row = __shfl_up_sync(kFull, row_end, step);
+        if (lane >= step) row_end = add_rows(args, row_end, row);
+      }
+      row_end = add_rows(args, row_end, next_row);
+      const int row_before = __shfl_up_sync(kFull, row_end, 1);
+      lane_row = lane == 0 ? next_row : row_before;
+      lane_rows = row_end - lane_row;
+      next_row = __shfl_sync(kFull, row_end, 31);
     }
     const int items = exists ? tiles_m(lane_rows) * tiles_n * max(parts_of(lane_share), 1) : 0;
-    int row_end = lane_rows, item_end = items;
+    int item_end = items;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int row = __shfl_up_sync(kFull, row_end, step), item = __shfl_up_sync(kFull, item_end, step);
-      if (lane >= step) row_end += row, item_end += item;
+      const int item = __shfl_up_sync(kFull, item_end, step);
+      if (lane >= step) item_end += item;
     }
-    if (!kWeights) lane_row = next_row + row_end - lane_rows;
     lane_item = next_item + item_end - items;
     first_item = next_item;
-    next_row += __shfl_sync(kFull, row_end, 31);
     next_item += __shfl_sync(kFull, item_end, 31);
   }
 };
@@ -450,11 +471,10 @@ struct Kernel {
     }
   }
 
-  // What a thread copies of every slice: its 16 bytes of eight lines, four lines apart. Lines are named by their distance from the
-  // first token's, in pieces of 16 bytes; kNone where there is none.
+  // What a thread copies of every slice: its 16 bytes of eight lines, four lines apart; kNone where there is none.
   static constexpr uint32_t kNone = ~0u;
   struct Lines {
-    uint32_t place[8];
+    uint32_t token[8];
     bool whole;  // no line of the warp's is kNone
   };
   // Each of four warps has 32 lines of the tile.
@@ -471,32 +491,33 @@ struct Kernel {
   static __device__ __forceinline__ Lines lines_of(const Arguments& args, int slot) {
     const int lane = threadIdx.x % 32;
     const uint32_t token = __umulhi(2 * static_cast<uint32_t>(slot), args.multiplier) >> args.shift;
-    const uint32_t place = slot < 0 ? kNone : token * static_cast<uint32_t>(args.line_elements / 8);
+    const bool exists = static_cast<uint32_t>(slot) < args.slots;
     Lines lines;
-    lines.whole = __all_sync(kFull, slot >= 0);
+    lines.whole = __all_sync(kFull, exists);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) lines.place[i] = __shfl_sync(kFull, place, i * 4 + lane / 8);
+    for (int i = 0; i < 8; ++i) lines.token[i] = __shfl_sync(kFull, exists ? token : kNone, i * 4 + lane / 8);
     return lines;
   }
   // Starts copying 64 columns, from `column` on.
   static __device__ __forceinline__ void gather_lines(const Lines& lines, const Arguments& args, int column, uint32_t to) {
     const int lane = threadIdx.x % 32, piece = lane % 8, line = lane / 8;
     const char* from = reinterpret_cast<const char*>(static_cast<const T*>(args.lines) + column + piece * 8);
+    const uint32_t line_bytes = args.line_elements * static_cast<uint32_t>(sizeof(T));
     to += (threadIdx.x % 128 / 32 * 32 + line) * kLine;
     // Where the swizzle puts this piece of lines 0-3 and 4-7 of eight.
     const uint32_t low = to + ((piece ^ line) << 4), high = to + 4 * kLine + ((piece ^ (line + 4)) << 4);
     if (lines.whole && column + 64 <= args.line_elements) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        copy_piece((i % 2 ? high : low) + i / 2 * 8 * kLine, from + static_cast<uint64_t>(lines.place[i]) * 16);
+        copy_piece((i % 2 ? high : low) + i / 2 * 8 * kLine, from + static_cast<uint64_t>(lines.token[i]) * line_bytes);
       }
     } else {
       const bool inside = column + piece * 8 < args.line_elements;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const bool there = inside && lines.place[i] != kNone;
-        copy_piece_or_zeros((i % 2 ? high : low) + i / 2 * 8 * kLine, there ? from + static_cast<uint64_t>(lines.place[i]) * 16 : args.lines,
-                            there);
+        const bool there = inside && lines.token[i] != kNone;
+        copy_piece_or_zeros((i % 2 ? high : low) + i / 2 * 8 * kLine,
+                            there ? from + static_cast<uint64_t>(lines.token[i]) * line_bytes : args.lines, there);
       }
     }
   }

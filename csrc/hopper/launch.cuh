@@ -58,11 +58,12 @@ constexpr int box_of_b(int tile_n) { return tile_n / 2; }
 // because b's tiles are read once for groups of up to 2048 rows, or 2560 with even panels. (Twice as many in pairs along M.)
 constexpr int kPanelOfRows = 16, kEvenPanelOfRows = 20, kPanelOfWeights = 8;
 
-inline Arguments arguments(const Tensor& sizes, int64_t columns, int rows_a_panel) {
+inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, int rows_a_panel) {
   Arguments args{};
   args.sizes = sizes.data_ptr();
   args.wide = sizes.scalar_type() == ScalarType::Long;
   args.groups = static_cast<int>(sizes.numel());
+  args.rows = static_cast<int>(rows);
   args.columns = static_cast<int>(columns);
   args.pairs = 1;
   args.rows_a_panel = rows_a_panel;
@@ -73,6 +74,7 @@ inline Arguments arguments(const Tensor& sizes, int64_t columns, int rows_a_pane
 inline void gather_from(Arguments& args, const Tensor& lines, const Tensor& slot_of_row, int64_t top_k) {
   args.lines = lines.data_ptr();
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
+  args.slots = static_cast<uint32_t>(lines.size(0) * top_k);
   args.line_elements = static_cast<int>(lines.size(1));
   // With 2^(shift-1) < top_k <= 2^shift this is exact for every slot below 2^31.
   while (int64_t{1} << args.shift < top_k) ++args.shift;

@@ -35,7 +35,7 @@ void launch_rows(const hopper::Maps& maps, const hopper::Arguments& args, hopper
 void hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, Tensor out) {
   using namespace hopper;
   const OnDevice current(lines);
-  Arguments args = arguments(sizes, out.size(1), kPanelOfRows);
+  Arguments args = arguments(sizes, out.size(0), out.size(1), kPanelOfRows);
   args.slices = divide_up(static_cast<int>(lines.size(1)), kTileK);
   args.out[0] = out.data_ptr();
   gather_from(args, lines, slot_of_row, top_k);
@@ -60,7 +60,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
                  std::optional<Tensor> workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, out.size(1), kPanelOfRows);
+  Arguments args = arguments(sizes, out.size(0), out.size(1), kPanelOfRows);
   args.slices = divide_up(static_cast<int>(a.size(1)), kTileK);
   args.pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();

@@ -19,20 +19,24 @@ constexpr int kShortest = 16;       // slices of a part, where rows are summed o
 constexpr int kPartCost = 2;        // slices that leaving a part, or adding one, lasts as long as
 constexpr float kEven = 1.05f;      // whole tiles that end so little later than they could are not cut
 
-__device__ __forceinline__ int rows_of(const Arguments& args, int group) {
-  if (group >= args.groups) return 0;
-  return args.wide ? static_cast<int>(static_cast<const int64_t*>(args.sizes)[group]) : static_cast<const int32_t*>(args.sizes)[group];
-}
+// Ways to add: numbers as they are, and rows, of which there are at most P.
+struct Plus {
+  __device__ __forceinline__ int operator()(int a, int b) const { return a + b; }
+};
+struct PlusRows {
+  const Arguments& args;
+  __device__ __forceinline__ int operator()(int a, int b) const { return add_rows(args, a, b); }
+};
 
-__device__ __forceinline__ int warp_scan(int value) {
+template <typename Add> __device__ __forceinline__ int warp_scan(int value, Add add) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int before = __shfl_up_sync(kFull, value, step);
-    if (threadIdx.x % 32 >= step) value += before;
+    if (threadIdx.x % 32 >= step) value = add(value, before);
   }
   return value;
 }
-__device__ __forceinline__ int warp_sum(int value) { return __shfl_sync(kFull, warp_scan(value), 31); }
+__device__ __forceinline__ int warp_sum(int value) { return __shfl_sync(kFull, warp_scan(value, Plus{}), 31); }
 __device__ __forceinline__ int warp_max(int value) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFull, value, step));
@@ -45,19 +49,20 @@ __device__ __forceinline__ int of_warps(int value, int (&shared)[32]) {
   __syncthreads();
   return threadIdx.x % 32 < blockDim.x / 32 ? shared[threadIdx.x % 32] : 0;
 }
-// The sum of the values of all threads before this one.
-__device__ __forceinline__ int sum_before(int value, int (&shared)[32], int& all) {
-  const int here = warp_scan(value), warp = threadIdx.x / 32;
-  const int warps = warp_scan(of_warps(__shfl_sync(kFull, here, 31), shared));
-  all = __shfl_sync(kFull, warps, 31);
-  return here - value + (warp > 0 ? __shfl_sync(kFull, warps, warp - 1) : 0);
+// The sums of the values of all threads before this one, of those and its own, and of all threads.
+struct Sums { int begin, end, all; };
+template <typename Add> __device__ __forceinline__ Sums sum_threads(int value, int (&shared)[32], Add add) {
+  const int in_warp = warp_scan(value, add), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warps = warp_scan(of_warps(__shfl_sync(kFull, in_warp, 31), shared), add);
+  const int before_warp = warp > 0 ? __shfl_sync(kFull, warps, warp - 1) : 0, before_lane = __shfl_up_sync(kFull, in_warp, 1);
+  return {lane > 0 ? add(before_warp, before_lane) : before_warp, add(before_warp, in_warp), __shfl_sync(kFull, warps, 31)};
 }
 
 __device__ void schedule_rows(const Arguments& args, const Shape& shape) {
   __shared__ int shared[32];
   int tiles = 0;
   for (int group = threadIdx.x; group < args.groups; group += blockDim.x) {
-    tiles += divide_up(rows_of(args, group), shape.tile_rows) * shape.tiles_n;
+    tiles += divide_up(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
   }
   const int all = warp_sum(of_warps(warp_sum(tiles), shared));
   if (threadIdx.x > 0) return;
@@ -73,9 +78,9 @@ __device__ void schedule_rows(const Arguments& args, const Shape& shape) {
 // One thread a group.
 __device__ void schedule_weights(const Arguments& args, const Shape& shape) {
   __shared__ int shared[4][32], length_of[kMostThreads];
-  const int group = threadIdx.x, rows = rows_of(args, group), length = divide_up(rows, kTileK);
-  int all;
-  const int row = sum_before(rows, shared[0], all);
+  const int group = threadIdx.x;
+  const Sums of_rows = sum_threads(size_of_group(args, group), shared[0], PlusRows{args});
+  const int row = of_rows.begin, rows = of_rows.end - row, length = divide_up(rows, kTileK);
   const int slices = warp_sum(of_warps(warp_sum(length), shared[1]));
   const int longest = warp_max(of_warps(warp_max(length), shared[2]));
   const int filled = __syncthreads_count(length > 0), tiles = shape.tiles_n * shape.tiles_m;
@@ -87,7 +92,7 @@ __device__ void schedule_weights(const Arguments& args, const Shape& shape) {
   const float part = fmaxf(fair / max(parts_a_cluster, 1), kShortest);
   const bool cut = parts_a_cluster > 0 && uncut > kEven * fair && length >= 2 * part;
   int parts = cut ? min(static_cast<int>(length / part), kMostParts) : 1;
-  const int slots = parts > 1 ? parts * tiles : 0, slot = sum_before(slots, shared[3], all);
+  const int slots = parts > 1 ? parts * tiles : 0, slot = sum_threads(slots, shared[3], Plus{}).begin;
   if (slot + slots > shape.slots) parts = 1;
   const int item = divide_up(length, parts);
   length_of[group] = item;
@@ -103,12 +108,14 @@ __device__ void schedule_weights(const Arguments& args, const Shape& shape) {
 // More groups than threads.
 __device__ void list_weights(const Arguments& args) {
   __shared__ int shared[2][32];
-  int first = 0, all;
+  const PlusRows add{args};
+  int first = 0;
   for (int base = 0; base < args.groups; base += blockDim.x) {
-    const int group = base + threadIdx.x, rows = rows_of(args, group);
-    const int row = first + sum_before(rows, shared[base / blockDim.x % 2], all);
-    first += all;
-    if (group < args.groups) args.by_size[group] = {group, row, rows, 0};
+    const int group = base + threadIdx.x;
+    const Sums rows = sum_threads(size_of_group(args, group), shared[base / blockDim.x % 2], add);
+    const int row = add(first, rows.begin);
+    if (group < args.groups) args.by_size[group] = {group, row, add(first, rows.end) - row, 0};
+    first = add(first, rows.all);
   }
 }
 

@@ -33,7 +33,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
                const Tensor& sizes, int64_t activation, const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h,
                const Tensor* g) {
   const OnDevice current(x);
-  Arguments args = arguments(sizes, a.size(1), kPanelOfRows);
+  Arguments args = arguments(sizes, a.size(0), a.size(1), kPanelOfRows);
   args.slices = divide_up(static_cast<int>(x.size(1)), kTileK);
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;

@@ -20,7 +20,7 @@ void launch_weights(const hopper::Maps& maps, const hopper::Arguments& args, con
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, out.size(2), kPanelOfWeights);
+  Arguments args = arguments(sizes, a.size(0), out.size(2), kPanelOfWeights);
   args.features = static_cast<int>(out.size(1));
   Maps maps{};
   maps.a[0] = tensor_map(a, kBoxTransposed);
@@ -36,7 +36,7 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor o
 void hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor sizes, Tensor workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, out.size(1), kPanelOfWeights);
+  Arguments args = arguments(sizes, a.size(0), out.size(1), kPanelOfWeights);
   args.features = static_cast<int>(out.size(2));
   gather_from(args, lines, slot_of_row, top_k);
   Maps maps{};

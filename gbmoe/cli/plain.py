@@ -78,21 +78,20 @@ def routing(experts_TK: torch.Tensor, num_experts: int, align: int) -> dict[str,
     for slot, expert in enumerate(ids):
         if expert >= 0:
             slots_of[expert].append(slot)
-    slot_of_row, counts, offsets, expert_of_tile = [], [], [0], []
-    for e, mine in enumerate(slots_of):
+    slot_of_row, counts, offsets, padded_counts = [], [], [0], []
+    for mine in slots_of:
         slot_of_row += mine + [-1] * (-len(mine) % align)
         counts.append(len(mine))
-        expert_of_tile += [e] * ((len(slot_of_row) - offsets[-1]) // align)
+        padded_counts.append(len(slot_of_row) - offsets[-1])
         offsets.append(len(slot_of_row))
     bound = (len(ids) + min(len(ids), num_experts) * (align - 1)) // align * align
     slot_of_row += [-2] * (bound - len(slot_of_row))
-    expert_of_tile += [-1] * (bound // align - len(expert_of_tile))
     row_of_slot = [-1] * len(ids)
     for row, slot in enumerate(slot_of_row):
         if slot >= 0:
             row_of_slot[slot] = row
     return {"row_of_slot_TK": row_of_slot, "slot_of_row_P": slot_of_row, "counts_E": counts, "offsets_E1": offsets,
-            "expert_of_tile": expert_of_tile}
+            "padded_counts_E": padded_counts}
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

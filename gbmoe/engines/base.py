@@ -14,6 +14,14 @@ from dataclasses import dataclass
 import torch
 
 
+def known(condition: bool) -> bool:
+    """`condition`, or False where it hangs on a size that only the data will tell a compiled graph."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    return guard_or_false(condition)
+
+
 def result_shape(a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, trans_b: bool) -> tuple[int, ...]:
     """Shape of the product of a and b."""
     if trans_a:

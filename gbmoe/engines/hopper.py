@@ -10,9 +10,10 @@ import functools
 import torch
 
 from gbmoe import extension, reference
-from gbmoe.engines.base import Engine, result_shape
+from gbmoe.engines.base import Engine, known, result_shape
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last
 
 
 @functools.cache
@@ -45,8 +46,12 @@ class Hopper(Engine):
         # Tensor maps want rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
             return f"takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
-        if 0 in (problem.rows, problem.groups, problem.inner, problem.columns):
+        sizes = (problem.rows, problem.groups, problem.inner, problem.columns)
+        if 0 in sizes:
             return "takes no empty operands"
+        too_large = [size for size in sizes if known(size > _MAX_SIZE)]
+        if too_large:
+            return f"takes at most {_MAX_SIZE} rows, groups and columns, not {too_large[0]}"
         return None
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):

@@ -111,7 +111,7 @@ class BmmExperts(ExpertWeights):
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
         w1_EFH, w2_EFH, v1_EFH = self.weights_EFH()
         experts, hidden = w1_EFH.size(0), x_TH.size(1)
-        capacity = int(plan.counts_E.max()) if plan.num_rows else 0
+        capacity = int(plan.padded_counts_E.max()) if plan.num_rows else 0
         # Slot (t,j) sits at place `row - first row of its expert` of expert e's C places; one more row is for the dropped.
         row_R = plan.row_of_slot_TK.reshape(-1).long()
         expert_R = torch.searchsorted(plan.offsets_E1[1:].long(), row_R.clamp(min=0), right=True).clamp(max=experts - 1)

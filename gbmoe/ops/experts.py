@@ -15,7 +15,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as modules
+from torch.utils.checkpoint import checkpoint
 
 from gbmoe import engines, extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
@@ -26,20 +28,39 @@ from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_
 from gbmoe.routing import RoutingPlan
 
 
+# Modules that have a kernel, with the method that they compute by, and functions.
+_MODULES = {torch.nn.SiLU: ("silu", torch.nn.SiLU.forward), torch.nn.ReLU: ("relu", torch.nn.ReLU.forward),
+            torch.nn.Identity: ("identity", torch.nn.Identity.forward), torch.nn.GELU: ("gelu", torch.nn.GELU.forward)}
+_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
+_GELUS = {"tanh": "gelu_tanh", "none": "gelu"}  # by `approximate`
+
+
 def activation_name(activation: str | Callable) -> str | None:
-    """The name in reference.ACTIVATIONS of an activation that has a kernel; None for any other callable."""
+    """The name in reference.ACTIVATIONS of an activation that has a kernel; None for any other callable.
+
+    Only what is exactly torch's own counts: no subclass, and no module that has hooks or a `forward` of its own.
+    """
     if isinstance(activation, str):
         require(activation in reference.ACTIVATIONS, "expert_mlp", "activation",
                 f"a callable or one of {', '.join(reference.ACTIVATIONS)}", repr(activation))
         return activation
-    if isinstance(activation, partial) and activation.func is F.gelu and not activation.args:
-        if set(activation.keywords) <= {"approximate"}:
-            return {"tanh": "gelu_tanh", "none": "gelu"}.get(activation.keywords.get("approximate", "none"))
-    if type(activation) is torch.nn.GELU:
-        return {"tanh": "gelu_tanh", "none": "gelu"}.get(activation.approximate)
-    modules = {torch.nn.SiLU: "silu", torch.nn.ReLU: "relu", torch.nn.Identity: "identity"}
-    functions = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
-    return modules.get(type(activation)) or next((name for f, name in functions.items() if f is activation), None)
+    if type(activation) is partial:
+        known = activation.func is F.gelu and not activation.args and set(activation.keywords) <= {"approximate"}
+        return _GELUS.get(activation.keywords.get("approximate", "none")) if known else None
+    if type(activation) in _MODULES:
+        name, forward = _MODULES[type(activation)]
+        if _is_hooked(activation) or getattr(activation.forward, "__func__", None) is not forward:
+            return None
+        return _GELUS.get(activation.approximate) if name == "gelu" else name
+    return next((name for function, name in _FUNCTIONS.items() if function is activation), None)
+
+
+def _is_hooked(module: torch.nn.Module) -> bool:
+    """True where calling the module would call more than its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+             modules._global_forward_hooks, modules._global_forward_pre_hooks, modules._global_backward_hooks,
+             modules._global_backward_pre_hooks)
+    return any(len(of) > 0 for of in hooks)
 
 
 def expert_mlp(
@@ -57,11 +78,12 @@ def expert_mlp(
         plan: of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x).
         weights_TK: router weights [T,K], any floating dtype; None counts every slot once.
-        activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F]; torch's
-            own functions and modules of those names are recognised and take the fused path.
+        activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which may
+            hold parameters and may write to its argument; torch's own functions and modules of those names are recognised and
+            take the fused path, unless they have hooks or are altered.
         engine: of the grouped products; see gbmoe.engines.
-        recompute_activation: for other callables: save the pre-activation and compute the activation again in backward
-            (True) or keep its graph (False). The fused path always recomputes; a module with parameters of its own never does.
+        recompute_activation: for other callables: save the pre-activation and call the activation again in backward (True),
+            as torch.utils.checkpoint does, or keep its graph (False). The fused path always recomputes.
 
     Returns:
         [T,H], dtype of x.
@@ -313,22 +335,30 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
     xp_PH = padded_gather(x_TH, plan)
     h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
     g_PF = None if v1_EFH is None else _grouped(xp_PH, v1_EFH, sizes, True, engine)
-    trained = isinstance(activation, torch.nn.Module) and any(True for _ in activation.parameters())
-    recompute = recompute and not trained and torch.is_grad_enabled()
-    if recompute and not torch.compiler.is_compiling():
-        y_PH = _RecomputedActivation.apply(h_PF, g_PF, w2_EFH, sizes, activation, engine)
+    live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0
+    recompute = recompute and torch.is_grad_enabled()
+
+    def activated(h_PF, g_PF):
+        # Rows without a slot hold anything, and the gradients of what the activation captures sum over all rows. What it gets is
+        # also a copy, which it may overwrite: h is saved.
+        a_PF = activation(torch.where(live_P1, h_PF, 0))
+        return a_PF if g_PF is None else a_PF * g_PF
+
+    if torch.compiler.is_compiling():
+        # A compiler sees forward and backward at once: marked like this it computes the activation again, and no product.
+        a_PF = checkpoint(activated, h_PF, g_PF, use_reentrant=False) if recompute else activated(h_PF, g_PF)
+        y_PH = _grouped(torch.where(live_P1, a_PF, 0), w2_EFH, sizes, False, engine)
     else:
-        if trained:
-            # The gradient of an activation's own parameters sums over all rows: those without a slot must not take part.
-            live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0
-            a_PF = torch.where(live_P1, activation(torch.where(live_P1, h_PF, 0)), 0)
-            a_PF = a_PF if g_PF is None else a_PF * g_PF
-        elif recompute:
-            # A compiler sees forward and backward at once: marked like this it computes the activation again, and no product.
-            a_PF = checkpoint(_activated, h_PF, g_PF, activation, use_reentrant=False)
-        else:
-            a_PF = _activated(h_PF, g_PF, activation)
-        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
+        w2_EFH, calls = w2_EFH.to(computed_dtype(w2_EFH)), 0
+
+        def activated_product(h_PF, g_PF):
+            # Called again, in backward, it is for what it saves and not for the product.
+            nonlocal calls
+            calls += 1
+            a_PF = activated(h_PF, g_PF)
+            return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, live_P1, engine, calls == 1)
+
+        y_PH = checkpoint(activated_product, h_PF, g_PF, use_reentrant=False) if recompute else activated_product(h_PF, g_PF)
     return padded_scatter(y_PH, plan, weights_TK)
 
 
@@ -337,45 +367,25 @@ def _grouped(a, b, sizes, trans_b, engine):
     return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine, False)
 
 
-def _activated(h_PF, g_PF, activation):
-    return activation(h_PF) if g_PF is None else activation(h_PF) * g_PF
+class _DownProduct(torch.autograd.Function):
+    """a @ w2, with zeros in the gradient of the rows without a slot, which the product leaves undefined.
 
-
-class _RecomputedActivation(torch.autograd.Function):
-    """(act(h) * g) @ w2 that saves h, g and w2, and computes the activation again in backward.
-
-    Each gradient is computed only where it is needed, and the incoming one is not written to. An activation that draws random
-    numbers draws the same ones again.
+    Without `compute` the result is undefined: what counts is that a and w2 are saved.
     """
 
     @staticmethod
-    def forward(ctx, h_PF, g_PF, w2_EFH, sizes, activation, engine):
-        ctx.save_for_backward(h_PF, g_PF, w2_EFH, sizes)
-        ctx.activation, ctx.engine = activation, engine
-        ctx.cpu_rng_state, ctx.device_rng_states = torch.get_rng_state(), get_device_states(h_PF)
-        # autograd.Function runs its backward with autocast off; what the products were cast to is kept in the output.
-        y_PH = _grouped(_activated(h_PF, g_PF, activation), w2_EFH, sizes, False, engine)
-        ctx.dtype = y_PH.dtype
-        return y_PH
+    def forward(ctx, a_PF, w2_EFH, sizes, live_P1, engine, compute):
+        need_a, need_w2 = ctx.needs_input_grad[:2]
+        ctx.engine = engine
+        ctx.save_for_backward(a_PF if need_w2 else None, w2_EFH if need_a else None, sizes, live_P1)
+        if not compute:
+            return a_PF.new_empty(1, 1).expand(a_PF.size(0), w2_EFH.size(2))
+        return _grouped(a_PF, w2_EFH, sizes, False, engine)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_PH):
-        h_PF, g_PF, w2_EFH, sizes = ctx.saved_tensors
-        need_h, need_g, need_w2 = ctx.needs_input_grad[:3]
-        devices, states = ctx.device_rng_states
-        with torch.random.fork_rng(devices, device_type=h_PF.device.type if devices else "cuda"), torch.enable_grad():
-            torch.set_rng_state(ctx.cpu_rng_state)
-            set_device_states(devices, states, device_type=h_PF.device.type)
-            h_PF = h_PF.detach().requires_grad_(need_h)
-            g_PF = None if g_PF is None else g_PF.detach().requires_grad_(need_g)
-            a_PF = _activated(h_PF, g_PF, ctx.activation)
-        grad_h = grad_g = grad_w2 = None
-        if need_w2:
-            grad_w2 = torch.ops.gbmoe.gmm(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, False, ctx.engine, False).to(w2_EFH.dtype)
-        wanted = [t for t in (h_PF, g_PF) if t is not None and t.requires_grad]
-        if wanted:
-            grad_a = _grouped(grad_PH, w2_EFH.to(ctx.dtype), sizes, True, ctx.engine)
-            grads = list(torch.autograd.grad(a_PF, wanted, grad_a.to(a_PF.dtype)))
-            grad_h = grads.pop(0) if need_h else None
-            grad_g = grads.pop(0) if grads else None
-        return grad_h, grad_g, grad_w2, None, None, None
+        a_PF, w2_EFH, sizes, live_P1 = ctx.saved_tensors
+        grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine).masked_fill_(~live_P1, 0)
+        grad_w2 = None if a_PF is None else torch.ops.gbmoe.gmm(a_PF, grad_PH, sizes, True, False, ctx.engine, False)
+        return grad_a, grad_w2, None, None, None, None

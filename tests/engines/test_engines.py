@@ -38,10 +38,15 @@ def test_torchs_product_says_what_it_does_not_take(change, words):
     (dict(dtype=torch.float32), "takes bfloat16 and float16, not float32"),
     (dict(inner=60), "multiples of 8, not 60 and 64"),
     (dict(groups=0), "takes no empty operands"),
+    (dict(rows=2**31), "takes at most 2147482624 rows, groups and columns, not 2147483648"),
+    (dict(rows=2**31 - 8), "at most 2147482624"),
+    (dict(inner=2**31), "at most 2147482624"),
+    (dict(columns=2**32), "at most 2147482624"),
 ])
 def test_the_hopper_engine_says_what_it_does_not_take(change, words):
     assert words in engines.ENGINES["hopper"].refuses(problem(**change))
     assert engines.ENGINES["hopper"].refuses(problem(dtype=torch.float16)) is None
+    assert engines.ENGINES["hopper"].refuses(problem(rows=2**31 - 2**10)) is None
 
 
 @pytest.mark.parametrize("variable_k", [False, True])

@@ -295,3 +295,106 @@ def test_weights_that_gather_keep_nan_in_its_group():
     got = HOPPER.weights_gathered(a, x, slots, 2, sizes)
     others = torch.arange(len(SIZES), device=DEVICE) != 2
     assert bool(got[2].isnan().all()) and torch.equal(got[others], clean[others])
+
+
+def within(sizes, rows):
+    """The sizes that the kernels are to make of these: each in [0, rows], and together no more than there are."""
+    left, result = rows, []
+    for size in sizes:
+        result.append(min(max(size, 0), left))
+        left -= result[-1]
+    return result
+
+
+OVERWRITTEN = [[2**31 - 1] * 4, [-5, 300, -(2**31), 10**6], [100] * 60, [0, 2**30, 2**30, 7], [2**62] * 4, [-(2**63), 2**40 + 3, 5],
+               [2**32 + 7, 200, 2**33], [3] * 1100 + [2**31 - 1] * 3]
+
+
+@pytest.mark.parametrize("sizes", OVERWRITTEN, ids=range(len(OVERWRITTEN)))
+@pytest.mark.parametrize("inner, columns", [(72, 264), (1544, 640), (2056, 128), (200, 384)])
+def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
+    """A collective may have overwritten them, which no check sees: what lies around the result is not the product's to write to."""
+    rows, guard, values = 700, 4096, drawn(torch.bfloat16, 0)
+    if max(map(abs, sizes)) < 2**31:
+        as_types = (torch.int32, torch.int64)
+    else:
+        as_types = (torch.int64,)
+    a, w = values(rows, inner, number=1), values(len(sizes), inner, columns, number=2, scale=cases.fan_in_scale(inner))
+    right = values(rows, columns, number=3)
+    kept = within(sizes, rows)
+    used = sum(kept)
+    for dtype in as_types:
+        on_device = torch.tensor(sizes, dtype=dtype, device=DEVICE)
+        for trans_b in (False, True):
+            b = w.transpose(1, 2).contiguous() if trans_b else w
+            around = torch.full((rows + 2 * guard, columns), 7.0, dtype=torch.bfloat16, device=DEVICE)
+            HOPPER.gmm(a, b, on_device, False, trans_b, out=around[guard:-guard])
+            each = [torch.cat([r.to(t) @ m.to(t) for r, m in zip(a[:used].split(kept), w)]) for t in (torch.bfloat16, torch.float64)]
+            assert_as_accurate_as(around[guard:guard + used], *each)
+            assert bool((around[:guard] == 7).all() & (around[guard + used:] == 7).all())
+            for ping_pong in (False, True):
+                around.fill_(7)
+                torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, on_device, trans_b, ping_pong, None, around[guard:-guard])
+                assert_as_accurate_as(around[guard:guard + used], *each)
+                assert bool((around[:guard] == 7).all() & (around[guard + used:] == 7).all())
+        around = torch.full((len(sizes) + 2, inner, columns), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        HOPPER.gmm(a, right, on_device, True, False, out=around[1:-1])
+        each = [torch.stack([x.to(t).t() @ y.to(t) for x, y in zip(a[:used].split(kept), right[:used].split(kept))])
+                for t in (torch.bfloat16, torch.float64)]
+        assert_as_accurate_as(around[1:-1], *each)
+        assert bool((around[0] == 7).all() & (around[-1] == 7).all())
+
+
+def test_slots_out_of_range_name_no_token():
+    """A plan made by hand may hold any slot: those beyond the tokens count as none, in what gathers and in what hands over."""
+    hidden, ffn, top_k = 1544, 256, 2
+    x, gathered, slots, w, a = gathered_inputs(torch.bfloat16, SIZES, hidden, ffn, top_k)
+    rows, sizes = sum(SIZES), torch.tensor(SIZES, dtype=torch.int32, device=DEVICE)
+    wrong = slots.clone()
+    wrong[::7] = torch.tensor([x.size(0) * top_k, 2**31 - 1, -(2**31), x.size(0) * top_k + 1], device=DEVICE, dtype=torch.int32)[
+        torch.arange(len(wrong[::7]), device=DEVICE) % 4]
+    none = torch.where((wrong < 0) | (wrong >= x.size(0) * top_k), -1, wrong)
+    for product in (lambda s: HOPPER.rows_gathered(x, s, top_k, w, sizes)[:rows], lambda s: HOPPER.weights_gathered(a, x, s, top_k, sizes),
+                    lambda s: HOPPER.up(x, s, top_k, w, w, sizes, "silu", True)[0][:rows]):
+        assert torch.equal(product(wrong), product(none))
+    inputs = down_backward_inputs(torch.bfloat16, SIZES, hidden, ffn, glu=True, weights=torch.float32)
+    few = inputs["weights"][:100].contiguous()
+    none = torch.where(inputs["slot_of_row"] >= 100, -1, inputs["slot_of_row"])
+    got, want = (down_backward(inputs | {"weights": few, "slot_of_row": s}, "silu") for s in (inputs["slot_of_row"], none))
+    assert all(torch.equal(got[name][:rows], want[name][:rows]) for name in got)
+
+
+@pytest.mark.large
+def test_as_many_rows_as_fit_into_int32():
+    """Rows next below 2^31 - 1024: their offsets, and where tiles of the last ones end, are inside of 64 bits and of 32."""
+    rows = 2**31 - 2**10
+    a = torch.empty(rows, 8, dtype=torch.bfloat16, device=DEVICE).fill_(0.5)
+    tail = cases.exact_values(300, 8, dtype=torch.bfloat16, device=DEVICE, seed=1)
+    a[-300:] = tail
+    b = cases.exact_values(2, 8, 8, dtype=torch.bfloat16, device=DEVICE, seed=2)
+    sizes = torch.tensor([rows - 100, 100], dtype=torch.int64, device=DEVICE)
+    out = HOPPER.gmm(a, b, sizes, False, False)
+    exact = torch.cat([tail[:200].double() @ b[0].double(), tail[200:].double() @ b[1].double()])
+    assert_as_accurate_as(out[-300:], torch.cat([tail[:200] @ b[0], tail[200:] @ b[1]]), exact)
+    assert bool((out[:-300] == out[0]).all())
+    del out
+    # The sum over 2^31 rows of 0.25, cut into parts, and those of the tail.
+    got = HOPPER.gmm(a, a, sizes, True, False)
+    assert_as_accurate_as(got[1], tail[200:].t() @ tail[200:], tail[200:].double().t() @ tail[200:].double())
+    torch.testing.assert_close(got[0].double(), torch.full((8, 8), 0.25 * rows, device=DEVICE, dtype=torch.float64), rtol=1e-2, atol=0)
+
+
+@pytest.mark.large
+def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
+    """Places in units of 16 bytes wrapped in 32 bits there."""
+    hidden, experts, ffn = 4096, 2, 256
+    tokens = (70 << 30) // (2 * hidden)
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
+    picked = torch.tensor([0, 5, (64 << 30) // (2 * hidden) - 1, (64 << 30) // (2 * hidden), tokens - 1], device=DEVICE)
+    x[picked] = cases.exact_values(len(picked), hidden, dtype=torch.bfloat16, device=DEVICE, seed=1)
+    w = cases.exact_values(experts, ffn, hidden, dtype=torch.bfloat16, device=DEVICE, seed=2, scale=cases.fan_in_scale(hidden))
+    sizes = torch.tensor([2, 3], dtype=torch.int32, device=DEVICE)
+    slots = (picked * 2).int()
+    got = HOPPER.rows_gathered(x, slots, 2, w, sizes)
+    each = [torch.cat([rows.to(t) @ m.to(t).t() for rows, m in zip(x[picked].split([2, 3]), w)]) for t in (torch.bfloat16, torch.float64)]
+    assert_as_accurate_as(got, *each)

@@ -168,6 +168,27 @@ def test_load_balancing_loss():
         gbmoe.batched_load_balancing_loss(args)
 
 
+@pytest.mark.parametrize("impl", ["gbmoe", "bmm", "reference"])
+@pytest.mark.parametrize("activation", [F.silu, torch.tanh], ids=["fused", "composed"])
+def test_reducing_the_kept_counts_changed_the_gradients(device, impl, activation):
+    """The counts were what backward has its group sizes from; a collective writes to them without autograd's knowledge."""
+    layer, _ = make(device, mlp_impl=impl, mlp_type="glu", activation_fn=activation, bf16=device.type == "cuda")
+    x = cases.exact_values(64, 32, dtype=layer.router.layer.weight.dtype, device=device, seed=0)
+
+    def gradients(reduce):
+        layer.zero_grad()
+        gbmoe.clear_load_balancing_loss()
+        out = layer(x)[0]
+        (counts_E, _), = gbmoe.get_load_balancing_loss()
+        if reduce:
+            counts_E.data.mul_(1000)  # as a collective: no version is counted
+        out.float().square().sum().backward()
+        return [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_load_balancing_loss_of_weight_zero_keeps_nothing():
     layer, args = make(moe_loss_weight=0)
     layer(torch.randn(5, 1, 32))

@@ -271,6 +271,45 @@ def test_parameters_of_the_activation_are_trained(device):
             torch.testing.assert_close(got, activation.weight.grad)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("capture", ["partial", "lambda", "module"])
+@pytest.mark.parametrize("only", [False, True], ids=["everything", "nothing-else"])
+def test_captured_parameter_of_the_activation_lost_its_gradient(device, capture, recompute, only):
+    """Recomputing hid what a callable captures from autograd, and without it rows of dropped slots made the gradient NaN."""
+    slope = torch.full((40,), 0.25, dtype=torch.float64, device=device).requires_grad_()
+    module = torch.nn.PReLU(40, device=device, dtype=torch.float64)
+    module.weight = torch.nn.Parameter(slope.detach().clone())
+    leaf = module.weight if capture == "module" else slope
+    activation = {"partial": partial(F.prelu, weight=slope), "lambda": lambda h: F.prelu(h, slope), "module": module}[capture]
+    tensors, ids, grad = inputs(torch.float64, device)
+    if not only:
+        tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    for align in (1, 16):
+        cases.poison(device)
+        plan = RoutingPlan.from_experts(ids, 5, align=align)
+        out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"], weights_TK=tensors["weights"],
+                               activation=activation, recompute_activation=recompute)
+        leaves = [t for t in (leaf, *tensors.values()) if t.requires_grad]
+        expected_grads = torch.autograd.grad(loop(ids, activation, **tensors), leaves, grad)
+        for got, want in zip(torch.autograd.grad(out, leaves, grad), expected_grads, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("trained", ["x weights w1 w2 v1", "w2", "w1", "v1"])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activation", [partial(F.silu, inplace=True), lambda h: h.tanh_()], ids=["silu", "tanh"])
+def test_activation_in_place_overwrote_what_was_saved(device, activation, recompute, trained):
+    """The pre-activations that backward computes the activation from were already activated."""
+    tensors, ids, grad = inputs(torch.float64, device)
+    leaves = [tensors[name].requires_grad_() for name in trained.split()]
+    plan = RoutingPlan.from_experts(ids, 5)
+    out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"], weights_TK=tensors["weights"],
+                           activation=activation, recompute_activation=recompute)
+    expected_grads = torch.autograd.grad(loop(ids, activation, **tensors), leaves, grad)
+    for got, want in zip(torch.autograd.grad(out, leaves, grad), expected_grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_random_numbers_of_the_activation_are_drawn_again(device):
     """out is linear in w1 for an activation that only drops: <w1, grad> equals <out, grad_out> if both saw the same mask."""
     tensors, ids, grad = inputs(torch.float64, device, glu=False)
@@ -399,6 +438,49 @@ def test_opcheck(device):
     (partial(F.silu, inplace=True), None), (lambda x: x, None), ("relu_squared", "relu_squared")])
 def test_recognised_activations(activation, name):
     assert activation_name(activation) == name
+
+
+class _Doubled(torch.nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class _Scaled(partial):
+    def __call__(self, x):
+        return 3 * super().__call__(x)
+
+
+def _altered_activations():
+    hooked, prehooked, patched = torch.nn.SiLU(), torch.nn.GELU(), torch.nn.ReLU()
+    hooked.register_forward_hook(lambda module, args, out: 5 * out)
+    prehooked.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    patched.forward = lambda x: 7 * x
+    backward = torch.nn.Identity()
+    backward.register_full_backward_hook(lambda module, grads, grad_outs: (2 * grads[0],))
+    return {"hook": hooked, "pre-hook": prehooked, "backward hook": backward, "own forward": patched,
+            "subclass of a module": _Doubled(), "subclass of partial": _Scaled(F.gelu)}
+
+
+@pytest.mark.parametrize("kind", _altered_activations())
+def test_altered_activation_was_replaced_by_the_fused_kernel(device, kind):
+    """Its hook was never called, or its own result was replaced by that of the class."""
+    activation = _altered_activations()[kind]
+    assert activation_name(activation) is None
+    tensors, ids, grad = inputs(torch.float64, device)
+    for name, got in run(tensors, ids, grad, activation).items():
+        torch.testing.assert_close(got, expected(tensors, ids, grad, activation, torch.float64)[name])
+
+
+def test_global_module_hook_was_not_called_for_a_fused_activation():
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+    try:
+        assert activation_name(torch.nn.SiLU()) is None
+        tensors, ids, grad = inputs(torch.float32, "cpu")
+        run(tensors, ids, grad, torch.nn.SiLU())
+    finally:
+        hook.remove()
+    assert torch.nn.SiLU in seen and activation_name(torch.nn.SiLU()) == "silu"
 
 
 T, K, E, H, FFN = 6, 2, 3, 8, 16

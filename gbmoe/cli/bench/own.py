@@ -61,7 +61,7 @@ def grouped_product(engine: str, a: torch.Tensor, b: torch.Tensor, sizes: Sequen
 class PlannedPermutation(Permutation):
     """gbmoe's plan, gather and scatter."""
 
-    _MAPS = ("row_of_slot_TK", "slot_of_row_P", "counts_E", "offsets_E1", "expert_of_tile")
+    _MAPS = ("row_of_slot_TK", "slot_of_row_P", "counts_E", "offsets_E1", "padded_counts_E")
 
     def __init__(self, ids_TK: torch.Tensor, experts: int, align: int):
         self._build = partial(RoutingPlan.from_experts, ids_TK, experts, align=align, check="none")
