@@ -471,10 +471,11 @@ struct Kernel {
     }
   }
 
-  // What a thread copies of every slice: its 16 bytes of eight lines, four lines apart; kNone where there is none.
+  // What a thread copies of every slice: its 16 bytes of eight lines, four lines apart. Lines are named by their distance from the
+  // first token's, in pieces of 16 bytes (which 64 GiB of tokens have 2^32 of); kNone where there is none.
   static constexpr uint32_t kNone = ~0u;
   struct Lines {
-    uint32_t token[8];
+    uint32_t place[8];
     bool whole;  // no line of the warp's is kNone
   };
   // Each of four warps has 32 lines of the tile.
@@ -492,32 +493,32 @@ struct Kernel {
     const int lane = threadIdx.x % 32;
     const uint32_t token = __umulhi(2 * static_cast<uint32_t>(slot), args.multiplier) >> args.shift;
     const bool exists = static_cast<uint32_t>(slot) < args.slots;
+    const uint32_t place = exists ? token * static_cast<uint32_t>(args.line_elements / 8) : kNone;
     Lines lines;
     lines.whole = __all_sync(kFull, exists);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) lines.token[i] = __shfl_sync(kFull, exists ? token : kNone, i * 4 + lane / 8);
+    for (int i = 0; i < 8; ++i) lines.place[i] = __shfl_sync(kFull, place, i * 4 + lane / 8);
     return lines;
   }
   // Starts copying 64 columns, from `column` on.
   static __device__ __forceinline__ void gather_lines(const Lines& lines, const Arguments& args, int column, uint32_t to) {
     const int lane = threadIdx.x % 32, piece = lane % 8, line = lane / 8;
     const char* from = reinterpret_cast<const char*>(static_cast<const T*>(args.lines) + column + piece * 8);
-    const uint32_t line_bytes = args.line_elements * static_cast<uint32_t>(sizeof(T));
     to += (threadIdx.x % 128 / 32 * 32 + line) * kLine;
     // Where the swizzle puts this piece of lines 0-3 and 4-7 of eight.
     const uint32_t low = to + ((piece ^ line) << 4), high = to + 4 * kLine + ((piece ^ (line + 4)) << 4);
     if (lines.whole && column + 64 <= args.line_elements) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        copy_piece((i % 2 ? high : low) + i / 2 * 8 * kLine, from + static_cast<uint64_t>(lines.token[i]) * line_bytes);
+        copy_piece((i % 2 ? high : low) + i / 2 * 8 * kLine, from + static_cast<uint64_t>(lines.place[i]) * 16);
       }
     } else {
       const bool inside = column + piece * 8 < args.line_elements;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const bool there = inside && lines.token[i] != kNone;
-        copy_piece_or_zeros((i % 2 ? high : low) + i / 2 * 8 * kLine,
-                            there ? from + static_cast<uint64_t>(lines.token[i]) * line_bytes : args.lines, there);
+        const bool there = inside && lines.place[i] != kNone;
+        copy_piece_or_zeros((i % 2 ? high : low) + i / 2 * 8 * kLine, there ? from + static_cast<uint64_t>(lines.place[i]) * 16 : args.lines,
+                            there);
       }
     }
   }

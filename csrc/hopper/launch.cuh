@@ -72,6 +72,7 @@ inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, i
 
 // Rows of an operand are picked from `lines` [tokens, width] by slot.
 inline void gather_from(Arguments& args, const Tensor& lines, const Tensor& slot_of_row, int64_t top_k) {
+  STD_TORCH_CHECK(lines.numel() < int64_t{1} << 35, "hopper: expected less than 64 GiB to gather from, got ", lines.numel(), " elements");
   args.lines = lines.data_ptr();
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = static_cast<uint32_t>(lines.size(0) * top_k);

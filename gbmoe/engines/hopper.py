@@ -14,6 +14,7 @@ from gbmoe.engines.base import Engine, known, result_shape
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last
+_GATHERED_BYTES = 2**36  # products that gather number the tokens' matrix in pieces of 16 bytes, in 32 bits
 
 
 @functools.cache
@@ -69,13 +70,13 @@ class Hopper(Engine):
             torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, sizes, trans_b, ping_pong, workspace, product)
         return out.add_(product) if accumulate else product
 
-    def gathers(self, ffn, activation):
-        """True where `up` is to be given the tokens, and False where their rows gathered; by ffn hidden size and activation's name.
+    def gathers(self, x, ffn, activation):
+        """True where `up` is to be given the tokens x, and False where their rows gathered; by ffn hidden size and activation's name.
 
         Gathering inside the product saves writing and reading [P,H], time in proportion to H, and costs a tenth of the product's
         speed, time in proportion to H F: on an H200 it pays at F = 256, and no longer at 768.
         """
-        return ffn <= 512 and activation in ("silu", "gelu_tanh")
+        return ffn <= 512 and activation in ("silu", "gelu_tanh") and x.nbytes < _GATHERED_BYTES
 
     def up(self, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
         """a = act(x @ w1[e].T), or act(x @ w1[e].T) * (x @ v1[e].T): (a, h, g) [P,F]; h and g None unless `save`, g without v1.
@@ -96,14 +97,15 @@ class Hopper(Engine):
             torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, workspace, a_PF, h_PF, g_PF)
         return a_PF, h_PF, g_PF
 
-    def gathers_in_backward(self, ffn):
+    def gathers_in_backward(self, x, ffn):
         """For the gradient of the output and for x, True where `rows_gathered` and `weights_gathered` are to pick their rows.
 
         By ffn hidden size; where False, `gather` comes before the products. It saves and costs what it does in `gathers`; weights'
         gradients are a ninth to a seventh slower. For x it pays at F = 512 and no longer at 768; for the gradient, which then has
         the activation's gradient apart from its product, at 256.
         """
-        return ffn <= 256, ffn <= 512
+        reachable = x.nbytes < _GATHERED_BYTES
+        return reachable and ffn <= 256, reachable and ffn <= 512
 
     def rows_gathered(self, x_TH, slot_of_row_P, top_k, w_EFH, sizes):
         """x[slot_of_row // top_k] @ w[e].T, [P,F]; zeros in rows without a slot. Dtypes and layouts as in `up` where it gathers."""

@@ -185,7 +185,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
     if fused is not None:
         x, w1, v1 = aligned(x), aligned(w1), None if v1 is None else aligned(v1)
         where = (slot_of_row, row_of_slot.size(1))
-        if not fused.gathers(w1.size(1), activation):
+        if not fused.gathers(x, w1.size(1), activation):
             x, where = gather(x, row_of_slot, slot_of_row)[0], (None, 1)
         a_PF, h_PF, g_PF = fused.up(x, *where, w1, v1, sizes, activation, save)
         del x
@@ -231,7 +231,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     dx = dw1 = dw2 = dv1 = None
     g = None if v1 is None else g
     fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
-    gathers_grad, gathers_x = (False, False) if fused is None else fused.gathers_in_backward(w1.size(1))
+    gathers_grad, gathers_x = (False, False) if fused is None else fused.gathers_in_backward(x, w1.size(1))
     gathers_grad = gathers_grad and w2.is_contiguous()
     grad, x = aligned(grad) if gathers_grad else grad, aligned(x) if gathers_x else x
     where = slot_of_row, row_of_slot.size(1)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gbmoe import cases, engines, reference
+from gbmoe import RoutingPlan, cases, engines, reference
 from gbmoe.engines import hopper
+from gbmoe.ops.permute import gather
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 pytestmark = pytest.mark.gpu
@@ -386,15 +387,17 @@ def test_as_many_rows_as_fit_into_int32():
 
 @pytest.mark.large
 def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
-    """Places in units of 16 bytes wrapped in 32 bits there."""
-    hidden, experts, ffn = 4096, 2, 256
-    tokens = (70 << 30) // (2 * hidden)
-    x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
-    picked = torch.tensor([0, 5, (64 << 30) // (2 * hidden) - 1, (64 << 30) // (2 * hidden), tokens - 1], device=DEVICE)
+    """Products that gather number pieces of 16 bytes in 32 bits, which wrapped there: rows are gathered ahead of them instead."""
+    hidden, (tokens, last) = 4096, (bytes // (2 * 4096) for bytes in (66 << 30, 64 << 30))
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
+    picked = torch.tensor([0, 5, last - 1, last, last + 1, tokens - 1], device=DEVICE)
     x[picked] = cases.exact_values(len(picked), hidden, dtype=torch.bfloat16, device=DEVICE, seed=1)
-    w = cases.exact_values(experts, ffn, hidden, dtype=torch.bfloat16, device=DEVICE, seed=2, scale=cases.fan_in_scale(hidden))
-    sizes = torch.tensor([2, 3], dtype=torch.int32, device=DEVICE)
-    slots = (picked * 2).int()
-    got = HOPPER.rows_gathered(x, slots, 2, w, sizes)
-    each = [torch.cat([rows.to(t) @ m.to(t).t() for rows, m in zip(x[picked].split([2, 3]), w)]) for t in (torch.bfloat16, torch.float64)]
-    assert_as_accurate_as(got, *each)
+    ids = torch.full((tokens, 1), -1, dtype=torch.int32, device=DEVICE)
+    ids[picked] = 0
+    plan = RoutingPlan.from_experts(ids, 1)
+    rows, _ = gather(x, plan.row_of_slot_TK, plan.slot_of_row_P[:8].clone())
+    assert torch.equal(rows[:6], x[picked])
+    assert not HOPPER.gathers(x, 256, "silu") and HOPPER.gathers(x[:1000], 256, "silu")
+    assert HOPPER.gathers_in_backward(x, 256) == (False, False)
+    with pytest.raises(RuntimeError, match="expected less than 64 GiB to gather from"):
+        HOPPER.rows_gathered(x, plan.slot_of_row_P[:8], 1, x[:64].unsqueeze(0), plan.padded_counts_E)
