@@ -236,7 +236,8 @@ def test_a_toolkit_whose_path_is_no_utf8_is_found(toolkit, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("script, words", [
-    ("exit 3", "does not run: .*--version"), ("echo no compiler", "expected 'release' and a version, got 'no compiler'"), (None, "Exec format")])
+    ("exit 3", "does not run: .*--version"), (None, "Exec format"),
+    ("echo no compiler", "expected 'release' and a version, got 'no compiler'")])
 def test_an_nvcc_that_does_not_run_is_not_said_to_be_missing(toolkit, monkeypatch, script, words):
     (toolkit.home / "bin/nvcc").write_bytes(b"\0" if script is None else f"#!/bin/sh\n{script}\n".encode())
     monkeypatch.setattr(_compile, "_nvcc_candidates", lambda: [Path("/nonexistent/nvcc"), toolkit.home / "bin/nvcc"])

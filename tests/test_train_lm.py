@@ -152,7 +152,8 @@ def test_why_there_is_no_picture_is_the_true_cause(tmp_path):
     program = (f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(SCRIPT.parent)!r}]; import pathlib, train_lm; "
                f"train_lm.summarize({log!r}, pathlib.Path({str(tmp_path)!r}))")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("no loss.png: matplotlib cannot be imported: No module named 'a_package_that_matplotlib_needs'\n")
+    said = "no loss.png: matplotlib cannot be imported: No module named 'a_package_that_matplotlib_needs'\n"
+    assert done.stdout.startswith(said)
 
 
 def test_plot_is_a_picture(finished):

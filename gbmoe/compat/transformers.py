@@ -64,7 +64,8 @@ def _why_not_importable(error: ImportError) -> str:
     if unfit:
         return ("gbmoe.compat.transformers needs transformers 5.8 or newer: pip install 'gbmoe[transformers]', or pip install"
                 f" 'transformers>=5.8' (installed: {version or 'none'})")
-    return f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but its import failed: {error}"
+    return (f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but its import failed:"
+            f" {error}")
 
 
 def experts_forward(

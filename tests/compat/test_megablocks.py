@@ -493,7 +493,8 @@ def test_an_extension_of_megablocks_that_does_not_import_is_named(tmp_path):
         seen["said"] = [str(w.message) for w in caught if "megablocks_ops" in str(w.message)]
         seen["taken"] = sys.modules["megablocks_ops"].__name__
     """, ("triton", "grouped_gemm")) == {
-        "said": ["megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place: undefined symbol: _ZN3c10"],
+        "said": ["megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place:"
+                 " undefined symbol: _ZN3c10"],
         "taken": "gbmoe.compat.megablocks.extension"}
 
 

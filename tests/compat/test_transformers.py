@@ -459,8 +459,8 @@ def test_a_module_missing_under_transformers_is_not_said_to_be_a_version_too_old
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(ImportError) as raised:
         adapter.register()
-    assert str(raised.value) == (f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but its"
-                                 " import failed: No module named 'httpx'")
+    assert str(raised.value) == (f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but"
+                                 " its import failed: No module named 'httpx'")
     assert raised.value.name == raised.value.__cause__.name == "httpx"
 
 
