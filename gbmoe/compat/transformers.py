@@ -16,6 +16,9 @@ P rows of the plan, N columns, B columns of ones.
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -37,17 +40,32 @@ def register() -> None:
     """Add "gbmoe" to the experts implementations of the installed transformers. Calling it again changes nothing.
 
     Raises:
-        ImportError: without transformers 5.8 or newer.
+        ImportError: without transformers 5.8 or newer, or where that cannot be imported; with the cause.
     """
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
-        raise ImportError("gbmoe.compat.transformers needs transformers 5.8 or newer: pip install"
-                          " 'gbmoe[transformers]', or pip install 'transformers>=5.8'") from error
+        raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     ExpertsInterface.register("gbmoe", experts_forward)
     # Float8 experts look in a table of their own: found there too, the function says what is wrong with them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
+
+
+def _why_not_importable(error: ImportError) -> str:
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if version is None:  # not there; or a checkout on the path, of any version, that another package's absence stops
+        unfit = (error.name or "").partition(".")[0] == "transformers"
+    else:
+        unfit = tuple(map(int, re.findall(r"\d+", version)[:2])) < (5, 8)
+    if unfit:
+        return ("gbmoe.compat.transformers needs transformers 5.8 or newer: pip install 'gbmoe[transformers]', or pip install"
+                f" 'transformers>=5.8' (installed: {version or 'none'})")
+    return (f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but its import failed:"
+            f" {error}")
 
 
 def experts_forward(
