@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe._checks import require
-from gbmoe.engines.base import Engine, Problem
+from gbmoe.engines.base import Engine, Problem, known
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.hopper import Hopper
 from gbmoe.engines.reference import Reference
@@ -58,15 +58,7 @@ def _preference(problem: Problem) -> tuple[str, ...]:
     return next(rule.order for rule in _TABLE if problem.dtype in rule.dtypes
                 and (problem.sizes_on_host or not rule.sizes_on_host)
                 and rule.variable_k in (None, problem.variable_k)
-                and (rule.at_least_flops_a_group == 0 or _known(flops_a_group >= rule.at_least_flops_a_group)))
-
-
-def _known(condition: bool) -> bool:
-    """`condition`, or False where it hangs on a size that only the data will tell a compiled graph."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-    return guard_or_false(condition)
+                and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
 
 
 def names() -> list[str]:

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from gbmoe import extension, reference
-from gbmoe.engines.base import Engine, result_shape
+from gbmoe.engines.base import Engine, device_sizes, result_shape
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -153,7 +153,7 @@ class Hopper(Engine):
 
 
 def _on_device(sizes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return sizes.to(like.device, non_blocking=True).contiguous()
+    return device_sizes(sizes, like.device)
 
 
 def _walk_of_rows(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> tuple[bool, torch.Tensor | None]:

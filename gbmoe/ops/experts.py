@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 
 from gbmoe import engines, extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define, is_watched
+from gbmoe._library import define, is_transformed, is_watched
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import aligned, computed_dtype, product
+from gbmoe.ops.gmm import aligned, computed_dtype, grouped, product
 from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
 from gbmoe.routing import RoutingPlan
 
@@ -82,7 +82,7 @@ def expert_mlp(
     if name is None:
         return _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save = torch.is_grad_enabled() and (is_transformed() or any(t is not None and t.requires_grad for t in tensors))
     return _expert_mlp(x_TH, weights_TK, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH,
                        name, engine, save)[0]
 
@@ -265,7 +265,8 @@ def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, _ = inputs
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save = inputs
+    require(save, "expert_mlp", "save", "True where a gradient is wanted", save)
     _, h, g = output
     ctx.mark_non_differentiable(h, g)
     ctx.set_materialize_grads(False)
@@ -295,6 +296,7 @@ _expert_mlp = define(
     "expert_mlp(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
     " Tensor? v1, str activation, str engine, bool save) -> (Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
+    waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 _expert_mlp_backward = define(
@@ -302,6 +304,7 @@ _expert_mlp_backward = define(
     " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, str activation, str engine, bool need_x, bool need_weights,"
     " bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
+    waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 
@@ -333,8 +336,7 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
 
 
 def _grouped(a, b, sizes, trans_b, engine):
-    # The operator itself: the plan's sizes are known to be right and need not fill the rows.
-    return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine, False)
+    return grouped(a, b, sizes, False, trans_b, engine=engine)
 
 
 def _activated(h_PF, g_PF, activation):
@@ -371,7 +373,7 @@ class _RecomputedActivation(torch.autograd.Function):
             a_PF = _activated(h_PF, g_PF, ctx.activation)
         grad_h = grad_g = grad_w2 = None
         if need_w2:
-            grad_w2 = torch.ops.gbmoe.gmm(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, False, ctx.engine, False).to(w2_EFH.dtype)
+            grad_w2 = grouped(a_PF.detach().to(ctx.dtype), grad_PH, sizes, True, engine=ctx.engine).to(w2_EFH.dtype)
         wanted = [t for t in (h_PF, g_PF) if t is not None and t.requires_grad]
         if wanted:
             grad_a = _grouped(grad_PH, w2_EFH.to(ctx.dtype), sizes, True, ctx.engine)
