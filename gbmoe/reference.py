@@ -38,7 +38,8 @@ def route(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: to
     wide = accumulate_dtype(logits_TE.dtype)
     logits_TE = logits_TE.to(wide)
     scores_TE = logits_TE.softmax(-1)
-    ids_TK = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices
+    ids_TK = order_TE[:, :top_k].clone(memory_format=torch.contiguous_format)
     weights_TK = scores_TE.gather(1, ids_TK)
     if p is not None:
         weights_TK = weights_TK / torch.linalg.vector_norm(weights_TK, ord=p, dim=-1, keepdim=True)
@@ -313,4 +314,4 @@ def activate_backward(
     # One spare slot takes what the rows without a slot computed.
     spread = torch.zeros(weights_TK.numel() + 1, dtype=wide, device=h_PF.device)
     spread[torch.where(slot_of_row_P >= 0, slot_of_row_P.long(), weights_TK.numel())] = dot_P
-    return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype)
+    return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype, copy=True)

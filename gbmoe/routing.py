@@ -69,6 +69,7 @@ def _routing_plan_cuda(experts, num_experts, align, check):
 _routing_plan = define(
     "routing_plan(Tensor experts, int num_experts, int align, str check) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_routing_plan_reference, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
+    waits=lambda experts, num_experts, align, check: check == "wait",
 )
 
 

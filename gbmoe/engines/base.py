@@ -29,6 +29,14 @@ def result_shape(a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, t
     return a.size(0), b.size(1) if trans_b else b.size(2)
 
 
+def known(condition: bool) -> bool:
+    """`condition`, or False where it hangs on a size that only the data will tell a compiled graph."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    return guard_or_false(condition)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a grouped product is, apart from its data: enough to choose an engine before there are operands.
@@ -91,3 +99,11 @@ class Engine:
 def host_sizes(sizes: torch.Tensor) -> torch.Tensor:
     """sizes as contiguous int64 on the CPU; waits for the device where they are there."""
     return sizes.to("cpu", torch.int64).contiguous()
+
+
+def device_sizes(sizes: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """sizes contiguous on `device`, without a wait; whoever rewrites them afterwards does not change the result."""
+    if sizes.device.type == "cpu":
+        # A copy from pinned memory reads it later than this returns. A clone is not pinned, and is staged before.
+        sizes = sizes.clone()
+    return sizes.to(device, non_blocking=True).contiguous()

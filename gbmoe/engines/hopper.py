@@ -10,7 +10,7 @@ import functools
 import torch
 
 from gbmoe import extension, reference
-from gbmoe.engines.base import Engine, known, result_shape
+from gbmoe.engines.base import Engine, device_sizes, known, result_shape
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last
@@ -160,7 +160,7 @@ class Hopper(Engine):
 
 
 def _on_device(sizes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return sizes.to(like.device, non_blocking=True).contiguous()
+    return device_sizes(sizes, like.device)
 
 
 def _walk_of_rows(product: torch.Tensor, inner: int, sizes: torch.Tensor) -> tuple[bool, torch.Tensor | None]:

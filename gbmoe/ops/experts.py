@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe import engines, extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define, is_watched
+from gbmoe._library import define, is_transformed, is_watched
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import aligned, computed_dtype, product
+from gbmoe.ops.gmm import aligned, computed_dtype, grouped, product
 from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
 from gbmoe.routing import RoutingPlan
 
@@ -104,7 +104,7 @@ def expert_mlp(
     if name is None:
         return _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save = torch.is_grad_enabled() and (is_transformed() or any(t is not None and t.requires_grad for t in tensors))
     return _expert_mlp(x_TH, weights_TK, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH,
                        name, engine, save)[0]
 
@@ -287,7 +287,8 @@ def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, _ = inputs
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save = inputs
+    require(save, "expert_mlp", "save", "True where a gradient is wanted", save)
     _, h, g = output
     ctx.mark_non_differentiable(h, g)
     ctx.set_materialize_grads(False)
@@ -317,6 +318,7 @@ _expert_mlp = define(
     "expert_mlp(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
     " Tensor? v1, str activation, str engine, bool save) -> (Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
+    waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 _expert_mlp_backward = define(
@@ -324,6 +326,7 @@ _expert_mlp_backward = define(
     " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, str activation, str engine, bool need_x, bool need_weights,"
     " bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
+    waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 
@@ -363,8 +366,7 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
 
 
 def _grouped(a, b, sizes, trans_b, engine):
-    # The operator itself: the plan's sizes are known to be right and need not fill the rows.
-    return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine, False)
+    return grouped(a, b, sizes, False, trans_b, engine=engine)
 
 
 class _DownProduct(torch.autograd.Function):
@@ -387,5 +389,5 @@ class _DownProduct(torch.autograd.Function):
     def backward(ctx, grad_PH):
         a_PF, w2_EFH, sizes, live_P1 = ctx.saved_tensors
         grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine).masked_fill_(~live_P1, 0)
-        grad_w2 = None if a_PF is None else torch.ops.gbmoe.gmm(a_PF, grad_PH, sizes, True, False, ctx.engine, False)
+        grad_w2 = None if a_PF is None else grouped(a_PF, grad_PH, sizes, True, engine=ctx.engine)
         return grad_a, grad_w2, None, None, None, None

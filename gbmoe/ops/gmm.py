@@ -73,13 +73,25 @@ def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
     if batch_sizes.device.type == "cpu":
-        low = int(batch_sizes.min()) if batch_sizes.numel() else 0
+        sizes = batch_sizes.tolist()  # Python's sums do not wrap
+        low, total = min(sizes, default=0), sum(sizes)
         require(low >= 0, "gmm", "batch_sizes", "no negative entry", low)
-        total = int(batch_sizes.sum())
         require(total == rows, "gmm", "batch_sizes", lambda: f"sum(batch_sizes) == a.size(0) == {rows}", total)
     elif batch_sizes.device.type != "meta":
-        torch._assert_async((batch_sizes >= 0).all() & (batch_sizes.sum() == rows),
+        torch._assert_async(_sizes_fill(batch_sizes, rows),
                             f"gmm: batch_sizes: expected no negative entry and sum(batch_sizes) == a.size(0) == {rows}")
+
+
+_UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
+
+
+def _sizes_fill(sizes: torch.Tensor, rows: int) -> torch.Tensor:
+    """True, as a tensor on their device, where no size is negative and their sum is `rows`, which is less than 2**53.
+
+    A negative size counts as a huge one, and a float64 neither wraps nor comes down again to `rows` once a sum is beyond it; up to
+    there it is exact.
+    """
+    return sizes.view(_UNSIGNED[sizes.dtype]).double().sum() == rows
 
 
 def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
@@ -131,7 +143,9 @@ def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
 def _gmm_setup_context(ctx, inputs, output):
     a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, _ = inputs
     need_a, need_b = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(a if need_b else None, b if need_a else None, batch_sizes)
+    # Sizes on the host are the caller's, who may rewrite them in ways that autograd does not see.
+    sizes = batch_sizes.clone() if batch_sizes.device.type == "cpu" else batch_sizes
+    ctx.save_for_backward(a if need_b else None, b if need_a else None, sizes)
 
 
 def _gmm_backward(ctx, grad):
@@ -155,4 +169,14 @@ def _gmm_backward(ctx, grad):
 _gmm = define(
     "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine, bool fills) -> Tensor",
     reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=(0, 1),
+    waits=lambda a, b, batch_sizes, *_: batch_sizes.device.type == "cpu",
 )
+
+
+def grouped(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+            *, engine: str) -> torch.Tensor:
+    """gmm for a plan's sizes, which are known to be right and need not fill the rows: differentiable, without checks of arguments.
+
+    Rows behind the last group are neither read nor written. `sizes` lie where the engine wants them (gbmoe.ops.experts.plan_sizes).
+    """
+    return _gmm(a, b, sizes, trans_a, trans_b, engine, False)
