@@ -29,14 +29,6 @@ def result_shape(a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, t
     return a.size(0), b.size(1) if trans_b else b.size(2)
 
 
-def known(condition: bool) -> bool:
-    """`condition`, or False where it hangs on a size that only the data will tell a compiled graph."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-    return guard_or_false(condition)
-
-
 @dataclass(frozen=True)
 class Problem:
     """What a grouped product is, apart from its data: enough to choose an engine before there are operands.

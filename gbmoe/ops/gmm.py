@@ -141,10 +141,10 @@ def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
 
 
 def _gmm_setup_context(ctx, inputs, output):
-    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, _ = inputs
+    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, fills = inputs
     need_a, need_b = ctx.needs_input_grad[:2]
-    # Sizes on the host are the caller's, who may rewrite them in ways that autograd does not see.
-    sizes = batch_sizes.clone() if batch_sizes.device.type == "cpu" else batch_sizes
+    # Unless they are a plan's, the sizes are the caller's, who may rewrite them in ways that autograd does not see: a collective does.
+    sizes = batch_sizes.clone() if fills else batch_sizes
     ctx.save_for_backward(a if need_b else None, b if need_a else None, sizes)
 
 

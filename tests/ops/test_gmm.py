@@ -118,6 +118,18 @@ def test_batch_sizes_of_any_kind(device, sizes_dtype, sizes_device):
                        gbmoe.gmm(a, b, torch.tensor(sizes), engine="reference"))
 
 
+@pytest.mark.parametrize("sizes_device", ["host", "with a"])
+def test_reducing_batch_sizes_before_backward_changed_the_gradients(device, sizes_device):
+    """A collective writes to them without autograd's knowledge; backward has sizes of its own."""
+    a, b = (cases.exact_values(*shape, dtype=torch.float32, device=device, seed=1).requires_grad_() for shape in ((12, 8), (3, 8, 8)))
+    sizes = torch.tensor([5, 0, 7], device="cpu" if sizes_device == "host" else device)
+    expected = torch.autograd.grad(gbmoe.gmm(a, b, sizes).square().sum(), (a, b))
+    out = gbmoe.gmm(a, b, sizes)
+    sizes.data.mul_(2)
+    for got, want in zip(torch.autograd.grad(out.square().sum(), (a, b)), expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_strided_batch_sizes(engine_on):
     engine, device = engine_on
     a, b, _ = operands((3, 5), "a.T@b", torch.bfloat16, device)
