@@ -101,7 +101,8 @@ def check_slot_scalars(scalars_TK: torch.Tensor, operator: str, argument: str, p
 
 # --------------------------------------------------------------------------- kernels, called inside operators as well
 #
-# Maps are dense (columns and counts None) or ragged; see reference.padded_gather.
+# Maps are dense (columns and counts None) or ragged; see reference.padded_gather. Their shapes are taken on trust, their entries
+# are not: what lies outside its range counts as none.
 
 
 def _kernels_serve(tensor: torch.Tensor) -> bool:
@@ -175,13 +176,13 @@ def map_slots(row_TK, columns_TK, counts_T, pad_offsets_E, probs, rows) -> tuple
     slots = row_TK.size(1)
     if columns_TK is not None:
         row_TK = torch.where((columns_TK >= 0) & (columns_TK < slots), row_TK, -1)
-    row_TK, columns_TK, probs = reference.dense_slots(row_TK, columns_TK, counts_T, probs)
+    row_TK, columns_TK, probs = reference.dense_slots(row_TK, columns_TK, counts_T, torch.iinfo(torch.int32).max, probs)
     if pad_offsets_E is not None:
-        row_TK = torch.where(row_TK >= 0, row_TK + pad_offsets_E.int()[columns_TK], -1)
+        row_TK = torch.where(row_TK >= 0, row_TK + pad_offsets_E.long()[columns_TK], -1)
     exists_TK = (row_TK >= 0) & (row_TK < rows)
     if probs is not None:
         exists_TK &= probs != 0
-    row_TK = torch.where(exists_TK, row_TK, -1)
+    row_TK = torch.where(exists_TK, row_TK, -1).int()
     # Slots without a row write behind the last one, each column to its own place: one place for all would be a queue.
     target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, device=row_TK.device))
     slot_of_row_P = torch.full((rows + slots,), reference.PADDING, dtype=torch.int32, device=row_TK.device)
