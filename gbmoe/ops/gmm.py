@@ -43,7 +43,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         >>> gmm(a, b, torch.tensor([3, 2])).shape
         torch.Size([5, 4])
     """
-    _check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    check_arguments(a, b, batch_sizes, trans_a, trans_b)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
     if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
@@ -51,7 +51,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
 
 
-def _check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
     """Raise unless these are tensors that gmm takes; dtypes and inner dimensions that do not meet are the operator's to find."""
     require_tensor(a, "gmm", "a", rank=2, dtypes=FLOATING)
     require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=FLOATING, device=a.device)
@@ -71,7 +71,7 @@ def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
+def check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
     if batch_sizes.device.type == "cpu":
         sizes = batch_sizes.tolist()  # Python's sums do not wrap
         low, total = min(sizes, default=0), sum(sizes)
@@ -94,7 +94,7 @@ def _sizes_fill(sizes: torch.Tensor, rows: int) -> torch.Tensor:
     return sizes.view(_UNSIGNED[sizes.dtype]).double().sum() == rows
 
 
-def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+def check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
     # Inside the operator, behind the autocast rule: only here are the dtypes the ones that meet.
     require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     if trans_a:
@@ -105,38 +105,15 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bo
                 lambda: f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
 
 
-def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
-            *, engine: str | engines.Engine, out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-    """The product without autograd, checks of sizes or a demand that the groups fill a: what operators call inside.
-
-    Rows behind the last group are neither read nor written. `engine` may be the one that was chosen for this product. See
-    Engine.gmm for out and accumulate.
-    """
-    require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
-    # A transposed view of a stack of matrices is the other layout, not a copy.
-    if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
-        b, trans_b = b.transpose(1, 2), not trans_b
-    # Engines hand device arrays of pointers to kernels that choose 16-byte accesses by the row length alone.
-    a, b = aligned(a), aligned(b)
-    chosen = engine if isinstance(engine, engines.Engine) else engines.select(engine, Problem.of(a, b, sizes, trans_a, trans_b))
-    return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` contiguous and on a 16-byte boundary: a copy where it is a view that is not."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):
-    _check_operands(a, b, trans_a, trans_b)
+    check_operands(a, b, trans_a, trans_b)
     if fills:  # where the values are, so that a compiled graph checks them too
-        _check_sizes(batch_sizes, a.size(0))
-    return product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+        check_sizes(batch_sizes, a.size(0))
+    return engines.product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
 
 
 def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
-    _check_operands(a, b, trans_a, trans_b)
+    check_operands(a, b, trans_a, trans_b)
     return a.new_empty(result_shape(a, b, batch_sizes.size(0), trans_a, trans_b))
 
 

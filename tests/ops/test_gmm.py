@@ -10,7 +10,6 @@ import torch
 import gbmoe
 from gbmoe import cases, engines
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import product
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 LAYOUTS = {"a@b": (False, False), "a@b.T": (False, True), "a.T@b": (True, False)}
@@ -257,7 +256,7 @@ def test_rows_behind_the_last_group_are_not_touched(device):
         if engine.unavailable(device) or engine.refuses(Problem.of(a, b, torch.tensor([3, 4]), False, False)):
             continue
         out = torch.full((10, b.size(2)), 7.0, device=device)
-        product(a, b, torch.tensor([3, 4]), engine=name, out=out)
+        engines.product(a, b, torch.tensor([3, 4]), engine=name, out=out)
         assert bool((out[7:] == 7).all()) and not bool((out[:7] == 7).any())
 
 
