@@ -13,7 +13,9 @@
 
 #include <climits>
 
-#include "launch.cuh"
+#include "../ops.h"
+#include "device.cuh"
+#include "tile.cuh"
 
 namespace gbmoe::hopper {
 namespace {

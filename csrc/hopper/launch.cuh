@@ -4,6 +4,7 @@
 
 #include "../ops.h"
 #include "balanced_schedule.cuh"
+#include "device.cuh"
 #include "grouped_gemm.cuh"
 #include "instances.cuh"
 #include "tensor_map.cuh"
@@ -40,21 +41,6 @@ inline void gather_from(Arguments& args, const Tensor& tokens, const Tensor& slo
 inline CUtensorMap map_of_a(const Tensor& a, Cluster cluster) {
   return tensor_map(a, cluster == Cluster::kTwoAlongN ? kTileM / 2 : kTileM);
 }
-
-inline int multiprocessors(int device) {
-  int count = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
-// Makes a device and its context current: tensor maps are made by the driver, which, unlike the runtime, does not see to that
-// itself, and the thread that runs backward may not have used the device before.
-struct OnDevice {
-  torch::stable::accelerator::DeviceGuard guard;
-  explicit OnDevice(const Tensor& tensor) : guard(tensor.get_device_index()) {
-    STD_CUDA_CHECK(cudaSetDevice(tensor.get_device_index()));
-  }
-};
 
 // Has the product balanced with this workspace: makes its schedule, ahead of the launch.
 template <typename Traits> void balance(Arguments& args, const Tensor& bytes, int ctas, cudaStream_t stream) {
