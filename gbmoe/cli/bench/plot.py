@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from gbmoe._files import one_line
 from gbmoe.cli.bench import results
 
 
@@ -17,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the pictures and print their names; 1 where the file is missing or broken, or has nothing to draw."""
+    """Write the pictures and print their names; 1 where the file is missing or has nothing to draw, 2 where it is broken or the
+    pictures cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
@@ -27,8 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
         content = results.read(arguments.file)
     except results.BrokenFile as broken:
         print(f"gbmoe bench plot: {broken}", file=sys.stderr)
-        return 1
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    written = draw(content, arguments.output)
+        return broken.status
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        written = draw(content, arguments.output)
+    except OSError as error:
+        print(f"gbmoe bench plot: {one_line(error.filename or arguments.output)}: {error.strerror}", file=sys.stderr)
+        return 2
     print("\n".join(map(str, written)) if written else f"{arguments.file}: no row has a time, nothing to draw")
     return 0 if written else 1
