@@ -48,7 +48,7 @@ import torch.nn.functional as F
 
 import gbmoe
 from train_lm_arguments import HELDOUT, VOCABULARY, parse_arguments
-from train_lm_files import CHECKPOINT, LOG, PLOT, InputError, check_optimizer, in_one_line, make_folder, not_a_checkpoint, \
+from train_lm_files import CHECKPOINT, LOG, InputError, check_optimizer, in_one_line, make_folder, not_a_checkpoint, \
     read_checkpoint, replace
 from train_lm_signals import Ended, StopSignals
 
@@ -529,9 +529,9 @@ def summarize(log: dict, out: Path) -> None:
     """Draw the plot and print what came out."""
     heldout, entropy = log["heldout"][-1]["loss"], log["text"]["unigram_entropy"]
     try:
-        plot(log, out / PLOT)
-    except ImportError:
-        print(f"no {PLOT}: matplotlib is not installed")
+        plot(log, out / "loss.png")
+    except ImportError as error:
+        print(f"no loss.png: matplotlib cannot be imported: {error}")
     print(f"{log['seconds']:.1f} s, {log['tokens_per_s']:,.0f} tokens/s; results in {out}")
     print(f"held-out loss {heldout:.4f} nats/byte ({heldout / math.log(2):.3f} bits/byte), unigram entropy {entropy:.4f}"
           f" ({entropy / math.log(2):.3f}), gap {entropy - heldout:.4f}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-CHECKPOINT, LOG, PLOT = "checkpoint.pt", "log.json", "loss.png"
+CHECKPOINT, LOG = "checkpoint.pt", "log.json"
 # A checkpoint's entries, those of the log in it and of each step in that, with their types.
 ENTRIES = {"model": dict, "optimizer": dict, "scaler": dict, "rng": torch.Tensor, "step": int, "log": dict}
 LOG_ENTRIES = {"args": dict, "text": dict, "train": list, "heldout": list, "seconds": float, "parameters": int, "device": str}
@@ -55,7 +55,7 @@ def make_folder(out: Path) -> None:
             pass
     except OSError as error:
         raise InputError(f"--out: expected a folder that can be made and written to, got {out} ({in_one_line(error)})") from None
-    for path in (out / CHECKPOINT, out / LOG, out / PLOT):
+    for path in (out / CHECKPOINT, out / LOG, out / "loss.png"):
         if path.is_dir():
             raise InputError(f"--out: expected a file or nothing at {path}, got a folder")
 
