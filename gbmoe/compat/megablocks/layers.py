@@ -14,6 +14,7 @@ import torch
 from megablocks import grouped_gemm_util
 from megablocks.layers import arguments, dmlp_registry, dmoe, glu, mlp, mpu
 
+from gbmoe.engines.base import device_sizes
 from gbmoe.layers.mlp import _local
 from gbmoe.layers.parallel import parallel_experts
 from gbmoe.ops import expert_mlp
@@ -29,7 +30,7 @@ class _FusedExperts:
         """x [T,H], a plan and the router's weights -> [T,H]; or, as MegaBlocks calls the classes of its registry,
         expert-major rows [R,H] and tokens_per_expert, int [E] on the host or the device, -> [R,H]."""
         if not isinstance(plan, RoutingPlan):
-            plan = _plan_of_sorted_rows(x.size(0), plan.to(x.device, non_blocking=True))
+            plan = _plan_of_sorted_rows(x.size(0), device_sizes(plan, x.device))
         w1_EFH, w2_EFH, v1_EFH = (self._weight_EFH(name) for name in ("w1", "w2", "v1"))
         return expert_mlp(x, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           recompute_activation=self.args.memory_optimized_mlp)
