@@ -29,6 +29,7 @@ def test_every_engine_says_yes_or_why_not(device):
     (dict(inner=60), "multiples of 8, not 60 and 64"),
     (dict(columns=63), "multiples of 8, not 64 and 63"),
     (dict(rows=0), "takes no empty operands"),
+    (dict(rows=2**31), "the groups' ends in int32, not 2147483648 rows"),
 ])
 def test_torchs_product_says_what_it_does_not_take(change, words):
     assert words in engines.ENGINES["torch"].refuses(problem(**change))

@@ -15,6 +15,7 @@ from megablocks import grouped_gemm_util
 from megablocks.layers import arguments, dmlp_registry, dmoe, glu, mlp, mpu
 
 from gbmoe._checks import require
+from gbmoe.engines.base import device_sizes
 from gbmoe.layers.mlp import _local
 from gbmoe.layers.parallel import parallel_experts
 from gbmoe.ops import expert_mlp
@@ -54,10 +55,10 @@ class FusedGLU(_FusedExperts, glu.SparseGLU):
 def _plan_of_sorted_rows(x_RH: torch.Tensor, counts_E: torch.Tensor) -> RoutingPlan:
     rows = x_RH.size(0)
     if counts_E.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, total = int(counts_E.min()), int(counts_E.sum())
-        require(low >= 0 and total == rows, "forward", "tokens_per_expert", f"no negative entry and a sum of x.size(0) == {rows}",
-                counts_E.tolist())
-    counts_E = counts_E.to(x_RH.device, non_blocking=True)
+        counts = counts_E.tolist()  # Python's sums do not wrap
+        require(min(counts, default=0) >= 0 and sum(counts) == rows, "forward", "tokens_per_expert",
+                f"no negative entry and a sum of x.size(0) == {rows}", counts)
+    counts_E = device_sizes(counts_E, x_RH.device)
     # Rows behind the last expert get the id E, which names none.
     expert_R = torch.searchsorted(counts_E.cumsum(0), torch.arange(rows, device=counts_E.device), right=True)
     return RoutingPlan.from_experts(expert_R, counts_E.numel(), check="none")
