@@ -42,10 +42,12 @@ class BuildPy(build_py):
             target = Path(self.build_lib) / "gbmoe" / "_C.so"
             if self.editable_mode:
                 target = ROOT / "gbmoe" / "_C.so"
-            target.unlink(missing_ok=True)
+            for old in (target, compiler.digest_file(target)):
+                old.unlink(missing_ok=True)
             try:
                 compiled = compiler.build(ROOT / "csrc", target)
-            except compiler.CompileError as error:  # SystemExit, because editable installs swallow every Exception
+                compiler.record_sources(target, ROOT / "csrc")
+            except (compiler.CompileError, OSError) as error:  # SystemExit, because editable installs swallow every Exception
                 raise SystemExit(f"gbmoe: the CUDA extension failed to compile:\n{error}") from error
             print(f"gbmoe: compiled the CUDA extension for {', '.join(compiled)}")
         elif os.environ.get("GBMOE_REQUIRE_EXTENSION") == "1":

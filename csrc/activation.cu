@@ -6,7 +6,7 @@
 //              dg = w * d * act(h),  dw = <a, d>.   Recomputing a here is what lets backward save h and g only, and
 //              taking dw from it is what lets the layer drop the experts' output y.
 // dh takes the place of d, in the same memory: at [P,F] these are the largest tensors of a layer. Padding rows (slot -1)
-// get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak.
+// get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak. A slot beyond the weights counts as none.
 
 #include <algorithm>
 #include <initializer_list>
@@ -53,7 +53,8 @@ template <typename A> struct Row {
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
-    Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int64_t rows, int vectors, int activation) {
+    const unsigned slots_in_all, Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int64_t rows, int vectors,
+    int activation) {
   using A = accumulate_t<T>;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsABlock + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;
@@ -72,6 +73,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     of_two = load(second_row * vectors, lane);
   }
   const auto row_of = [&](int64_t row, int slot) {
+    if (static_cast<unsigned>(slot) >= slots_in_all) slot = -1;
     return Row<A>{row * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
   };
   Row<A> one = row_of(first_row, slots[0]), two = row_of(second_row, slots[1]);
@@ -148,12 +150,14 @@ void activate_backward(
   if (h.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
   const Tensor* gate_grad = dg ? &*dg : nullptr;
+  constexpr int64_t kMostSlots = int64_t{1} << 31;  // whatever is not negative
+  const unsigned slots = static_cast<unsigned>(weights ? std::min(weights->numel(), kMostSlots) : kMostSlots);
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
       activate_backward_kernel<T, N><<<static_cast<unsigned>(ceil_div(h.size(0), 2 * kWarpsABlock)), kThreads, 0, current_stream(h)>>>(
           vectors_of<T, N>(&h), vectors_of<T, N>(gate), vectors_of<T, N>(&d),
-          static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), vectors_of<T, N>(&a),
+          static_cast<const int*>(slot_of_row.data_ptr()), scalars(weights), slots, vectors_of<T, N>(&a),
           vectors_of<T, N>(gate_grad), scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N),
           static_cast<int>(activation));
     };

@@ -32,6 +32,8 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+constexpr unsigned kFullWarp = 0xffffffffu;  // the mask of all lanes of a warp, for shuffles and votes
+
 // The type sums are kept in: fp32, but fp64 for fp64.
 template <typename T> struct Accumulate { using type = float; };
 template <> struct Accumulate<double> { using type = double; };

@@ -7,6 +7,8 @@
 //
 //   variable m:  out[rows of e] = a[rows of e] @ b[e]      b [E,K,N], or [E,N,K] with trans_b
 //   variable k:  out[e] = a[rows of e].T @ b[rows of e]    a [M,K], b [M,N], out [E,K,N]      (trans_a)
+//
+// Of sizes that go beyond the rows only the rows that are there count, and of negative ones none: no product reaches outside.
 
 #include <cublas_v2.h>
 
@@ -83,8 +85,10 @@ struct Plan {
 // m or n of zero leaves nothing to do; k of zero leaves an output of zeros to write. Both stay out of cuBLAS, which need
 // not accept them.
 Plan plan_products(const Tensor& a, const Tensor& b, const Tensor& sizes, bool trans_a, bool trans_b, const Tensor& out) {
-  const int64_t* size = static_cast<const int64_t*>(sizes.data_ptr());
+  const int64_t* given = static_cast<const int64_t*>(sizes.data_ptr());
   const int64_t groups = sizes.numel();
+  std::vector<int64_t> size(groups);
+  for (int64_t e = 0, left = a.size(0); e < groups; left -= size[e++]) size[e] = std::clamp<int64_t>(given[e], 0, left);
   const int64_t bytes = static_cast<int64_t>(a.element_size());
   const int64_t columns = out.size(out.dim() - 1);
   Plan plan;

@@ -11,7 +11,7 @@ constexpr int kBlocksPerGroup = 16;
 
 template <typename Size>
 __global__ void __launch_bounds__(kThreads) zero_empty_groups_kernel(uint32_t* out, const Size* sizes, int64_t words) {
-  if (sizes[blockIdx.y] != 0) return;
+  if (sizes[blockIdx.y] > 0) return;
   uint32_t* group = out + blockIdx.y * words;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < words; i += kBlocksPerGroup * kThreads) {
     group[i] = 0;
@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads) zero_empty_groups_kernel(uint32_t* o
 
 }  // namespace
 
-// out[e] = 0 where sizes[e] is 0; other groups are not touched. A group is a whole number of 4-byte words.
+// out[e] = 0 where sizes[e] is 0, or negative, which counts as 0; other groups are not touched. A group is a whole number of 4-byte
+// words.
 void zero_empty_groups(Tensor sizes, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const int64_t groups = sizes.numel();

@@ -9,6 +9,9 @@
 // and clears them when its token is done, so no memset precedes the launch, no few blocks clear at its end, and no warp waits
 // for another. Rows behind the last expert (slot -2) are cleared only where asked.
 //
+// Maps may be a caller's: a row beyond the last, a slot beyond T * K and a column beyond the scalars' count as none, and a count beyond
+// K as K. Whatever maps hold, nothing outside the tensors is read or written.
+//
 // Bytes at the least: gather 2H (T + P), scatter 2H (P + T), its backward 2H (T + 2P) in bf16.
 
 #include <algorithm>
@@ -21,7 +24,7 @@ namespace gbmoe {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kPadding = -1, kBehindTheLast = -2;
+constexpr int kBehindTheLast = -2;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Where each token's slots are. Dense: row [T,K], scalars [T,K]. Ragged (a mask map): the first count[t] entries of row and
@@ -32,11 +35,18 @@ struct Slots {
   const int* count;
   int64_t row_stride, column_stride, count_stride, scalar_stride;
   int most;
+  unsigned rows;  // of the padded matrix
 
-  __device__ __forceinline__ int in_use(int64_t token) const { return count ? count[token * count_stride] : most; }
-  __device__ __forceinline__ int row_of(int64_t token, int j) const { return row[token * row_stride + j]; }
+  __device__ __forceinline__ int in_use(int64_t token) const { return count ? min(count[token * count_stride], most) : most; }
+  // -1 where the slot has none.
+  __device__ __forceinline__ int row_of(int64_t token, int j) const {
+    const int entry = row[token * row_stride + j];
+    return static_cast<unsigned>(entry) < rows ? entry : -1;
+  }
+  // -1 where the column is none.
   __device__ __forceinline__ int64_t scalar_of(int64_t token, int j) const {
-    return token * scalar_stride + (column ? column[token * column_stride + j] : j);
+    const int entry = column ? column[token * column_stride + j] : j;
+    return entry >= 0 && entry < scalar_stride ? token * scalar_stride + entry : -1;
   }
 };
 
@@ -48,14 +58,16 @@ struct Shape {
   int threads;          // of a block: whole groups
   unsigned blocks;
   int rows_a_warp;
+  unsigned slots;       // T * K, what slot_of_row may name; at least 1
   bool clear_behind;    // the rows behind the last expert too
 };
 
-Shape make_shape(int64_t tokens, int64_t rows, int64_t vectors, int group, bool clear_behind) {
+Shape make_shape(int64_t tokens, int slots_a_token, int64_t rows, int64_t vectors, int group, bool clear_behind) {
   const int groups = kThreads / group, warps = groups * group / 32;
   const int64_t blocks = std::max<int64_t>(ceil_div(tokens, groups), rows > 0 ? 1 : 0);
   return {tokens, rows, static_cast<int>(vectors), group, groups * group, static_cast<unsigned>(blocks),
-          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks * warps)) : 0, clear_behind};
+          blocks > 0 ? static_cast<int>(ceil_div(rows, blocks * warps)) : 0,
+          static_cast<unsigned>(std::clamp<int64_t>(tokens * slots_a_token, 1, INT32_MAX)), clear_behind};
 }
 
 // The threads of a token where four vectors a thread keep enough bytes in flight; more threads than that only add idle ones.
@@ -108,7 +120,7 @@ class PaddingRows {
   __device__ __forceinline__ void clear(V* rows_PH, const int* slot_of_row, const Shape& shape, const F& also) const {
     for (int base = 0; base < shape.rows_a_warp; base += 32) {
       const int slot = base == 0 ? slot_ : find(slot_of_row, shape, base);
-      const bool own = slot == kPadding || (slot == kBehindTheLast && shape.clear_behind);
+      const bool own = slot == kBehindTheLast ? shape.clear_behind : static_cast<unsigned>(slot) >= shape.slots;
       for (unsigned left = __ballot_sync(kAllLanes, own); left; left &= left - 1) {
         const int64_t row = first(shape) + base + __ffs(left) - 1;
         V* out = rows_PH + row * shape.vectors;
@@ -163,14 +175,18 @@ template <typename A, int S, bool kWeighted = true> struct Pass {
     A own_weight = 1;
     if (threadIdx.x % 32 < S && slot < in_use) {
       own_row = slots.row_of(token, slot);
-      if (kWeighted && own_row >= 0 && weights.data) own_weight = static_cast<A>(weights.read(slots.scalar_of(token, slot)));
+      if (kWeighted && own_row >= 0 && weights.data) {
+        const int64_t scalar = slots.scalar_of(token, slot);
+        if (scalar >= 0) own_weight = static_cast<A>(weights.read(scalar));
+        else own_row = -1;
+      }
     }
+    exists = __ballot_sync(kAllLanes, own_row >= 0);
 #pragma unroll
     for (int j = 0; j < S; ++j) {
       const int row = __shfl_sync(kAllLanes, own_row, j);
       if constexpr (kWeighted) weight[j] = __shfl_sync(kAllLanes, own_weight, j);
       at[j] = row >= 0 ? static_cast<int64_t>(row) * vectors : 0;
-      exists |= (row >= 0 ? 1u : 0u) << j;
     }
   }
   __device__ __forceinline__ bool has(int j) const { return exists >> j & 1; }
@@ -203,15 +219,17 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
   for (int first = 0; first < in_use; first += S) {
     V next[U];
     if constexpr (kAhead) load(lane, next);
-    const Pass<typename Step::Factor, S, Step::kWeighted> pass(slots, scalars.scale, token, first, in_use, shape.vectors);
+    Pass<typename Step::Factor, S, Step::kWeighted> pass(slots, scalars.scale, token, first, in_use, shape.vectors);
     unsigned zeroed = 0;
     if constexpr (kProbs) {
       const int j = threadIdx.x % 32;
       double prob = 1;
-      if (j < S && pass.has(j)) {
-        prob = scalars.probs.read(slots.scalar_of(token, first + j));
+      const int64_t scalar = j < S && pass.has(j) ? slots.scalar_of(token, first + j) : -1;
+      if (scalar >= 0) {
+        prob = scalars.probs.read(scalar);
         if (lane < 32) scalars.probs_out.write(slots.row_of(token, first + j), prob);
       }
+      pass.exists = __ballot_sync(kAllLanes, scalar >= 0);
       zeroed = __ballot_sync(kAllLanes, scalars.drop_zero_probs && prob == 0.0);
     }
     for (int v = lane; v < shape.vectors; v += U * shape.group) {
@@ -379,9 +397,10 @@ __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
         for (int w = 1; lane < S && w < shape.group / 32; ++w) sum += warp_sums[first_warp + w][lane];
         if (first + S < passes) __syncthreads();
       }
-      // A ragged map's slot without a row may have a column that is none; its gradient is zero beforehand.
+      // A ragged map's slot without a row may have any column; its gradient is zero beforehand.
       if (lane < S && first + lane < in_use && (!slots.column || slots.row_of(token, first + lane) >= 0)) {
-        grad_weights.write(slots.scalar_of(token, first + lane), sum);
+        const int64_t scalar = slots.scalar_of(token, first + lane);
+        if (scalar >= 0) grad_weights.write(scalar, sum);
       }
     }
   }
@@ -390,12 +409,14 @@ __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
 
 const int* ints(const Tensor& tensor) { return static_cast<const int*>(tensor.data_ptr()); }
 
-Slots make_slots(const Tensor& row_of_slot, const std::optional<Tensor>& columns, const std::optional<Tensor>& counts,
+// rows: of the padded matrix that the slots' rows are read from or written to.
+Slots make_slots(const Tensor& row_of_slot, const std::optional<Tensor>& columns, const std::optional<Tensor>& counts, int64_t rows,
                  std::initializer_list<const std::optional<Tensor>*> scalar_tensors) {
   int64_t scalar_stride = row_of_slot.size(1);
   for (const auto* tensor : scalar_tensors) if (*tensor) scalar_stride = (*tensor)->size(1);
   return {ints(row_of_slot), columns ? ints(*columns) : nullptr, counts ? ints(*counts) : nullptr, row_of_slot.stride(0),
-          columns ? columns->stride(0) : 0, counts ? counts->stride(0) : 0, scalar_stride, static_cast<int>(row_of_slot.size(1))};
+          columns ? columns->stride(0) : 0, counts ? counts->stride(0) : 0, scalar_stride, static_cast<int>(row_of_slot.size(1)),
+          static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX))};
 }
 
 // Runs body with N bound to the vector length and S to the slots of a pass: 16 bytes where rows and pointers allow it, with
@@ -426,7 +447,7 @@ void padded_gather(
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t hidden = x.size(1), rows = slot_of_row.size(0), tokens = x.size(0);
   if (out.numel() == 0 && !probs_out) return;
-  const Slots slots = make_slots(row_of_slot, columns, counts, {&scale, &probs});
+  const Slots slots = make_slots(row_of_slot, columns, counts, rows, {&scale, &probs});
   const GatherScalars scalar_data{scalars(scale), scalars(probs), scalars(probs_out), drop_zero_probs};
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
@@ -438,7 +459,7 @@ void padded_gather(
     constexpr int S = decltype(slots_a_pass)::value;
     const auto start = [&](auto vectors_a_thread, int group) {
       constexpr int U = decltype(vectors_a_thread)::value;
-      const Shape shape = make_shape(tokens, rows, vectors, group, clear_behind);
+      const Shape shape = make_shape(tokens, slots.most, rows, vectors, group, clear_behind);
       if (shape.blocks == 0) return;
       const auto kernel = probs ? gather_kernel<Step, S, U, true> : gather_kernel<Step, S, U, false>;
       kernel<<<shape.blocks, shape.threads, 0, current_stream(x)>>>(
@@ -478,11 +499,11 @@ void padded_scatter(
   const torch::stable::accelerator::DeviceGuard guard(y.get_device_index());
   const int64_t hidden = y.size(1);
   if (out.numel() == 0) return;
-  const Slots slots = make_slots(row_of_slot, columns, counts, {&weights});
+  const Slots slots = make_slots(row_of_slot, columns, counts, y.size(0), {&weights});
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y, &out});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
-      const Shape shape = make_shape(out.size(0), 0, hidden / N, few_threads(hidden / N), false);
+      const Shape shape = make_shape(out.size(0), slots.most, 0, hidden / N, few_threads(hidden / N), false);
       const auto kernel = slots.most > S ? scatter_kernel<T, N, S, true> : scatter_kernel<T, N, S, false>;
       kernel<<<shape.blocks, shape.threads, 0, current_stream(y)>>>(
           data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out), shape);
@@ -499,14 +520,15 @@ void padded_scatter_backward(
   const int64_t hidden = grad.size(1), tokens = grad.size(0), rows = grad_y ? grad_y->size(0) : 0;
   if (hidden == 0 || (tokens == 0 && rows == 0)) return;
   if (!grad_weights) y.reset();  // y serves its gradient only
-  const Slots slots = make_slots(row_of_slot, columns, counts, {&weights, &grad_weights});
+  const int64_t rows_of_both = grad_y && y ? std::min(rows, y->size(0)) : y ? y->size(0) : rows;
+  const Slots slots = make_slots(row_of_slot, columns, counts, rows_of_both, {&weights, &grad_weights});
   const Tensor* y_data = y ? &*y : nullptr;
   const Tensor* grad_y_data = grad_y ? &*grad_y : nullptr;
   GBMOE_DISPATCH_FLOATING(grad.scalar_type(), "padded_scatter_backward", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&grad, y_data, grad_y_data});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
       using V = Vector<T, N>;
-      const Shape shape = make_shape(tokens, rows, hidden / N, few_threads(hidden / N), clear_behind);
+      const Shape shape = make_shape(tokens, slots.most, rows, hidden / N, few_threads(hidden / N), clear_behind);
       const auto kernel = y ? scatter_backward_kernel<T, N, S, true> : scatter_backward_kernel<T, N, S, false>;
       kernel<<<shape.blocks, shape.threads, 0, current_stream(grad)>>>(
           data<V>(grad), y ? data<V>(*y) : nullptr, slots, ints(slot_of_row), scalars(weights),

@@ -44,10 +44,12 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     for (int k = 0; k < R; ++k) {
       const int slot = k * G + lane;
       const bool has_slot = slot < rows.slots;
-      id[k] = has_slot ? static_cast<int>(ids_TK[first_slot + slot]) : -1;
-      r[k] = has_slot ? static_cast<float>(widen(scores_TE[first + id[k]])) : 0.0f;
+      // An id that names no expert counts as none: neither its score nor its place in `sent` is there.
+      const int64_t expert = has_slot ? ids_TK[first_slot + slot] : -1;
+      id[k] = static_cast<uint64_t>(expert) < static_cast<uint64_t>(rows.experts) ? static_cast<int>(expert) : -1;
+      r[k] = id[k] >= 0 ? static_cast<float>(widen(scores_TE[first + id[k]])) : 0.0f;
       gradient[k] = has_slot ? static_cast<float>(widen(grad_weights_TK[first_slot + slot])) : 0.0f;
-      if (rows.p > 0 && has_slot) raised += power(r[k], rows.p);
+      if (rows.p > 0 && id[k] >= 0) raised += power(r[k], rows.p);
       inner += gradient[k] * r[k];
     }
     if (rows.p > 0) {

@@ -7,8 +7,10 @@ is importable during the build; gbmoe.extension, once, at the first use of a CUD
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -59,32 +61,38 @@ class Nvcc:
     @classmethod
     def find(cls) -> "Nvcc | None":
         """nvcc of CUDA_HOME or CUDA_PATH, then of PATH, then of /usr/local/cuda; None where there is none that runs."""
-        homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-        candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
-        on_path = shutil.which("nvcc")
-        candidates += [Path(on_path)] if on_path else []
-        candidates += [Path("/usr/local/cuda/bin/nvcc")]
-        for path in candidates:
-            if not path.exists():
-                continue
-            try:
-                version = _run([str(path), "--version"])
-                codes = _run([str(path), "--list-gpu-code"])
-            except (CompileError, OSError):
-                continue
-            found = re.search(r"release (\d+)\.(\d+)", version)
-            if found:
-                # A wrapper script on PATH has no toolkit around it; the dry run names the real one.
-                dryrun = subprocess.run([str(path), "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True)
-                top = re.search(r"^#\$ TOP=(.*)$", dryrun.stderr, re.MULTILINE)
-                real = Path(top.group(1)).resolve() / "bin" / "nvcc" if top else path.resolve()
-                return cls(real if real.exists() else path, (int(found[1]), int(found[2])),
-                           frozenset(re.findall(r"sm_(\d+[af]?)", codes)))
+        for path in _nvcc_candidates():
+            with contextlib.suppress(CompileError, OSError):  # why_not says which one failed, and how
+                return cls.at(path)
         return None
+
+    @classmethod
+    def at(cls, path: Path) -> "Nvcc":
+        """The compiler at `path`. Raises OSError where it cannot be started, CompileError where it fails or is no nvcc."""
+        version = _run([str(path), "--version"])
+        codes = _run([str(path), "--list-gpu-code"])
+        found = re.search(r"release (\d+)\.(\d+)", version)
+        if not found:
+            raise CompileError(f"{path} --version: expected 'release' and a version, got {version.strip()[:80]!r}")
+        # A wrapper script on PATH has no toolkit around it; the dry run names the real one, in the file system's own bytes.
+        dryrun = subprocess.run([str(path), "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True)
+        top = re.search(rb"^#\$ TOP=(.*)$", dryrun.stderr, re.MULTILINE)
+        real = Path(os.fsdecode(top.group(1))).resolve() / "bin" / "nvcc" if top else path.resolve()
+        return cls(real if real.exists() else path, (int(found[1]), int(found[2])),
+                   frozenset(re.findall(r"sm_(\d+[af]?)", codes)))
+
+
+def _nvcc_candidates() -> list[Path]:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    return list(dict.fromkeys([*candidates, Path("/usr/local/cuda/bin/nvcc")]))
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    # What nvcc prints is meant for people, in whatever encoding its locale has; no byte of it may stop the build.
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode != 0:
         raise CompileError(f"{' '.join(command)}\n{done.stdout}{done.stderr}".rstrip())
     return done.stdout + done.stderr
@@ -93,8 +101,9 @@ def _run(command: list[str]) -> str:
 def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[str]:
     """Architectures to compile for, as in TORCH_CUDA_ARCH_LIST ("8.0", "9.0a", "9.0+PTX").
 
-    The variable wins where it is set, and naming one that nvcc lacks is an error. Otherwise those of `default` that this
-    nvcc knows, with PTX of the newest for devices after it.
+    The variable wins where it is set, and naming one that nvcc lacks is an error. Otherwise those of `default`, in order; for
+    one that this nvcc does not know the newest before it, whose code (of the same generation) or PTX runs there. One that is
+    older than all that nvcc knows is left out. The newest comes with PTX for devices after it.
     """
     requested = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     if requested:
@@ -109,14 +118,16 @@ def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) 
                 raise CompileError(f"TORCH_CUDA_ARCH_LIST: nvcc {nvcc.version[0]}.{nvcc.version[1]} cannot compile for {part}"
                                    f"; it knows {', '.join(sorted(nvcc.codes, key=lambda c: int(re.sub('[af]', '', c))))}")
         return chosen
-    chosen = [part for part in default if _code(part) in nvcc.codes]
-    if not chosen:
-        # A compiler older than the device: its newest code of the same generation, or PTX, runs there.
-        older = sorted(int(code) for code in nvcc.codes if code.isdigit() and int(code) < int(_code(default[0])))
-        chosen = [f"{code // 10}.{code % 10}" for code in older[-1:]]
-    if not chosen:
+    known = sorted(int(code) for code in nvcc.codes if code.isdigit())
+    nearest = {}  # code -> whether a device of a later generation needs its PTX
+    for wanted in sorted(int(_code(part)) for part in default):
+        before = [code for code in known if code <= wanted]
+        if before:
+            nearest[before[-1]] = nearest.get(before[-1], False) or before[-1] // 10 != wanted // 10
+    if not nearest:
         raise CompileError(f"nvcc {nvcc.version[0]}.{nvcc.version[1]} knows none of the architectures {', '.join(default)}")
-    return chosen[:-1] + [chosen[-1] + "+PTX"]
+    nearest[max(nearest)] = True
+    return [f"{code // 10}.{code % 10}{'+PTX' if ptx else ''}" for code, ptx in nearest.items()]
 
 
 def source_digest(folder: Path) -> str:
@@ -128,8 +139,36 @@ def source_digest(folder: Path) -> str:
 
 
 def digest_file(output: Path) -> Path:
-    """Where `build` leaves the source_digest of what it compiled."""
+    """The note beside an object compiled ahead of time: the source_digest of what it was compiled from."""
     return output.with_name(output.name + ".sources")
+
+
+def record_sources(output: Path, folder: Path) -> None:
+    """Write that note: `output` was compiled from the files that are in `folder` now."""
+    digest_file(output).write_text(source_digest(folder) + "\n")
+
+
+# Behind the end of the ELF file, which the loader does not read: the digest of all before it. To load an object that lost its
+# end kills the process with SIGBUS, so the cache looks here first. In the file itself, so that one rename publishes both.
+_SEAL = b"\0gbmoe-sha256:"
+
+
+def _seal(path: Path) -> None:
+    with open(path, "r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(_SEAL + digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def whole(path: Path) -> bool:
+    """Whether `path` is, to the last byte, what `build` wrote. Raises OSError where it is there and cannot be read."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    end = len(content) - len(_SEAL) - hashlib.sha256().digest_size
+    return end > 0 and content[end:] == _SEAL + hashlib.sha256(memoryview(content)[:end]).digest()
 
 
 def _code(architecture: str) -> str:
@@ -151,7 +190,8 @@ def _library_roots(nvcc: Nvcc, torch: Torch) -> list[Path]:
     major = nvcc.version[0]
     sites = [torch.folder.parent, *(Path(entry) for entry in sys.path if entry)]
     wheels = [site / "nvidia" / name for site in sites for name in (f"cu{major}", "cublas", "cuda_runtime")]
-    return list(dict.fromkeys([nvcc.home, nvcc.home / "targets" / "x86_64-linux", *wheels]))
+    target = {"aarch64": "sbsa-linux"}.get(platform.machine(), f"{platform.machine()}-linux")
+    return list(dict.fromkeys([nvcc.home, nvcc.home / "targets" / target, *wheels]))
 
 
 def include_flags(nvcc: Nvcc, torch: Torch) -> list[str]:
@@ -196,7 +236,7 @@ def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA"
     if nvcc is None:
-        return "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
+        return _why_no_nvcc()
     if nvcc.version[0] != int(torch.cuda.split(".")[0]):
         return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]} but torch {torch.version} is built for CUDA {torch.cuda}"
     if nvcc.version < (12, 5):
@@ -204,10 +244,22 @@ def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:
     return None
 
 
-def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[str]:
-    """Compile every file of `folder` and link `output`; returns the architectures. Raises CompileError.
+def _why_no_nvcc() -> str:
+    for path in _nvcc_candidates():
+        try:
+            if path.exists():
+                Nvcc.at(path)
+        except (CompileError, OSError) as error:
+            return f"nvcc was found at {path} but does not run: {' '.join(str(error).split())[:300]}"
+    return "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
 
-    `output` appears by rename, whole or not at all, so that processes that race for it never load half a file.
+
+def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[str]:
+    """Compile every file of `folder` and link `output`; returns the architectures. Raises CompileError, or OSError where a
+    folder cannot be written.
+
+    `output` appears by rename, after it has reached the disk: whole or not at all, so that neither processes that race for it
+    nor a machine that loses power leave half a file under its name.
     """
     nvcc, torch = Nvcc.find(), Torch.imported()
     reason = why_not(nvcc, torch)
@@ -225,14 +277,29 @@ def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITE
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(lambda unit: compile_unit(nvcc, torch, chosen, *unit), units))
         # On the target's file system, for the rename, and unique: process ids are not, where containers share a cache.
-        handle, linked = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
         os.close(handle)
-        os.chmod(linked, 0o755)
-        # Linked by name with libtorch_cuda: torch loads its libraries with local visibility, so an object that merely
-        # leaves the symbols open would not find them.
-        _run([str(nvcc.path), "-shared", "-cudart", "static", "-o", linked, *(str(obj) for _, obj in units),
-              "-L", str(torch.folder / "lib"), "-ltorch_cuda", "-ltorch_cpu", "-lc10",
-              f"-L{cublas.parent}", f"-l:{cublas.name}"])
-        os.replace(linked, output)
-    digest_file(output).write_text(source_digest(folder) + "\n")
+        linked = Path(name)
+        try:
+            # Linked by name with libtorch_cuda: torch loads its libraries with local visibility, so an object that merely
+            # leaves the symbols open would not find them.
+            _run([str(nvcc.path), "-shared", "-cudart", "static", "-o", name, *(str(obj) for _, obj in units),
+                  "-L", str(torch.folder / "lib"), "-ltorch_cuda", "-ltorch_cpu", "-lc10",
+                  f"-L{cublas.parent}", f"-l:{cublas.name}"])
+            _seal(linked)
+            linked.chmod(0o755)  # mkstemp's is for its owner only, and a cache may have several users
+            os.replace(linked, output)
+        finally:
+            linked.unlink(missing_ok=True)
+    _sync_folder(output.parent)
     return chosen
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a rename in `folder` to the disk, where its file system can do that for a folder."""
+    with contextlib.suppress(OSError):  # what was renamed is whole with and without it
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

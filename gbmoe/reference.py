@@ -38,7 +38,8 @@ def route(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: to
     wide = accumulate_dtype(logits_TE.dtype)
     logits_TE = logits_TE.to(wide)
     scores_TE = logits_TE.softmax(-1)
-    ids_TK = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices
+    ids_TK = order_TE[:, :top_k].clone(memory_format=torch.contiguous_format)
     weights_TK = scores_TE.gather(1, ids_TK)
     if p is not None:
         weights_TK = weights_TK / torch.linalg.vector_norm(weights_TK, ord=p, dim=-1, keepdim=True)
@@ -49,12 +50,14 @@ def route_backward(
     scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
     grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/route_backward.cu."""
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/route_backward.cu. An id of no expert counts as none."""
     wide = accumulate_dtype(scores_TE.dtype)
     score_TE = scores_TE.to(wide)
     grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
     if grad_weights_TK is not None:
-        grad_TK, chosen_TK = grad_weights_TK.to(wide), score_TE.gather(1, ids_TK)
+        exists_TK = (ids_TK >= 0) & (ids_TK < score_TE.size(1))
+        ids_TK = torch.where(exists_TK, ids_TK, 0)
+        grad_TK, chosen_TK = grad_weights_TK.to(wide), torch.where(exists_TK, score_TE.gather(1, ids_TK), 0)
         if p is not None:
             norm_T1 = torch.linalg.vector_norm(chosen_TK, ord=p, dim=-1, keepdim=True)
             if p == math.inf:
@@ -63,7 +66,7 @@ def route_backward(
                 share_TK = (chosen_TK / norm_T1) ** (p - 1)
             inner_T1 = (grad_TK * chosen_TK).sum(-1, keepdim=True)
             grad_TK = grad_TK / norm_T1 - inner_T1 / norm_T1.square() * share_TK
-        grad_TE = grad_TE.scatter_add(1, ids_TK, grad_TK)
+        grad_TE = grad_TE.scatter_add(1, ids_TK, torch.where(exists_TK, grad_TK, 0))
     grad_TE = grad_TE - (score_TE * grad_TE).sum(-1, keepdim=True)
     if grad_logsumexp_T is not None:
         grad_TE = grad_TE + grad_logsumexp_T.to(wide).unsqueeze(1)
@@ -107,15 +110,21 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
 # ---------------------------------------------------------------------------------------------------------------- permute
 
 
-def dense_slots(row_of_slot_TK, columns_TK, counts_T, *scalars):
-    """The slots of a ragged map in the form of a dense one: rows with -1 behind each token's count, scalars [T,K]."""
+def dense_slots(row_of_slot_TK, columns_TK, counts_T, rows, *scalars):
+    """The slots of any map in the form of a dense one: rows in [0, rows), -1 for none, and scalars [T,K].
+
+    None is what lies behind a token's count, and what names a row or a scalar's column that is not there.
+    """
+    exists_TK = (row_of_slot_TK >= 0) & (row_of_slot_TK < rows)
     if counts_T is not None:
-        in_use_TK = torch.arange(row_of_slot_TK.size(1), device=row_of_slot_TK.device) < counts_T.unsqueeze(1)
-        row_of_slot_TK = torch.where(in_use_TK, row_of_slot_TK, -1)
+        exists_TK &= torch.arange(row_of_slot_TK.size(1), device=row_of_slot_TK.device) < counts_T.unsqueeze(1)
     if columns_TK is not None:
-        columns_TK = torch.where(row_of_slot_TK >= 0, columns_TK, 0).long()
+        for scalar in scalars:
+            if scalar is not None:
+                exists_TK &= (columns_TK >= 0) & (columns_TK < scalar.size(1))
+        columns_TK = torch.where(exists_TK, columns_TK, 0).long()
         scalars = tuple(None if t is None else t.gather(1, columns_TK) for t in scalars)
-    return row_of_slot_TK, columns_TK, *scalars
+    return torch.where(exists_TK, row_of_slot_TK, -1), columns_TK, *scalars
 
 
 def _token_and_place(row_of_slot_TK, rows):
@@ -135,10 +144,10 @@ def padded_gather(
 
     Without a scale a copy, bit for bit. The second result is probs in row order [P] (empty without probs), zero where a row
     has no slot. Ragged maps: token t uses the first counts_T[t] entries of its row of row_of_slot_TK, and entry j's scalars
-    stand in column columns_TK[t,j] of scale and probs.
+    stand in column columns_TK[t,j] of scale and probs. An entry of a map that lies outside its range counts as none.
     """
     rows = slot_of_row_P.size(0)
-    row_of_slot_TK, _, scale, probs = dense_slots(row_of_slot_TK, columns_TK, counts_T, scale, probs)
+    row_of_slot_TK, _, scale, probs = dense_slots(row_of_slot_TK, columns_TK, counts_T, rows, scale, probs)
     if rows == 0 or x_TH.size(0) == 0:
         return x_TH.new_zeros(rows, x_TH.size(1)), x_TH.new_zeros(0) if probs is None else probs.new_zeros(rows)
     place_P = _token_and_place(row_of_slot_TK, rows)
@@ -166,7 +175,7 @@ def padded_scatter(
     padded_gather.
     """
     wide = accumulate_dtype(y_PH.dtype)
-    row_of_slot_TK, _, weights_TK = dense_slots(row_of_slot_TK, columns_TK, counts_T, weights)
+    row_of_slot_TK, _, weights_TK = dense_slots(row_of_slot_TK, columns_TK, counts_T, y_PH.size(0), weights)
     tokens, slots = row_of_slot_TK.shape
     out_TH = torch.zeros(tokens, y_PH.size(1), dtype=wide, device=y_PH.device)
     if y_PH.size(0) == 0:
@@ -193,7 +202,7 @@ def padded_scatter_backward(
     grad_y_PH, _ = padded_gather(grad_TH, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, scale=weights)
     if y_PH is None or weights is None:
         return grad_y_PH, grad_TH.new_empty(0)
-    row_of_slot_TK, columns_TK = dense_slots(row_of_slot_TK, columns_TK, counts_T)
+    row_of_slot_TK, columns_TK, _ = dense_slots(row_of_slot_TK, columns_TK, counts_T, y_PH.size(0), weights)
     dots_TK = torch.zeros(row_of_slot_TK.shape, dtype=wide, device=grad_TH.device)
     if y_PH.size(0) > 0:
         for j in range(row_of_slot_TK.size(1)):
@@ -214,11 +223,13 @@ def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans
     """Write the grouped product to `out`: one matrix product a group, in at least fp32, rounded once.
 
     Variable m: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. Variable k (trans_a): a [M,K], b [M,N], out [E,K,N].
-    Rows behind the last group are not touched. With `accumulate` the product is added to what `out` holds.
+    Rows behind the last group are not touched. With `accumulate` the product is added to what `out` holds. Of sizes that go
+    beyond the rows only the rows that are there count, and of negative ones none.
     """
     wide = accumulate_dtype(a.dtype)
     row = 0
     for e, size in enumerate(sizes):
+        size = min(max(size, 0), a.size(0) - row)
         rows = slice(row, row + size)
         row += size
         if trans_a:
@@ -287,22 +298,27 @@ def activate_backward(
     """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation.cu.
 
     d_PF is the gradient of the activation before the router weight, and is overwritten with dh. Returns (weight * a [P,F],
-    dg [P,F] or empty, grad_weights [T,K] or empty); rows without a slot are zero.
+    dg [P,F] or empty, grad_weights [T,K] or empty); rows without a slot are zero, and a slot beyond the weights is none.
     """
     wide = accumulate_dtype(h_PF.dtype)
     a_PF = torch.empty_like(h_PF)
     dg_PF = torch.empty_like(h_PF) if g_PF is not None else h_PF.new_empty(0)
     dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
     function = ACTIVATIONS[activation]
+    # One spare slot, behind the last, is that of rows without one.
+    spare = 2**31 if weights_TK is None else weights_TK.numel()
+    slot_P = slot_of_row_P.long()
+    slot_P = torch.where((slot_P >= 0) & (slot_P < spare), slot_P, spare)
+    weight_R = None if weights_TK is None else F.pad(weights_TK.reshape(-1), (0, 1))
     for rows in _row_chunks(h_PF):
         h, d = h_PF[rows].to(wide), d_PF[rows].to(wide)
         value, slope = function(h, False), function(h, True)
         gate = 1 if g_PF is None else g_PF[rows].to(wide)
-        slot = slot_of_row_P[rows].long()
-        live = (slot >= 0).unsqueeze(1)
+        slot = slot_P[rows]
+        live = (slot < spare).unsqueeze(1)
         weight = 1
         if weights_TK is not None:
-            weight = weights_TK.reshape(-1).index_select(0, slot.clamp(min=0)).unsqueeze(1).to(wide)
+            weight = weight_R.index_select(0, slot).unsqueeze(1).to(wide)
             dot_P[rows] = (value * gate * d).sum(1)
         a_PF[rows] = torch.where(live, weight * value * gate, 0).to(h_PF.dtype)
         if g_PF is not None:
@@ -310,7 +326,6 @@ def activate_backward(
         d_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(h_PF.dtype)  # last: d may be a view of it
     if weights_TK is None:
         return a_PF, dg_PF, h_PF.new_empty(0)
-    # One spare slot takes what the rows without a slot computed.
-    spread = torch.zeros(weights_TK.numel() + 1, dtype=wide, device=h_PF.device)
-    spread[torch.where(slot_of_row_P >= 0, slot_of_row_P.long(), weights_TK.numel())] = dot_P
-    return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype)
+    spread = torch.zeros(spare + 1, dtype=wide, device=h_PF.device)
+    spread[slot_P] = dot_P
+    return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype, copy=True)

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 
@@ -69,7 +69,29 @@ def _routing_plan_cuda(experts, num_experts, align, check):
 _routing_plan = define(
     "routing_plan(Tensor experts, int num_experts, int align, str check) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_routing_plan_reference, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
+    waits=lambda experts, num_experts, align, check: check == "wait",
 )
+
+
+def _check_plan(plan: "RoutingPlan") -> None:
+    """Raise unless kernels may take the plan's tensors as they are: all but what they hold."""
+    name, experts = "RoutingPlan", plan.num_experts
+    for argument, least in (("num_experts", 1), ("align", 1)):
+        value = getattr(plan, argument)
+        require(isinstance(value, int) and value >= least, name, argument, f"an int of at least {least}", value)
+    device = getattr(plan.row_of_slot_TK, "device", None)
+    for argument, rank in (("row_of_slot_TK", 2), ("slot_of_row_P", 1), ("counts_E", 1), ("offsets_E1", 1), ("padded_counts_E", 1)):
+        tensor = getattr(plan, argument)
+        require_tensor(tensor, name, argument, rank=rank, dtypes=(torch.int32,), device=device)
+        require(tensor.is_contiguous(), name, argument, "a contiguous tensor", "one that is not")
+    for argument, size in (("counts_E", experts), ("offsets_E1", experts + 1), ("padded_counts_E", experts)):
+        got = getattr(plan, argument).size(0)
+        require(got == size, name, argument, lambda: f"{size} entries", got)
+    require(plan.num_rows % plan.align == 0, name, "slot_of_row_P", lambda: f"a multiple of align == {plan.align} rows", plan.num_rows)
+    if plan._host_sizes_E is not None:
+        require_tensor(plan._host_sizes_E, name, "_host_sizes_E", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
+        got = plan._host_sizes_E.size(0)
+        require(got == experts, name, "_host_sizes_E", lambda: f"{experts} entries", got)
 
 
 @dataclass(eq=False)
@@ -92,6 +114,11 @@ class RoutingPlan:
     P is a bound that holds for every routing, so that building the plan needs no host wait; `exact=True` waits once and cuts
     the plan to the rows in use.
 
+    A plan may be made by hand. Its tensors must have those shapes, int32 and contiguous, on one device, or TypeError or ValueError
+    says which does not. What they hold is not looked at: an entry outside its range (a row beyond P, a slot beyond T * K) counts
+    as none, and no operator reads or writes outside its tensors, but rows on which row_of_slot and slot_of_row do not agree may
+    come out as anything.
+
     Example:
         >>> plan = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
         >>> plan.slot_of_row_P.tolist()
@@ -106,6 +133,11 @@ class RoutingPlan:
     offsets_E1: torch.Tensor
     padded_counts_E: torch.Tensor
     _host_sizes_E: torch.Tensor | None = field(default=None, repr=False)
+    _trusted: InitVar[bool] = False  # not made by hand: the check would be several us of every layer
+
+    def __post_init__(self, _trusted: bool) -> None:
+        if not _trusted:
+            _check_plan(self)
 
     @classmethod
     def from_experts(
@@ -130,7 +162,7 @@ class RoutingPlan:
             experts_TK = experts_TK.unsqueeze(1)
         if check == "auto":
             check = "wait" if experts_TK.device.type == "cpu" else "device"
-        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check))
+        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)
         return plan.exact() if exact else plan
 
     @property
@@ -167,4 +199,4 @@ class RoutingPlan:
     def exact(self) -> "RoutingPlan":
         """The same plan without the rows behind the last expert. Waits for the device, once a plan."""
         rows = int(self.host_sizes().sum())
-        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows])
+        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], _trusted=True)

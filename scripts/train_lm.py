@@ -491,8 +491,8 @@ def summarize(log: dict, out: Path) -> None:
     heldout, entropy = log["heldout"][-1]["loss"], log["text"]["unigram_entropy"]
     try:
         plot(log, out / "loss.png")
-    except ImportError:
-        print("no loss.png: matplotlib is not installed")
+    except ImportError as error:
+        print(f"no loss.png: matplotlib cannot be imported: {error}")
     print(f"{log['seconds']:.1f} s, {log['tokens_per_s']:,.0f} tokens/s; results in {out}")
     print(f"held-out loss {heldout:.4f} nats/byte ({heldout / math.log(2):.3f} bits/byte), unigram entropy {entropy:.4f}"
           f" ({entropy / math.log(2):.3f}), gap {entropy - heldout:.4f}")

@@ -1,13 +1,19 @@
-"""Operators that are called without the dispatcher, which happens on CUDA where nothing is there that would see them."""
+"""Operators as torch sees them: called without the dispatcher, in forward mode and torch.func, and where their results lie."""
+
+import functools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import gbmoe
 from gbmoe import _library, cases
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
+from gbmoe.ops.experts import plan_sizes
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
 OPERATORS = {"gbmoe::route", "gbmoe::routing_plan", "gbmoe::expert_mlp"}
@@ -137,3 +143,153 @@ def test_what_is_frozen_has_no_graph(device):
     layer.requires_grad_(False)
     out = layer(x)
     assert out.grad_fn is None and not out.requires_grad and torch.equal(out, expected)
+
+
+# ------------------------------------------------------------------------------------------------ forward mode, torch.func
+
+
+def functions(device):
+    """Name of an operator -> a function of its floating operands, and the operands."""
+    plan = gbmoe.RoutingPlan.from_experts(cases.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=1), EXPERTS)
+    random = functools.partial(torch.randn, device=device)
+    x, rows, weights = random(TOKENS, HIDDEN), random(plan.num_rows, HIDDEN), random(TOKENS, TOP_K)
+    w1, w2, v1 = (random(EXPERTS, FFN, HIDDEN) for _ in range(3))
+    return {
+        "gmm": (lambda a, b: gbmoe.gmm(a, b, plan.host_sizes(), trans_b=True), (rows, w1)),
+        "route": (lambda logits: tuple(t for t in route(logits, TOP_K) if t.is_floating_point()), (random(TOKENS, EXPERTS),)),
+        "padded_gather": (lambda x, scale, probs: gbmoe.padded_gather(x, plan, slot_scale_TK=scale, probs_TK=probs),
+                          (x, weights, weights.clone())),
+        "padded_scatter": (lambda y, weights: gbmoe.padded_scatter(y, plan, weights), (rows, weights)),
+        "expert_mlp": (lambda x, weights, w1, w2, v1: gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights),
+                       (x, weights, w1, w2, v1)),
+    }
+
+
+FUNCTIONS = ("gmm", "route", "padded_gather", "padded_scatter", "expert_mlp")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode_lost_its_tangents_without_a_word(device, name):
+    """Tangents were zero or None. Each operand by itself, with and without a gradient that backward mode wants as well."""
+    function, operands = functions(device)[name]
+    refused = pytest.raises(NotImplementedError, match=f"gbmoe::{name}(_by_host)?: differentiation in forward mode .* not supported")
+    for position, operand in enumerate(operands):
+        def of_one(t, position=position):
+            return function(*operands[:position], t, *operands[position + 1:])
+        with forward_ad.dual_level():
+            with refused:
+                of_one(forward_ad.make_dual(operand, torch.ones_like(operand)))
+            with refused:
+                of_one(forward_ad.make_dual(operand.clone().requires_grad_(), torch.ones_like(operand)))
+            with torch.no_grad(), refused:
+                of_one(forward_ad.make_dual(operand, torch.ones_like(operand)))
+            of_one(operand)  # what has no tangent passes
+        with refused:
+            torch.func.jvp(of_one, (operand,), (torch.ones_like(operand),))
+        with refused:
+            torch.func.jacfwd(of_one)(operand)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_func_grad_is_refused_by_name(device, name):
+    function, operands = functions(device)[name]
+
+    def loss(*operands):
+        results = function(*operands)
+        return sum(t.sum() for t in (results if isinstance(results, tuple) else (results,)))
+
+    for transform in (torch.func.grad(loss), torch.func.jacrev(loss)):
+        with pytest.raises(NotImplementedError, match=f"gbmoe::{name}(_by_host)?: torch.func.grad, vjp .* not supported"):
+            transform(*operands)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vmap_hid_from_expert_mlp_that_a_gradient_is_wanted(device, name):
+    """One operand after the other; torch takes them one by one. Backward read pre-activations that forward had not kept."""
+    function, operands = functions(device)[name]
+    many = [torch.stack([t, -t, 2 * t]).requires_grad_() for t in operands]
+
+    def result_and_gradients(results):
+        results = results if isinstance(results, tuple) else (results,)
+        return [*results, *torch.autograd.grad(sum(t.square().sum() for t in results), many)]
+
+    got = result_and_gradients(torch.vmap(function)(*many))
+    one_by_one = [function(*of_one) for of_one in zip(*many)]
+    expected = result_and_gradients(tuple(map(torch.stack, zip(*one_by_one))) if isinstance(one_by_one[0], tuple)
+                                    else torch.stack(one_by_one))
+    torch.testing.assert_close(got, expected)
+
+
+def test_expert_mlp_without_saving_refuses_a_gradient(device):
+    plan = gbmoe.RoutingPlan.from_experts(cases.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=1), EXPERTS)
+    x, w = torch.randn(TOKENS, HIDDEN, device=device), torch.randn(EXPERTS, FFN, HIDDEN, device=device, requires_grad=True)
+    sizes = plan_sizes(plan, x, w, "auto")
+    with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is wanted, got False"):
+        torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, None, "silu", "auto", False)
+
+
+# ----------------------------------------------------------------------------------------------------------- where results lie
+
+
+def calls(device, dtype, tokens, top_k):
+    """Every operator with arguments, as (name, arguments)."""
+    def matrix(*shape):
+        return torch.randn(*shape[:-2], shape[-1], shape[-2], device=device).to(dtype).transpose(-1, -2)
+
+    ids = torch.arange(tokens * top_k, device=device).view(tokens, top_k) * 3 % EXPERTS
+    plan, x, w = gbmoe.RoutingPlan.from_experts(ids, EXPERTS, align=4), matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN)
+    maps, rows, weights = (plan.row_of_slot_TK, plan.slot_of_row_P), plan.num_rows, torch.rand(tokens, top_k, device=device)
+    logits, h, y = matrix(tokens, EXPERTS), matrix(rows, FFN), matrix(rows, HIDDEN)
+    for check in ("wait", "none"):
+        yield "routing_plan" if check == "none" else "routing_plan_by_host", (ids, EXPERTS, 4, check)
+    yield "route", (logits, top_k, 1.0, True)
+    yield "route", (logits, top_k, None, False)
+    yield "route_backward", (logits.softmax(-1), ids, logits, weights.to(dtype), None, 1.0, dtype)
+    for scale in (None, weights):
+        yield "padded_gather", (x, *maps, None, None, scale, scale, False)
+        yield "padded_scatter", (y, *maps, None, None, scale)
+        for need_rows in (False, True):
+            yield "padded_scatter_backward", (x, y, *maps, None, None, scale, need_rows)
+    yield "map_slots", (plan.row_of_slot_TK, None, None, None, weights, rows)
+    sizes = plan_sizes(plan, x, w, "auto")
+    for suffix, engine, sizes in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
+        yield f"gmm{suffix}", (h, w, sizes, False, False, engine, False)
+        yield f"gmm{suffix}", (h, y, sizes, True, False, engine, False)
+        for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"), (w, False, weights, "gelu")):
+            yield f"expert_mlp{suffix}", (x, slot_weights, *maps, sizes, w, w, v, activation, engine, save)
+            needs = (save, slot_weights is not None, True, save, v is not None)
+            yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, sizes, w, w, v, h, h if v is not None else h.new_empty(0),
+                                                   activation, engine, *needs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens, top_k", [(TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K)])
+def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
+    """A compiler that plans memory believes the fakes: each result has a storage of its own, as large as it is."""
+    seen = set()
+    for name, arguments in calls(device, dtype, tokens, top_k):
+        seen.add(f"gbmoe::{name}")
+        operator = getattr(torch.ops.gbmoe, name).default
+        results = operator(*arguments)
+        with FakeTensorMode() as mode:
+            fakes = operator(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
+        results, fakes = ((r,) if isinstance(r, torch.Tensor) else r for r in (results, fakes))
+        storages = [t.untyped_storage()._cdata for t in (*results, *arguments) if isinstance(t, torch.Tensor)]
+        for index, (result, fake) in enumerate(zip(results, fakes, strict=True)):
+            what = f"result {index} of {name}"
+            assert (result.shape, result.dtype, result.device) == (fake.shape, fake.dtype, fake.device), what
+            steps = [[s for s, size in zip(t.stride(), t.shape) if size > 1 and t.numel()] for t in (result, fake)]
+            assert steps[0] == steps[1], what
+            assert result.storage_offset() == fake.storage_offset() == 0, what
+            assert result.untyped_storage().nbytes() == fake.untyped_storage().nbytes(), what
+            assert storages.count(result.untyped_storage()._cdata) == 1, what
+    assert seen == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gbmoe::")}
+
+
+def test_what_the_host_reads_is_tagged():
+    """No CUDA graph keeps these operators; see test_compile.py for which calls go there."""
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gbmoe::")}
+    tagged = {name for name in names
+              if torch.Tag.cudagraph_unsafe in getattr(torch.ops.gbmoe, name.removeprefix("gbmoe::")).default.tags}
+    assert tagged == {name for name in names if name.endswith("_by_host")} and len(tagged) == 4

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,3 +143,39 @@ def test_plan_is_built_without_a_host_wait():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     check_invariants(plan, ids)
+
+
+PLAN = RoutingPlan.from_experts(torch.tensor([[0, 1], [1, 2], [2, 0]]), 3, align=2)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(row_of_slot_TK=PLAN.row_of_slot_TK.long()), "row_of_slot_TK: expected dtype int32, got torch.int64"),
+    (dict(row_of_slot_TK=PLAN.row_of_slot_TK.flatten()), r"row_of_slot_TK: expected 2 dimensions, got \[6\]"),
+    (dict(row_of_slot_TK=PLAN.row_of_slot_TK.t()), "row_of_slot_TK: expected a contiguous tensor, got one that is not"),
+    (dict(row_of_slot_TK=PLAN.row_of_slot_TK.tolist()), "row_of_slot_TK: expected a torch.Tensor, got list"),
+    (dict(slot_of_row_P=PLAN.slot_of_row_P.repeat_interleave(2)[::2]), "slot_of_row_P: expected a contiguous tensor, got one that is not"),
+    (dict(slot_of_row_P=PLAN.slot_of_row_P.to("meta")), "slot_of_row_P: expected device cpu, got meta"),
+    (dict(padded_counts_E=PLAN.padded_counts_E[:2]), "padded_counts_E: expected 3 entries, got 2"),
+    (dict(slot_of_row_P=PLAN.slot_of_row_P[:-1]), "slot_of_row_P: expected a multiple of align == 2 rows, got 7"),
+    (dict(counts_E=PLAN.counts_E[:2]), "counts_E: expected 3 entries, got 2"),
+    (dict(offsets_E1=PLAN.offsets_E1[:3]), "offsets_E1: expected 4 entries, got 3"),
+    (dict(num_experts=4), "counts_E: expected 4 entries, got 3"),
+    (dict(align=0), "align: expected an int of at least 1, got 0"),
+    (dict(_host_sizes_E=PLAN.counts_E), "_host_sizes_E: expected dtype int64, got torch.int32"),
+    (dict(_host_sizes_E=PLAN.counts_E[:2].long()), "_host_sizes_E: expected 3 entries, got 2"),
+])
+def test_a_plan_made_by_hand_must_have_the_shapes_that_kernels_trust(changes, words):
+    assert replace(PLAN, _host_sizes_E=PLAN.counts_E.long()).num_rows == 8  # one that fits
+    with pytest.raises((TypeError, ValueError), match="RoutingPlan: " + words):
+        replace(PLAN, **changes)
+
+
+def test_a_plan_made_by_hand_is_checked_in_a_graph_too():
+    def halved(rows):
+        return RoutingPlan(3, 2, rows, PLAN.slot_of_row_P, PLAN.counts_E, PLAN.offsets_E1, PLAN.padded_counts_E).row_of_slot_TK // 2
+
+    compiled = torch.compile(halved, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 2):
+        assert torch.equal(compiled(PLAN.row_of_slot_TK[:tokens]), PLAN.row_of_slot_TK[:tokens] // 2)
+    with pytest.raises(Exception, match="row_of_slot_TK: expected dtype int32"):
+        compiled(PLAN.row_of_slot_TK.long())

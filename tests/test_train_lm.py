@@ -145,6 +145,17 @@ def test_losses_and_entropy_are_printed(finished):
     assert f"unigram entropy {entropy:.4f}" in printed and f"gap {entropy - heldout:.4f}" in printed
 
 
+def test_why_there_is_no_picture_is_the_true_cause(tmp_path):
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("import a_package_that_matplotlib_needs\n")
+    log = {"heldout": [{"step": 1, "loss": 2.0}], "text": {"unigram_entropy": 3.0}, "seconds": 1.0, "tokens_per_s": 5.0}
+    program = (f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(SCRIPT.parent)!r}]; import pathlib, train_lm; "
+               f"train_lm.summarize({log!r}, pathlib.Path({str(tmp_path)!r}))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said = "no loss.png: matplotlib cannot be imported: No module named 'a_package_that_matplotlib_needs'\n"
+    assert done.stdout.startswith(said)
+
+
 def test_plot_is_a_picture(finished):
     pytest.importorskip("matplotlib")
     assert (finished["gbmoe"] / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -254,8 +254,7 @@ def _experts_trial(name, num_experts, ids_TK, align, activation, mlp_type, value
         inputs["v1"] = values(*shape, seed=5, scale=fan_in_scale(_HIDDEN))
 
     def ours(engine, x, weights, w1, w2, v1=None):
-        own = 1 if engine == "auto" else engines.ENGINES[engine].align
-        plan = RoutingPlan.from_experts(ids_TK, num_experts, align=max(own, align))
+        plan = RoutingPlan.from_experts(ids_TK, num_experts, align=align)
         return expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=activation, engine=engine)
 
     def plain_experts(x, weights, w1, w2, v1=None):

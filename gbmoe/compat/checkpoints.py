@@ -333,7 +333,9 @@ class _Tensors(Mapping):
     def __init__(self, paths: list[Path], stack: ExitStack):
         try:
             from safetensors import SafetensorError, safe_open
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if error.name != "safetensors":  # it is there, and what it needs is not
+                raise
             raise ImportError("converting files needs safetensors: pip install 'gbmoe[transformers]', or pip install"
                               " safetensors") from error
         self._files, self.path_of = {}, {}

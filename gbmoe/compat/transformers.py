@@ -16,6 +16,9 @@ P rows of the plan, N columns, B columns of ones.
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gbmoe._checks import FLOATING, require
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.experts import plan_sizes
-from gbmoe.ops.gmm import computed_dtype
+from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.routing import RoutingPlan
 
 __all__ = ["experts_forward", "register"]
@@ -37,17 +40,32 @@ def register() -> None:
     """Add "gbmoe" to the experts implementations of the installed transformers. Calling it again changes nothing.
 
     Raises:
-        ImportError: without transformers 5.8 or newer.
+        ImportError: without transformers 5.8 or newer, or where that cannot be imported; with the cause.
     """
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
-        raise ImportError("gbmoe.compat.transformers needs transformers 5.8 or newer: pip install"
-                          " 'gbmoe[transformers]', or pip install 'transformers>=5.8'") from error
+        raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     ExpertsInterface.register("gbmoe", experts_forward)
     # Float8 experts look in a table of their own: found there too, the function says what is wrong with them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
+
+
+def _why_not_importable(error: ImportError) -> str:
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    if version is None:  # not there; or a checkout on the path, of any version, that another package's absence stops
+        unfit = (error.name or "").partition(".")[0] == "transformers"
+    else:
+        unfit = tuple(map(int, re.findall(r"\d+", version)[:2])) < (5, 8)
+    if unfit:
+        return ("gbmoe.compat.transformers needs transformers 5.8 or newer: pip install 'gbmoe[transformers]', or pip install"
+                f" 'transformers>=5.8' (installed: {version or 'none'})")
+    return (f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but its import failed:"
+            f" {error}")
 
 
 def experts_forward(
@@ -82,15 +100,16 @@ def experts_forward(
     # Under autocast before the tokens are copied, to move half the bytes.
     x_TH = hidden_states.to(computed_dtype(hidden_states))
     plan = RoutingPlan.from_experts(top_k_index, up.size(0), check="none")
-    sizes_E = plan_sizes(plan, x_TH, up.transpose(1, 2) if self.is_transposed else up, "auto")
+    # Of each product by itself: its row lengths decide which engine takes it, and so where that wants the sizes.
+    up_sizes_E, down_sizes_E = (plan_sizes(plan, x_TH, w.transpose(1, 2) if self.is_transposed else w, "auto") for w in (up, down))
     # Rows of dropped slots hold anything. Where the gradient of another parameter (of a norm, of an activation) sums
     # over rows, they must be zero.
     sums_over_rows = any(name not in names for name, _ in self.named_parameters())
     live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if sums_over_rows else None
 
-    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, sizes_E, self.is_transposed, live_P1)
+    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, up_sizes_E, self.is_transposed, live_P1)
     a_PF = _live(live_P1, self._apply_gate(h_PF) if self.has_gate else self.act_fn(h_PF))
-    y_PH = _linear(a_PF, down, down_bias, sizes_E, self.is_transposed, live_P1)
+    y_PH = _linear(a_PF, down, down_bias, down_sizes_E, self.is_transposed, live_P1)
     if getattr(self, "has_post_expert_norm", False):  # older releases do not know it
         y_PH = self.post_expert_norm(y_PH)
     return padded_scatter(y_PH, plan, top_k_weights).to(hidden_states.dtype)
@@ -118,8 +137,7 @@ def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1):
 
 
 def _grouped(a, b, sizes_E, trans_b):
-    # The operator itself: the plan's sizes are known to be right, and dropped slots leave rows that no group owns.
-    return torch.ops.gbmoe.gmm(a, b, sizes_E, False, trans_b, "auto", False)
+    return grouped(a, b, sizes_E, False, trans_b, engine="auto")  # dropped slots leave rows that no group owns
 
 
 def _live(live_P1, rows):

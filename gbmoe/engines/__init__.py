@@ -8,57 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from gbmoe._checks import require
-from gbmoe.engines.base import Engine, Problem, known
+from gbmoe.engines import tuning
+from gbmoe.engines.base import Engine, Problem
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.hopper import Hopper
 from gbmoe.engines.reference import Reference
 from gbmoe.engines.torch_grouped import TorchGrouped
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (Hopper(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """One row of the table: which products, and the engines to try for them in this order."""
-    dtypes: tuple[torch.dtype, ...]
-    at_least_flops_a_group: float
-    order: tuple[str, ...]
-    sizes_on_host: bool = False      # for them alone
-    variable_k: bool | None = None   # for these, or those, alone
-
-
-_HALF_OR_SINGLE = (torch.float16, torch.float32)
-# Measured on an H200 (cuBLAS 13.1, torch 2.11; results/h200/gemm.json, `python -m gbmoe bench --suite gemm`). The loop pays
-# some 10 us a group, so it wins where one group's product lasts longer than that; below, torch's persistent kernel does in
-# bfloat16, and cuBLAS' grouped one where torch has none. Our Hopper kernel beats them nearly everywhere. The loop is up to 6 %
-# faster on a few groups of some 400 GFLOP and more (700, where rows are summed over): it is taken there if nobody has to wait for
-# the sizes. So it is (734 to 760 against 639 to 684 TFLOP/s) for weight gradients of so few groups that their tiles do not fill the
-# multiprocessors evenly, if groups are uneven, and in some runs if they are equal, which only the data tell. Looked through from the top.
-_TABLE = (
-    _Rule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, variable_k=False),
-    _Rule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
-    _Rule((torch.bfloat16,), 1.2e10, ("hopper", "cublas_loop", "torch")),
-    _Rule((torch.bfloat16,), 0, ("hopper", "torch", "cublas_grouped")),
-    _Rule(_HALF_OR_SINGLE, 2.5e9, ("hopper", "cublas_loop")),
-    _Rule(_HALF_OR_SINGLE, 0, ("hopper", "cublas_grouped")),
-    _Rule((torch.float64,), 0, ("cublas_loop",)),
-)
-
-
-def _preference(problem: Problem) -> tuple[str, ...]:
-    """Engines in the order in which "auto" tries them; the caller falls back on `reference`."""
-    if problem.device.type != "cuda":
-        return ()
-    flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
-    return next(rule.order for rule in _TABLE if problem.dtype in rule.dtypes
-                and (problem.sizes_on_host or not rule.sizes_on_host)
-                and rule.variable_k in (None, problem.variable_k)
-                and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
 
 
 def names() -> list[str]:
@@ -118,11 +79,44 @@ def _select(engine: str, *of_problem) -> Engine:
         if reason is not None:
             raise ValueError(f"gmm: engine {engine!r} cannot serve this product: {reason}")
         return chosen
-    for name in _preference(problem):
+    for name in tuning.engine_order(problem):
         candidate = ENGINES[name]
         if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate
     return ENGINES["reference"]
+
+
+def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+            *, engine: str = "auto", out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
+    """The grouped product by the engine that `engine` names or stands for; see Engine.gmm for its shapes, out and accumulate.
+
+    Without autograd, checks of sizes or a demand that the groups fill a: what operators call inside. Rows behind the last group are
+    neither read nor written.
+    """
+    return select(engine, Problem.of(a, b, sizes, trans_a, trans_b)).product(a, b, sizes, trans_a, trans_b, out, accumulate)
+
+
+class _ByProduct(Engine):
+    """The engine that "auto", or a name, stands for where it may be another one for every product."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        chosen = select(self.name, Problem.of(a, b, sizes, trans_a, trans_b))
+        return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
+
+
+def for_experts(engine: str, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor, sizes_E: torch.Tensor) -> Engine:
+    """The engine that computes a layer's experts, over P = `rows` rows of the plan: one for all, or by product where they differ."""
+    return _for_experts(engine, x_TH.device, x_TH.dtype, rows, *w1_EFH.shape, sizes_E.device.type == "cpu")
+
+
+@remembered
+def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> Engine:
+    chosen = {select(engine, Problem(device, dtype, rows, experts, *inner_columns, variable_k, on_host))
+              for inner_columns in ((hidden, ffn), (ffn, hidden)) for variable_k in (False, True)}
+    return chosen.pop() if len(chosen) == 1 else _ByProduct(engine)
 
 
 def availability(device: torch.device) -> dict[str, str | None]:

@@ -1,6 +1,7 @@
-"""What an engine is: one way to compute a grouped product.
+"""What an engine is: one way to compute grouped products, and with them the experts of a layer.
 
-Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns. Group e owns sizes[e] consecutive rows; rows
+Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns; of a layer T tokens, K slots a token, H hidden, F ffn
+hidden, P padded rows of the plan. Group e owns sizes[e] consecutive rows; rows
 behind the last group belong to nobody and are neither read nor, in the result, defined.
 
     variable m:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
@@ -12,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from gbmoe import kernels
+from gbmoe._checks import require
 
 
 def known(condition: bool) -> bool:
@@ -52,21 +56,39 @@ class Problem:
         return cls(a.device, a.dtype, a.size(0), sizes.numel(), a.size(1), columns, trans_a, sizes.device.type == "cpu")
 
 
+class GatheredRows:
+    """The rows of tokens in the order of a plan's rows, [P,H]: gathered when somebody first asks for them, and kept then.
+
+    An engine that picks rows inside its kernels reads the tokens instead.
+    """
+
+    def __init__(self, tokens_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor):
+        self.tokens_TH, self.row_of_slot_TK, self.slot_of_row_P = tokens_TH, row_of_slot_TK, slot_of_row_P
+        self._rows_PH: torch.Tensor | None = None
+
+    @property
+    def are_gathered(self) -> bool:
+        return self._rows_PH is not None
+
+    def rows_PH(self) -> torch.Tensor:
+        if self._rows_PH is None:
+            self._rows_PH, _ = kernels.gather(self.tokens_TH, self.row_of_slot_TK, self.slot_of_row_P)
+        return self._rows_PH
+
+
 class Engine:
-    """A stateless way to compute grouped products; one instance each in gbmoe.engines.ENGINES.
+    """A stateless way to compute the experts of a layer; one instance each in gbmoe.engines.ENGINES.
+
+    An engine brings `gmm`, the grouped product. What a layer asks for, `up`, `down` and their gradients, is composed here of the
+    gather, that product and the activation; an engine with kernels that do several of these at once overrides it.
 
     Attributes:
         name: what `engine=` takes.
         needs_host_sizes: True where `gmm` reads the sizes on the host; given device sizes it waits for them.
-        align: rows each group must be a multiple of; RoutingPlan pads to it.
-        fuses_activation: True where the engine also has `gathers`, `up`, `gathers_in_backward`, `rows_gathered`,
-            `weights_gathered`, `differentiates`, `down_backward` and `up_backward` (gbmoe/engines/hopper.py).
     """
 
     name: str
     needs_host_sizes: bool = False
-    align: int = 1
-    fuses_activation: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """None where this engine runs on `device`, else why not. Loads the extension if that is what it needs."""
@@ -78,7 +100,7 @@ class Engine:
 
     def gmm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool,
             out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-        """Compute the product of contiguous a and b of one dtype on one device.
+        """Compute the product of a and b, of one dtype on one device, contiguous and aligned to 16 bytes.
 
         Args:
             sizes: rows of each group, integer [E], on the host or on the device of a.
@@ -87,7 +109,71 @@ class Engine:
         """
         raise TypeError(f"{type(self).__name__} does not say how it computes a grouped product")
 
+    def product(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+                out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
+        """`gmm` of operands of any layout: a transposed view of a stack of matrices is the other layout, not a copy."""
+        require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
+        if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
+            b, trans_b = b.transpose(1, 2), not trans_b
+        # Kernels choose 16-byte accesses by the row length alone.
+        return self.gmm(kernels.aligned(a), kernels.aligned(b), sizes, trans_a, trans_b, out, accumulate)
+
+    # What follows takes a plan's maps, row_of_slot_TK and slot_of_row_P, int32, and sizes_E, its rows of each expert with their
+    # padding; weights as [E,F,H], v1 only for a GLU; `activation` a name in reference.ACTIVATIONS. Rows behind the last expert may
+    # hold anything on the way in, and do on the way out.
+
+    def up(self, x_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor, w1_EFH: torch.Tensor,
+           v1_EFH: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
+           ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """a = act(h), or act(h) * g, with h = x @ w1[e].T and g = x @ v1[e].T: (a, h, g) [P,F].
+
+        h and g are rounded for storage before a is computed from them; they are None unless `save`, and g without v1.
+        """
+        xp_PH, _ = kernels.gather(x_TH, row_of_slot_TK, slot_of_row_P)
+        h_PF = self.product(xp_PH, w1_EFH, sizes_E, trans_b=True)
+        g_PF = None if v1_EFH is None else self.product(xp_PH, v1_EFH, sizes_E, trans_b=True)
+        del xp_PH
+        a_PF = kernels.activate(h_PF, g_PF, activation)
+        return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
+
+    def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+        """y = a @ w2[e], [P,H]."""
+        return self.product(a_PF, w2_EFH, sizes_E)
+
+    def down_backward(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,
+                      g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str,
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """With d = dz @ w2[e].T and the row's router weight w, 1 without weights: (w a, dh, dg, dweights).
+
+        a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F] with zeros in an expert's rows without a slot; dweights
+        [T,K] is <a, d>, 0 for a slot without a row. dg is None without g, dweights without weights. The formulas stand at the top
+        of csrc/activation.cu.
+        """
+        d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
+        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slot_of_row_P, weights_TK, activation)
+        return a_PF, d_PF, None if g_PF is None else dg_PF, None if weights_TK is None else dweights_TK
+
+    def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
+                    sizes_E: torch.Tensor) -> torch.Tensor:
+        """dx = dh @ w1[e], with a gate + dg @ v1[e], [P,H]."""
+        dx_PH = self.product(dh_PF, w1_EFH, sizes_E)
+        if v1_EFH is not None:
+            self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)
+        return dx_PH
+
+    def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> torch.Tensor:
+        """left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
+        return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
+
 
 def host_sizes(sizes: torch.Tensor) -> torch.Tensor:
     """sizes as contiguous int64 on the CPU; waits for the device where they are there."""
     return sizes.to("cpu", torch.int64).contiguous()
+
+
+def device_sizes(sizes: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """sizes contiguous on `device`, without a wait; whoever rewrites them afterwards does not change the result."""
+    if sizes.device.type == "cpu":
+        # A copy from pinned memory reads it later than this returns. A clone is not pinned, and is staged before.
+        sizes = sizes.clone()
+    return sizes.to(device, non_blocking=True).contiguous()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from gbmoe import extension
-from gbmoe.engines.base import Engine
+from gbmoe.engines.base import Engine, device_sizes, known
 
 
 class TorchGrouped(Engine):
@@ -30,12 +30,14 @@ class TorchGrouped(Engine):
             return f"torch's grouped product takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
         if problem.groups >= 1024:
             return f"torch's grouped product takes fewer than 1024 groups, not {problem.groups}"
+        if known(problem.rows >= 2**31):
+            return f"torch's grouped product takes the groups' ends in int32, not {problem.rows} rows"
         if 0 in (problem.rows, problem.groups, problem.inner, problem.columns):
             return "torch's grouped product takes no empty operands"
         return None
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        sizes = sizes.to(device=a.device, non_blocking=True).contiguous()
+        sizes = device_sizes(sizes, a.device)
         ends = sizes.cumsum(0, dtype=torch.int32)
         if trans_a:
             product = F.grouped_mm(a.t(), b, offs=ends)

@@ -19,12 +19,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import engines, extension, reference
+from gbmoe import engines, reference
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define, is_watched
-from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import aligned, computed_dtype, product
-from gbmoe.ops.permute import check_slot_scalars, gather, padded_gather, padded_scatter, scatter
+from gbmoe._library import define, is_transformed, is_watched
+from gbmoe.engines.base import GatheredRows, Problem
+from gbmoe.kernels import scatter
+from gbmoe.ops.gmm import computed_dtype, grouped
+from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.routing import RoutingPlan
 
 
@@ -104,7 +105,7 @@ def expert_mlp(
     if name is None:
         return _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    save = torch.is_grad_enabled() and (is_transformed() or any(t is not None and t.requires_grad for t in tensors))
     return _expert_mlp(x_TH, weights_TK, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH,
                        name, engine, save)[0]
 
@@ -145,59 +146,11 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
 # ------------------------------------------------------------------------------------------------------- fused operator
 
 
-def _activate(h_PF, g_PF, activation):
-    if h_PF.device.type != "cuda" or not extension.loaded():
-        return reference.activate(h_PF, g_PF, activation)
-    a_PF = torch.empty_like(h_PF)
-    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, reference.ACTIVATION_INDEX[activation], a_PF)
-    return a_PF
-
-
-def _activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation):
-    # Writes dh over d.
-    if h_PF.device.type != "cuda" or not extension.loaded():
-        return reference.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
-    a_PF = torch.empty_like(h_PF)
-    dg_PF = None if g_PF is None else torch.empty_like(h_PF)
-    weights_TK = None if weights_TK is None else weights_TK.contiguous()
-    grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
-    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, reference.ACTIVATION_INDEX[activation],
-                                           a_PF, dg_PF, grad_weights_TK)
-    return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))
-
-
-def _fused(engine: str, x: torch.Tensor, rows: int, w1: torch.Tensor, sizes: torch.Tensor) -> engines.Engine | None:
-    """The engine that computes products and activation together, where it is the one to use for both products."""
-    return _fusing_engine(engine, x.device, x.dtype, rows, *w1.shape, sizes.device.type == "cpu")
-
-
-@engines.remembered
-def _fusing_engine(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> engines.Engine | None:
-    chosen = {engines.select(engine, Problem(device, dtype, rows, experts, *inner_columns, False, on_host))
-              for inner_columns in ((hidden, ffn), (ffn, hidden))}
-    first = chosen.pop()
-    return first if first.fuses_activation and not chosen else None
-
-
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
-    fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
-    if fused is not None:
-        x, w1, v1 = aligned(x), aligned(w1), None if v1 is None else aligned(v1)
-        where = (slot_of_row, row_of_slot.size(1))
-        if not fused.gathers(x, w1.size(1), activation):
-            x, where = gather(x, row_of_slot, slot_of_row)[0], (None, 1)
-        a_PF, h_PF, g_PF = fused.up(x, *where, w1, v1, sizes, activation, save)
-        del x
-    else:
-        xp_PH, _ = gather(x, row_of_slot, slot_of_row)
-        h_PF = product(xp_PH, w1, sizes, trans_b=True, engine=engine)
-        g_PF = None if v1 is None else product(xp_PH, v1, sizes, trans_b=True, engine=engine)
-        del xp_PH
-        a_PF = _activate(h_PF, g_PF, activation)
-        if not save:
-            h_PF = g_PF = None
-    y_PH = product(a_PF, w2, sizes, engine=engine if fused is None else fused)
+    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
+    a_PF, h_PF, g_PF = experts.up(x, row_of_slot, slot_of_row, w1, v1, sizes, activation, save)
+    y_PH = experts.down(a_PF, w2, sizes)
     del a_PF
     out_TH = scatter(y_PH, row_of_slot, weights=weights)
     return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF))  # no two the same: an operator's may not be
@@ -230,46 +183,21 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     saved.clear()
     dx = dw1 = dw2 = dv1 = None
     g = None if v1 is None else g
-    fused = _fused(engine, x, slot_of_row.size(0), w1, sizes)
-    gathers_grad, gathers_x = (False, False) if fused is None else fused.gathers_in_backward(x, w1.size(1))
-    gathers_grad = gathers_grad and w2.is_contiguous()
-    grad, x = aligned(grad) if gathers_grad else grad, aligned(x) if gathers_x else x
-    where = slot_of_row, row_of_slot.size(1)
-
-    def weights_gradient(left_PF, tokens_TH, rows_PH):
-        """Of a weight, from the tokens' rows, or with None from the tokens, whose rows the product gathers."""
-        if rows_PH is None:
-            return fused.weights_gathered(left_PF, tokens_TH, *where, sizes)
-        return product(left_PF, rows_PH, sizes, trans_a=True, engine=engine)
-
-    dz_PH = None if gathers_grad else gather(grad, row_of_slot, slot_of_row)[0]
-    if fused is not None and not gathers_grad and fused.differentiates(w1.size(2)) and w2.is_contiguous():
-        a_PF, dh_PF, dg_PF, dweights = fused.down_backward(aligned(dz_PH), aligned(w2), sizes, aligned(h),
-                                                           None if g is None else aligned(g), slot_of_row, weights, activation)
-    else:
-        dh_PF = fused.rows_gathered(grad, *where, aligned(w2), sizes) if gathers_grad \
-            else product(dz_PH, w2, sizes, trans_b=True, engine=engine)
-        a_PF, dg_PF, dweights = _activate_backward(h, g, dh_PF, slot_of_row, weights, activation)
+    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
+    dz = GatheredRows(grad, row_of_slot, slot_of_row)
+    a_PF, dh_PF, dg_PF, dweights = experts.down_backward(dz, w2, sizes, h, g, weights, activation)
     del h, g
     if need.w2:
-        dw2 = weights_gradient(a_PF, grad, dz_PH)
-    del a_PF, dz_PH
+        dw2 = experts.weight_gradient(a_PF, dz, sizes)
+    del a_PF, dz
     if need.x:
-        if fused is not None:
-            dxp_PH = fused.up_backward(dh_PF, aligned(w1), None if v1 is None else dg_PF, None if v1 is None else aligned(v1), sizes)
-        else:
-            dxp_PH = product(dh_PF, w1, sizes, engine=engine)
-            if v1 is not None:
-                product(dg_PF, v1, sizes, engine=engine, out=dxp_PH, accumulate=True)
-        dx = scatter(dxp_PH, row_of_slot)
-        del dxp_PH
-    if need.w1 or need.v1:
-        xp_PH = None if gathers_x else gather(x, row_of_slot, slot_of_row)[0]
-        if need.v1:
-            dv1 = weights_gradient(dg_PF, x, xp_PH)
-        del dg_PF
-        if need.w1:
-            dw1 = weights_gradient(dh_PF, x, xp_PH)
+        dx = scatter(experts.up_backward(dh_PF, w1, dg_PF, v1, sizes), row_of_slot)
+    xp = GatheredRows(x, row_of_slot, slot_of_row)
+    if need.v1:
+        dv1 = experts.weight_gradient(dg_PF, xp, sizes)
+    del dg_PF
+    if need.w1:
+        dw1 = experts.weight_gradient(dh_PF, xp, sizes)
     return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 
@@ -287,7 +215,8 @@ def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, _ = inputs
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save = inputs
+    require(save, "expert_mlp", "save", "True where a gradient is wanted", save)
     _, h, g = output
     ctx.mark_non_differentiable(h, g)
     ctx.set_materialize_grads(False)
@@ -317,6 +246,7 @@ _expert_mlp = define(
     "expert_mlp(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
     " Tensor? v1, str activation, str engine, bool save) -> (Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
+    waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 _expert_mlp_backward = define(
@@ -324,6 +254,7 @@ _expert_mlp_backward = define(
     " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, str activation, str engine, bool need_x, bool need_weights,"
     " bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
+    waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 
@@ -339,15 +270,15 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
     recompute = recompute and torch.is_grad_enabled()
 
     def activated(h_PF, g_PF):
-        # Rows without a slot hold anything, and the gradients of what the activation captures sum over all rows. What it gets is
-        # also a copy, which it may overwrite: h is saved.
-        a_PF = activation(torch.where(live_P1, h_PF, 0))
+        # Rows without a slot hold anything, in h, in g and in the gradient that comes back; gradients of what the activation captures
+        # sum over all rows. What it gets is also a copy, which it may overwrite: h is saved.
+        a_PF = torch.where(live_P1, activation(torch.where(live_P1, h_PF, 0)), 0)
         return a_PF if g_PF is None else a_PF * g_PF
 
     if torch.compiler.is_compiling():
         # A compiler sees forward and backward at once: marked like this it computes the activation again, and no product.
         a_PF = checkpoint(activated, h_PF, g_PF, use_reentrant=False) if recompute else activated(h_PF, g_PF)
-        y_PH = _grouped(torch.where(live_P1, a_PF, 0), w2_EFH, sizes, False, engine)
+        y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
     else:
         w2_EFH, calls = w2_EFH.to(computed_dtype(w2_EFH)), 0
 
@@ -356,28 +287,24 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
             nonlocal calls
             calls += 1
             a_PF = activated(h_PF, g_PF)
-            return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, live_P1, engine, calls == 1)
+            return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, engine, calls == 1)
 
         y_PH = checkpoint(activated_product, h_PF, g_PF, use_reentrant=False) if recompute else activated_product(h_PF, g_PF)
     return padded_scatter(y_PH, plan, weights_TK)
 
 
 def _grouped(a, b, sizes, trans_b, engine):
-    # The operator itself: the plan's sizes are known to be right and need not fill the rows.
-    return torch.ops.gbmoe.gmm(a, b, sizes, False, trans_b, engine, False)
+    return grouped(a, b, sizes, False, trans_b, engine=engine)
 
 
 class _DownProduct(torch.autograd.Function):
-    """a @ w2, with zeros in the gradient of the rows without a slot, which the product leaves undefined.
-
-    Without `compute` the result is undefined: what counts is that a and w2 are saved.
-    """
+    """a @ w2; without `compute` the result is undefined, and what counts is that a and w2 are saved."""
 
     @staticmethod
-    def forward(ctx, a_PF, w2_EFH, sizes, live_P1, engine, compute):
+    def forward(ctx, a_PF, w2_EFH, sizes, engine, compute):
         need_a, need_w2 = ctx.needs_input_grad[:2]
         ctx.engine = engine
-        ctx.save_for_backward(a_PF if need_w2 else None, w2_EFH if need_a else None, sizes, live_P1)
+        ctx.save_for_backward(a_PF if need_w2 else None, w2_EFH if need_a else None, sizes)
         if not compute:
             return a_PF.new_empty(1, 1).expand(a_PF.size(0), w2_EFH.size(2))
         return _grouped(a_PF, w2_EFH, sizes, False, engine)
@@ -385,7 +312,7 @@ class _DownProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_PH):
-        a_PF, w2_EFH, sizes, live_P1 = ctx.saved_tensors
-        grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine).masked_fill_(~live_P1, 0)
-        grad_w2 = None if a_PF is None else torch.ops.gbmoe.gmm(a_PF, grad_PH, sizes, True, False, ctx.engine, False)
-        return grad_a, grad_w2, None, None, None, None
+        a_PF, w2_EFH, sizes = ctx.saved_tensors
+        grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine)
+        grad_w2 = None if a_PF is None else grouped(a_PF, grad_PH, sizes, True, engine=ctx.engine)
+        return grad_a, grad_w2, None, None, None

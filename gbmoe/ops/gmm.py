@@ -43,7 +43,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         >>> gmm(a, b, torch.tensor([3, 2])).shape
         torch.Size([5, 4])
     """
-    _check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    check_arguments(a, b, batch_sizes, trans_a, trans_b)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
     if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
@@ -51,7 +51,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
 
 
-def _check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
     """Raise unless these are tensors that gmm takes; dtypes and inner dimensions that do not meet are the operator's to find."""
     require_tensor(a, "gmm", "a", rank=2, dtypes=FLOATING)
     require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=FLOATING, device=a.device)
@@ -71,18 +71,30 @@ def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
+def check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
     if batch_sizes.device.type == "cpu":
-        low = int(batch_sizes.min()) if batch_sizes.numel() else 0
+        sizes = batch_sizes.tolist()  # Python's sums do not wrap
+        low, total = min(sizes, default=0), sum(sizes)
         require(low >= 0, "gmm", "batch_sizes", "no negative entry", low)
-        total = int(batch_sizes.sum())
         require(total == rows, "gmm", "batch_sizes", lambda: f"sum(batch_sizes) == a.size(0) == {rows}", total)
     elif batch_sizes.device.type != "meta":
-        torch._assert_async((batch_sizes >= 0).all() & (batch_sizes.sum() == rows),
+        torch._assert_async(_sizes_fill(batch_sizes, rows),
                             f"gmm: batch_sizes: expected no negative entry and sum(batch_sizes) == a.size(0) == {rows}")
 
 
-def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+_UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
+
+
+def _sizes_fill(sizes: torch.Tensor, rows: int) -> torch.Tensor:
+    """True, as a tensor on their device, where no size is negative and their sum is `rows`, which is less than 2**53.
+
+    A negative size counts as a huge one, and a float64 neither wraps nor comes down again to `rows` once a sum is beyond it; up to
+    there it is exact.
+    """
+    return sizes.view(_UNSIGNED[sizes.dtype]).double().sum() == rows
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
     # Inside the operator, behind the autocast rule: only here are the dtypes the ones that meet.
     require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     if trans_a:
@@ -93,45 +105,24 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bo
                 lambda: f"b.size({inner}) == a.size(1) == {a.size(1)}", b.size(inner))
 
 
-def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
-            *, engine: str | engines.Engine, out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-    """The product without autograd, checks of sizes or a demand that the groups fill a: what operators call inside.
-
-    Rows behind the last group are neither read nor written. `engine` may be the one that was chosen for this product. See
-    Engine.gmm for out and accumulate.
-    """
-    require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
-    # A transposed view of a stack of matrices is the other layout, not a copy.
-    if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
-        b, trans_b = b.transpose(1, 2), not trans_b
-    # Engines hand device arrays of pointers to kernels that choose 16-byte accesses by the row length alone.
-    a, b = aligned(a), aligned(b)
-    chosen = engine if isinstance(engine, engines.Engine) else engines.select(engine, Problem.of(a, b, sizes, trans_a, trans_b))
-    return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` contiguous and on a 16-byte boundary: a copy where it is a view that is not."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):
-    _check_operands(a, b, trans_a, trans_b)
+    check_operands(a, b, trans_a, trans_b)
     if fills:  # where the values are, so that a compiled graph checks them too
-        _check_sizes(batch_sizes, a.size(0))
-    return product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+        check_sizes(batch_sizes, a.size(0))
+    return engines.product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
 
 
 def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
-    _check_operands(a, b, trans_a, trans_b)
+    check_operands(a, b, trans_a, trans_b)
     return a.new_empty(result_shape(a, b, batch_sizes.size(0), trans_a, trans_b))
 
 
 def _gmm_setup_context(ctx, inputs, output):
-    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, _ = inputs
+    a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, fills = inputs
     need_a, need_b = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(a if need_b else None, b if need_a else None, batch_sizes)
+    # Unless they are a plan's, the sizes are the caller's, who may rewrite them in ways that autograd does not see: a collective does.
+    sizes = batch_sizes.clone() if fills else batch_sizes
+    ctx.save_for_backward(a if need_b else None, b if need_a else None, sizes)
 
 
 def _gmm_backward(ctx, grad):
@@ -155,4 +146,14 @@ def _gmm_backward(ctx, grad):
 _gmm = define(
     "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine, bool fills) -> Tensor",
     reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=(0, 1),
+    waits=lambda a, b, batch_sizes, *_: batch_sizes.device.type == "cpu",
 )
+
+
+def grouped(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+            *, engine: str) -> torch.Tensor:
+    """gmm for a plan's sizes, which are known to be right and need not fill the rows: differentiable, without checks of arguments.
+
+    Rows behind the last group are neither read nor written. `sizes` lie where the engine wants them (gbmoe.ops.experts.plan_sizes).
+    """
+    return _gmm(a, b, sizes, trans_a, trans_b, engine, False)

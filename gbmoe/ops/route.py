@@ -13,7 +13,7 @@ import torch
 from gbmoe import extension, reference
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
-from gbmoe.ops.gmm import aligned
+from gbmoe.kernels import aligned
 
 _MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # of csrc/route.cu
 

@@ -405,6 +405,17 @@ def test_an_index_that_differs_from_its_files_is_refused(save_file, tmp_path):
         convert_checkpoint(source, tmp_path / "target", "megablocks")
 
 
+def test_a_package_that_safetensors_lacks_is_not_said_to_be_safetensors(tmp_path, monkeypatch):
+    (tmp_path / "source").write_bytes(b"")
+    (tmp_path / "safetensors").mkdir()
+    (tmp_path / "safetensors" / "__init__.py").write_text("import a_package_that_safetensors_needs\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "safetensors"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="^No module named 'a_package_that_safetensors_needs'$"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "target", "megablocks")
+
+
 def test_without_safetensors_the_message_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "source").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "safetensors", None)

@@ -3,6 +3,9 @@
 Shape suffixes: M rows, E groups, K inner, N columns; for the permutation T tokens, K slots a token, H hidden, P rows.
 """
 
+import inspect
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +105,99 @@ def test_backend_checks_what_grouped_gemm_does_not():
         backend.gmm(a, b, torch.tensor([16, 16]), trans_b=True)
     with pytest.raises(ValueError, match="trans_a, trans_b: expected at most one of them, got both"):
         backend.gmm(a, a, torch.tensor([16, 16]), trans_a=True, trans_b=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+# Every public name of grouped_gemm 0.3.0: the parameters of functions with their defaults, None for modules and classes.
+NAMES = {
+    "ops": None, "ops.backend": None, "ops.torch": None, "ops.gmm": "(a, b, batch_sizes, trans_b=False)",
+    "ops.GroupedGemm": None, "ops.GroupedGemm.forward": "(ctx, a, b, batch_sizes, trans_b)",
+    "ops.GroupedGemm.backward": "(ctx, grad)",
+    "backend": None, "backend.torch": None, "backend.gmm": "(a, b, batch_sizes, trans_a=False, trans_b=False, c=None)",
+    "backend.backend": None, "backend.backend.gmm": "(a, b, c, batch_sizes, trans_a, trans_b, /)",  # grouped_gemm_backend
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_grouped_gemm_is_here_with_its_signature(name):
+    found = grouped_gemm
+    for part in name.split("."):
+        found = getattr(found, part)
+    if NAMES[name] is None:
+        assert isinstance(found, ModuleType) or issubclass(found, torch.autograd.Function)
+    else:
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(found).parameters.values()]
+        assert str(inspect.Signature(plain)) == NAMES[name]
+
+
+def test_the_modules_are_reached_on_every_way():
+    assert ops.backend is backend is grouped_gemm.backend
+
+
+@pytest.mark.parametrize("sizes", [(16, 16, 16, 16), (24, 0, 0, 9)], ids=str)
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_the_autograd_function_is_gmm(device, sizes, trans_b, dtype, place):
+    a, b = (t.requires_grad_() for t in operands(sizes, False, trans_b, dtype, device))
+    grad = cases.exact_values(sum(sizes), COLUMNS, dtype=dtype, device=device, seed=3)
+    found, expected = (function(a, b, on(place, sizes, device), trans_b) for function in (ops.GroupedGemm.apply, ops.gmm))
+    assert torch.equal(found, expected)
+    for result, wanted in zip(*(torch.autograd.grad(out, (a, b), grad) for out in (found, expected))):
+        assert torch.equal(result, wanted)
+
+
+def test_the_autograd_function_gives_only_the_gradients_asked_for(device):
+    for wanted in (0, 1):
+        tensors = operands((16, 16), False, False, torch.float32, device)
+        tensors[wanted].requires_grad_()
+        ops.GroupedGemm.apply(*tensors, on("host", (16, 16), device), False).sum().backward()
+        assert tensors[wanted].grad is not None and tensors[1 - wanted].grad is None
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_the_autograd_function_is_differentiable_twice(device, trans_b):
+    a, b = (t.requires_grad_() for t in operands((3, 0, 2), False, trans_b, torch.float64, device))
+    sizes = on("host", (3, 0, 2), device)
+    assert torch.autograd.gradgradcheck(lambda a, b: ops.GroupedGemm.apply(a, b, sizes, trans_b), (a, b), fast_mode=True)
+
+
+def test_the_autograd_function_is_not_cast(device):
+    """Neither forward nor where backward runs under autocast: saved operands and gradient meet in one dtype."""
+    a, b = (t.requires_grad_() for t in operands((16, 16), False, False, torch.float32, device))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = ops.GroupedGemm.apply(a, b, on("host", (16, 16), device), False)
+        assert out.dtype == torch.float32
+        out.sum().backward()
+    torch.testing.assert_close(a.grad, by_hand(torch.ones_like(out), b.detach(), [16, 16], trans_b=True))
+
+
+def test_a_subclass_of_the_autograd_function_keeps_its_own_backward(device):
+    class Scaled(ops.GroupedGemm):
+        @staticmethod
+        def backward(ctx, grad):
+            return ops.GroupedGemm.backward(ctx, 2 * grad)
+    a, b = (t.requires_grad_() for t in operands((16, 16), False, False, torch.float32, device))
+    sizes = on("host", (16, 16), device)
+    scaled, plain = (torch.autograd.grad(cls.apply(a, b, sizes, False).sum(), (a, b)) for cls in (Scaled, ops.GroupedGemm))
+    assert all(torch.equal(left, 2 * right) for left, right in zip(scaled, plain))
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_ops_backend_as_grouped_gemms_own_test_calls_it(device, place):
+    """Groups without rows are zeros in the memory of the caller's."""
+    a = torch.ones(192, 128, dtype=torch.bfloat16, device=device)
+    c = torch.ones(4, 128, 128, dtype=torch.bfloat16, device=device)
+    ops.backend.gmm(a, a.clone(), on(place, (0, 128, 0, 64), device), trans_a=True, c=c)
+    assert [group.unique().tolist() for group in c] == [[0], [128], [0], [64]]
+
+
+def test_the_extension_of_grouped_gemm_writes_to_its_third_argument(device):
+    a, b = operands((16, 16), False, False, torch.float32, device)
+    c = torch.full((32, COLUMNS), float("nan"), device=device)
+    assert backend.backend.gmm(a, b, c, on("host", (16, 16), device), False, False) is None
+    torch.testing.assert_close(c, by_hand(a, b, [16, 16]))
 
 
 # ---------------------------------------------------------------------------------------------------------- permutation
@@ -204,12 +300,14 @@ def test_register_where_there_is_none():
             gbmoe.compat.grouped_gemm.register()
         import grouped_gemm
         import grouped_gemm.ops as ops
+        import grouped_gemm_backend
         from grouped_gemm import backend
         from grouped_gemm.ops import permute, unpermute
         seen["modules"] = [m.__name__ for m in (grouped_gemm, ops, backend)]
-        seen["same"] = ops is grouped_gemm.ops and backend is grouped_gemm.backend
+        seen["same"] = ops is grouped_gemm.ops and backend is grouped_gemm.backend is ops.backend
+        seen["extension"] = grouped_gemm_backend is backend.backend
         seen["spec"] = importlib.util.find_spec("grouped_gemm") is not None
-    """, hidden=["grouped_gemm"]) == {"early": None, "same": True, "spec": True,
+    """, hidden=["grouped_gemm", "grouped_gemm_backend"]) == {"early": None, "same": True, "spec": True, "extension": True,
              "modules": [f"gbmoe.compat.grouped_gemm{name}" for name in ("", ".ops", ".backend")]}
 
 

@@ -483,6 +483,24 @@ def test_register_mends_an_import_that_failed_before_it():
     """, HIDDEN) == {"missing": "triton", "impls": ["gbmoe", "grouped"], "gmm": "gbmoe.compat.grouped_gemm.ops"}
 
 
+def test_an_extension_of_megablocks_that_does_not_import_is_named(tmp_path):
+    (tmp_path / "megablocks_ops.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    assert in_a_fresh_process(f"""
+        import warnings
+        sys.path.insert(0, {str(tmp_path)!r})
+        import gbmoe.compat.megablocks
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            for _ in range(2):
+                gbmoe.compat.megablocks.register()
+        seen["said"] = [str(w.message) for w in caught if "megablocks_ops" in str(w.message)]
+        seen["taken"] = sys.modules["megablocks_ops"].__name__
+    """, ("triton", "grouped_gemm")) == {
+        "said": ["megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place:"
+                 " undefined symbol: _ZN3c10"],
+        "taken": "gbmoe.compat.megablocks.extension"}
+
+
 def test_what_is_installed_stays():
     assert in_a_fresh_process("""
         import types

@@ -3,9 +3,11 @@
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
 
+import importlib.metadata
 import inspect
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -421,10 +423,45 @@ def test_wrong_arguments_are_named():
         experts(x_TH, ids_TK.float(), weights_TK)
 
 
+def pip_knows(monkeypatch, version):
+    def found(package):
+        assert package == "transformers"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
 def test_without_transformers_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
-    with pytest.raises(ImportError, match="transformers 5.8 or newer: pip install"):
+    pip_knows(monkeypatch, None)
+    for name in ("transformers", "transformers.integrations.moe", "transformers.integrations.finegrained_fp8"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"transformers 5.8 or newer: pip install.*\(installed: none\)"):
         adapter.register()
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.7.3", "5.0.0rc1"])
+def test_a_transformers_that_is_too_old_is_said_to_be(monkeypatch, version):
+    pip_knows(monkeypatch, version)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
+    with pytest.raises(ImportError, match=rf"transformers 5.8 or newer: pip install.*\(installed: {version}\)"):
+        adapter.register()
+
+
+@pytest.mark.parametrize("version", ["5.8.0", "5.8.0.dev0", "5.23.0", "6.0", None])
+def test_a_module_missing_under_transformers_is_not_said_to_be_a_version_too_old(monkeypatch, version):
+    class WithoutHttpx(types.ModuleType):
+        def __getattr__(self, name):
+            raise ModuleNotFoundError("No module named 'httpx'", name="httpx")
+    pip_knows(monkeypatch, version)
+    module = WithoutHttpx("transformers.integrations.moe")
+    module.__path__ = []
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ImportError) as raised:
+        adapter.register()
+    assert str(raised.value) == (f"gbmoe.compat.transformers: transformers {version or 'of unknown version'} is installed, but"
+                                 " its import failed: No module named 'httpx'")
+    assert raised.value.name == raised.value.__cause__.name == "httpx"
 
 
 def test_import_alone_changes_nothing():

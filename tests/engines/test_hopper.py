@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from gbmoe import RoutingPlan, cases, engines, reference
-from gbmoe.engines import hopper
-from gbmoe.ops.permute import gather
+from gbmoe.engines import hopper, tuning
+from gbmoe.engines.tuning import GemmConfig
+from gbmoe.kernels import gather
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, 
 def down_backward(inputs, activation):
     cases.poison(DEVICE)
     names = ("a", "dh", "dg", "dweights")
-    return {name: t for name, t in zip(names, HOPPER.down_backward(*inputs.values(), activation)) if t is not None}
+    return {name: t for name, t in zip(names, hopper.down_backward_gemm(*inputs.values(), activation)) if t is not None}
 
 
 def expected_down_backward(inputs, activation, dtype):
@@ -178,7 +179,8 @@ def test_rows_by_every_walk(dtype, sizes, columns):
                 got = []
                 for _ in range(2):
                     out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
-                    workspace = hopper._workspace(out, on_device, parts=0).fill_(255) if counted else None
+                    workspace = hopper._workspace(out, on_device, GemmConfig(256, tile_counter=counted))
+                    workspace = workspace.fill_(255) if counted else None
                     torch.ops.gbmoe_cuda.hopper_rows(*operands, ping_pong, workspace, out)
                     got.append(out)
                 name = f"inner {inner}, {trans_b=}, {ping_pong=}, {counted=}"
@@ -200,23 +202,6 @@ def test_rows_in_ping_pong_keep_nan_in_its_row(sizes, columns):
     assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
 
 
-@pytest.mark.parametrize("rows, columns, inner, groups, ping_pong, room", [
-    (131072, 2048, 768, 128, True, None),    # short sums
-    (131072, 2048, 1536, 128, True, None),
-    (131072, 2048, 2048, 64, True, False),   # long ones, counted
-    (32768, 4096, 14336, 8, False, True),    # longer, and few tiles: in parts
-    (262144, 4096, 14336, 8, False, False),  # many
-    (1024, 1024, 2048, 8, False, True),      # too few for ping-pong
-    (64, 2048, 768, 128, False, None),       # less than a row a group
-])
-def test_walk_of_rows(rows, columns, inner, groups, ping_pong, room):
-    product, sizes = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE), torch.zeros(groups, dtype=torch.int32, device=DEVICE)
-    turns, workspace = hopper._walk_of_rows(product, inner, sizes)
-    assert turns == ping_pong
-    assert (workspace is None) == (room is None)
-    assert workspace is None or (workspace.numel() > 1 << 20) == room
-
-
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("hidden, ffn, activation", [(72, 8200, "silu"), (72, 16_392, "silu"), (2048, 1032, "silu"), (2048, 1032, "gelu"),
                                                      (2048, 1032, "relu_squared")])
@@ -230,8 +215,8 @@ def test_up_of_many_tiles(hidden, ffn, activation, glu):
     w1 = values(len(sizes), ffn, hidden, number=2, scale=scale)
     v1 = values(len(sizes), ffn, hidden, number=3, scale=scale) if glu else None
     cases.poison(DEVICE)
-    a, h, g = HOPPER.up(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), activation, True)
-    assert (hopper._workspace_of_up(a, hidden, torch.zeros(len(sizes), device=DEVICE)) is None) == (hidden == 72)
+    a, h, g = hopper.up_gemm(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), activation, True)
+    assert tuning.up_gemm(sum(sizes), hidden, ffn, glu).tile_counter == (hidden != 72)
     for name, weights, got in (("h", w1, h), ("g", v1, g)):
         if weights is None:
             continue
@@ -270,30 +255,30 @@ def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
     x, gathered, slots, w, a = gathered_inputs(dtype, sizes, hidden, ffn, top_k)
     on_device, rows = torch.tensor(sizes, dtype=torch.int32, device=DEVICE), sum(sizes)
     cases.poison(DEVICE)
-    got = HOPPER.rows_gathered(x, slots, top_k, w, on_device)[:rows]
+    got = hopper.rows_gemm_gathered(x, slots, top_k, w, on_device)[:rows]
     each = [torch.cat([g.to(t) @ m.to(t).t() for g, m in zip(gathered.split(sizes), w)]) for t in (dtype, torch.float64)]
     assert_as_accurate_as(got, *each, "rows")
     assert bool((got[slots[:rows] < 0] == 0).all())
     cases.poison(DEVICE)
-    got = HOPPER.weights_gathered(a, x, slots, top_k, on_device)
+    got = hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device)
     assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, dtype), "weights")
     assert bool((got[on_device == 0] == 0).all())
-    assert torch.equal(got, HOPPER.weights_gathered(a, x, slots, top_k, on_device))
+    assert torch.equal(got, hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device))
 
 
 def test_weights_that_gather_in_more_groups_than_a_block_has_threads():
     sizes = [*([3] * 1100), 0, 400]
     x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, 72, 24, 2)
-    got = HOPPER.weights_gathered(a, x, slots, 2, torch.tensor(sizes, device=DEVICE))
+    got = hopper.weight_gradient_gemm_gathered(a, x, slots, 2, torch.tensor(sizes, device=DEVICE))
     assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, torch.bfloat16), "weights")
 
 
 def test_weights_that_gather_keep_nan_in_its_group():
     x, _, slots, _, a = gathered_inputs(torch.bfloat16, SIZES, 264, 136, 2)
     sizes = torch.tensor(SIZES, device=DEVICE)  # int64
-    clean = HOPPER.weights_gathered(a, x, slots, 2, sizes)
+    clean = hopper.weight_gradient_gemm_gathered(a, x, slots, 2, sizes)
     a[130:131] = float("nan")  # all of group 2
-    got = HOPPER.weights_gathered(a, x, slots, 2, sizes)
+    got = hopper.weight_gradient_gemm_gathered(a, x, slots, 2, sizes)
     others = torch.arange(len(SIZES), device=DEVICE) != 2
     assert bool(got[2].isnan().all()) and torch.equal(got[others], clean[others])
 
@@ -355,8 +340,8 @@ def test_slots_out_of_range_name_no_token():
     wrong[::7] = torch.tensor([x.size(0) * top_k, 2**31 - 1, -(2**31), x.size(0) * top_k + 1], device=DEVICE, dtype=torch.int32)[
         torch.arange(len(wrong[::7]), device=DEVICE) % 4]
     none = torch.where((wrong < 0) | (wrong >= x.size(0) * top_k), -1, wrong)
-    for product in (lambda s: HOPPER.rows_gathered(x, s, top_k, w, sizes)[:rows], lambda s: HOPPER.weights_gathered(a, x, s, top_k, sizes),
-                    lambda s: HOPPER.up(x, s, top_k, w, w, sizes, "silu", True)[0][:rows]):
+    for product in (lambda s: hopper.rows_gemm_gathered(x, s, top_k, w, sizes)[:rows], lambda s: hopper.weight_gradient_gemm_gathered(a, x, s, top_k, sizes),
+                    lambda s: hopper.up_gemm(x, s, top_k, w, w, sizes, "silu", True)[0][:rows]):
         assert torch.equal(product(wrong), product(none))
     inputs = down_backward_inputs(torch.bfloat16, SIZES, hidden, ffn, glu=True, weights=torch.float32)
     few = inputs["weights"][:100].contiguous()
@@ -397,7 +382,7 @@ def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
     plan = RoutingPlan.from_experts(ids, 1)
     rows, _ = gather(x, plan.row_of_slot_TK, plan.slot_of_row_P[:8].clone())
     assert torch.equal(rows[:6], x[picked])
-    assert not HOPPER.gathers(x, 256, "silu") and HOPPER.gathers(x[:1000], 256, "silu")
-    assert HOPPER.gathers_in_backward(x, 256) == (False, False)
+    assert tuning.experts(hidden, 256, "silu", x[:1000].nbytes) == tuning.ExpertsConfig(True, True, True, True)
+    assert tuning.experts(hidden, 256, "silu", x.nbytes) == tuning.ExpertsConfig(False, False, False, True)
     with pytest.raises(RuntimeError, match="expected less than 64 GiB to gather from"):
-        HOPPER.rows_gathered(x, plan.slot_of_row_P[:8], 1, x[:64].unsqueeze(0), plan.padded_counts_E)
+        hopper.rows_gemm_gathered(x, plan.slot_of_row_P[:8], 1, x[:64].unsqueeze(0), plan.padded_counts_E)

@@ -10,7 +10,6 @@ import torch
 import gbmoe
 from gbmoe import cases, engines
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import product
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 LAYOUTS = {"a@b": (False, False), "a@b.T": (False, True), "a.T@b": (True, False)}
@@ -116,6 +115,18 @@ def test_batch_sizes_of_any_kind(device, sizes_dtype, sizes_device):
     assert torch.equal(gbmoe.gmm(a, b, batch_sizes), expected)
     assert torch.equal(gbmoe.gmm(a, b, batch_sizes.to(device), engine="reference"),
                        gbmoe.gmm(a, b, torch.tensor(sizes), engine="reference"))
+
+
+@pytest.mark.parametrize("sizes_device", ["host", "with a"])
+def test_reducing_batch_sizes_before_backward_changed_the_gradients(device, sizes_device):
+    """A collective writes to them without autograd's knowledge; backward has sizes of its own."""
+    a, b = (cases.exact_values(*shape, dtype=torch.float32, device=device, seed=1).requires_grad_() for shape in ((12, 8), (3, 8, 8)))
+    sizes = torch.tensor([5, 0, 7], device="cpu" if sizes_device == "host" else device)
+    expected = torch.autograd.grad(gbmoe.gmm(a, b, sizes).square().sum(), (a, b))
+    out = gbmoe.gmm(a, b, sizes)
+    sizes.data.mul_(2)
+    for got, want in zip(torch.autograd.grad(out.square().sum(), (a, b)), expected, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_strided_batch_sizes(engine_on):
@@ -245,7 +256,7 @@ def test_rows_behind_the_last_group_are_not_touched(device):
         if engine.unavailable(device) or engine.refuses(Problem.of(a, b, torch.tensor([3, 4]), False, False)):
             continue
         out = torch.full((10, b.size(2)), 7.0, device=device)
-        product(a, b, torch.tensor([3, 4]), engine=name, out=out)
+        engines.product(a, b, torch.tensor([3, 4]), engine=name, out=out)
         assert bool((out[7:] == 7).all()) and not bool((out[:7] == 7).any())
 
 

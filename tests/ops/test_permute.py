@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,82 @@ def test_ragged_map_is_the_dense_one_with_holes(device):
 def test_bad_options(call, words):
     with pytest.raises((TypeError, ValueError), match="padded_gather: " + words):
         call()
+
+
+# ------------------------------------------------------------------------------------------------------------ maps made by hand
+
+
+def guarded(rows, hidden, dtype, device, seed):
+    """[rows, hidden] in the middle of NaN, which a row out of range would find."""
+    around = torch.full((rows + 64, hidden), float("nan"), dtype=dtype, device=device)
+    around[32:-32] = cases.exact_values(rows, hidden, dtype=dtype, device=device, seed=seed)
+    return around[32:-32]
+
+
+FAR = 2**31 - 1
+
+
+# Rows of vectors and of single elements; slots in one pass and in several.
+@pytest.mark.parametrize("hidden, top_k", [(64, 1), (64, 2), (64, 3), (2048, 8), (64, 20), (7, 3), (7168, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+def test_rows_and_slots_out_of_range_are_none(device, hidden, top_k, dtype):
+    """A plan made by hand whose entries lead outside is the plan with -1 in their place."""
+    tokens, experts = 9, 20
+    plan = make_plan(tokens, experts, top_k, device, align=16)
+    none_TK, none_P = plan.row_of_slot_TK < 0, plan.slot_of_row_P == -1
+    assert int(none_TK.sum()) >= 2 and int(none_P.sum()) >= 4
+    row_of_slot, slot_of_row = plan.row_of_slot_TK.clone(), plan.slot_of_row_P.clone()
+    outside = [plan.num_rows, plan.num_rows + 3, -2, FAR, -FAR - 1]
+    row_of_slot[none_TK] = torch.tensor((outside * 20)[:int(none_TK.sum())], dtype=torch.int32, device=device)
+    outside = [tokens * top_k, tokens * top_k + 5, -3, FAR, -FAR - 1]
+    slot_of_row[none_P] = torch.tensor((outside * 500)[:int(none_P.sum())], dtype=torch.int32, device=device)
+    by_hand = replace(plan, row_of_slot_TK=row_of_slot, slot_of_row_P=slot_of_row)
+
+    weights = cases.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3)
+    x, grad = (guarded(tokens, hidden, dtype, device, seed) for seed in (1, 4))
+    y, grad_xp = (guarded(plan.num_rows, hidden, dtype, device, seed) for seed in (2, 5))
+
+    def everything(plan):
+        cases.poison(device)
+        leaves = [t.detach().requires_grad_() for t in (x, y, weights)]
+        xp, probs_P = gbmoe.padded_gather(leaves[0], plan, slot_scale_TK=leaves[2], probs_TK=leaves[2])
+        copied = gbmoe.padded_gather(leaves[0], plan)
+        out = gbmoe.padded_scatter(leaves[1], plan, leaves[2])
+        plain = gbmoe.padded_scatter(leaves[1], plan)
+        grads = [*torch.autograd.grad((xp, probs_P), (leaves[0], leaves[2]), (grad_xp, torch.ones_like(probs_P))),
+                 *torch.autograd.grad(copied, leaves[0], grad_xp), *torch.autograd.grad(out, leaves[1:], grad),
+                 *torch.autograd.grad(plain, leaves[1], grad)]
+        return [t.detach() for t in (xp, probs_P, copied, out, plain)] + grads
+
+    for result, expected in zip(everything(by_hand), everything(plan)):
+        assert bool(result.isfinite().all()) and torch.equal(result, expected)
+
+
+def test_columns_and_counts_out_of_range_are_none(device):
+    """Of a ragged map: what lies behind K entries, and a slot whose scalar is in no column."""
+    tokens, experts, hidden = 6, 3, 24
+    rows = torch.arange(tokens * experts, dtype=torch.int32, device=device).view(tokens, experts)
+    columns = torch.arange(experts, dtype=torch.int32, device=device).repeat(tokens, 1)
+    counts = torch.full((tokens,), experts, dtype=torch.int32, device=device)
+    wild_columns, wild_counts, clean_rows = columns.clone(), counts.clone(), rows.clone()
+    for (t, j), column in {(0, 0): experts, (1, 2): FAR, (2, 1): -1, (3, 1): -FAR - 1}.items():
+        wild_columns[t, j], clean_rows[t, j] = column, -1
+    wild_counts[3], wild_counts[4], wild_counts[5] = FAR, 4 * experts, -7
+    clean_rows[5] = -1
+    slot_of_row = torch.where(torch.isin(rows.flatten(), clean_rows), 0, -1).int()
+    x = cases.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=1).requires_grad_()
+    weights = cases.exact_values(tokens, experts, dtype=torch.float32, device=device, seed=2).requires_grad_()
+    results = []
+    for maps in ((rows, slot_of_row, wild_columns, wild_counts), (clean_rows, slot_of_row, columns, counts)):
+        results.append([])
+        for scale, probs in ((weights, None), (None, weights), (weights, weights)):
+            cases.poison(device)
+            xp, probs_P = torch.ops.gbmoe.padded_gather(x, *maps, scale, probs, False)
+            out = torch.ops.gbmoe.padded_scatter(xp, *maps, weights)
+            grads = torch.autograd.grad(out.square().sum() + probs_P.square().sum(), (x, weights))
+            results[-1] += [xp.detach(), probs_P.detach(), out.detach(), *grads]
+    for result, expected in zip(*results):
+        assert bool(result.isfinite().all()) and torch.equal(result, expected)
 
 
 # ------------------------------------------------------------------------------------------------- no wait, CUDA graphs, bits

@@ -222,7 +222,7 @@ class _GraphedLayer(_Layer):
             self.graph = _captured(super().call_once)
         except Exception as error:
             if self.foreign:  # no finding: many wait for the device, which a graph cannot hold
-                raise Refusal(f"cannot be captured: {str(error).splitlines()[0]}") from error
+                raise Refusal(f"cannot be captured: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
             raise
         self.x_TH.copy_(x_TH)
         self.graph.replay()

@@ -12,7 +12,6 @@ from gbmoe.cases import MoeCase
 from gbmoe.cli.bench.peers.base import Layer, Permutation, Prepared, Weights
 from gbmoe.layers import Arguments, dMoE
 from gbmoe.ops import padded_gather, padded_scatter, permute
-from gbmoe.ops.gmm import product
 
 
 class DroplessLayer(Layer):
@@ -55,7 +54,7 @@ def grouped_product(engine: str, a: torch.Tensor, b: torch.Tensor, sizes: Sequen
     """gbmoe's product, with the sizes where the engine wants them."""
     on_host = engine in engines.ENGINES and engines.ENGINES[engine].needs_host_sizes
     sizes_E = torch.tensor(sizes, device="cpu" if on_host else a.device)
-    return Prepared(partial(product, a, b, sizes_E, trans_a=trans_a, engine=engine))
+    return Prepared(partial(engines.product, a, b, sizes_E, trans_a=trans_a, engine=engine))
 
 
 class PlannedPermutation(Permutation):

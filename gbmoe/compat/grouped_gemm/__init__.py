@@ -1,8 +1,9 @@
 """grouped_gemm by name and signature, on gbmoe's operators: any floating dtype, CPU and CUDA, batch_sizes on either.
 
-`ops` and `backend` mirror grouped_gemm 0.3 (github.com/tgale96/grouped_gemm), and `ops` also has the permute and
-unpermute of NVIDIA's nv-grouped-gemm. register() puts this package where `import grouped_gemm` looks, for code that
-names it so: MegaBlocks' mlp_impl='grouped', OLMo-core, Nanotron, Megatron-LM.
+`ops` and `backend` mirror grouped_gemm 0.3 (github.com/tgale96/grouped_gemm) with every public name, `extension` is what
+it calls grouped_gemm_backend, and `ops` also has the permute and unpermute of NVIDIA's nv-grouped-gemm. register() puts
+this package where `import grouped_gemm` looks, for code that names it so: MegaBlocks' mlp_impl='grouped', OLMo-core,
+Nanotron, Megatron-LM.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from gbmoe.compat.grouped_gemm import backend, ops
+from gbmoe.compat.grouped_gemm import backend, extension, ops
 
 __all__ = ["backend", "ops", "register"]
+
+backend.backend = extension  # as grouped_gemm names it; set here, because the stand-in computes through backend
 
 
 def register(*, force: bool = False) -> None:
@@ -29,4 +32,4 @@ def register(*, force: bool = False) -> None:
     """
     if force or importlib.util.find_spec("grouped_gemm") is None:
         sys.modules["grouped_gemm"] = sys.modules[__name__]
-        sys.modules.update({"grouped_gemm.ops": ops, "grouped_gemm.backend": backend})
+        sys.modules.update({"grouped_gemm.ops": ops, "grouped_gemm.backend": backend, "grouped_gemm_backend": extension})

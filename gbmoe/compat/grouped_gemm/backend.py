@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe import engines
 from gbmoe._checks import require, require_tensor
 from gbmoe.engines.base import result_shape
-from gbmoe.ops.gmm import _check_arguments, _check_operands, _check_sizes, product
+from gbmoe.ops.gmm import check_arguments, check_operands, check_sizes
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
@@ -22,9 +23,9 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    _check_arguments(a, b, batch_sizes, trans_a, trans_b)
-    _check_operands(a, b, trans_a, trans_b)
-    _check_sizes(batch_sizes, a.size(0))
+    check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    check_operands(a, b, trans_a, trans_b)
+    check_sizes(batch_sizes, a.size(0))
     if c is not None:
         shape = result_shape(a, b, batch_sizes.numel(), trans_a, trans_b)
         require_tensor(c, "gmm", "c", dtypes=(a.dtype,), device=a.device)
@@ -33,5 +34,5 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         # Engines may store 16 bytes at a time: a view that starts between them gets a copy.
         direct = c is not None and c.data_ptr() % 16 == 0
-        result = product(a, b, batch_sizes, trans_a, trans_b, engine="auto", out=c if direct else None)
+        result = engines.product(a, b, batch_sizes, trans_a, trans_b, engine="auto", out=c if direct else None)
         return result if c is None or direct else c.copy_(result)

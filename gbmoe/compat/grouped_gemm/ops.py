@@ -1,6 +1,6 @@
 """grouped_gemm.ops: the differentiable product, and nv-grouped-gemm's permutation.
 
-Shape suffixes: T tokens, K slots a token, H hidden, P rows.
+Shape suffixes: T tokens, K slots a token, H hidden, P rows. For the product M rows, E groups, K inner, N columns.
 """
 
 from __future__ import annotations
@@ -8,7 +8,43 @@ from __future__ import annotations
 import torch
 
 import gbmoe.ops
+from gbmoe.compat.grouped_gemm import backend
 from gbmoe.compat.transformer_engine import moe_permute, moe_unpermute
+
+
+__all__ = ["GroupedGemm", "backend", "gmm", "permute", "unpermute"]
+
+
+class GroupedGemm(torch.autograd.Function):
+    """grouped_gemm's autograd function, for code that applies or extends it; `gmm` is faster, and autocast casts its operands.
+
+    GroupedGemm.apply(a, b, batch_sizes, trans_b): shapes, dtypes and errors are those of gbmoe.gmm. Not cast by autocast, as
+    there; differentiable twice.
+    """
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool) -> torch.Tensor:
+        """a [M,K], b [E,K,N] or with trans_b [E,N,K], sizes [E], to [M,N]."""
+        ctx.save_for_backward(a, b, batch_sizes)
+        ctx.trans_b = trans_b
+        return _uncast(a, b, batch_sizes, trans_b=trans_b)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        """grad [M,N], to the gradients of a and b where they are asked for."""
+        a, b, batch_sizes = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = _uncast(grad, b, batch_sizes, trans_b=not ctx.trans_b)
+        if ctx.needs_input_grad[1]:
+            left, right = (grad, a) if ctx.trans_b else (a, grad)
+            grad_b = _uncast(left, right, batch_sizes, trans_a=True)
+        return grad_a, grad_b, None, None
+
+
+def _uncast(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, **transposed: bool) -> torch.Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return gbmoe.ops.gmm(a, b, batch_sizes, **transposed)
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:

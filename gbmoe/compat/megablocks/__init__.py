@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 
 from gbmoe.compat import grouped_gemm
 
@@ -51,7 +52,10 @@ def register() -> None:
     grouped_gemm.register()
     try:
         import megablocks_ops  # noqa: F401
-    except ImportError:  # not there, or built for another torch
+    except ImportError as error:
+        if error.name != "megablocks_ops":  # it is there, and built for another torch
+            warnings.warn(f"megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place: {error}",
+                          RuntimeWarning, stacklevel=2)
         _stand_in("megablocks_ops", "extension")
     if importlib.util.find_spec("triton") is None:
         _stand_in("megablocks.backend.kernels", "kernels")

@@ -1,6 +1,5 @@
 // From the gradient of the experts' results back through w2 and the activation.
 
-#include "differentiate.cuh"
 #include "launch.cuh"
 
 namespace gbmoe {
@@ -8,22 +7,18 @@ namespace {
 
 using namespace hopper;
 
-// Of 227 KiB what three slices leave, or four narrow ones, are buffers for a whole tile and a part of the next.
-template <typename T, bool kGate, int kTileN, int kClusterN>
-using HandingKernel = Kernel<T, false, false, false, Finish::kHandOver, std::bool_constant<kGate>, kTileN, kTileN == kNarrow ? 4 : 3,
-                             kTileN == kNarrow ? 4 : 5, 1, kClusterN>;
-
-template <typename T, bool kGate> void launch_handing(const Maps& maps, const Arguments& args, Tiling tiling, const Tensor& on) {
-  if (tiling.tile == kNarrow) launch<HandingKernel<T, kGate, kNarrow, 2>>(maps, args, std::nullopt, on);
-  else if (tiling.pairs == Pairs::kAlongN) launch<HandingKernel<T, kGate, kWidest, 2>>(maps, args, std::nullopt, on);
-  else launch<HandingKernel<T, kGate, kWidest, 1>>(maps, args, std::nullopt, on);
+template <typename T, bool kGate>
+void launch_down_backward(const TensorMaps& maps, const Arguments& args, Tiling tiling, const Tensor& on) {
+  if (tiling.tile_n == kNarrowTileN) launch<DownBackwardSettings<T, kGate, kNarrowTileN, 2>>(maps, args, std::nullopt, on);
+  else if (tiling.cluster == Cluster::kTwoAlongN) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, std::nullopt, on);
+  else launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, std::nullopt, on);
 }
 
 // grad_weights[slot of row r] = dots[0,r] + dots[1,r] + ..., in the same order for every row.
-constexpr int kSumRows = 32, kSumThreads = 8;  // of a block; a row
+constexpr int kSumRows = 32, kSumThreads = 8;  // of a CTA; of a row
 __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
     const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, Scalars grad_weights) {
-  __shared__ float parts[kSumThreads][kSumRows];
+  __shared__ float partial_sums[kSumThreads][kSumRows];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kSumRows + threadIdx.x;
   const int named = row < rows ? slot_of_row[row] : -1, slot = static_cast<uint32_t>(named) < slots ? named : -1;
   float sum = 0.0f;
@@ -31,10 +26,10 @@ __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
 #pragma unroll 4
     for (int chunk = threadIdx.y; chunk < chunks; chunk += kSumThreads) sum += dots[chunk * rows + row];
   }
-  parts[threadIdx.y][threadIdx.x] = sum;
+  partial_sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y > 0 || slot < 0) return;
-  for (int i = 1; i < kSumThreads; ++i) sum += parts[i][threadIdx.x];
+  for (int i = 1; i < kSumThreads; ++i) sum += partial_sums[i][threadIdx.x];
   grad_weights.write(slot, sum);
 }
 
@@ -46,7 +41,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
                           std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   Arguments args = arguments(sizes, h.size(0), h.size(1), kPanelOfRows);
-  args.slices = divide_up(static_cast<int>(dz.size(1)), kTileK);
+  args.k_blocks = divide_up(static_cast<int>(dz.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = weights ? static_cast<uint32_t>(weights->numel()) : INT32_MAX;  // without weights all that counts is the sign
@@ -57,21 +52,19 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   args.out[0] = a.data_ptr();
   args.out[1] = dh.data_ptr();
   args.out[2] = dg ? dg->data_ptr() : nullptr;
-  Tiling tiling = hopper::tiling(args.columns);
-  // With four slices narrow tiles in pairs are worth more here than wide ones on their own with three.
-  if (args.columns % (2 * kNarrow) == 0 && tiling.pairs == Pairs::kNone) tiling = {kNarrow, Pairs::kAlongN};
-  Maps maps{};
-  maps.a[0] = map_of_a(dz, tiling.pairs);
-  maps.b[0] = tensor_map(w2, box_of_b(tiling.tile));
+  const Tiling tiling = tiling_of_activation_backward(args.size_n);
+  TensorMaps maps{};
+  maps.a[0] = map_of_a(dz, tiling.cluster);
+  maps.b[0] = tensor_map(w2, box_of_b(tiling.tile_n));
   maps.out[0] = tensor_map(h, kBoxOut);
   if (g) maps.out[1] = tensor_map(*g, kBoxOut);
   GBMOE_DISPATCH_HALF(dz.scalar_type(), "hopper_down_backward", {
-    if (g) launch_handing<T, true>(maps, args, tiling, dz);
-    else launch_handing<T, false>(maps, args, tiling, dz);
+    if (g) launch_down_backward<T, true>(maps, args, tiling, dz);
+    else launch_down_backward<T, false>(maps, args, tiling, dz);
   });
   if (!dots) return;
   sum_dots_kernel<<<static_cast<unsigned>(ceil_div(args.rows, kSumRows)), dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
-      args.dots, divide_up(args.columns, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
+      args.dots, divide_up(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -1,6 +1,6 @@
 // h = x @ w1[e].T, g = x @ v1[e].T and a = act(h) * g.
 
-#include "up.cuh"
+#include "up_projection.cuh"
 
 namespace gbmoe {
 
@@ -8,8 +8,9 @@ namespace gbmoe {
 // slot_of_row[r] / top_k.
 void hopper_up_glu(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
                    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
-  hopper::launch_up<hopper::Finish::kGlu>(x, slot_of_row, top_k, w1, &v1, sizes, activation, workspace, a, h ? &*h : nullptr,
-                                          g ? &*g : nullptr);
+  using namespace hopper;
+  launch_up<EpilogueKind::kGlu>(
+      x, slot_of_row, top_k, w1, &v1, sizes, activation, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
 }
 
 }  // namespace gbmoe

@@ -1,0 +1,154 @@
+// The schedule of a balanced product, made on the device ahead of it by one CTA: how its tiles are cut into work items.
+//
+// A work item is a tile, or one split of a tile's sum. Clusters take items in order: each takes the next one when it begins the
+// one before.
+//
+// m-grouped, all sums are of one length. What is left over after all clusters had equally many tiles, the tail, is cut into as
+// many splits as end soonest, if there is room for partial sums; else the schedule is no more than a counter of tiles.
+//
+// k-grouped (gradients of weights), the length is the group's: tiles that last longer than a good part of one cluster's share of
+// all are split, and the longest items come first, so that what is left for the end is short.
+
+#include "balanced_schedule.cuh"
+
+#include <climits>
+
+#include "../ops.h"
+#include "device.cuh"
+#include "tile.cuh"
+
+namespace gbmoe::hopper {
+namespace {
+
+constexpr int kMaxThreads = 1024;  // up to so many groups are ordered by length and split; more are listed as they are
+constexpr int kMinKBlocks = 16;    // of a split, k-grouped
+constexpr int kSplitCost = 2;      // the time to leave a partial sum, or to add one, in k-blocks
+constexpr float kEven = 1.05f;     // nothing is split where whole tiles take at most this much longer than a perfectly even schedule
+
+// Ways to add: numbers as they are, and rows, of which there are at most P.
+struct Plus {
+  __device__ __forceinline__ int operator()(int a, int b) const { return a + b; }
+};
+struct PlusRows {
+  const Arguments& args;
+  __device__ __forceinline__ int operator()(int a, int b) const { return add_rows(args, a, b); }
+};
+
+template <typename Add> __device__ __forceinline__ int warp_scan(int value, Add add) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kFullWarp, value, step);
+    if (threadIdx.x % 32 >= step) value = add(value, before);
+  }
+  return value;
+}
+__device__ __forceinline__ int warp_sum(int value) { return __shfl_sync(kFullWarp, warp_scan(value, Plus{}), 31); }
+__device__ __forceinline__ int warp_max(int value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
+  return value;
+}
+
+// One number of every warp, for all threads: thread l of each warp gets that of warp l. All threads of the CTA meet in it.
+__device__ __forceinline__ int of_warps(int value, int (&shared)[32]) {
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  return threadIdx.x % 32 < blockDim.x / 32 ? shared[threadIdx.x % 32] : 0;
+}
+// The sums of the values of all threads before this one, of those and its own, and of all threads.
+struct Sums { int begin, end, all; };
+template <typename Add> __device__ __forceinline__ Sums sum_threads(int value, int (&shared)[32], Add add) {
+  const int in_warp = warp_scan(value, add), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warps = warp_scan(of_warps(__shfl_sync(kFullWarp, in_warp, 31), shared), add);
+  const int before_warp = warp > 0 ? __shfl_sync(kFullWarp, warps, warp - 1) : 0, before_lane = __shfl_up_sync(kFullWarp, in_warp, 1);
+  return {lane > 0 ? add(before_warp, before_lane) : before_warp, add(before_warp, in_warp), __shfl_sync(kFullWarp, warps, 31)};
+}
+
+__device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& shape) {
+  __shared__ int shared[32];
+  int tiles = 0;
+  for (int group = threadIdx.x; group < args.groups; group += blockDim.x) {
+    tiles += divide_up(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
+  }
+  const int all = warp_sum(of_warps(warp_sum(tiles), shared));
+  if (threadIdx.x > 0) return;
+  const int tail = all % shape.clusters;
+  int best = 1, best_cost = shape.k_blocks;
+  for (int splits = 2; splits <= 8 && tail > 0 && tail * splits <= shape.entries && splits * 4 <= shape.k_blocks; ++splits) {
+    const int cost = divide_up(tail * splits, shape.clusters) * divide_up(shape.k_blocks, splits) + (splits + 2) * kSplitCost;
+    if (cost < best_cost) best = splits, best_cost = cost;
+  }
+  *args.schedule = {0, all - (best > 1 ? tail : 0), best > 1 ? tail : 0, best};
+}
+
+// k-grouped, one thread a group.
+__device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& shape) {
+  __shared__ int shared[4][32], length_of[kMaxThreads];
+  const int group = threadIdx.x;
+  const Sums of_rows = sum_threads(size_of_group(args, group), shared[0], PlusRows{args});
+  const int row = of_rows.begin, rows = of_rows.end - row, length = divide_up(rows, kBlockK);
+  const int k_blocks = warp_sum(of_warps(warp_sum(length), shared[1]));
+  const int longest = warp_max(of_warps(warp_max(length), shared[2]));
+  const int filled = __syncthreads_count(length > 0), tiles = shape.tiles_n * shape.tiles_m;
+  const float fair = static_cast<float>(k_blocks) * tiles / shape.clusters;  // k-blocks of one cluster
+  // All have ended after this many k-blocks if no tile is cut.
+  const float uncut = static_cast<float>(longest) * divide_up(filled * tiles, shape.clusters);
+  // Cut into floor(length / of_split) splits, all groups together do not need more entries than there are.
+  const int splits_a_cluster = shape.entries / shape.clusters;
+  const float of_split = fmaxf(fair / max(splits_a_cluster, 1), kMinKBlocks);
+  const bool cut = splits_a_cluster > 0 && uncut > kEven * fair && length >= 2 * of_split;
+  int splits = cut ? min(static_cast<int>(length / of_split), kMaxSplits) : 1;
+  const int entries = splits > 1 ? splits * tiles : 0, entry = sum_threads(entries, shared[3], Plus{}).begin;
+  if (entry + entries > shape.entries) splits = 1;
+  const int item = divide_up(length, splits);
+  length_of[group] = item;
+  __syncthreads();
+  if (group >= args.groups) return;
+  int place = 0;
+  for (int other = 0; other < args.groups; ++other) {
+    place += length_of[other] > item || (length_of[other] == item && other < group);
+  }
+  args.groups_by_length[place] = {group, row, rows, splits > 1 ? pack_split(splits, 0, entry) : 0};
+}
+
+// k-grouped, with more groups than threads.
+__device__ void list_k_grouped(const Arguments& args) {
+  __shared__ int shared[2][32];
+  const PlusRows add{args};
+  int first = 0;
+  for (int base = 0; base < args.groups; base += blockDim.x) {
+    const int group = base + threadIdx.x;
+    const Sums rows = sum_threads(size_of_group(args, group), shared[base / blockDim.x % 2], add);
+    const int row = add(first, rows.begin);
+    if (group < args.groups) args.groups_by_length[group] = {group, row, add(first, rows.end) - row, 0};
+    first = add(first, rows.all);
+  }
+}
+
+__global__ void __launch_bounds__(kMaxThreads) balanced_schedule_kernel(const Arguments args, const ScheduleShape shape) {
+  for (int i = threadIdx.x; i < shape.counters; i += blockDim.x) args.arrivals[i] = 0;
+  if (!shape.grouped_k) return schedule_m_grouped(args, shape);
+  if (threadIdx.x == 0) *args.schedule = {0, INT_MAX, 0, 1};
+  if (args.groups <= static_cast<int>(blockDim.x)) schedule_k_grouped(args, shape);
+  else list_k_grouped(args);
+}
+
+}  // namespace
+
+void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream_t stream) {
+  const int threads = std::clamp(divide_up(args.groups, 32) * 32, 256, kMaxThreads);
+  balanced_schedule_kernel<<<1, threads, 0, stream>>>(args, shape);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace gbmoe::hopper
+
+namespace gbmoe {
+
+int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts) {
+  using namespace hopper;
+  const int count = multiprocessors(on.get_device_index());
+  return Workspace::head_bytes(static_cast<int>(groups), max_entries(count)) + parts * count * Workspace::kEntryBytes;
+}
+
+}  // namespace gbmoe

@@ -1,0 +1,184 @@
+// The epilogue: one warp's 16 rows of a tile, from its sums to memory (EpilogueKind says what becomes of them).
+//
+// A tile is stored a chunk of 64 columns at a time, a chunk in kChunkSteps steps, and behind each k-block of the next tile there
+// is one. Code is unrolled for one chunk only: that of all of them would not stay in the instruction cache.
+
+#pragma once
+
+#include "arguments.cuh"
+#include "shared_memory.cuh"
+
+namespace gbmoe::hopper {
+
+template <typename Traits> struct Epilogue {
+  using Shared = SharedMemory<Traits>;
+  using Element = typename Traits::Element;
+  using Accumulators = typename Traits::Accumulators;
+  static constexpr EpilogueKind kKind = Traits::kEpilogue;
+  static constexpr bool kGlu = Traits::kGlu, kGroupedK = Traits::kGroupedK;
+  static constexpr int kBuffers = Traits::kEpilogueBuffers, kHeld = Traits::kPackedAccumulators;
+  static constexpr int kChunks = kGlu ? 2 : Traits::kTileN / 64;
+  static constexpr int kChunkSteps = kGlu ? 6 : kKind == EpilogueKind::kActivation ? 5 : 1;
+  // Steps behind the next tile's k-blocks; none where the epilogue holds nothing.
+  static constexpr int kTileSteps =
+      kKind == EpilogueKind::kAccumulate || Traits::kActivationBackward || Traits::kPingPong ? 0 : kChunks * kChunkSteps;
+
+  const TensorMaps& maps;
+  const Arguments& args;
+  uint32_t buffers;                  // kBuffers of this warp
+  int lane = threadIdx.x % 32, row_in_tile = threadIdx.x / 32 * 16;
+  uint32_t next = 0, activated = 0;  // the buffer to take next, and the one that is filled quarter by quarter
+  bool held = false;                 // whether there is a tile to store
+  int chunk = 0;                     // that is next
+  Tile tile = {};
+  uint32_t pair[kHeld];              // its sums from that chunk on, two columns each: [chunk][quarter][row half of column half]
+
+  __device__ Epilogue(const TensorMaps& maps_, const Arguments& args_, uint32_t shared)
+      : maps(maps_), args(args_), buffers(Shared::buffer(shared, threadIdx.x / 32, 0)) {}
+
+  // Takes a tile's sums, rounded to 16 bits.
+  __device__ __forceinline__ void hold(const Tile& of, const Accumulators& sum) {
+    tile = of;
+    held = true;
+    chunk = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) pair[i] = kGroupedK && of.rows == 0 ? 0u : pack<Element>(sum[2 * i], sum[2 * i + 1]);
+  }
+
+  // All steps of the tile that is held.
+  __device__ __forceinline__ void finish() {
+    if (!held) return;
+#pragma unroll 1
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < kChunkSteps; ++i) step(i);
+      end_chunk();
+    }
+  }
+
+  // One step of the chunk that is next.
+  __device__ __forceinline__ void step(int number) {
+    if (!held || tile.n + chunk * 64 >= args.size_n) return;
+    if constexpr (kKind == EpilogueKind::kStore) {
+      store_chunk(0, 0);
+    } else if constexpr (kKind == EpilogueKind::kActivation || kGlu) {
+      if (number < 4) activate_quarter(number);
+      else if (args.save) store_chunk(number - 3, (number - 4) * 32);
+    }
+  }
+
+  // On to the next chunk.
+  __device__ __forceinline__ void end_chunk() {
+    constexpr int kOfOne = kGlu ? 32 : kHeld;  // of each of h and g, or in all
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      if (i % kOfOne + 16 < kOfOne) pair[i] = pair[i + 16];
+    }
+    if (++chunk == kChunks) held = false;
+  }
+
+  // kAccumulate: fp32 sums, added to the output: at once, since they cannot be held.
+  __device__ __forceinline__ void accumulate(const Tile& of, const Accumulators& sum) {
+#pragma unroll
+    for (int c = 0; c < Traits::kTileN / 32; ++c) {
+      const int column = of.n + c * 32;
+      if (column >= args.size_n) break;
+      const uint32_t buffer = take_buffer();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // two columns each of rows lane / 4 and 8 rows on
+        const int line = lane / 4 + i % 2 * 8, byte = i / 2 * 32 + lane % 4 * 8;
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};"
+                     ::"r"(buffer + line * kLineBytes + ((byte >> 4 ^ (line & 7)) << 4) + byte % 16),
+                     "f"(sum[c * 16 + i * 2]), "f"(sum[c * 16 + i * 2 + 1])
+                     : "memory");
+      }
+      fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        tma_reduce_add(&maps.out[0], buffer, column, of.m + row_in_tile, of.group);
+        tma_store_commit();
+      }
+    }
+  }
+
+ private:
+  // The warp's buffers in turn; each waits until its last contents have left.
+  __device__ __forceinline__ uint32_t take_buffer() {
+    if (lane == 0) tma_store_wait_read<kBuffers - 1>();
+    __syncwarp();
+    const uint32_t buffer = buffers + next * kEpilogueBufferBytes;
+    next = next + 1 == kBuffers ? 0 : next + 1;
+    return buffer;
+  }
+
+  // A full buffer to the chunk's columns of an output: by TMA, or row by row where rows behind the valid ones belong to the next
+  // group.
+  __device__ __forceinline__ void store_buffer(int output, uint32_t buffer) {
+    const int column = tile.n + chunk * 64;
+    fence_proxy_async();
+    __syncwarp();
+    if constexpr (Traits::kTransposedOut) {
+      if (lane == 0) {
+        tma_store(&maps.out[output], buffer, tile.m + row_in_tile, column, tile.group);
+        tma_store_commit();
+      }
+      return;
+    }
+    const int valid = kGroupedK ? 16 : tile.rows - row_in_tile;
+    if (valid >= 16) {
+      if (lane == 0) {
+        if constexpr (kGroupedK) tma_store(&maps.out[output], buffer, column, tile.m + row_in_tile, tile.group);
+        else tma_store(&maps.out[output], buffer, column, tile.row + row_in_tile, 0);
+        tma_store_commit();
+      }
+      return;
+    }
+    const int vector = lane % 8;
+#pragma unroll 1
+    for (int line = lane / 8; line < valid; line += 4) {
+      const int4 value = load_shared_16(buffer + line * kLineBytes + ((vector ^ (line & 7)) << 4));
+      if (column + vector * 8 < args.size_n) {
+        const int64_t element = static_cast<int64_t>(tile.row + row_in_tile + line) * args.size_n + column + vector * 8;
+        *reinterpret_cast<int4*>(static_cast<Element*>(args.out[output]) + element) = value;
+      }
+    }
+    if (lane == 0) tma_store_commit();  // an empty group of stores, so that take_buffer counts this one too
+    __syncwarp();
+  }
+
+  // The chunk's columns of an output, from held sums, `first` and on.
+  __device__ __forceinline__ void store_chunk(int output, int first) {
+    const uint32_t buffer = take_buffer();
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const uint32_t* m = pair + first + quarter * 4;
+      if constexpr (Traits::kTransposedOut) {
+        stmatrix_transposed(Shared::transposed_fragment_address(buffer, quarter), m[0], m[1], m[2], m[3]);
+      } else {
+        stmatrix(Shared::fragment_address(buffer, quarter), m[0], m[1], m[2], m[3]);
+      }
+    }
+    store_buffer(output, buffer);
+  }
+
+  // act(h), or act(h) * g, of a quarter of the chunk: 16 columns. The last one stores the chunk.
+  __device__ __forceinline__ void activate_quarter(int quarter) {
+    if (quarter == 0) activated = take_buffer();
+    const typename Traits::ActivationFamily activation(args.activation);
+    uint32_t m[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 h = unpack<Element>(pair[quarter * 4 + i]);
+      float2 a = {activation.value(h.x), activation.value(h.y)};
+      if constexpr (kGlu) {
+        const float2 g = unpack<Element>(pair[32 + quarter * 4 + i]);
+        a.x *= g.x, a.y *= g.y;
+      }
+      m[i] = pack<Element>(a.x, a.y);
+    }
+    stmatrix(Shared::fragment_address(activated, quarter), m[0], m[1], m[2], m[3]);
+    if (quarter == 3) store_buffer(0, activated);
+  }
+};
+
+}  // namespace gbmoe::hopper

@@ -1,0 +1,66 @@
+// The instances of the grouped GEMM, by the settings in which they differ from the defaults (GemmSettings).
+//
+// 227 KiB of shared memory hold four stages of the wide tile, or six of the square one, and 32 KiB of epilogue buffers.
+
+#pragma once
+
+#include "traits.cuh"
+
+namespace gbmoe::hopper {
+
+// m-grouped: out = a @ b[e], cooperative.
+template <typename T, bool kTransposedB_, int kTileN_, int kClusterN_> struct RowsSettings : GemmSettings {
+  using Element = T;
+  static constexpr bool kTransposedB = kTransposedB_;
+  static constexpr int kTileN = kTileN_, kClusterN = kClusterN_;
+};
+
+// m-grouped: out = a @ b[e], in ping-pong.
+template <typename T, bool kTransposedB_, int kClusterM_, int kClusterN_> struct PingPongRowsSettings : GemmSettings {
+  using Element = T;
+  static constexpr bool kTransposedB = kTransposedB_, kPingPong = true;
+  static constexpr int kTileN = kSquareTileN, kStages = 6, kClusterM = kClusterM_, kClusterN = kClusterN_;
+};
+
+// m-grouped: out = tokens[slot / top_k] @ b[e].
+template <typename T> struct GatheredRowsSettings : GemmSettings {
+  using Element = T;
+  static constexpr bool kGatherA = true;
+};
+
+// m-grouped: the first product of an expert with its activation. What is gathered is not shared, so that
+// kGather wants clusters of one CTA.
+template <typename T, EpilogueKind kKind, typename Family, bool kGather, int kClusterN_> struct UpSettings : GemmSettings {
+  using Element = T;
+  using ActivationFamily = Family;
+  static constexpr EpilogueKind kEpilogue = kKind;
+  static constexpr bool kGatherA = kGather;
+  static constexpr int kClusterN = kClusterN_;
+};
+
+// m-grouped: back through the second product and the activation. What three stages leave of shared memory, or four narrow ones,
+// are buffers for a whole tile and some of the next.
+template <typename T, bool kGate_, int kTileN_, int kClusterN_> struct DownBackwardSettings : GemmSettings {
+  using Element = T;
+  static constexpr EpilogueKind kEpilogue = EpilogueKind::kActivationBackward;
+  static constexpr bool kGate = kGate_;
+  static constexpr int kTileN = kTileN_, kClusterN = kClusterN_;
+  static constexpr int kStages = kTileN == kNarrowTileN ? 4 : 3, kEpilogueBuffers = kTileN == kNarrowTileN ? 4 : 5;
+};
+
+// k-grouped: out[e] = a[rows of e].T @ b[rows of e], or += in fp32.
+template <typename T, EpilogueKind kKind, int kClusterM_, int kClusterN_> struct WeightsSettings : GemmSettings {
+  using Element = T;
+  static constexpr EpilogueKind kEpilogue = kKind;
+  static constexpr bool kGroupedK = true;
+  static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
+};
+
+// k-grouped: out[e].T = tokens[slot / top_k].T @ b[rows of e].
+template <typename T, int kClusterM_> struct GatheredWeightsSettings : GemmSettings {
+  using Element = T;
+  static constexpr bool kGroupedK = true, kGatherA = true;
+  static constexpr int kClusterM = kClusterM_;
+};
+
+}  // namespace gbmoe::hopper

@@ -1,0 +1,110 @@
+// The producer: fills the ring of stages with k-blocks of both operands, by TMA, with multicast where the CTAs of a cluster share
+// them. Where a is gathered (gather_producer.cuh) TMA brings b only.
+
+#pragma once
+
+#include "gather_producer.cuh"
+#include "tile_scheduler.cuh"
+
+namespace gbmoe::hopper {
+
+template <typename Traits> struct Producer {
+  using Shared = SharedMemory<Traits>;
+  using Gather = GatherProducer<Traits>;
+  static constexpr bool kGroupedK = Traits::kGroupedK, kGatherA = Traits::kGatherA, kTransposedOut = Traits::kTransposedOut;
+  static constexpr int kClusterM = Traits::kClusterM, kClusterN = Traits::kClusterN, kClusterSize = Traits::kClusterSize;
+  static constexpr uint32_t kStageBytesB = Traits::kStageBytesB;
+
+  // k-blocks are loaded whole: of a tile at a group's end they reach into the next group, which is harmless. (A TMA load of half
+  // of one under a condition is what ptxas 13.0 has compiled to a load from a row that it had not set.)
+  static __device__ void run(const TensorMaps& maps, const Arguments& args, uint32_t shared) {
+    const uint32_t rank = kClusterSize > 1 ? cta_rank_in_cluster() : 0;
+    const bool loads = threadIdx.x == kConsumerWarps * 32;
+    const bool schedules = Traits::kProducerSchedules && threadIdx.x / 32 == Traits::kSchedulerWarp && rank == 0;
+    const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
+    TileSender<Traits> sender(args);
+    PipelineState pipe, tiles;
+    if (schedules) sender.send(shared);
+    for (;;) {
+      const Tile tile = receive_tile<Traits>(shared, tiles);
+      if (tile.group < 0) break;
+      if (schedules && !kTransposedOut) sender.send(shared);  // one ahead
+      const int k_blocks = kGroupedK ? divide_up(tile.rows, kBlockK) : tile.k_blocks;
+      typename Gather::Rows rows;
+      if constexpr (kGatherA && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
+      int slot = kTransposedOut ? Gather::slot_in_k_block(args, tile, 0) : 0;
+      if (loads || kGatherA) {
+#pragma unroll 1
+        for (int i = 0; i < k_blocks; ++i) {
+          if constexpr (kTransposedOut) {
+            rows = Gather::rows_of_slots(args, slot);
+            slot = Gather::slot_in_k_block(args, tile, i + 1);
+          }
+          mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
+          const uint32_t arrived = full + pipe.stage * 8, a = shared + pipe.stage * Traits::kStageBytes, b = a + kStageBytesA;
+          const int k_block = tile.k_block + i, pair = !kGroupedK && k_block >= args.k_blocks;
+          const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
+          if (loads) {
+            mbarrier_expect_bytes(arrived, (kGatherA ? 0 : kStageBytesA) + kStageBytesB);
+            if constexpr (!kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
+            load_b(maps, tile, rank, pair, k, arrived, b);
+          }
+          if constexpr (kGatherA) {
+            Gather::copy(rows, args, kTransposedOut ? tile.m + threadIdx.x % 128 / 64 * 64 : k, a);
+            mbarrier_arrive_on_cp_async(arrived);
+          }
+          pipe.template advance<Traits::kStages>();
+        }
+      }
+      // With a counter a tile is found only when the one before has been received, for which this warp must not wait before it
+      // gathers.
+      if (schedules && kTransposedOut) sender.send(shared);
+      __syncwarp();
+    }
+    if (kClusterSize > 1 && schedules) sender.drain(shared);
+    if (kClusterSize > 1 && loads) {
+      // The other CTA's consumers arrive at this one's barriers: stay until they have.
+      for (int i = 0; i < Traits::kStages; ++i) {
+        mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
+        pipe.template advance<Traits::kStages>();
+      }
+    }
+  }
+
+ private:
+  // Of a, CTAs that share it load half each, by multicast to both; a CTA on its own loads boxes of kTileM rows.
+  static __device__ __forceinline__ void load_a(
+      const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t to) {
+    const CUtensorMap* map = &maps.a[pair];
+    if constexpr (kClusterN > 1) {
+      if constexpr (kGroupedK) tma_load_multicast(map, arrived, to + rank * kSubtileBytes, tile.m + rank * 64, k, 0, 0b11);
+      else tma_load_multicast(map, arrived, to + rank * kSubtileBytes, k, tile.row + rank * 64, 0, 0b11);
+    } else if constexpr (kGroupedK) {
+      tma_load(map, arrived, to, tile.m, k, 0);
+      tma_load(map, arrived, to + kSubtileBytes, tile.m + 64, k, 0);
+    } else {
+      tma_load(map, arrived, to, k, tile.row, 0);
+    }
+  }
+
+  // b is loaded in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share b load
+  // some of the boxes each, by multicast to both.
+  static __device__ __forceinline__ void load_b(
+      const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t b) {
+    constexpr bool kContiguousN = kGroupedK || Traits::kTransposedB;
+    constexpr int kBoxes = kContiguousN ? Traits::kTileN / 64 : 2, kOwnBoxes = kBoxes / kClusterM;
+    const int first = kClusterM > 1 ? rank * kOwnBoxes : 0;
+#pragma unroll
+    for (int i = 0; i < kOwnBoxes; ++i) {
+      const int box = first + i, along_n = tile.n + (Traits::kGlu ? 0 : box * (Traits::kTileN / kBoxes));
+      const uint32_t to = b + box * (kStageBytesB / kBoxes);
+      const CUtensorMap* map = &maps.b[Traits::kGlu ? box : pair];
+      const int x = kContiguousN ? along_n : k, y = kContiguousN ? k : along_n;
+      const int z = kGroupedK ? 0 : tile.group;
+      if constexpr (kClusterM > 1) tma_load_multicast(map, arrived, to, x, y, z, 0b11);
+      else tma_load(map, arrived, to, x, y, z);
+    }
+  }
+};
+
+}  // namespace gbmoe::hopper

@@ -1,0 +1,58 @@
+// Tensor maps, which tell TMA where a tensor is and which boxes of it are loaded and stored.
+
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "../common.cuh"
+#include "traits.cuh"
+
+namespace gbmoe::hopper {
+
+inline PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+  static const PFN_cuTensorMapEncodeTiled_v12000 function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    STD_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &status));
+    STD_TORCH_CHECK(status == cudaDriverEntryPointSuccess, "hopper: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  }();
+  return function;
+}
+
+// The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes
+// under the 128-byte swizzle, or of 32 bytes without one.
+inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes) {
+  const int64_t rank = tensor.dim();
+  const bool is_float = tensor.scalar_type() == ScalarType::Float;
+  const cuuint64_t bytes = is_float ? 4 : 2;
+  const cuuint64_t shape[3] = {static_cast<cuuint64_t>(tensor.size(rank - 1)), static_cast<cuuint64_t>(tensor.size(rank - 2)),
+                               static_cast<cuuint64_t>(rank == 3 ? tensor.size(0) : 1)};
+  const cuuint64_t strides[2] = {shape[0] * bytes, shape[0] * shape[1] * bytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode_function()(
+      &map,
+      is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+               : tensor.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      3,  // rank
+      tensor.data_ptr(),
+      shape,
+      strides,
+      box,
+      steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros
+  STD_TORCH_CHECK(result == CUDA_SUCCESS, "hopper: cuTensorMapEncodeTiled returned ", static_cast<int>(result), " for a tensor [",
+                  shape[2], ",", shape[1], ",", shape[0], "]");
+  return map;
+}
+
+// Lines of a box. The producer loads a and b, and the epilogue stores, in these.
+constexpr int kBoxContiguousMN = 64;  // of an operand whose M or N is contiguous
+constexpr int kBoxOut = 16;           // a warp's rows of a tile
+constexpr int box_of_b(int tile_n) { return tile_n / 2; }  // of b [N,K]
+
+}  // namespace gbmoe::hopper

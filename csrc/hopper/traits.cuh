@@ -1,0 +1,88 @@
+// What an instance of the grouped GEMM is: the settings that it names, and what follows from them.
+
+#pragma once
+
+#include <cstdint>
+
+#include "../activations.cuh"
+#include "../common.cuh"
+
+namespace gbmoe::hopper {
+
+// A CTA makes tiles of kTileM rows, 64 for each consumer warpgroup. K is walked in k-blocks of kBlockK.
+constexpr int kTileM = 128, kBlockK = 64;
+constexpr int kWideTileN = 256, kNarrowTileN = 192, kSquareTileN = 128;
+constexpr int kConsumerWarpgroups = 2, kConsumerWarps = kConsumerWarpgroups * 4;
+constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
+
+// Shared memory under the 128-byte swizzle: a line holds 64 elements of 16 bits, a swizzle atom 8 lines. Operands lie in subtiles
+// of 64 lines, so of 64 x 64 elements.
+constexpr uint32_t kLineBytes = 128;
+constexpr uint32_t kSwizzleAtomBytes = 8 * kLineBytes;
+constexpr uint32_t kSubtileBytes = 8 * kSwizzleAtomBytes;
+constexpr uint32_t kStageBytesA = kConsumerWarpgroups * kSubtileBytes;
+// What one warp stores at a time: 16 rows of 64 elements.
+constexpr uint32_t kEpilogueBufferBytes = 2 * kSwizzleAtomBytes;
+
+enum class EpilogueKind {
+  kStore,               // out = product
+  kAccumulate,          // fp32 out += product, k-grouped only
+  kActivation,          // h = product, a = act(h); h is stored only if it is wanted
+  kGlu,                 // a tile's columns are 128 of w1 beside 128 of v1: h, g, a = act(h) * g
+  kActivationBackward,  // product = gradient of a, handed to warps that go on with it (epilogue_backward.cuh)
+};
+
+// What an instance may set, and its defaults. An instance derives from this, names its Element type and what differs
+// (instances.cuh).
+struct GemmSettings {
+  static constexpr bool kGroupedK = false;     // groups divide K, as in gradients of weights (k-grouped); else M (m-grouped)
+  static constexpr bool kTransposedB = false;  // b[e] is [K,N] rather than [N,K], m-grouped
+  static constexpr bool kGatherA = false;      // a is not in memory: its rows are gathered from the tokens' matrix
+  static constexpr EpilogueKind kEpilogue = EpilogueKind::kStore;
+  using ActivationFamily = void;               // kActivation and kGlu: a type of activations.cuh
+  static constexpr bool kGate = false;         // kActivationBackward: whether there is g
+  static constexpr bool kPingPong = false;     // each warpgroup makes whole tiles, in turns; else both share each tile
+  static constexpr int kTileN = kWideTileN;
+  static constexpr int kStages = 4;            // k-blocks that are loaded ahead
+  static constexpr int kEpilogueBuffers = 2;   // of a consumer warp
+  static constexpr int kClusterM = 1, kClusterN = 1;  // CTAs of a cluster along M share b, those along N share a
+};
+
+// The settings with what follows from them. Every part of the kernel is a template over this.
+template <typename Settings> struct GemmTraits : Settings {
+  using typename Settings::Element;
+  using Settings::kGroupedK, Settings::kTransposedB, Settings::kGatherA, Settings::kEpilogue, Settings::kPingPong, Settings::kTileN,
+      Settings::kStages, Settings::kEpilogueBuffers, Settings::kClusterM, Settings::kClusterN;
+
+  static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
+  static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
+  static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
+  static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
+  static constexpr int kOutputTileN = kGlu ? kTileN / 2 : kTileN;    // a tile's columns of one output tensor
+  static constexpr uint32_t kStageBytesB = kTileN / 64 * kSubtileBytes, kStageBytes = kStageBytesA + kStageBytesB;
+  // Whether sums may be split; without it each is made at once.
+  static constexpr bool kSplitK = (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong;
+
+  // The third warpgroup: producer warps first, behind them those of the activation's backward, and one that schedules.
+  static constexpr int kProducerWarps = kGatherA ? 4 : 1;
+  static constexpr int kBackwardWarps = kActivationBackward ? 3 : 0;
+  static constexpr bool kProducerSchedules = kGatherA || kActivationBackward;  // no warp is left to be the scheduler alone
+  static constexpr int kSchedulerWarp = kConsumerWarps + (kActivationBackward ? 0 : 3);
+  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kBackwardWarps;  // warps of a CTA that receive tiles
+  // Registers per thread of the third warpgroup (setmaxnreg); the three warpgroups share 504. Under kActivationBackward all keep
+  // the 168 with which they start.
+  static constexpr int kProducerRegisters = kActivationBackward ? 168 : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 2;
+
+  using Accumulators = float[kTileN / 2];               // one thread's, of 64 rows by kTileN
+  static constexpr int kPackedAccumulators = kTileN / 4;  // the same rounded to 16 bits, in pairs
+
+  static_assert(kTileN == kWideTileN || (!kGroupedK && !kGlu), "gradients of weights, and gates, need the widest tile");
+  static_assert(!kActivationBackward || (!kGroupedK && !kGatherA),
+                "the activation's backward follows plain m-grouped products only");
+  static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
+  static_assert(!kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
+                "ping-pong is for plain m-grouped products in square tiles");
+};
+
+}  // namespace gbmoe::hopper

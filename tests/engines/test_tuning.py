@@ -1,0 +1,91 @@
+"""The one table of configurations: what is chosen at the shapes that were measured, and that every choice can be launched."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gbmoe.engines import tuning
+from gbmoe.engines.base import Problem
+from gbmoe.engines.tuning import NARROW, SQUARE, WIDE, GemmConfig
+
+
+@pytest.mark.parametrize("rows, groups, inner, columns, config", [
+    (131072, 128, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                         # qwen3, short sums
+    (131072, 128, 1536, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),
+    (131072, 64, 2048, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),      # olmoe, long ones
+    (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, splits_per_sm=2)),        # mixtral: few tiles, split
+    (262144, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),                        # many
+    (1024, 8, 2048, 1024, GemmConfig(WIDE, cluster_n=2, tile_counter=True, splits_per_sm=2)),          # too few for ping-pong
+    (64, 128, 768, 2048, GemmConfig(WIDE, cluster_n=2)),                                               # less than a row a group
+    (98304, 64, 2048, 640, GemmConfig(SQUARE, cluster_m=2, ping_pong=True, tile_counter=True)),        # an odd number of tiles along N
+    (100, 64, 512, 640, GemmConfig(WIDE)),                                                             # three wide tiles, on their own
+    (196608, 8, 4224, 4224, GemmConfig(NARROW, cluster_n=2, tile_counter=True)),                       # where narrow ones leave less empty
+])
+def test_rows_gemm(rows, groups, inner, columns, config):
+    assert tuning.rows_gemm(rows, groups, inner, columns) == config
+
+
+@pytest.mark.parametrize("rows, inner, ffn, glu, config", [
+    (16384, 4096, 14336, True, GemmConfig(WIDE, cluster_n=2, panel=20, even_panels=True, tile_counter=True)),
+    (131072, 2048, 1024, True, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),
+    (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2)),
+    (131072, 1536, 640, True, GemmConfig(WIDE)),
+    (64, 2048, 1024, False, GemmConfig(WIDE, cluster_n=2)),
+])
+def test_up_gemm(rows, inner, ffn, glu, config):
+    assert tuning.up_gemm(rows, inner, ffn, glu) == config
+
+
+@pytest.mark.parametrize("rows, groups, features, columns, gathered, config", [
+    (131072, 64, 1024, 2048, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, splits_per_sm=2)),
+    (524288, 8, 1024, 512, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, splits_per_sm=4)),
+    (2048, 64, 640, 2048, False, GemmConfig(WIDE, cluster_n=2, panel=8, tile_counter=True)),
+    (196608, 128, 1536, 256, True, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, splits_per_sm=2)),
+    (196608, 128, 640, 512, True, GemmConfig(WIDE, panel=8, tile_counter=True, splits_per_sm=2)),
+])
+def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config):
+    assert tuning.weight_gradient_gemm(rows, groups, features, columns, gathered=gathered) == config
+
+
+@pytest.mark.parametrize("ffn, config", [
+    (1024, GemmConfig(WIDE, cluster_n=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
+])
+def test_down_backward_gemm(ffn, config):
+    assert tuning.down_backward_gemm(ffn) == config
+
+
+@pytest.mark.parametrize("hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse", [
+    (1536, 256, "silu", True, True, True, True),             # "fine"
+    (2048, 512, "gelu_tanh", True, False, True, True),
+    (2048, 512, "relu", False, False, True, True),
+    (2048, 768, "silu", False, False, False, True),          # qwen3
+    (1024, 4096, "silu", False, False, False, False),
+])
+def test_experts(hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse):
+    assert tuning.experts(hidden, ffn, activation, 1 << 30) == tuning.ExpertsConfig(
+        gather_up, gather_down_backward, gather_weight_gradient, fuse)
+
+
+sizes = st.integers(1, 2**31 - 2**10)
+
+
+@given(rows=sizes, groups=st.integers(1, 4096), inner=sizes, columns=sizes, flag=st.booleans())
+def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
+    """What csrc/hopper/ is compiled for: no launch asks for another tile or cluster."""
+    config = tuning.rows_gemm(rows, groups, inner, columns)
+    assert (config.tile_n == SQUARE) == config.ping_pong and not (config.ping_pong and config.splits_per_sm)
+    assert (config.cluster_m, config.cluster_n) in ([(1, 1), (1, 2), (2, 1)] if config.ping_pong else
+                                                    [(1, 2)] if config.tile_n == NARROW else [(1, 1), (1, 2)])
+    config = tuning.up_gemm(rows, inner, columns, flag)
+    assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.splits_per_sm
+    config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
+    assert config.tile_n == WIDE and config.tile_counter and config.splits_per_sm in (0, 2, 4)
+    assert (config.cluster_m, config.cluster_n) in ([(1, 1), (2, 1)] if flag else [(1, 1), (1, 2), (2, 1)])
+    config = tuning.down_backward_gemm(columns)
+    assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter
+    assert config.tile_n == WIDE or config.cluster_n == 2
+
+
+def test_engine_order_of_other_devices_is_empty():
+    assert tuning.engine_order(Problem(torch.device("cpu"), torch.bfloat16, 64, 2, 8, 8, False)) == ()
