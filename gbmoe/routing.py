@@ -175,7 +175,7 @@ class RoutingPlan:
 
     @property
     def num_rows(self) -> int:
-        """P: rows of the padded matrix."""
+        """The rows of the padded matrix, P."""
         return self.slot_of_row_P.size(0)
 
     @property

@@ -19,7 +19,7 @@ from gbmoe.cli.bench import merge, plot, report, run_suite
 
 _COMMANDS = {
     "merge": (merge, "join parts and files of one suite"),
-    "plot": (plot, "draw a file's rows, as PNG and SVG"),
+    "plot": (plot, "draw files' rows, as PNG and SVG"),
     "report": (report, "write files' rows as a Markdown page, and into a README"),
 }
 

@@ -7,7 +7,7 @@ markers repeat what they say.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -28,15 +28,16 @@ _STYLE = {"svg.hashsalt": "gbmoe", "svg.fonttype": "none", "font.size": 8, "axes
 _METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
-def draw(content: dict, folder: Path) -> list[Path]:
-    """All pictures that the rows have enough for, each as SUITE-NAME.png and .svg."""
+def draw(content: dict, folder: Path, only: Collection[str] | None = None) -> list[Path]:
+    """All pictures that the rows have enough for, each as SUITE-NAME.png and .svg; of them `only` those file names."""
     written = []
     with plt.rc_context(_STYLE):
         for name, figure in _figures(content):
             for extension, metadata in _METADATA.items():
                 path = folder / f"{content['suite']}-{name}.{extension}"
-                figure.savefig(path, metadata=metadata)
-                written.append(path)
+                if only is None or path.name in only:
+                    figure.savefig(path, metadata=metadata)
+                    written.append(path)
             plt.close(figure)
     return written
 

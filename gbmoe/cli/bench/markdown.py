@@ -27,14 +27,18 @@ def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[s
     return "\n\n".join(parts) + "\n"
 
 
-def piece(content: dict, pictures: Sequence[str]) -> str:
-    """The part for a README: where, the first main table, and two pictures: a heat map of speed-ups and bars."""
-    of_suite = _of_suite(pictures, content)
+def main_table(content: dict) -> str:
+    """For a README: where it was measured, and the first main table."""
+    return "\n\n".join([*_conditions(content)[:1], *_main_tables(content, short=True)[:2]])
+
+
+def main_pictures(content: dict, pictures: Sequence[str]) -> str:
+    """For a README: up to two of the pictures, a heat map of speed-ups and bars."""
     # With backward where there is such a picture: it is what training costs.
-    ranked = sorted(of_suite, key=lambda name: ("-and-backward" not in name, name))
-    chosen = [name for ending in ("-speedup.png", "-speed.png")
-              for name in [name for name in ranked if name.endswith(ending)][:1]]
-    return "\n\n".join([*_conditions(content)[:1], *_main_tables(content, short=True)[:2], *_images(chosen)])
+    ranked = sorted(_of_suite(pictures, content), key=lambda name: ("-and-backward" not in name, name))
+    chosen = [name for ending in ("-speedup", "-speed")
+              for name in [name for name in ranked if PurePosixPath(name).stem.endswith(ending)][:1]]
+    return "\n\n".join(_images(chosen))
 
 
 def _of_suite(pictures: Sequence[str], content: dict) -> list[str]:

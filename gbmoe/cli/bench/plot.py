@@ -1,4 +1,4 @@
-"""`gbmoe bench plot`: draw a file's rows."""
+"""`gbmoe bench plot`: draw files' rows."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from gbmoe.cli.bench import results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the file and --output."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="what bench --json or bench merge wrote")
+    """Declare the files, --output and --only."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what bench --json or bench merge wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the pictures go")
+    parser.add_argument("--only", nargs="+", metavar="NAME.svg", help="write these pictures alone (default: all, as PNG and SVG)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the pictures and print their names; 1 where the file is missing or has nothing to draw, 2 where it is broken or the
-    pictures cannot be written."""
+    """Write the pictures and print their names; 1 where a file is missing or broken or has nothing to draw, or where a picture of
+    --only is none of theirs; 2 where all that is there to read is broken, and where the pictures cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
     from gbmoe.cli.bench.figures import draw
 
-    try:
-        content = results.read(arguments.file)
-    except results.BrokenFile as broken:
-        print(f"gbmoe bench plot: {broken}", file=sys.stderr)
-        return broken.status
+    contents, problems = results.read_all(arguments.files)
+    if not contents:
+        for problem in problems:
+            print(f"gbmoe bench plot: {problem}", file=sys.stderr)
+        return max(problem.status for problem in problems)
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
-        written = draw(content, arguments.output)
+        drawn = {file: draw(content, arguments.output, arguments.only) for file, content in contents.items()}
     except OSError as error:
         print(f"gbmoe bench plot: {one_line(error.filename or arguments.output)}: {error.strerror}", file=sys.stderr)
         return 2
-    print("\n".join(map(str, written)) if written else f"{arguments.file}: no row has a time, nothing to draw")
-    return 0 if written else 1
+    written = [path for paths in drawn.values() for path in paths]
+    if arguments.only:
+        absent = sorted(set(arguments.only) - {path.name for path in written})
+        problems += [f"--only: expected the name of a picture of these files, got {name}" for name in absent]
+    idle = [] if arguments.only else [file for file, paths in drawn.items() if not paths]
+    for line in [*written, *(f"{file}: no row has a time, nothing to draw" for file in idle)]:
+        print(line)
+    for problem in problems:
+        print(f"gbmoe bench plot: {problem}", file=sys.stderr)
+    return 1 if problems or idle else 0

@@ -1,4 +1,4 @@
-"""`gbmoe bench report`: files' rows as a Markdown page, and its main part between two markers of a README."""
+"""`gbmoe bench report`: files' rows as a Markdown page; its main table and pictures between the markers of a README."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 from gbmoe._files import one_line, write_text
 from gbmoe.cli.bench import markdown, results
 
+# Where a README takes the main table, and the pictures; without a place of their own the pictures follow the table.
 BEGIN, END = "<!-- bench report: begin -->", "<!-- bench report: end -->"
+PICTURES_BEGIN, PICTURES_END = "<!-- bench pictures: begin -->", "<!-- bench pictures: end -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the files and what is written."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what bench --json or bench merge wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.md", help="the page")
-    parser.add_argument("--pictures", type=Path, metavar="DIR", help="where bench plot put them (default: no pictures)")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="show the pictures of bench plot that lie there (default: none)")
     parser.add_argument("--readme", type=Path, metavar="FILE.md",
-                        help=f"put the main table and two pictures of the first file between {BEGIN} and {END}")
+                        help=f"put the main table of the first file between {BEGIN} and {END}, and two of its pictures behind"
+                        f" it, or between {PICTURES_BEGIN} and {PICTURES_END}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(f"{arguments.output}: {error.strerror}")
     first = contents.get(arguments.files[0])
     if arguments.readme and first:
-        piece = markdown.piece(first, _pictures(arguments.pictures, arguments.readme.parent))
-        problems += _insert(arguments.readme, piece)
+        pictures = _pictures(arguments.pictures, arguments.readme.parent)
+        problems += _insert(arguments.readme, markdown.main_table(first), markdown.main_pictures(first, pictures))
     problems += [fault for content in contents.values() for fault in results.faults(content)]
     _fail(*problems)
     return 1 if problems else 0
@@ -54,24 +57,33 @@ def _fail(*problems: object) -> int:
 
 
 def _pictures(folder: Path | None, seen_from: Path) -> list[str]:
-    """The PNGs, as a page in `seen_from` refers to them."""
-    found = sorted(folder.glob("*.png")) if folder else []
-    return [Path(os.path.relpath(path, seen_from)).as_posix() for path in found]
+    """The pictures, as a page in `seen_from` refers to them: of one that lies there in both formats the PNG."""
+    found = {path.stem: path for extension in ("svg", "png") for path in (folder.glob(f"*.{extension}") if folder else ())}
+    return [Path(os.path.relpath(path, seen_from)).as_posix() for _, path in sorted(found.items())]
 
 
-def _insert(readme: Path, piece: str) -> list[str]:
+def _insert(readme: Path, table: str, pictures: str) -> list[str]:
     try:
         text = readme.read_text(encoding="utf-8")
     except OSError as error:
         return [f"{readme}: {error.strerror}"]
     except UnicodeDecodeError as error:
         return [f"{readme}: not UTF-8: {error}"]
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    with_pictures = _between(text, PICTURES_BEGIN, PICTURES_END, pictures)
+    if with_pictures is None:
+        table = f"{table}\n\n{pictures}".rstrip()
+    changed = _between(with_pictures or text, BEGIN, END, table)
+    if changed is None:
         return [f"{readme}: expected the lines {BEGIN} and {END}"]
     try:
-        write_text(readme, f"{before}{BEGIN}\n{piece}\n{END}{after}")
+        write_text(readme, changed)
     except OSError as error:
         return [f"{readme}: {error.strerror}"]
     return []
+
+
+def _between(text: str, begin: str, end: str, piece: str) -> str | None:
+    """The text with `piece` in place of what stands between the markers; None where they are not there."""
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    return f"{before}{begin}\n{piece}\n{end}{after}" if found_begin and found_end else None

@@ -442,7 +442,7 @@ def round_up(x: torch.Tensor, value: int) -> torch.Tensor:
 
 
 def repeat(x: torch.Tensor, tiling: torch.Size) -> torch.Tensor:
-    """x.repeat(*tiling), or x itself where nothing repeats. Mirrors megablocks.ops.repeat."""
+    """`x.repeat(*tiling)`, or x itself where nothing repeats. Mirrors megablocks.ops.repeat."""
     return x if all(times == 1 for times in tiling) else x.repeat(*tiling)
 
 

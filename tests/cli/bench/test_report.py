@@ -7,7 +7,7 @@ import pytest
 from gbmoe import cases
 from gbmoe.cli import main
 from gbmoe.cli.bench import results
-from gbmoe.cli.bench.report import BEGIN, END
+from gbmoe.cli.bench.report import BEGIN, END, PICTURES_BEGIN, PICTURES_END
 from tests.cli.bench.rows import content, layer_row
 
 
@@ -62,6 +62,18 @@ def test_pictures_of_a_real_run(bench, one_case, tmp_path):
     assert {"smoke-layer-forward-speedup.png", "smoke-product-weight-gradient-speed.svg"} <= set(pictures)
 
 
+def test_one_command_draws_several_files_or_the_pictures_that_are_named(scaling, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
+    smoke, case = tmp_path / "smoke.json", cases.SMOKE_CASES[0]
+    results.write(smoke, content("smoke", [layer_row(case, by, 1e-3, speedup=1.0) for by in ("gbmoe-auto", "bmm")]))
+    names = ["scaling-forward-growth.svg", "smoke-forward-speedup.png"]
+    command = ["bench", "plot", str(scaling), str(smoke), "--output", str(tmp_path / "p"), "--only", *names]
+    assert main(command) == 0
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == names
+    assert main([*command, "no-such.svg"]) == 1
+    assert "--only: expected the name of a picture of these files, got no-such.svg" in capsys.readouterr().err
+
+
 def test_nothing_to_draw_and_nothing_to_read(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
     empty = tmp_path / "empty.json"
@@ -95,6 +107,15 @@ def test_page(scaling, tmp_path):
     assert cells[2].startswith("**") and not cells[3].startswith("**") and cells[5] == "crashed / crashed"
     line, = [line for line in main_table if line.startswith("| t65536-h2048-e64 ")]
     assert line.strip("|").split("|")[4].strip().startswith("**")  # there the loop is faster
+
+
+def test_a_page_shows_the_pictures_that_lie_there_and_links_to_no_other(scaling, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "scaling-forward-speedup.svg").touch()
+    page = tmp_path / "page.md"
+    assert main(["bench", "report", str(scaling), "--output", str(page), "--pictures", str(tmp_path / "pictures")]) == 0
+    text = page.read_text()
+    assert text.count("![") == 1 and "![scaling forward speedup](pictures/scaling-forward-speedup.svg)" in text
 
 
 def test_runs_of_one_machine_share_a_sentence(tmp_path):
@@ -176,6 +197,18 @@ def test_nothing_but_broken_files_gives_no_page(tmp_path, capsys):
     assert main(["bench", "report", str(broken), "--output", str(page)]) == 2
     assert main(["bench", "merge", str(broken), "--json", str(page)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2 and not page.exists()
+
+
+def test_a_readme_may_have_a_place_of_their_own_for_the_pictures(scaling, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "scaling-forward-speedup.svg").touch()
+    readme, places = tmp_path / "README.md", f"{PICTURES_BEGIN}\nSTALE\n{PICTURES_END}\n\nBetween.\n\n{BEGIN}\nSTALE\n{END}\n"
+    readme.write_text(places)
+    command = ["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"), "--readme", str(readme)]
+    assert main([*command, "--pictures", str(tmp_path / "pictures")]) == 0
+    first, _, second = readme.read_text().partition("Between.")
+    assert first == f"{PICTURES_BEGIN}\n![scaling forward speedup](pictures/scaling-forward-speedup.svg)\n{PICTURES_END}\n\n"
+    assert "| gbmoe-auto | bmm | loop |" in second and "![" not in second and "STALE" not in second
 
 
 def test_findings_are_on_the_page(tmp_path):

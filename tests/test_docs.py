@@ -1,0 +1,109 @@
+"""README and docs/: the Python on every page runs, commands exist with their options, links and pictures are there."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gbmoe import Arguments
+from gbmoe.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").rglob("*.md"),
+                *(ROOT / "results").rglob("README.md")])
+# A block that cannot run here says why, in a comment above it.
+BLOCK = re.compile(r"(<!-- not run: .+ -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
+
+
+def blocks(page, language):
+    return [code for skipped, found, code in BLOCK.findall(page.read_text()) if found == language and not skipped]
+
+
+def page_id(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+    code = "\n".join(blocks(page, "python"))
+    for package in ("megablocks", "transformers"):
+        if re.search(rf"^(from|import) {package}\b", code, re.MULTILINE) and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed; scripts/test.sh installs it")
+    # A process of its own: adapters change what later imports find.
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"], capture_output=True,
+                          text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def options(*command):
+    """What `gbmoe COMMAND --help` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit, match="0"):
+        main([*command, "--help"])
+    return printed.getvalue()
+
+
+COMMANDS = [(page, line.partition(" #")[0].strip()) for page in PAGES for block in blocks(page, "bash")
+            for line in block.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("page, line", [command for command in COMMANDS if "-m gbmoe" in command[1]],
+                         ids=lambda value: page_id(value) if isinstance(value, Path) else value)
+def test_commands_of_a_page_exist_with_their_options(page, line):
+    words = line.partition("-m gbmoe ")[2].partition(";")[0].split()
+    subcommand = words[:2] if words[0] == "bench" and words[1:] and not words[1].startswith("-") else words[:1]
+    known = options(*subcommand)
+    unknown = [word for word in words if word.startswith("--") and not re.search(rf"(?<![\w-]){word}\b", known)]
+    assert not unknown, f"{subcommand} has no {unknown}"
+
+
+def test_scripts_that_pages_name_are_there():
+    named = {(page_id(page), name) for page, line in COMMANDS for name in re.findall(r"(?<!/)\bscripts/[\w./]+", line)}
+    assert named and [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_links_of_pages_lead_somewhere():
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            if not (page.parent / target).exists():
+                broken.append((page_id(page), target))
+    assert broken == []
+
+
+def test_pictures_are_small_and_those_kept_are_those_shown():
+    shown = {(page.parent / target).resolve() for page in [*PAGES, *(ROOT / "results").rglob("report.md")]
+             for target in PICTURE.findall(page.read_text())}
+    assert shown and [path.name for path in shown if not path.exists() or path.stat().st_size > 100_000] == []
+    kept = subprocess.run(["git", "ls-files", "*.png", "*.svg", "*.jpg", "*.pdf"], cwd=ROOT, capture_output=True, text=True)
+    if kept.returncode:
+        pytest.skip("which pictures are kept is asked of git, and this is no checkout")
+    assert {(ROOT / name).resolve() for name in kept.stdout.split()} == shown
+
+
+def test_every_note_is_in_the_index_and_says_whether_it_is_in():
+    notes = ROOT / "docs" / "notes"
+    listed = re.findall(r"^[\w-]+$", (notes / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in notes.glob("*.md") if path.stem != "index")
+    for path in notes.glob("*.md"):
+        if path.stem != "index":
+            title, _, status = path.read_text().split("\n")[:3]
+            assert title.startswith("# ") and re.match(r"\*(In|Not in|A guide)\b", status), path.name
+            assert "|---" in path.read_text(), f"{path.name}: no table"
+
+
+def test_the_table_of_arguments_has_every_field_in_order():
+    table = (ROOT / "docs" / "api" / "layers.md").read_text()
+    fields = dataclasses.fields(Arguments)
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [field.name for field in fields]
+    for field in fields:
+        stated = re.search(rf"^\| `{field.name}` \| `([^`]+)` \|", table, re.MULTILINE)
+        if stated and isinstance(field.default, (bool, int, float, str)) and field.name != "shared_expert_hidden_size":
+            assert stated[1] == repr(field.default).replace("'", '"'), field.name
