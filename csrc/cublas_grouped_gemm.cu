@@ -1,4 +1,4 @@
-// Grouped products by cuBLAS: one cublasGemmEx per expert, or one cublasGemmGroupedBatchedEx for all of them.
+// Grouped GEMMs by cuBLAS: one cublasGemmEx per expert, or one cublasGemmGroupedBatchedEx for all of them.
 //
 // Group e owns sizes[e] consecutive rows of a, behind the rows of the groups before it. All operands are row-major, and
 // cuBLAS is column-major, so each product is computed as its transpose: the row-major matrix C [m,n] is the column-major
@@ -173,7 +173,8 @@ Operands operands_of(const Tensor& a, const Tensor& b, const Tensor& out) {
   return {static_cast<const char*>(b.data_ptr()), static_cast<const char*>(a.data_ptr()), static_cast<char*>(out.data_ptr())};
 }
 
-void multiply_one(const Handle& handle, const Plan& plan, const Types& types, const Product& p, const Operands& at, bool accumulate) {
+void multiply_one(
+    const Handle& handle, const Plan& plan, const Types& types, const Product& p, const Operands& at, bool accumulate) {
   const Factor one = factor(1.0, types.compute), beta = factor(accumulate ? 1.0 : 0.0, types.compute);
   GBMOE_CUBLAS_CHECK(cublasGemmEx_64(
       handle.get(),
