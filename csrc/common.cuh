@@ -46,7 +46,10 @@ inline int multiprocessors(int device) {
   static std::atomic<int> known[kDevices];
   if (device >= kDevices) return device_attribute(cudaDevAttrMultiProcessorCount, device);
   int count = known[device].load(std::memory_order_relaxed);
-  if (count == 0) known[device].store(count = device_attribute(cudaDevAttrMultiProcessorCount, device), std::memory_order_relaxed);
+  if (count == 0) {
+    count = device_attribute(cudaDevAttrMultiProcessorCount, device);
+    known[device].store(count, std::memory_order_relaxed);
+  }
   return count;
 }
 
@@ -85,9 +88,9 @@ inline bool fits_16_bytes(int64_t row_bytes, std::initializer_list<const Tensor*
 template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
 template <typename V> V* data(const std::optional<Tensor>& tensor) { return tensor ? data<V>(*tensor) : nullptr; }
 
-// Element i of an array whose dtype is known only at run time. These are out of line, because kernels that unroll over slots would
-// hold a copy of the switch for each; and they take their arguments by value, because a pointer to a kernel's parameters would put
-// those on the stack.
+// Element i of an array whose dtype is known only at run time. These are out of line, because kernels that unroll over slots
+// would hold a copy of the switch for each; and they take their arguments by value, because a pointer to a kernel's parameters
+// would put those on the stack.
 static __device__ __noinline__ double read_scalar(const void* data, ScalarType dtype, int64_t i) {
   switch (dtype) {
     case ScalarType::Float: return static_cast<const float*>(data)[i];
@@ -105,8 +108,8 @@ static __device__ __noinline__ void write_scalar(void* data, ScalarType dtype, i
   }
 }
 
-// A small tensor of any floating dtype (router weights: fp32 beside bf16 rows, or the rows' own dtype). To choose the dtype at run
-// time costs nothing beside the row that the number scales, and saves a template parameter everywhere.
+// A small tensor of any floating dtype (router weights: fp32 beside bf16 rows, or the rows' own dtype). To choose the dtype at
+// run time costs nothing beside the row that the number scales, and saves a template parameter everywhere.
 struct Scalars {
   void* data;
   ScalarType dtype;

@@ -1,7 +1,7 @@
 // Every operator of the extension. They compute and neither allocate nor check: callers in gbmoe/ hand them contiguous
 // tensors of matching dtypes on one device, CPU int64 `sizes`, and the tensors to write to, allocated by torch in Python
-// (where running out of memory is torch's own exception). What maps, ids and sizes hold leads none outside its tensors: an entry outside
-// its range counts as none.
+// (where running out of memory is torch's own exception). Whatever maps, ids and sizes hold, no operator reads or writes outside
+// its tensors: an entry outside its range counts as none.
 
 #pragma once
 
@@ -14,7 +14,7 @@ namespace gbmoe {
 
 using torch::stable::Tensor;
 
-// cublas_grouped_gemm.cu; pointers: int64 on the device, room for three a group
+// cublas_grouped_gemm.cu; pointers: int64 on the device, room for three per group
 void cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor out);
 void cublas_grouped(
     Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor pointers, Tensor out);
@@ -29,8 +29,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int6
 // For how many experts routing_plan and mask_row_map have room in the shared memory of this device (its index)
 int64_t routing_plan_max_experts(int64_t device);
 
-// row_map.cu; mask [T,E] of any integer type or bool, int64 pad_offsets [E], counts_by_chunk int32 [chunks,E] to work in, row_map int32
-// [T,2E+1]; with row_of_slot [T,E] and slot_of_row [P], both or neither, also what map_slots makes of the map
+// row_map.cu; mask [T,E] of any integer type or bool, int64 pad_offsets [E], counts_by_chunk int32 [chunks,E] to work in,
+// row_map int32 [T,2E+1]; with row_of_slot [T,E] and slot_of_row [P], both or neither, also what map_slots makes of the map
 void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_by_chunk, Tensor row_map,
                   std::optional<Tensor> row_of_slot, std::optional<Tensor> slot_of_row);
 // row, column and count may be views with a row stride; of row_of_slot the entries in use are written

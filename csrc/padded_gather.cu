@@ -6,8 +6,9 @@
 namespace gbmoe {
 namespace {
 
-// Prefetches to L2 a row of 16-byte vectors that a CTA some 4 MiB further on will read: a gather with several rows per token takes
-// 1 % less time. Half that distance helps half as much; twice that distance makes it take 1 to 4 % longer where rows are long.
+// Prefetches to L2 a row of 16-byte vectors that a CTA some 4 MiB further on will read: a gather with several rows per token
+// takes 1 % less time. Half that distance helps half as much; twice that distance makes it take 1 to 4 % longer where rows are
+// long.
 constexpr int kVectorsAhead = (4 << 20) / 16;
 template <typename V> __device__ __forceinline__ void prefetch_ahead(const V* x_TH, int64_t token, int64_t tokens, int vectors) {
 #if __CUDA_ARCH__ >= 900
@@ -41,9 +42,9 @@ struct GatherScalars {
   bool drop_zero_probs;  // a slot whose probability is exactly 0 gets a row of zeros
 };
 
-// U vectors of the token are loaded together and then stored to each of its rows. Where a token has several rows, the first vectors
-// are loaded while the slots are looked up, and the next ones, of very long rows, while those before are stored. With kProbs the
-// probabilities are gathered too; their function calls leave no registers for loading ahead.
+// U vectors of the token are loaded together and then stored to each of its rows. Where a token has several rows, the first
+// vectors are loaded while the slots are looked up, and the next ones, of very long rows, while those before are stored. With
+// kProbs the probabilities are gathered too; their function calls leave no registers for loading ahead.
 template <typename Step, int S, int U, bool kProbs>
 __global__ void __launch_bounds__(kThreads) gather_kernel(
     const typename Step::Vec* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row,

@@ -133,10 +133,10 @@ class PaddingRows {
   int slot_;
 };
 
-// A pass over S of a token's slots: where their rows begin, and their weights. Lane j of every warp looks slot j up and hands it to
-// the other lanes, so that a pass waits for memory once; all lanes of a warp construct it together, for one token. A slot without a
-// row points at row 0, which every thread may load, so that all loads of a pass are started together, and `exists` keeps it out of
-// the sums.
+// A pass over S of a token's slots: where their rows begin, and their weights. Lane j of every warp looks slot j up and hands
+// it to the other lanes, so that a pass waits for memory once; all lanes of a warp construct it together, for one token. A slot
+// without a row points at row 0, which every thread may load, so that all loads of a pass are started together, and `exists`
+// keeps it out of the sums.
 template <typename A, int S, bool kWeighted = true> struct Pass {
   int64_t at[S];
   A weight[S];

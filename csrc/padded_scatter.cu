@@ -16,8 +16,8 @@ template <typename V> __device__ __forceinline__ V load_streaming(const V* from)
   }
 }
 
-// out[token] = the sum of weight * y[row] over the token's slots. Each thread sums U vectors at a time, with U * S loads in flight.
-// With kMany the slots take several passes, each of which goes on from the sums of those before.
+// out[token] = the sum of weight * y[row] over the token's slots. Each thread sums U vectors at a time, with U * S loads in
+// flight. With kMany the slots take several passes, each of which goes on from the sums of those before.
 template <typename T, int N, int S, bool kMany>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(
     const Vector<T, N>* __restrict__ y_PH, const Slots slots, const Scalars weights, Vector<T, N>* __restrict__ out_TH,

@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
         const int expert = Keys<T>::expert(brief[r]);
         chosen[r] = slot[r] < shape.slots ? Keys<T>::of(logits_TE[first + expert], expert) : 0;
       }
-      // Among logits that are alike, brief keys choose the lowest experts, not the highest logits. So it is checked whether any
-      // logit that was not chosen is above the lowest one that was. Among logits equal to the lowest the right ones were
-      // chosen, because their brief keys differ in the experts only.
+      // Among logits whose first 22 bits are alike, brief keys choose the lowest experts, not the highest logits. So it is
+      // checked whether any logit that was not chosen is above the lowest one that was. Among logits equal to the lowest the
+      // right ones were chosen, because their brief keys differ in the experts only.
       uint32_t lowest = UINT_MAX;
 #pragma unroll
       for (int r = 0; r < R; ++r) if (slot[r] < shape.slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));

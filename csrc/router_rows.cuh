@@ -3,6 +3,9 @@
 // A lane group is G lanes, 2, 4, 8, 16 or a whole warp. It owns one token and keeps its E numbers in registers, N per lane in
 // vectors of V: lane l has the experts [(c * G + l) * V, ... + V) of every chunk c, so that loads and stores are coalesced and
 // vectorised.
+//
+// Legend of template parameters: T type of the logits, S type of the scores and weights; G lanes per token, N numbers per lane, V
+// numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
 
 #pragma once
 

@@ -58,23 +58,23 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slo
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t chunk_begin = here * slots.per_chunk, chunk_end = slots.chunk_end(chunk_begin);
   const int64_t per_warp = (slots.per_chunk + kThreads - 1) / kThreads * 32;
-  const int64_t begin = min(chunk_begin + warp * per_warp, chunk_end), finish = min(begin + per_warp, chunk_end);
+  const int64_t begin = min(chunk_begin + warp * per_warp, chunk_end), end = min(begin + per_warp, chunk_end);
   int* next_E = next_WE + warp * E;
-  for (int64_t slot = begin + lane; slot < finish; slot += 32) {
+  for (int64_t slot = begin + lane; slot < end; slot += 32) {
     const int e = slots.expert(slot);
     if (e >= 0) atomicAdd(&next_E[e], 1);
   }
   hand_out_rows(next_WE, first_row, E);
-  for (int64_t base = begin; base < finish; base += 32) {
+  for (int64_t base = begin; base < end; base += 32) {
     const int64_t slot = base + lane;
-    const int e = slot < finish ? slots.expert(slot) : -1;
+    const int e = slot < end ? slots.expert(slot) : -1;
     const unsigned peers = __match_any_sync(kFullWarp, e);
     int row = -1;
     if (e >= 0) row = next_E[e] + __popc(peers & ((1u << lane) - 1));
     __syncwarp();
     if (e >= 0 && lane == __ffs(peers) - 1) next_E[e] += __popc(peers);
     __syncwarp();
-    if (slot < finish) out.row_of_slot[slot] = row;
+    if (slot < end) out.row_of_slot[slot] = row;
     if (row >= 0) out.slot_of_row[row] = static_cast<int>(slot);
   }
 

@@ -18,8 +18,8 @@ struct Mask {
   __device__ __forceinline__ int64_t chunk_end() const { return min(chunk_begin() + per_chunk, tokens); }
 };
 
-// What the gather and the scatter read of a map: row_of_slot, -1 where a slot has no row; and slot_of_row, which comes filled with
-// kPadding, and gets 0 for the rows that slots have. Nothing that a caller's map holds leads outside the tensors.
+// What the gather and the scatter read of a map: row_of_slot, -1 where a slot has no row; and slot_of_row, which comes filled
+// with kPadding, and gets 0 for the rows that slots have. Nothing that a caller's map holds leads outside the tensors.
 constexpr int kPadding = -1;
 struct SlotOutputs {
   const int64_t* pad_offsets_E;  // added to the rows of an expert; nullptr for none

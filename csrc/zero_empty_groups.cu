@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kThreads) zero_empty_groups_kernel(uint32_t* o
 
 }  // namespace
 
-// out[e] = 0 where sizes[e] is 0, or negative, which counts as 0; other groups are not touched. A group is a whole number of 4-byte
-// words.
+// out[e] = 0 where sizes[e] is 0, or negative, which counts as 0; other groups are not touched. A group is a whole number of
+// 4-byte words.
 void zero_empty_groups(Tensor sizes, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const int64_t groups = sizes.numel();
