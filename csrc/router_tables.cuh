@@ -1,9 +1,9 @@
 // Which of its kernels the router launches, as tables: of the rows that take a call, the first one serves it.
 //
 // A call is E experts, K slots per token and the type of the logits. Rows say how a token is laid out over lanes
-// (router_rows.cuh): with fewer lanes each sorts more numbers, with more lanes they exchange more. A number of experts that
-// vectors do not divide has rows of its own, with shorter vectors or none. The last row of a table takes whatever the rows
-// before it leave.
+// (router_rows.cuh): with fewer lanes each sorts more numbers, with more lanes they exchange more. More lanes than a row has are
+// 4 to 20 % slower (docs/notes/router-longer-lists.md). A number of experts that vectors do not divide has rows of its own, with
+// shorter vectors or none. The last row of a table takes whatever the rows before it leave.
 
 #pragma once
 
