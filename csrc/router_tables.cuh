@@ -69,7 +69,6 @@ template <typename T> struct ForwardTable {  // 16-bit logits
       { 512, 8,  1, 32, 16, 32, 16, kLists},
       { 128, 4,  1, 32, 32,  4, 16, kCandidates},
       { 256, 1,  1, 32, 32,  8,  1, kCandidates},
-      { 512, 8,  1, 32, 32, 16, 16, kCandidates},
       {1024, 8,  1, 32, 32, 32, 16, kCandidates},
       {1024, 1,  1, 32, 32, 32,  1, kCandidates},
   };
@@ -94,7 +93,6 @@ template <> struct ForwardTable<float> {
       { 384, 4, 17, 32, 16, 24, 16, kLists},
       { 384, 4,  9, 16, 32, 12, 16, kCandidates},
       { 512, 4, 17, 32, 16, 32, 16, kLists},
-      { 128, 4,  1, 32, 32,  4, 16, kCandidates},
       { 256, 1,  1, 32, 32,  8,  1, kCandidates},
       { 512, 8,  1, 32, 32, 16, 16, kCandidates},
       {1024, 8,  1, 32, 32, 32, 16, kCandidates},
