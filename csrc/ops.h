@@ -1,6 +1,7 @@
 // Every operator of the extension. They compute and neither allocate nor check: callers in gbmoe/ hand them contiguous
 // tensors of matching dtypes on one device, CPU int64 `sizes`, and the tensors to write to, allocated by torch in Python
-// (where running out of memory is torch's own exception).
+// (where running out of memory is torch's own exception). What maps, ids and sizes hold leads none outside its tensors: an entry outside
+// its range counts as none.
 
 #pragma once
 

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,12 +91,32 @@ def _nvcc_candidates() -> list[Path]:
     return list(dict.fromkeys([*candidates, Path("/usr/local/cuda/bin/nvcc")]))
 
 
-def _run(command: list[str]) -> str:
+_running: set[subprocess.Popen] = set()
+
+
+def _run(command: list[str], scratch: str | None = None) -> str:
+    """What the command printed; its temporary files are in `scratch`. Raises CompileError where it fails."""
     # What nvcc prints is meant for people, in whatever encoding its locale has; no byte of it may stop the build.
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-    if done.returncode != 0:
-        raise CompileError(f"{' '.join(command)}\n{done.stdout}{done.stderr}".rstrip())
-    return done.stdout + done.stderr
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace",
+                          env={**os.environ, "TMPDIR": scratch} if scratch else None, start_new_session=True) as process:
+        _running.add(process)
+        try:
+            printed, errors = process.communicate()
+        except BaseException:  # a signal, in the main thread
+            _kill_running()
+            raise
+        finally:
+            _running.discard(process)
+    if process.returncode != 0:
+        raise CompileError(f"{' '.join(command)}\n{printed}{errors}".rstrip())
+    return printed + errors
+
+
+def _kill_running() -> None:
+    """End the compilers that run; each has a process group with the passes that it starts, which outlive it otherwise."""
+    for process in list(_running):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) -> list[str]:
@@ -226,7 +247,8 @@ def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, outp
         defines = ["-DGBMOE_HOPPER"] if hopper else []
     else:
         defines = []
-    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, "-x", "cu", "-c", str(source), "-o", str(output)])
+    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, "-x", "cu", "-c", str(source), "-o", str(output)],
+         scratch=str(output.parent))
 
 
 def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:
@@ -275,7 +297,12 @@ def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITE
     with tempfile.TemporaryDirectory(prefix="gbmoe-build-") as scratch:
         units = [(source, Path(scratch) / f"{source.name}.o") for source in sources(folder)]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(lambda unit: compile_unit(nvcc, torch, chosen, *unit), units))
+            try:
+                list(pool.map(lambda unit: compile_unit(nvcc, torch, chosen, *unit), units))
+            except BaseException:  # one has failed, or a signal ends the process: the others are not waited for
+                pool.shutdown(wait=False, cancel_futures=True)
+                _kill_running()
+                raise
         # On the target's file system, for the rename, and unique: process ids are not, where containers share a cache.
         handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
         os.close(handle)

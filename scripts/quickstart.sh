@@ -9,4 +9,5 @@ say "what runs here"
 say "every operator and engine against the reference"
 "$python" -m gbmoe verify
 say "training a small language model"
-"$python" "$root/scripts/train_lm.py" --out "$root/runs/quickstart" "$@"
+# exec, so that a signal reaches the training: a shell that waits would die of it alone, and leave the training behind.
+exec "$python" "$root/scripts/train_lm.py" --out "$root/runs/quickstart" "$@"

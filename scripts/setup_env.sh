@@ -9,7 +9,7 @@
 # Afterwards: $python is the environment's interpreter. Where an active environment
 # (venv or conda) has torch, that one is used, and gbmoe with its extras is installed into it.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)  # with CDPATH cd may go elsewhere, and prints where
 
 say() { printf '\n== %s\n' "$*"; }
 

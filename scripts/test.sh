@@ -21,4 +21,4 @@ say "installing MegaBlocks"
 
 say "tests"
 cd "$root"
-"$python" -m pytest "$@"
+exec "$python" -m pytest "$@"

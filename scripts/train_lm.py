@@ -5,8 +5,12 @@
     torchrun --nproc-per-node 2 scripts/train_lm.py         data parallel: each rank takes a part of every batch
 
 Writes checkpoint.pt, log.json and loss.png to --out, and goes on from the checkpoint that lies there. SIGTERM and SIGUSR1 end
-the run after the current step: it saves and exits with 0. A resumed run has the losses of an uninterrupted one bit for bit,
-given the same machine, number of threads and number of ranks.
+the run after the current step: it saves and exits with 0. SIGTERM ends it at once, with 143, where it comes a second time or
+before the first step has ended. What is wrong in the arguments, the text or the checkpoint is said in one line before the first
+step, with status 2. A resumed run has the losses of an uninterrupted one bit for bit, given the same machine, number of threads
+and number of ranks.
+
+Beside it: train_lm_arguments.py, the command line; train_lm_files.py, the checkpoint; train_lm_signals.py, the signals.
 
 Losses are in nats per byte. Balance is, for each layer, the tokens of its busiest expert over the mean.
 
@@ -23,12 +27,11 @@ import math
 import os
 import platform
 import random
-import signal
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,18 +47,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import gbmoe
+from train_lm_arguments import HELDOUT, VOCABULARY, parse_arguments
+from train_lm_files import CHECKPOINT, LOG, InputError, check_optimizer, in_one_line, make_folder, not_a_checkpoint, \
+    read_checkpoint, replace
+from train_lm_signals import Ended, StopSignals
 
-VOCABULARY = 256
-HELDOUT_FRACTION = 0.1
 CLIP_NORM = 1.0
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 # Arguments that may differ between a run and its continuation: they change no loss. The text is compared by its hash.
 FREE_ON_RESUME = frozenset({"paths", "device", "out", "resume", "log_every", "save_every"})
-
-
-class InputError(Exception):
-    """What the user gave does not serve; the message says what was expected and what came."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- text
@@ -65,9 +65,9 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     """The files that `paths` name, sorted, hidden ones left out; without paths the standard library's sources."""
     roots = [Path(path) for path in paths] or [Path(sysconfig.get_paths()["stdlib"])]
     suffix, skipped = ("", frozenset()) if paths else (".py", STDLIB_SKIPPED)
-    files = {root for root in roots if root.is_file()}
+    files = {root for root in roots if os.path.isfile(root)}
     for root in roots:
-        if not root.exists():
+        if not os.path.exists(root):  # unlike Path.exists, of a name that is too long as well
             raise InputError(f"paths: expected an existing file or folder, got {root}")
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
@@ -109,10 +109,10 @@ def load_text(paths: Sequence[str], max_bytes: int, length: int) -> tuple[torch.
     where = ", ".join(paths) or "the standard library"
     if not content:
         raise InputError(f"paths: expected at least one UTF-8 text file in {where}, got none among {len(candidates)} files")
-    heldout_bytes = int(len(content) * HELDOUT_FRACTION)
+    heldout_bytes = len(content) // HELDOUT
     if heldout_bytes < length + 1:
-        raise InputError(f"paths: expected at least {math.ceil((length + 1) / HELDOUT_FRACTION)} bytes of text in {where} for"
-                         f" --length {length}, got {len(content)}")
+        raise InputError(f"paths: expected at least {HELDOUT * (length + 1)} bytes of text in {where} for --length {length}, got"
+                         f" {len(content)}")
     text = torch.frombuffer(content, dtype=torch.uint8)
     p_V = torch.bincount(text, minlength=VOCABULARY).double() / len(text)
     statistics = {"files": files, "bytes": len(text), "heldout_bytes": heldout_bytes,
@@ -224,6 +224,22 @@ class Ranks:
             dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An InputError of any rank in this block is raised on all after it, so that none waits for one that has ended."""
+        message = None
+        try:
+            yield
+        except InputError as error:
+            message = str(error)
+        messages = [message]
+        if self.world > 1:
+            messages = [None] * self.world
+            dist.all_gather_object(messages, message)
+        message = next(filter(None, messages), None)
+        if message:
+            raise InputError(message)
+
     def average_gradients(self, model: torch.nn.Module) -> None:
         """One all-reduce of all gradients.
 
@@ -260,11 +276,17 @@ def joined_ranks(name: str) -> Iterator[Ranks]:
         return
     cuda = device.type == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    yield Ranks(dist.get_rank(), world, device)
-    # Not after an error, when the others may wait in another collective. The barrier lets nobody leave before rank 0 has saved;
-    # and gloo's thread must have dropped the tensors of the last collective before the interpreter ends, or it aborts.
+    refused = None
+    try:
+        yield Ranks(dist.get_rank(), world, device)
+    except InputError as error:  # of all ranks (Ranks.together)
+        refused = error
+    # Not after another error, when the others may wait in another collective. The barrier lets nobody leave before rank 0 has
+    # saved; and gloo's thread must have dropped the tensors of the last collective before the interpreter ends, or it aborts.
     dist.barrier()
     dist.destroy_process_group()
+    if refused is not None:
+        raise refused
 
 
 # --------------------------------------------------------------------------------------------------------------- training
@@ -331,52 +353,70 @@ class Trainer:
             return
         checkpoint = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                       "scaler": self.scaler.state_dict(), "rng": torch.get_rng_state(), "step": step, "log": log}
-        out = Path(self.args.out)
-        out.mkdir(parents=True, exist_ok=True)
-        replace(out / "checkpoint.pt", partial(torch.save, checkpoint))
-        replace(out / "log.json", lambda path: path.write_text(json.dumps(log, indent=1)))
+        replace(Path(self.args.out) / CHECKPOINT, partial(torch.save, checkpoint))
+        write_log(log, Path(self.args.out))
 
     def resume(self, path: Path, log: dict) -> tuple[int, dict]:
         """Load the checkpoint, where rank 0 has one and --resume wants it. Returns its step and log, else (0, log).
 
         Raises:
-            InputError: where it is of a run with other arguments or another text than `log`'s.
+            InputError: on all ranks, where it is no checkpoint, or of a run with other arguments or another text than `log`'s.
         """
-        wanted = self.ranks.rank == 0 and self.args.resume == "auto" and path.exists()
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True) if wanted else None
+        checkpoint = None
+        with self.ranks.together():
+            if self.ranks.rank == 0 and self.args.resume == "auto" and path.exists():
+                checkpoint = read_checkpoint(path)
         # The other ranks may be on nodes that do not see --out.
         checkpoint = self.ranks.from_first(checkpoint)
         if checkpoint is None:
             return 0, log
-        saved, given = checkpoint["log"]["args"], log["args"]
-        differences = [f"--{name.replace('_', '-')} {saved.get(name)} (got {given[name]})" for name in given
-                       if name not in FREE_ON_RESUME and saved.get(name) != given[name]]
-        if checkpoint["log"]["text"] != log["text"]:
-            differences.append("the text that it was trained on (got another)")
-        if differences:
-            raise InputError(f"{path} can only be resumed as it was begun: expected {', '.join(differences)}; give another"
-                             " --out, or --fresh to start anew")
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.scaler.load_state_dict(checkpoint["scaler"])
-        torch.set_rng_state(checkpoint["rng"])
+        with self.ranks.together():
+            require_same_run(path, checkpoint["log"], log)
+            try:
+                self.load(checkpoint)
+            except Exception as error:  # what its entries hold is foreign, and makes the loaders raise nearly anything
+                raise not_a_checkpoint(path, f"one that does not fit the model ({in_one_line(error)})") from None
+        if self.ranks.rank == 0:
+            write_log(checkpoint["log"], path.parent)  # the file may be damaged, or of a later step than the checkpoint
         return checkpoint["step"], checkpoint["log"]
 
+    def load(self, checkpoint: dict) -> None:
+        """Take over model, optimizer, gradient scaler and random numbers."""
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        check_optimizer(self.optimizer)
+        self.scaler.load_state_dict(checkpoint["scaler"])
+        torch.set_rng_state(checkpoint["rng"])
 
-def train(args: argparse.Namespace, ranks: Ranks, signals: list[str]) -> None:
+
+def require_same_run(path: Path, saved: dict, given: dict) -> None:
+    """Raise InputError where the checkpoint's log is of other arguments or another text than the log of this run."""
+    differences = [f"--{name.replace('_', '-')} {saved['args'].get(name)} (got {value})" for name, value in given["args"].items()
+                   if name not in FREE_ON_RESUME and saved["args"].get(name) != value]
+    if saved["text"] != given["text"]:
+        differences.append("the text that it was trained on (got another)")
+    if differences:
+        raise InputError(f"{path} can only be resumed as it was begun: expected {', '.join(differences)}; give another --out, or"
+                         " --fresh to start anew")
+
+
+def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> None:
     """Train from the checkpoint, or from nothing, to --steps or to the first signal."""
     started = time.perf_counter()
     out = Path(args.out)
-    train_text, heldout_text, statistics = load_text(args.paths, args.max_bytes, args.length)
+    with ranks.together():
+        if ranks.rank == 0:
+            make_folder(out)
+        train_text, heldout_text, statistics = load_text(args.paths, args.max_bytes, args.length)
     windows_WS1 = windows(heldout_text, heldout_starts(heldout_text, args), args.length)
     trainer = Trainer(args, ranks)
-    step, log = trainer.resume(out / "checkpoint.pt", new_log(trainer, statistics))
+    step, log = trainer.resume(out / CHECKPOINT, new_log(trainer, statistics))
     seconds_before = log["seconds"]
     progress = Progress(args, step, shown=ranks.rank == 0)
     progress.line(f"{statistics['files']} files, {statistics['bytes']:,} bytes, {statistics['heldout_bytes']:,} of them held"
                   f" out; {log['parameters']:,} parameters; {args.impl} {args.dtype} on {log['device']}")
     if step:
-        progress.line(f"resumed from {out / 'checkpoint.pt'} after step {step}/{args.steps}")
+        progress.line(f"resumed from {out / CHECKPOINT} after step {step}/{args.steps}")
     stop = False
     with progress.bar or contextlib.nullcontext():
         while step < args.steps and not stop:
@@ -384,8 +424,10 @@ def train(args: argparse.Namespace, ranks: Ranks, signals: list[str]) -> None:
             starts = batch_starts(train_text, args, step)[ranks.rank :: ranks.world]
             loss, counts_LE = trainer.train_step(windows(train_text, starts, args.length), step)
             # Whichever rank got a signal, all learn of it here and stop after the same step.
-            mine = [loss.double().view(1), counts_LE.double().flatten(), torch.full((1,), len(signals), device=ranks.device)]
+            asked = torch.full((1,), signals.asked is not None, device=ranks.device)
+            mine = [loss.double().view(1), counts_LE.double().flatten(), asked.double()]
             loss_sum, *counts, stop = ranks.sum(torch.cat(mine)).tolist()
+            signals.worth_saving = True
             loads_LE = torch.tensor(counts).view(counts_LE.shape)
             step += 1
             entry = {"step": step, "loss": loss_sum / ranks.world, "balance": (loads_LE.amax(1) / loads_LE.mean(1)).tolist(),
@@ -402,20 +444,13 @@ def train(args: argparse.Namespace, ranks: Ranks, signals: list[str]) -> None:
                 log["tokens_per_s"] = step / sum(1 / entry["tokens_per_s"] for entry in log["train"])
                 trainer.save(step, log)
     if step < args.steps:
-        progress.line(f"stopped by {signals[0] if signals else 'a signal to another rank'}: saved {out / 'checkpoint.pt'} after"
-                      f" step {step}/{args.steps}; the same command goes on from there")
+        progress.line(f"stopped by {signals.asked or 'a signal to another rank'}: saved {out / CHECKPOINT} after step"
+                      f" {step}/{args.steps}; the same command goes on from there")
     elif ranks.rank == 0:
         summarize(log, out)
 
 
 # ----------------------------------------------------------------------------------------------------------------- output
-
-
-def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """write(temporary path), then rename: whoever reads, at whatever moment, finds the old file or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
 
 
 def git_commit() -> str | None:
@@ -438,6 +473,10 @@ def new_log(trainer: Trainer, statistics: dict) -> dict:
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "train": [], "heldout": [], "seconds": 0.0, "tokens_per_s": None,
     }
+
+
+def write_log(log: dict, out: Path) -> None:
+    replace(out / LOG, lambda path: path.write_text(json.dumps(log, indent=1)))
 
 
 class Progress:
@@ -498,84 +537,23 @@ def summarize(log: dict, out: Path) -> None:
           f" ({entropy / math.log(2):.3f}), gap {entropy - heldout:.4f}")
 
 
-# -------------------------------------------------------------------------------------------------------------- arguments
-
-
-NUMBERS = (
-    ("seed", 0, "of the weights and the batches"),
-    ("layers", 3, "blocks of attention and dMoE"),
-    ("hidden", 128, "width"),
-    ("heads", 4, "of the attention"),
-    ("ffn", 192, "hidden size of each expert"),
-    ("experts", 8, "of each layer"),
-    ("top-k", 2, "experts that a token goes to"),
-    ("balance-weight", 0.01, "of the load-balancing loss"),
-    ("length", 128, "bytes of a sequence"),
-    ("batch", 8, "sequences of a step, over all ranks"),
-    ("steps", 500, "of the whole run, resumed or not"),
-    ("lr", 2e-3, "highest learning rate"),
-    ("warmup", 50, "steps up to it"),
-    ("max-bytes", 1 << 24, "of text to use"),
-    ("eval-every", 100, "steps between held-out losses"),
-    ("eval-windows", 128, "sequences of a held-out loss"),
-    ("save-every", 200, "steps between checkpoints"),
-    ("log-every", 20, "steps between lines where there is no terminal"),
-)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The command line; ends the process with status 2 and a message where it is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("paths", nargs="*", help="text files, or folders of them; none: the Python standard library's sources")
-    add("--impl", choices=("gbmoe", "bmm", "reference"), default="gbmoe", help="how the experts are computed")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:<index>")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-        help="of the products; parameters stay float32")
-    add("--out", default="runs/train_lm", help="folder of the checkpoint, the log and the plot")
-    add("--resume", choices=("auto", "never"), default="auto", help="go on from --out's checkpoint, if it has one")
-    add("--fresh", dest="resume", action="store_const", const="never", default=argparse.SUPPRESS, help="--resume never")
-    for name, default, text in NUMBERS:
-        add(f"--{name}", type=type(default), default=default, help=text)
-    args = parser.parse_args()
-
-    for name, _, _ in NUMBERS:
-        value = getattr(args, name.replace("-", "_"))
-        if name != "seed" and not 0 < value < math.inf:
-            parser.error(f"--{name}: expected a number greater than 0, got {value}")
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if args.hidden % (2 * args.heads):
-        parser.error(f"--hidden: expected a multiple of 2 * heads == {2 * args.heads}, got {args.hidden}")
-    if args.batch % world:
-        parser.error(f"--batch: expected a multiple of the {world} ranks, got {args.batch}")
-    if args.eval_windows < world:
-        parser.error(f"--eval-windows: expected at least the {world} ranks, got {args.eval_windows}")
-    kind, _, index = args.device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        parser.error(f"--device: expected cpu, cuda or cuda:<index>, got {args.device!r}")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        parser.error(f"--device: expected a GPU that is there, got {args.device!r} with {torch.cuda.device_count()} GPUs")
-    try:
-        moe_arguments(args)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
+# ------------------------------------------------------------------------------------------------------------------- main
 
 
 def main() -> None:
-    signals: list[str] = []
-    for number in STOPPING:
-        signal.signal(number, lambda received, frame: signals.append(signal.Signals(received).name))
-    args = parse_arguments()
+    signals = StopSignals()
     try:
+        args = parse_arguments(__doc__.partition("\n")[0])
         with joined_ranks(args.device) as ranks:
             train(args, ranks, signals)
     except InputError as error:
-        sys.exit(f"train_lm: {error}")
-    # An interpreter that ends takes its handlers away: a signal sent once more would kill it, after all is saved.
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("train_lm:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except Ended as ended:
+        # Not by the interpreter's end, in which a library may wait for ranks that have ended.
+        os._exit(ended.code)
+    signals.ignore()
 
 
 if __name__ == "__main__":

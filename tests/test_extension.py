@@ -8,9 +8,11 @@ import platform
 import pwd
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -91,6 +93,49 @@ def test_architectures_that_cannot_be_are_refused(monkeypatch, asked, words):
 def test_every_device_has_code_that_runs_on_it(monkeypatch, devices, codes, got):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     assert _compile.architectures(_compile.Nvcc(Path("nvcc"), (13, 0), frozenset(codes)), devices) == got
+
+
+# Builds with a compiler that does not end, on any machine; SIGTERM raises SystemExit, as it does in `gbmoe convert`.
+ENDLESS_BUILD = """
+import pathlib, signal, sys
+from gbmoe import _compile
+home = pathlib.Path(sys.argv[1])
+_compile.why_not = lambda nvcc, torch: None
+_compile._library_roots = lambda nvcc, torch: [home]
+_compile.compile_flags = lambda nvcc, torch, chosen: []
+_compile.Nvcc.find = classmethod(lambda cls: cls(home / "nvcc", (13, 0), frozenset({"90"})))
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+_compile.build(home / "sources", home / "out" / "object.so", ("9.0",))
+"""
+# Starts a pass that outlives it, as nvcc does.
+ENDLESS_NVCC = """#!/usr/bin/env bash
+mktemp >/dev/null
+bash -c 'echo $$ >"$1/pids/$$"; sleep 600' pass "{home}"
+"""
+
+
+def test_a_build_that_is_interrupted_ends_its_compilers_and_leaves_no_files(tmp_path):
+    for name in ("lib64/libcublas.so.13", *(f"sources/{i}.cu" for i in range(2 * os.cpu_count())), "pids/", "temporary/"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    (tmp_path / "nvcc").write_text(ENDLESS_NVCC.format(home=tmp_path))
+    (tmp_path / "nvcc").chmod(0o755)
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(tmp_path)], env=environment)
+    try:
+        while len(list((tmp_path / "pids").iterdir())) < os.cpu_count() and process.poll() is None:
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        started = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+        commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in started}
+        alive = [pid for pid, command in commands.items() if command.exists() and command.read_bytes()]
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+    assert alive == [] and len(started) == os.cpu_count()  # none was begun after the signal
+    assert list((tmp_path / "temporary").iterdir()) == [] and list((tmp_path / "out").iterdir()) == []
 
 
 def test_why_not():

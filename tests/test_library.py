@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 import gbmoe
 from gbmoe import _library, cases
+from gbmoe.compat import transformer_engine  # noqa: F401, registers an operator
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
 from gbmoe.ops.experts import plan_sizes
@@ -252,15 +253,19 @@ def calls(device, dtype, tokens, top_k):
         for need_rows in (False, True):
             yield "padded_scatter_backward", (x, y, *maps, None, None, scale, need_rows)
     yield "map_slots", (plan.row_of_slot_TK, None, None, None, weights, rows)
+    mask = logits > 0
+    for routed in (None, int(mask.sum())):
+        yield "mask_rows", (mask, None, routed)
     sizes = plan_sizes(plan, x, w, "auto")
     for suffix, engine, sizes in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
         yield f"gmm{suffix}", (h, w, sizes, False, False, engine, False)
         yield f"gmm{suffix}", (h, y, sizes, True, False, engine, False)
-        for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"), (w, False, weights, "gelu")):
+        for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"),
+                                                  (w, False, weights, "gelu")):
             yield f"expert_mlp{suffix}", (x, slot_weights, *maps, sizes, w, w, v, activation, engine, save)
             needs = (save, slot_weights is not None, True, save, v is not None)
-            yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, sizes, w, w, v, h, h if v is not None else h.new_empty(0),
-                                                   activation, engine, *needs)
+            g = h.new_empty(0) if v is None else h
+            yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, sizes, w, w, v, h, g, activation, engine, *needs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

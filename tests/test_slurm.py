@@ -106,6 +106,25 @@ def test_every_suite_can_be_submitted(suite):
     assert done.returncode == 0 and f" {suite} " in done.stdout, done.stderr
 
 
+def test_cdpath_does_not_lead_to_another_checkout(tmp_path):
+    (tmp_path / "scripts" / "slurm").mkdir(parents=True)
+    command = ["scripts/slurm/submit.sh", SITES / "partition.sh", "--only", "build", "--dry-run"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CDPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert options(done.stdout)["chdir"] == str(ROOT), done.stderr
+
+
+def test_a_node_that_is_still_being_set_up_outlives_the_signal_before_the_time_limit(tmp_path):
+    """Slurm's USR1, which reaches every process of a step, in the middle of the site's activate; and paths with spaces."""
+    site, run = tmp_path / "a site.sh", tmp_path / "a run"
+    site.write_text("cpus_per_gpu=1 gpus_per_node=0 python=(printf '%s\\n')\nactivate() { kill -USR1 $$; }\n")
+    environment = {**os.environ, "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+                   "SLURM_NODEID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+    command = [SLURM / "train_node.sh", ROOT, site, run, "smoke", "", "--steps", "7", "a text"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-5:] == ["--out", str(run / "train"), "--steps", "7", "a text"]
+
+
 # --------------------------------------------------------------------------------------------------------- on a Slurm
 
 
@@ -180,7 +199,7 @@ def chain(cluster, tmp_path_factory) -> Chain:
     sends it before the time limit, and is then requeued by hand. Ends when they have."""
     folder = tmp_path_factory.mktemp("chain")
     site = write_site(folder, shlex.quote(sys.executable))
-    run, alone, text = folder / "run", folder / "alone", folder / "text"
+    run, alone, text = folder / "a run", folder / "alone", folder / "a text"
     text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
     uninterrupted = start_training("--out", alone, *TRAINING, text)
 

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pty
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import gbmoe
 
@@ -179,20 +184,20 @@ def test_terminal_shows_a_bar_with_loss_tokens_and_balance(text, tmp_path):
         assert wanted in shown.decode()
 
 
-@pytest.mark.parametrize("arguments, status, message", [
-    (["{text}/binary.bin"], 1, "expected at least one UTF-8 text file in {text}/binary.bin, got none among 1 files"),
-    (["{text}/no"], 1, "expected an existing file or folder, got {text}/no"),
-    (["{text}", "--length", "4000"], 1, "expected at least 40010 bytes of text in {text} for --length 4000, got "),
-    (["{text}", "--impl", "sparse"], 2, "argument --impl: invalid choice: 'sparse'"),
-    (["{text}", "--hidden", "32"], 1, "expected --hidden 64 (got 32); give another --out, or --fresh to start anew"),
-    (["{text}/a.txt"], 1, "expected the text that it was trained on (got another)"),
+@pytest.mark.parametrize("arguments, message", [
+    (["{text}/binary.bin"], "expected at least one UTF-8 text file in {text}/binary.bin, got none among 1 files"),
+    (["{text}/no"], "expected an existing file or folder, got {text}/no"),
+    (["{text}", "--length", "4000"], "expected at least 40010 bytes of text in {text} for --length 4000, got "),
+    (["{text}", "--impl", "sparse"], "argument --impl: invalid choice: 'sparse'"),
+    (["{text}", "--hidden", "32"], "expected --hidden 64 (got 32); give another --out, or --fresh to start anew"),
+    (["{text}/a.txt"], "expected the text that it was trained on (got another)"),
 ], ids=["no-text", "no-file", "short-text", "impl", "other-model", "other-text"])
-def test_bad_input_says_what_was_expected(arguments, status, message, text, finished):
+def test_bad_input_says_what_was_expected(arguments, message, text, finished):
     process = start("--out", finished["gbmoe"], *(argument.format(text=text) for argument in arguments))
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == status
+    assert process.returncode == 2
     assert message.format(text=text) in errors
-    assert "Traceback" not in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_two_ranks_stop_together_and_the_resumed_run_has_the_losses_of_one_rank(text, finished, tmp_path):
@@ -204,3 +209,286 @@ def test_two_ranks_stop_together_and_the_resumed_run_has_the_losses_of_one_rank(
     # The same global batches; only the load-balancing loss, which each rank computes of its own tokens, is another.
     one_rank = [loss for _, loss in losses(read_log(finished["gbmoe"]))]
     assert [loss for _, loss in losses(read_log(tmp_path))] == pytest.approx(one_rank, rel=2e-3)
+
+
+# ------------------------------------------------------------------------- what cannot serve is found before the first step
+
+
+# Imports the script once; then, for each list of arguments on a line of its stdin, a fork of it runs them.
+FORKING = """
+import json, os, runpy, sys
+script = sys.argv[1]
+sys.path.insert(0, os.path.dirname(script))
+main = runpy.run_path(script, run_name="train_lm")["main"]
+for line in sys.stdin:
+    folder, sys.argv = json.loads(line)
+    process = os.fork()
+    if process == 0:
+        for number, name in ((1, "printed"), (2, "errors")):
+            os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.exit(main())
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def refusal(text, tmp_path_factory) -> Iterator[Callable[..., str]]:
+    """A function that runs the script, which is to refuse the arguments before it trains, and returns its one line."""
+    folder = tmp_path_factory.mktemp("refusal")
+    process = subprocess.Popen(**command("-c", FORKING, SCRIPT), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def refusal(*arguments: object, paths: tuple = (text,)) -> str:
+        argv = [str(argument) for argument in (SCRIPT, *SIZES, "--out", folder / "out", *arguments, *paths)]
+        process.stdin.write(json.dumps([str(folder), argv]) + "\n")
+        process.stdin.flush()
+        status, errors = process.stdout.readline(), (folder / "errors").read_text()
+        assert (int(status), (folder / "printed").read_text()) == (2, ""), errors
+        assert len(errors.splitlines()) == 1 and errors.startswith("train_lm: "), errors
+        return errors
+
+    yield refusal
+    process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("name, value, expected", [
+    ("seed", 2**64, f"a number from {-2**63} to {2**64 - 1}, got {2**64}"),
+    ("seed", -2**63 - 1, f"a number from {-2**63} to {2**64 - 1}, got {-2**63 - 1}"),
+    ("steps", 10**400, f"a number from 1 to {2**31 - 1}, got {10**400}"),
+    ("hidden", 2**62, f"a number from 1 to {2**31 - 1}, got {2**62}"),
+    ("batch", 0, f"a number from 1 to {2**31 - 1}, got 0"),
+    ("warmup", -1, f"a number from 1 to {2**31 - 1}, got -1"),
+    ("lr", "nan", "a finite number greater than 0, got nan"),
+    ("lr", "1e999", "a finite number greater than 0, got inf"),
+    ("balance-weight", "-inf", "a finite number greater than 0, got -inf"),
+    ("top-k", 5, f"at most the {EXPERTS} experts, got 5"),
+    ("max-bytes", 649, "at least 650 for --length 64, got 649"),
+    ("device", "cpu:x", "cpu, cuda or cuda:<index>, got 'cpu:x'"),
+    ("device", "cuda:", "cpu, cuda or cuda:<index>, got 'cuda:'"),
+    ("device", "cuda:0", "a GPU that is there, got 'cuda:0' with 0 GPUs"),
+])
+def test_an_argument_out_of_range_is_refused(name, value, expected, refusal):
+    assert refusal(f"--{name}={value}") == f"train_lm: --{name}: expected {expected}\n"
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--hidden", 2**30), ("--layers", 2**31 - 1, "--hidden", 2**12), ("--batch", 2**31 - 1, "--length", 512),
+    ("--eval-windows", 2**31 - 1, "--length", 512),
+], ids=["overflowing-weights", "layers", "batch", "eval-windows"])
+def test_sizes_that_no_memory_holds_are_refused(arguments, refusal):
+    assert "expected sizes that fit in " in refusal(*arguments)
+
+
+def test_paths_without_text_are_refused(refusal, tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    for name, files in (("empty", 1), ("folder", 0)):
+        path = tmp_path / name
+        assert f"at least one UTF-8 text file in {path}, got none among {files} files" in refusal(paths=(path,))
+    assert "paths: expected an existing file or folder, got xxx" in refusal(paths=("x" * 300,))
+
+
+@pytest.mark.parametrize("out", ["{file}", "{file}/run", "/proc", "/proc/run", "{tmp}/" + "x" * 300],
+                         ids=["file", "below-a-file", "not-writable", "not-to-be-made", "name-too-long"])
+def test_an_out_that_cannot_be_written_to_is_refused(out, refusal, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    out = out.format(file=tmp_path / "file", tmp=tmp_path)
+    assert f"--out: expected a folder that can be made and written to, got {out} (" in refusal("--out", out)
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "log.json", "loss.png"])
+def test_a_folder_in_the_place_of_a_file_is_refused(name, refusal, tmp_path):
+    (tmp_path / name).mkdir()
+    assert f"expected a file or nothing at {tmp_path / name}, got a folder" in refusal("--out", tmp_path, "--fresh")
+
+
+def rewrite(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    """A fault of the checkpoint: what `change` does to its entries."""
+    def apply(path: Path) -> None:
+        checkpoint = torch.load(path, weights_only=True)
+        changed = change(checkpoint)
+        torch.save(checkpoint if changed is None else changed, path)
+    return apply
+
+
+def flip(path: Path) -> None:
+    """Changes one bit of a weight."""
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.load(path, weights_only=True)["model"]["0.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "flipped bit": flip,
+    "text": lambda path: path.write_text("loss 1.5\n" * 100),
+    "pickle": lambda path: path.write_bytes(b"\x80\x04]\x94."),
+    "other program's": rewrite(lambda checkpoint: {"state_dict": checkpoint["model"]}),
+    "tensor": rewrite(lambda checkpoint: torch.zeros(3)),
+    "no step": rewrite(lambda checkpoint: checkpoint.update(step="3")),
+    "other step": rewrite(lambda checkpoint: checkpoint.update(step=3)),
+    "log": rewrite(lambda checkpoint: checkpoint["log"].update(args=None)),
+    "log's steps": rewrite(lambda checkpoint: checkpoint["log"].update(train=[None] * STEPS)),
+    "shape": rewrite(lambda checkpoint: checkpoint["model"].update({"0.weight": torch.zeros(256, 8)})),
+    "weight missing": rewrite(lambda checkpoint: checkpoint["model"].__delitem__("0.weight")),
+    "moments' shape": rewrite(lambda checkpoint: checkpoint["optimizer"]["state"][0].update(exp_avg=torch.zeros(3))),
+    "moments missing": rewrite(lambda checkpoint: checkpoint["optimizer"].update(state={})),
+    "rng": rewrite(lambda checkpoint: checkpoint.update(rng=torch.zeros(3))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_is_damaged_or_foreign_is_refused(damage, refusal, finished, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    shutil.copy(finished["gbmoe"] / "checkpoint.pt", path)
+    DAMAGES[damage](path)
+    damaged = path.read_bytes()
+    errors = refusal("--out", tmp_path)
+    assert errors.startswith(f"train_lm: {path}: expected a checkpoint of train_lm.py, got ")
+    assert errors.endswith("; give another --out, or --fresh to start anew\n")
+    assert path.read_bytes() == damaged  # it may be of use to somebody else
+
+
+def test_fresh_starts_anew_over_a_damaged_checkpoint(text, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    end(start(text, "--out", tmp_path, "--steps", 2, "--fresh"))
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 2
+
+
+def test_a_damaged_log_is_written_again_from_the_checkpoint(text, finished, tmp_path):
+    shutil.copy(finished["gbmoe"] / "checkpoint.pt", tmp_path)
+    (tmp_path / "log.json").write_text('{"args":')
+    end(start(text, "--out", tmp_path))  # has no step left to do
+    assert read_log(tmp_path) == read_log(finished["gbmoe"])
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_temporary_one(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from train_lm_files import replace
+
+    def write(path: Path) -> None:
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        replace(tmp_path / "file", write)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def rank_errors(logs: Path) -> list[str]:
+    """stderr of each rank of a torchrun with --redirects 2 and --log-dir."""
+    return [path.read_text() for path in sorted(logs.rglob("stderr.log"))]
+
+
+def test_two_ranks_refuse_a_damaged_checkpoint_together(text, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    launcher = (*TORCHRUN, "--redirects", 2, "--log-dir", tmp_path / "logs")
+    process = start(text, "--out", tmp_path, launcher=launcher)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "exitcode  : 2" in errors and "step" not in printed
+    first, second = rank_errors(tmp_path / "logs")
+    assert "expected a checkpoint of train_lm.py" in first and len(first.splitlines()) == 1 and second == ""
+
+
+def test_a_text_that_one_rank_does_not_have_ends_both_ranks(text, tmp_path):
+    shutil.copytree(text, tmp_path / "text-0")
+    launcher = (*TORCHRUN, "--redirects", 2, "--log-dir", tmp_path / "logs", "--no-python",
+                "bash", "-c", f'exec "$@" {tmp_path}/text-$RANK', "bash", sys.executable)
+    process = start("--out", tmp_path, launcher=launcher)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "exitcode  : 2" in errors and "step" not in printed
+    missing = f"train_lm: paths: expected an existing file or folder, got {tmp_path}/text-1\n"
+    assert rank_errors(tmp_path / "logs") == [missing, ""]
+
+
+# ---------------------------------------------------------------------------------------------- signals at awkward moments
+
+
+# One step of these takes minutes.
+SLOW_STEP = ("--hidden", 512, "--ffn", 1024, "--experts", 8, "--length", 256, "--batch", 64, "--eval-windows", 2)
+
+
+def begin(*arguments: object, launcher: tuple = (), until: str) -> subprocess.Popen:
+    """Start, and read what is printed up to the line with `until`."""
+    process = start(*arguments, launcher=launcher)
+    for line in process.stdout:
+        if until in line:
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+@contextlib.contextmanager
+def killed_at_the_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """So that a process that does not end by itself, which is the fault, does not outlive the test."""
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def test_sigterm_before_the_first_step_has_ended_ends_at_once(text, tmp_path):
+    with killed_at_the_end(begin(text, "--out", tmp_path, *SLOW_STEP, until=" parameters; ")) as process:
+        process.send_signal(signal.SIGTERM)
+        printed, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "step" not in printed
+    assert errors == "train_lm: ended at once by SIGTERM: nothing to save before the first step has ended\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_sigterm_ends_a_rank_that_waits_for_the_others(text, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = command(SCRIPT, *SIZES, text, "--out", tmp_path)
+    arguments["env"] |= {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with killed_at_the_end(subprocess.Popen(**arguments, stderr=subprocess.PIPE)) as process:
+        while process.poll() is None:  # until it listens
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_second_sigterm_ends_a_step_that_takes_long(text, tmp_path):
+    with killed_at_the_end(begin(text, "--out", tmp_path, "--eval-windows", 10**6, until="step 1/")) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(4)  # longer than two signals of one request are apart
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors == "train_lm: ended at once by SIGTERM: it came a second time\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_one_request_that_arrives_twice_still_saves(text, tmp_path):
+    """As from `timeout`, and from Slurm by way of torchrun."""
+    with killed_at_the_end(begin(text, "--out", tmp_path, "--eval-windows", 1500, until="step 1/")) as process:
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert f"stopped by SIGTERM: saved {tmp_path / 'checkpoint.pt'} after step " in printed
+
+
+def test_sigusr1_before_the_first_step_has_ended_saves_it(text, tmp_path):
+    process = begin(text, "--out", tmp_path, until=" parameters; ")
+    for _ in range(3):
+        process.send_signal(signal.SIGUSR1)
+    assert "stopped by SIGUSR1" in end(process) and len(read_log(tmp_path)["train"]) < STEPS
+
+
+def test_sigterm_before_the_first_step_has_ended_ends_both_ranks(text, tmp_path):
+    launcher = (*TORCHRUN, "--redirects", 2, "--log-dir", tmp_path / "logs")
+    out = tmp_path / "out"
+    with killed_at_the_end(begin(text, "--out", out, *SLOW_STEP, launcher=launcher, until=" parameters; ")) as process:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert "forcefully exiting" not in errors  # what torchrun does to those that do not end
+    for said in rank_errors(tmp_path / "logs"):
+        assert said == "train_lm: ended at once by SIGTERM: nothing to save before the first step has ended\n"
+    assert not any(out.iterdir())

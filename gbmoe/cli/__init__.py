@@ -1,7 +1,8 @@
 """The command line: `python -m gbmoe info | verify | bench | convert`, one file a command.
 
 A command's module has add_arguments(parser) and run(arguments) -> exit status: 0, or 1 where something is wrong with gbmoe
-on this machine. Arguments that make no sense end with status 2, as argparse has it.
+on this machine. Arguments that make no sense end with status 2, as argparse has it, and so do broken files: with a line that
+says which and why.
 """
 
 from __future__ import annotations

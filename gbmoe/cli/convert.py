@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from gbmoe._files import one_line
 from gbmoe.compat import checkpoints
 
 
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert; 1 where the checkpoint cannot be converted or written, with the reason and without a trace of TARGET."""
+    """Convert; 1 where the checkpoint cannot be converted or written, 2 where it is broken: no checkpoint in any layout. With
+    the reason and without a trace of TARGET."""
     if arguments.experts and arguments.to != "transformers":
         print("gbmoe convert: --experts goes with --to transformers", file=sys.stderr)
         return 2
@@ -36,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         checkpoints.convert_checkpoint(arguments.source, arguments.target, arguments.to,
-                                       experts=arguments.experts or "fused", report=print)
+                                       experts=arguments.experts or "fused", report=lambda line: print(one_line(line)))
+    except checkpoints.BrokenCheckpoint as broken:
+        print(f"gbmoe convert: {one_line(broken)}", file=sys.stderr)
+        return 2
     except (ImportError, OSError, ValueError) as error:
         print(f"gbmoe convert: {error}", file=sys.stderr)
         return 1

@@ -26,13 +26,15 @@ Shape suffixes: E experts, H hidden, F ffn hidden, N columns of one expert's mat
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +42,20 @@ from typing import BinaryIO
 
 import torch
 
-__all__ = ["EXPERT_LAYOUTS", "LAYOUTS", "convert_checkpoint", "to_megablocks", "to_transformers"]
+from gbmoe._files import appears_complete, one_line, read_json
+
+__all__ = ["EXPERT_LAYOUTS", "LAYOUTS", "BrokenCheckpoint", "convert_checkpoint", "to_megablocks", "to_transformers"]
 
 LAYOUTS = ("transformers", "megablocks")
 # Of transformers' layouts with a tensor for each expert the names of gate, up and down.
 _PER_EXPERT = {"gate_proj": ("gate_proj", "up_proj", "down_proj"), "w1": ("w1", "w3", "w2")}
 EXPERT_LAYOUTS = ("fused", *_PER_EXPERT)
+
+
+class BrokenCheckpoint(ValueError):
+    """Raised for what is no checkpoint in any layout, in one line: a file that is not whole, an index that is none, a layer
+    with a size of zero, a dtype that cannot be read. A layer that only the other layout has no place for is a plain
+    ValueError."""
 
 
 def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -58,7 +68,8 @@ def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
         A new dict. Converted tensors are copies, all others are those of `state_dict`.
 
     Raises:
-        ValueError: where there is no MoE layer, or with the names that do not fit.
+        ValueError: where there is no MoE layer, or with the names that do not fit; BrokenCheckpoint, a kind of it, for a layer
+            with a size of zero or of a dtype that packs several values into a byte.
 
     Example:
         >>> block = {"gate.weight": torch.zeros(4, 8), "experts.gate_up_proj": torch.zeros(4, 2 * 16, 8),
@@ -96,8 +107,12 @@ _Signatures = Mapping[str, tuple[list[int], object]]
 _ROUTER = {"megablocks": "router.layer.weight", "transformers": "gate.weight"}
 _SHARED = {"megablocks": "shared_expert.", "transformers": "shared_experts."}
 _IN_A_LAYER = re.compile(r"((?:.*?\.)?)experts\..+")
-_ONE_EXPERT = re.compile(r"experts\.\d+\.(\w+)\.weight")
+_ONE_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
 _FAULTS_SHOWN = 10
+# Several values in a byte, as files and as torch call them: what they are the rows and columns of, no layout here says.
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2", "torch.float4_e2m1fn_x2")
+# What the format's readers take for a header, and fewer bytes than any tensor takes in it.
+_MOST_HEADER_BYTES, _FEWEST_BYTES_A_TENSOR = 100_000_000, 64
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,11 @@ class _Output:
 
 
 def _plan(signatures: _Signatures, to: str, experts: str) -> list[_Output]:
-    """Every tensor of the result. Raises ValueError where the layers are not what the other layout can hold."""
+    """Every tensor of the result. Raises ValueError where the layers are not what the other layout can hold.
+
+    A shape may declare any size in no bytes at all, where another of its sizes is zero. So nothing is listed for each expert
+    before that is ruled out and the shapes fit each other: then there are no more experts than there are bytes.
+    """
     if to not in LAYOUTS or experts not in EXPERT_LAYOUTS:
         raise ValueError(f"convert: expected to in {LAYOUTS} and experts in {EXPERT_LAYOUTS}, got {to!r}, {experts!r}")
     prefixes = dict.fromkeys(match[1] for match in map(_IN_A_LAYER.fullmatch, signatures) if match)
@@ -128,10 +147,12 @@ def _plan(signatures: _Signatures, to: str, experts: str) -> list[_Output]:
         else:
             layers[prefix][name.removeprefix(prefix)] = signature
     for prefix, tensors in layers.items():
+        _require_sound(prefix, tensors)
         expected, converted = _layer(tensors, to, experts)
-        faults += [f"{prefix}{fault}" for fault in _faults(tensors, expected)]
-        outputs += [replace(output, name=prefix + output.name, sources=tuple(prefix + name for name in output.sources))
-                    for output in converted]
+        faults += [one_line(f"{prefix}{fault}") for fault in _faults(tensors, expected)]
+        if not faults:
+            outputs += [replace(output, name=prefix + output.name, sources=tuple(prefix + name for name in output.sources))
+                        for output in converted]
     if faults:
         more = [f"and {len(faults) - _FAULTS_SHOWN} more"] if len(faults) > _FAULTS_SHOWN else []
         raise ValueError("\n  ".join([f"convert to {to}: these tensors do not fit:", *faults[:_FAULTS_SHOWN], *more]))
@@ -143,6 +164,14 @@ def _parents(name: str) -> Iterator[str]:
     while name:
         name = name[: name[:-1].rfind(".") + 1]
         yield name
+
+
+def _require_sound(prefix: str, tensors: _Signatures) -> None:
+    for name, (shape, dtype) in tensors.items():
+        if 0 in shape:
+            raise BrokenCheckpoint(one_line(f"{prefix}{name}: expected sizes above 0, got shape {shape}"))
+        if str(dtype) in _PACKED:
+            raise BrokenCheckpoint(one_line(f"{prefix}{name}: expected a dtype of whole bytes, got {dtype}"))
 
 
 def _faults(tensors: _Signatures, expected: Mapping[str, list[int]]) -> list[str]:
@@ -157,11 +186,14 @@ def _faults(tensors: _Signatures, expected: Mapping[str, list[int]]) -> list[str
                                for name, dtype in dtypes.items() if dtype != first]
 
 
-def _layer(tensors: _Signatures, to: str, layout: str) -> tuple[dict[str, list[int]], list[_Output]]:
-    """The shapes that one layer should have, going by the sizes found in it, and what becomes of it."""
+def _layer(tensors: _Signatures, to: str, layout: str) -> tuple[dict[str, list[int]], Iterable[_Output]]:
+    """The shapes that one layer should have, going by the sizes found in it, and what becomes of it if they are so."""
     source = "transformers" if to == "megablocks" else "megablocks"
     experts, hidden = _shape(tensors, _ROUTER[source], 2)
-    kinds = {match[1] for match in map(_ONE_EXPERT.fullmatch, tensors) if match}
+    found = [match for match in map(_ONE_EXPERT.fullmatch, tensors) if match]
+    kinds = {match[2] for match in found}
+    if kinds and experts > len(tensors):
+        experts = len({match[1] for match in found})  # the router is at fault, not a name for each row of it
     gated = bool(tensors.keys() & {"experts.mlp.v1", "experts.gate_up_proj"} or kinds & {"gate_proj", "w1", "w3"})
     if to == "transformers":
         expected, outputs = _experts_from_megablocks(tensors, experts, hidden, gated, layout)
@@ -171,14 +203,14 @@ def _layer(tensors: _Signatures, to: str, layout: str) -> tuple[dict[str, list[i
     else:
         expected, outputs = _experts_from_fused(tensors, experts, hidden, gated)
     expected[_ROUTER[source]] = [experts, hidden]
-    outputs.append(_Output(_ROUTER[to], (_ROUTER[source],)))
+    others = [_Output(_ROUTER[to], (_ROUTER[source],))]
     shared, shared_target = _SHARED[source], _SHARED[to]
     if any(name.startswith(shared) for name in tensors):
         ffn = _shape(tensors, f"{shared}up_proj.weight", 2)[0]
         for name in ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj"):
             expected[f"{shared}{name}.weight"] = [hidden, ffn] if name == "down_proj" else [ffn, hidden]
-            outputs.append(_Output(f"{shared_target}{name}.weight", (f"{shared}{name}.weight",)))
-    return expected, outputs
+            others.append(_Output(f"{shared_target}{name}.weight", (f"{shared}{name}.weight",)))
+    return expected, itertools.chain(outputs, others)
 
 
 def _shape(tensors: _Signatures, name: str, rank: int) -> list[int]:
@@ -223,14 +255,19 @@ def _experts_from_megablocks(tensors, experts, hidden, gated, layout):
     if layout == "w1" and not gated:
         raise ValueError("convert to transformers: experts: expected 'fused' or 'gate_proj' for experts without a gate,"
                          f" got {layout!r}")
+    if experts * (2 + gated) * _FEWEST_BYTES_A_TENSOR > _MOST_HEADER_BYTES:
+        raise ValueError(f"convert to transformers: experts: expected 'fused' for {experts} experts, got {layout!r}: the header"
+                         " of a file has no room for a tensor of each")
+    return expected, _one_each_from_megablocks(inward, w2, experts, hidden, ffn, layout)
+
+
+def _one_each_from_megablocks(inward, w2, experts, hidden, ffn, layout) -> Iterator[_Output]:
     gate, up, down = _PER_EXPERT[layout]
-    outputs = []
     for e in range(experts):
-        outputs += [_Output(f"experts.{e}.{kind}.weight", (name,), partial(_one, e=e, experts=experts), (ffn, hidden))
-                    for kind, name in zip((gate, up) if gated else (up,), inward)]
+        for kind, name in zip((gate, up) if len(inward) == 2 else (up,), inward):
+            yield _Output(f"experts.{e}.{kind}.weight", (name,), partial(_one, e=e, experts=experts), (ffn, hidden))
         build = partial(_one_transposed, e=e, experts=experts)
-        outputs.append(_Output(f"experts.{e}.{down}.weight", (w2,), build, (hidden, ffn)))
-    return expected, outputs
+        yield _Output(f"experts.{e}.{down}.weight", (w2,), build, (hidden, ffn))
 
 
 # The `build` of an _Output.
@@ -274,6 +311,8 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files that may hold weights are not copied: they would still have the old layout.
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _CHUNK_BYTES = 1 << 26
+# No model's names come near it, and to look up a name's parents takes its square.
+_LONGEST_NAME = 1000
 
 
 def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to: str, *, experts: str = "fused",
@@ -282,8 +321,8 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
 
     One tensor of the result is in memory at a time, at most the matrices of all experts of a layer; the source is
     mapped. A converted tensor goes to the file where its first source stood. Metadata are taken over as they are, and
-    so are a directory's other files (configuration, tokenizer). What is written has another name until it is complete,
-    and is removed if anything fails or interrupts.
+    so are a directory's other files (configuration, tokenizer). What is written has another name, its own, until it is
+    complete, and is removed if anything fails or interrupts.
 
     Args:
         source: a .safetensors file, or a directory with model.safetensors or with model.safetensors.index.json and the
@@ -296,7 +335,8 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
     Raises:
         ImportError: without the package safetensors.
         OSError: FileExistsError or FileNotFoundError for target and source, and what else the file system has to say.
-        ValueError: as to_megablocks; where an index and its files differ; for a file that is no whole safetensors file.
+        ValueError: as to_megablocks. BrokenCheckpoint also where an index and its files differ, and for a file that is no
+            whole safetensors file or has a tensor that torch cannot hold.
     """
     source, target = Path(source), Path(target)
     if os.path.lexists(target):
@@ -309,7 +349,7 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
         if index is not None:
             _check_index(index, source, tensors)
         plan = tensors.by_file(_plan(tensors.signatures(), to, experts))
-        with _appears_complete(target) as partial_target:
+        with appears_complete(target) as partial_target:
             if not source.is_dir():
                 _write(partial_target, plan[source], tensors, tensors.metadata(source))
                 report(f"wrote {target}")
@@ -321,7 +361,7 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
             if index is not None:
                 weight_map = {output.name: path.name for path, outputs in plan.items() for output in outputs}
                 index["weight_map"] = dict(sorted(weight_map.items()))
-                (partial_target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+                (partial_target / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             converted = {_INDEX, *(path.name for path in tensors.path_of.values())}
             others = [path for path in sorted(source.iterdir()) if path.name not in converted]
             _copy_others(others, partial_target, report)
@@ -340,18 +380,29 @@ class _Tensors(Mapping):
                               " safetensors") from error
         self._files, self.path_of = {}, {}
         for path in paths:
-            path.stat()  # FileNotFoundError that names it
+            if not stat.S_ISREG(path.stat().st_mode):  # FileNotFoundError that names it; a pipe would never open
+                raise BrokenCheckpoint(f"{path}: expected a file")
             try:
                 self._files[path] = stack.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
-                raise ValueError(f"{path}: expected a whole safetensors file: {error}") from error
-            twice = [name for name in self._files[path].keys() if name in self.path_of]
+                raise BrokenCheckpoint(one_line(f"{path}: expected a whole safetensors file: {error}")) from error
+            names = self._files[path].keys()
+            twice = [name for name in names if name in self.path_of]
             if twice:
-                raise ValueError(f"{path}: in another file as well: {', '.join(twice[:_FAULTS_SHOWN])}")
-            self.path_of |= dict.fromkeys(self._files[path].keys(), path)
+                raise BrokenCheckpoint(one_line(f"{path}: in another file as well: {', '.join(twice[:_FAULTS_SHOWN])}"))
+            long = next((name for name in names if len(name) > _LONGEST_NAME), None)
+            if long:
+                raise BrokenCheckpoint(f"{path}: expected names of at most {_LONGEST_NAME} characters, got {one_line(long, 60)}")
+            self.path_of |= dict.fromkeys(names, path)
 
     def __getitem__(self, name):
-        return self._files[self.path_of[name]].get_tensor(name)
+        path = self.path_of[name]
+        try:
+            return self._files[path].get_tensor(name)
+        except Exception as error:  # whatever a dtype or a shape that torch does not know makes of the reader
+            shape, dtype = self.signature(name)
+            raise BrokenCheckpoint(one_line(f"{path}: {name}: expected what torch can hold, got {dtype} of shape {shape}: {error}")
+                                   ) from error
 
     def __iter__(self):
         return iter(self.path_of)
@@ -365,6 +416,9 @@ class _Tensors(Mapping):
         return header.get_shape(), header.get_dtype()
 
     def signatures(self) -> dict[str, tuple[list[int], str]]:
+        """Of all tensors, each of which can be read."""
+        for name in self:
+            self[name]  # mapped, so that this reads nothing
         return {name: self.signature(name) for name in self}
 
     def metadata(self, path: Path) -> dict[str, str] | None:
@@ -380,12 +434,23 @@ class _Tensors(Mapping):
 
 def _read_index(source: Path) -> dict | None:
     path = source / _INDEX
-    if not path.exists():
+    if not path.is_file():
         return None
-    index = json.loads(path.read_text())
+    try:
+        index = read_json(path)
+    except ValueError as error:
+        raise BrokenCheckpoint(one_line(f"{path}: {error}")) from None
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-        raise ValueError(f"{path}: expected a weight_map")
+        raise BrokenCheckpoint(f"{path}: expected a weight_map")
+    for name, file in index["weight_map"].items():
+        if not _is_file_name(file):
+            raise BrokenCheckpoint(one_line(f"{path}: weight_map: {name}: expected a file's name, without a folder, got {file!r}"))
     return index
+
+
+def _is_file_name(file: object) -> bool:
+    """What is written for it then lies in the target's folder, each under a name of its own."""
+    return isinstance(file, str) and file not in ("", ".", "..", _INDEX) and not set(file) & {"/", os.sep, "\0"}
 
 
 def _shards(source: Path, index: dict | None) -> list[Path]:
@@ -400,7 +465,7 @@ def _check_index(index: dict, source: Path, tensors: _Tensors) -> None:
     found = {(name, path.name) for name, path in tensors.path_of.items()}
     differ = sorted({name for name, _ in found ^ set(index["weight_map"].items())})
     if differ:
-        raise ValueError(f"{source / _INDEX}: differs from its files in {', '.join(differ[:_FAULTS_SHOWN])}")
+        raise BrokenCheckpoint(one_line(f"{source / _INDEX}: differs from its files in {', '.join(differ[:_FAULTS_SHOWN])}"))
 
 
 def _copy_others(paths: list[Path], folder: Path, report) -> None:
@@ -409,21 +474,6 @@ def _copy_others(paths: list[Path], folder: Path, report) -> None:
             shutil.copy(path, folder)
         else:
             report(f"left out {path.name}")
-
-
-@contextmanager
-def _appears_complete(target: Path) -> Iterator[Path]:
-    """A path beside `target` to write to: it gets target's name at the end, or is removed where there is an error."""
-    partial_path = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        yield partial_path
-        os.rename(partial_path, target)
-    except BaseException:
-        if partial_path.is_dir():
-            shutil.rmtree(partial_path)
-        else:
-            partial_path.unlink(missing_ok=True)
-        raise
 
 
 def _write(path: Path, outputs: list[_Output], tensors: _Tensors, metadata: Mapping[str, str] | None) -> None:
@@ -443,6 +493,8 @@ def _write(path: Path, outputs: list[_Output], tensors: _Tensors, metadata: Mapp
         end += size
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > _MOST_HEADER_BYTES:
+        raise ValueError(f"{path.name}: expected a header of at most {_MOST_HEADER_BYTES} bytes, as readers do, got {len(encoded)}")
     with open(path, "xb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for output in outputs:

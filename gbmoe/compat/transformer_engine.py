@@ -3,7 +3,8 @@
 TransformerEngine need not be installed. Everything here runs on CPU and CUDA, is differentiable in rows and probabilities,
 gives the same bits on every run, sums in float32 (float64 for float64) in slot order and rounds once. Rows that hold no token
 are zero, probabilities and gradients included. Whatever the maps hold, no row outside the result is touched: a slot whose row
-would lie behind the last one is dropped.
+would lie behind the last one is dropped. The values of sizes and indices are checked where they are on the CPU; on a device that
+would be a host wait.
 
 Host waits: none, except where a result's row count is asked of the device; those are named below.
 
@@ -170,6 +171,9 @@ def moe_permute_and_pad_with_probs(
     _check_shape(name, "tokens_per_expert", tokens_per_expert, (experts,))
     _check_align(name, align_size)
     count_E = tokens_per_expert.to("cpu", torch.int64)
+    wrong = ((count_E < 0) | (count_E > inp.size(0))).nonzero().flatten()
+    require(not wrong.numel(), name, "tokens_per_expert", lambda: f"0 to {inp.size(0)}, the number of tokens, for every expert",
+            count_E[wrong].tolist())
     if inp.device.type == "cpu":
         routed_E = (routing_map != 0).sum(0)
         require(torch.equal(count_E, routed_E), name, "tokens_per_expert", f"the mask's {routed_E.tolist()}", count_E.tolist())
@@ -262,7 +266,6 @@ def _columns(row_id_map_TM):
 def _mask_slots(row_id_map_TM, pad_offsets_E, rows):
     """A mask's map in the form of the operators: row_of_slot [T,E], slot_of_row [P], columns [T,E], counts [T]."""
     row_TE, column_TE, count_T = _columns(row_id_map_TM)
-    count_T = count_T.clamp(0, row_TE.size(1))  # a map is a caller's tensor, and no count may lead outside it
     return *_map_slots(row_TE, column_TE, count_T, pad_offsets_E, None, rows), column_TE, count_T
 
 
@@ -296,6 +299,10 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
         inp: [T,H].
         split_sizes: int32 or int64 [S], rows of each chunk, in order. Rows of inp behind their sum stay where they are.
         sorted_index: int32 or int64 [S], a permutation of the chunks. Both on the CPU or on inp's device; no host wait.
+
+    Raises:
+        ValueError: on the CPU, for a negative size, sizes whose sum is more than T, or an index that is no permutation. On a
+            device such tables are not found, and rows are lost or come out as anything.
     """
     return _sort_chunks("moe_sort_chunks_by_index", inp, None, split_sizes, sorted_index)[0]
 
@@ -352,28 +359,69 @@ def _sort_chunks(name, inp, probs, split_sizes, sorted_index, groups=None, align
     require(sorted_index.numel() == chunks, name, "sorted_index", f"{chunks} chunks, as in split_sizes", sorted_index.numel())
     require(groups is None or chunks % groups == 0, name, "num_groups", f"a divisor of the {chunks} chunks", groups)
 
+    row_T, target_G = _chunk_rows(inp.detach(), split_sizes, sorted_index, groups or 0, align, name)
+    rows = inp.size(0)
+    if groups is None:
+        target_G = None
+    else:
+        rows, target_G = int(target_G.sum()), target_G.to(inp.device, non_blocking=True)
+        require(0 <= rows < 2**31, name, "split_sizes", "sizes whose padded sum is at least 0 and below 2**31", rows)
+    row_of_slot_T1, slot_of_row_P = _dense_slots(row_T.unsqueeze(1), rows)
+    probs_T1 = None if probs is None else probs.unsqueeze(1)
+    out_PH, probs_P = _move(inp, row_of_slot_T1, slot_of_row_P, probs=probs_T1)
+    return out_PH, probs_P, row_of_slot_T1.squeeze(1), target_G
+
+
+_NOWHERE = -2**31  # the place of a chunk that no index names: no row of it is below 2**31, and so all are negative
+
+
+def _chunk_rows_kernel(inp, split_sizes, sorted_index, groups, align, name):
+    """(row of each row of inp, int32 [T], rows of each group with its padding, int64 [G], where the tables are)."""
+    _check_chunks(name, inp.size(0), split_sizes, sorted_index)
     # Tables of S entries, made on the CPU where both arguments are there.
     place = split_sizes.device if split_sizes.device == sorted_index.device else inp.device
     size_S, index_S = split_sizes.to(place, torch.int64), sorted_index.to(place, torch.int64)
+    chunks = size_S.numel()
+    if place.type != "cpu":
+        index_S = index_S.clamp(0, chunks - 1)  # torch would end the process' CUDA context
     sorted_S = size_S[index_S]
-    start_S = sorted_S.cumsum(0) - sorted_S
-    rows, target_G = inp.size(0), None
-    if groups is not None:
+    start_S, target_G = sorted_S.cumsum(0) - sorted_S, size_S.new_empty(groups)
+    if groups:
         target_G, pad_offsets_G = _padded(sorted_S.view(groups, -1).sum(1), align)
         start_S = (start_S.view(groups, -1) + pad_offsets_G.unsqueeze(1)).flatten()
-        rows, target_G = int(target_G.sum()), target_G.to(inp.device, non_blocking=True)
     end_S = size_S.cumsum(0)
-    shift_S = torch.zeros_like(start_S).scatter_(0, index_S, start_S) - (end_S - size_S)
+    shift_S = torch.full_like(start_S, _NOWHERE).scatter_(0, index_S, start_S) - (end_S - size_S)
     end_S, shift_S = torch.stack((end_S, shift_S)).to(inp.device, non_blocking=True)
 
     token_T = torch.arange(inp.size(0), device=inp.device)
     chunk_T = torch.searchsorted(end_S, token_T, right=True)
     row_T = token_T + shift_S[chunk_T.clamp(max=chunks - 1)]
-    row_T = torch.where(chunk_T < chunks, row_T, token_T if groups is None else -1)
-    row_of_slot_T1, slot_of_row_P = _dense_slots(row_T.int().unsqueeze(1), rows)
-    probs_T1 = None if probs is None else probs.unsqueeze(1)
-    out_PH, probs_P = _move(inp, row_of_slot_T1, slot_of_row_P, probs=probs_T1)
-    return out_PH, probs_P, row_of_slot_T1.squeeze(1), target_G
+    return torch.where(chunk_T < chunks, row_T, -1 if groups else token_T).int(), target_G
+
+
+def _check_chunks(name, rows, split_sizes, sorted_index):
+    # Inside the operator, where the values are, so that a compiled graph checks them too.
+    if split_sizes.device.type == "cpu":
+        low, high = split_sizes.aminmax()
+        require(int(low) >= 0, name, "split_sizes", "no negative size", int(low))
+        # Each as well, since the sum of some may wrap around.
+        total = max(int(high), int(split_sizes.sum()))
+        require(total <= rows, name, "split_sizes", lambda: f"a sum of at most inp.size(0) == {rows}", total)
+    if sorted_index.device.type == "cpu":
+        chunks = sorted_index.numel()
+        require(torch.equal(sorted_index.long().sort().values, torch.arange(chunks)), name, "sorted_index",
+                lambda: f"each of 0 to {chunks - 1} once", sorted_index.tolist())
+
+
+def _chunk_rows_fake(inp, split_sizes, sorted_index, groups, align, name):
+    place = split_sizes if split_sizes.device == sorted_index.device else inp
+    return inp.new_empty(inp.size(0), dtype=torch.int32), place.new_empty(groups, dtype=torch.int64)
+
+
+_chunk_rows = define(
+    "chunk_rows(Tensor inp, Tensor split_sizes, Tensor sorted_index, int groups, int align, str name) -> (Tensor, Tensor)",
+    reference=_chunk_rows_kernel, fake=_chunk_rows_fake,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------------ checks

@@ -54,4 +54,4 @@ def _zero_empty_groups(out, sizes):
     if extension.loaded():
         torch.ops.gbmoe_cuda.zero_empty_groups(sizes, out)
     else:
-        out.masked_fill_((sizes == 0)[:, None, None], 0)
+        out.masked_fill_((sizes <= 0)[:, None, None], 0)

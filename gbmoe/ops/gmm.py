@@ -27,7 +27,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
             strides. Sums are kept in float32 (float64 for float64).
         b: [E,K,N], or [E,N,K] with trans_b; with trans_a [M,N]. Dtype and device of a.
         batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are fine.
-            Engines that need them on the host wait for the device where they are there; the others assert them on it.
+            Engines that need them on the host wait for the device where they are there; the others assert them on it. Those
+            on the host may be rewritten once gmm has returned, those on the device not before backward.
         trans_a: variable k: out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
         engine: "auto", or one of gbmoe.engines.ENGINES.
 

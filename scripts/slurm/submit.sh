@@ -24,7 +24,7 @@ fail() {
 
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1: expected a number greater than 0, got '$2'"; }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)  # with CDPATH cd may go elsewhere, and prints where
 site='' suite=smoke bench='' tasks=8 nodes=1 time=01:00:00 run='' only=build,bench,merge,train dry_run=''
 while (($#)); do
   case $1 in

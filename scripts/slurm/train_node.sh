@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # One node's part of train.sbatch, started by srun: torchrun, which starts a process a GPU and meets the other nodes'
 # at the first node.
+
+# Slurm signals every process of a step, and this script, the site's activate and torchrun would die of USR1. Ignored here,
+# first of all, it stays ignored in all that follows, but for train_lm.py, which handles it.
+trap '' USR1
 set -euo pipefail  # job.sh says so too, if it is found
 source scripts/slurm/job.sh "$@"
-
-# Slurm signals every process of a step and torchrun would die of USR1. Ignored here it stays ignored in all that
-# follows, but for train_lm.py, which handles it.
-trap '' USR1
 
 # Below the ports that the kernel gives out itself; two jobs that share a node have different numbers.
 port=$((10000 + SLURM_JOB_ID % 20000))

@@ -1,15 +1,18 @@
-"""`gbmoe convert`: files written or the reason and status 1, and no trace of a conversion that was stopped."""
+"""`gbmoe convert`: files written or the reason, and no trace of a conversion that was stopped."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
 
 from gbmoe.cli import main
 from gbmoe.compat import checkpoints
+from tests.altered import altered, paths
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
@@ -77,3 +80,133 @@ def test_a_job_told_to_end_removes_what_it_wrote(source, tmp_path, monkeypatch):
 def test_the_command_imports_no_package_that_it_may_lack():
     probe = "import sys, gbmoe.cli; assert not {'safetensors', 'transformers', 'numpy'} & (set(sys.modules) - before)"
     subprocess.run([sys.executable, "-c", f"import sys, torch; before = set(sys.modules); {probe}"], check=True)
+
+
+def file_of(header, data=b""):
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def zeros(**tensors):
+    """A file of tensors of zeros, dtype and shape of each under its name with __ for a dot."""
+    header, data = {}, b""
+    for name, (dtype, bits, shape) in tensors.items():
+        count = 1
+        for size in shape:
+            count *= size
+        offsets = [len(data), len(data) + count * bits // 8]
+        header[name.replace("__", ".")] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += bytes(count * bits // 8)
+    return file_of(header, data)
+
+
+def outcome(capsys, source, target, to, *more):
+    """The exit status of a conversion that ended as it should: whole, or without a trace."""
+    before = sorted(os.listdir(target.parent))
+    status = main(["convert", str(source), str(target), "--to", to, *more])
+    err = capsys.readouterr().err
+    if status == 0:
+        target.unlink()
+    else:
+        assert err.startswith("gbmoe convert: ") and len(err) < 12_000
+    if status == 1:  # well-formed: another layout's, or nobody's
+        assert "these tensors do not fit" in err or "there is no MoE layer" in err, err
+    if status == 2:
+        assert err[:-1].isprintable()
+    assert sorted(os.listdir(target.parent)) == before
+    return status
+
+
+@pytest.mark.parametrize("to, experts", [("megablocks", "fused"), ("megablocks", "w1"), ("transformers", "gate_proj")])
+def test_altered_headers_are_converted_or_refused_without_a_traceback(to, experts, tmp_path, capsys):
+    tensors = checkpoints.to_megablocks(MODEL)
+    tensors = checkpoints.to_transformers(tensors, experts) if to == "megablocks" else tensors
+    more = ["--experts", experts] if to == "transformers" else []
+    file = safetensors_torch.save(tensors, {"format": "pt"})
+    length = int.from_bytes(file[:8], "little")
+    header, data = json.loads(file[8 : 8 + length]), file[8 + length :]
+    source, statuses = tmp_path / "altered", []
+    for number, path in enumerate(paths(header)):
+        for what, changed in islice(altered(header, path), number % 8, None, 8):
+            source.write_bytes(file_of(changed, data))
+            try:
+                statuses.append(outcome(capsys, source, tmp_path / "target", to, *more))
+            except Exception as error:
+                raise AssertionError(f"{path} altered: {what}") from error
+    for cut in (0, 7, 8, 9, 8 + length - 1, 8 + length, len(file) - 1):
+        source.write_bytes(file[:cut])
+        assert outcome(capsys, source, tmp_path / "target", to, *more) == 2
+    for claimed in (0, 1, length - 1, length + 1, 10**8 + 1, 2**63, 2**64 - 1):
+        source.write_bytes(claimed.to_bytes(8, "little") + file[8:])
+        assert outcome(capsys, source, tmp_path / "target", to, *more) == 2
+    assert statuses.count(2) > len(statuses) / 2
+
+
+LAYER = {"gate__weight": ("F32", 32, [2, 4]), "experts__up_proj": ("F32", 32, [2, 3, 4]),
+         "experts__down_proj": ("F32", 32, [2, 4, 3])}
+PREFIXED = {f"mlp__{name}": kind for name, kind in LAYER.items()}
+BROKEN = {
+    "no experts": ({"gate__weight": ("F32", 32, [0, 4]), "experts__up_proj": ("F32", 32, [0, 3, 4]),
+                    "experts__down_proj": ("F32", 32, [0, 4, 3])}, ": expected sizes above 0, got shape [0, 4"),
+    "no features": (LAYER | {"experts__up_proj": ("F32", 32, [2, 0, 4]), "experts__down_proj": ("F32", 32, [2, 4, 0])},
+                    ": expected sizes above 0, got shape [2, "),
+    "two values in a byte": (LAYER | {"experts__up_proj": ("F4", 4, [2, 4, 4]), "experts__down_proj": ("F4", 4, [2, 4, 4])},
+                             "_proj: expected a dtype of whole bytes, got F4"),
+    "six bits": (LAYER | {"experts__up_proj": ("F6_E2M3", 6, [2, 3, 4]), "experts__down_proj": ("F6_E2M3", 6, [2, 4, 3])},
+                 "_proj: expected what torch can hold, got F6_E2M3 of shape [2, "),
+    "six bits elsewhere": (PREFIXED | {"other": ("F6_E3M2", 6, [4])},
+                           "other: expected what torch can hold, got F6_E3M2 of shape [4]"),
+    "a size that torch has no number for": (PREFIXED | {"other": ("F32", 32, [2**63, 0])},
+                                            f"other: expected what torch can hold, got F32 of shape [{2**63}, 0]"),
+}
+
+
+@pytest.mark.parametrize("tensors, message", BROKEN.values(), ids=BROKEN)
+def test_layers_of_nothing_and_dtypes_of_no_layout_end_with_status_2(tensors, message, tmp_path, capsys):
+    (tmp_path / "broken").write_bytes(zeros(**tensors))
+    assert main(["convert", str(tmp_path / "broken"), str(tmp_path / "target"), "--to", "megablocks"]) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert os.listdir(tmp_path) == ["broken"]
+
+
+def test_packed_tensors_beside_the_layers_are_taken_over(tmp_path):
+    (tmp_path / "source").write_bytes(zeros(**PREFIXED, other=("F4", 4, [2, 8])))
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target"), "--to", "megablocks"]) == 0
+    with pytest.importorskip("safetensors").safe_open(tmp_path / "target", "pt") as file:
+        assert file.get_slice("other").get_shape() == [2, 8] and file.get_slice("other").get_dtype() == "F4"
+
+
+@pytest.mark.parametrize("data, message", [
+    (b'{"weight_map": {"norm.weight": ["model.safetensors"]}}', "norm.weight: expected a file's name, without a folder, got ['mod"),
+    (b'{"weight_map": {"norm.weight": null}}', "expected a file's name, without a folder, got None"),
+    (b'{"weight_map": {"norm.weight": "../source.safetensors"}}', "got '../source.safetensors'"),
+    (b'{"weight_map": {"norm.weight": "a\\u0000b"}}', "expected a file's name"),
+    (b'{"weight_map": {"norm.weight": "\\ud800"}}', "not JSON"),
+    (b'{"weight_map": {"norm.weight": "folder"}}', "folder: expected a file"),
+    (b'{"weight_map": {}, "metadata": {"total_size": NaN}}', "not JSON: NaN is no number of JSON"),
+    (b'{"weight_map": {}, "metadata": {"total_size": 1e999}}', "not JSON: 1e999 is too large"),
+    (b'{"weight_map": ' + 100_000 * b'{"a": ', "not JSON"),
+    (b'{"weight_map": {}, "metadata": ' + 900 * b"[" + 900 * b"]" + b"}", "not JSON: expected at most 50 levels"),
+    (b'{"weight_map": {"\xff": "model.safetensors"}}', "not JSON"),
+    (b"[]", "expected a weight_map"), (b"", "not JSON"), (b'{"weight_map": []}', "expected a weight_map"),
+])
+def test_an_odd_index_ends_with_status_2_and_a_line(data, message, source, tmp_path, capsys):
+    folder = tmp_path / "folder"
+    (folder / "folder").mkdir(parents=True)
+    source.rename(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    assert main(["convert", str(folder), str(tmp_path / "target"), "--to", "megablocks"]) == 2
+    line, = capsys.readouterr().err.splitlines()
+    assert message in line and line.isprintable()
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDWR)  # somebody writes, so that a reader that does open it comes back
+    try:
+        assert main(["convert", str(tmp_path / "pipe"), str(tmp_path / "target"), "--to", "megablocks"]) == 2
+    finally:
+        os.close(end)
+    assert capsys.readouterr().err == f"gbmoe convert: {tmp_path / 'pipe'}: expected a file\n"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,40 @@ def test_no_layer_and_unknown_layouts_are_refused():
         to_transformers(to_megablocks(block(MLP)), "w1")
     with pytest.raises(ValueError, match="and 2 more"):
         to_megablocks(block() | {f"extra.{i}": torch.zeros(1) for i in range(12)})
+
+
+MANY = 200_000
+DECLARED = {
+    "one each": (to_megablocks, {"gate.weight": [MANY, 0], "experts.0.up_proj.weight": [3, 0],
+                                 "experts.0.down_proj.weight": [0, 3]},
+                 "gate.weight: expected sizes above 0, got shape \\[200000, 0\\]"),
+    "one each, of a byte": (to_megablocks, {"gate.weight": [MANY, 1], "experts.0.up_proj.weight": [3, 1],
+                                            "experts.0.down_proj.weight": [1, 3]},
+                            "gate.weight: expected shape \\[1, 1\\], got \\[200000, 1\\]"),
+    "MegaBlocks": (lambda tensors: to_transformers(tensors, "gate_proj"), {
+        "router.layer.weight": [MANY, 0], "experts.mlp.w1": [3 * MANY, 0], "experts.mlp.w2": [3 * MANY, 0]},
+                   "router.layer.weight: expected sizes above 0"),
+    "MegaBlocks, shapes that differ": (lambda tensors: to_transformers(tensors, "gate_proj"), {
+        "router.layer.weight": [MANY, 1], "experts.mlp.w1": [1, 1], "experts.mlp.w2": [1, 1]}, "expected shape \\[0, 1\\]"),
+}
+
+
+@pytest.mark.parametrize("convert, shapes, message", DECLARED.values(), ids=DECLARED)
+def test_nothing_is_listed_for_experts_that_a_router_only_declares(convert, shapes, message):
+    tensors = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in shapes.items()}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message):
+            convert(tensors)
+        assert tracemalloc.get_traced_memory()[1] < MANY
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_for_more_tensors_than_a_header_holds_is_refused():
+    tensors = dict.fromkeys(("experts.mlp.w1", "experts.mlp.w2", "router.layer.weight"), torch.zeros(1, 1).expand(10**6, 1))
+    with pytest.raises(ValueError, match="expected 'fused' for 1000000 experts, got 'gate_proj'"):
+        to_transformers(tensors, "gate_proj")
 
 
 # ---------------------------------------------------------------------------------------------------- the same function
@@ -353,6 +388,24 @@ def test_an_error_or_interrupt_leaves_nothing_behind(save_file, tmp_path, monkey
     with pytest.raises(type(error)):
         convert_checkpoint(source, tmp_path / "target", "megablocks")
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+def test_two_conversions_of_one_process_id_leave_each_other_alone(save_file, tmp_path, monkeypatch, sharded):
+    """Containers that share a folder count their processes each from 1."""
+    source, target, write = tmp_path / "source", tmp_path / "target", checkpoints._write_bytes
+    save_sharded(save_file, model(), source) if sharded else save_file(model(), source)
+
+    def overtaken(file, tensor):
+        monkeypatch.setattr(checkpoints, "_write_bytes", write)
+        convert_checkpoint(source, target, "megablocks")
+        write(file, tensor)
+
+    monkeypatch.setattr(checkpoints, "_write_bytes", overtaken)
+    with pytest.raises(FileExistsError, match="target: exists already"):
+        convert_checkpoint(source, target, "megablocks")
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+    convert_checkpoint(target, tmp_path / "back", "transformers")
 
 
 def test_the_target_has_its_name_only_when_it_is_complete(save_file, tmp_path, monkeypatch):

@@ -292,6 +292,13 @@ def test_the_registrys_class_takes_sorted_rows(device, mlp_type, counts_on):
     torch.testing.assert_close(*outs)
 
 
+def test_tokens_per_expert_on_the_host_that_would_lose_rows(device):
+    experts = make("gbmoe", device)[0].experts.mlp
+    for counts in ([3, 0, 6, 0], [3, 0, 6, 2], [-1, 4, 6, 1]):
+        with pytest.raises(ValueError, match=r"tokens_per_expert: expected no negative entry and a sum of x.size\(0\) == 10, got \["):
+            experts(torch.randn(10, 32, device=device), torch.tensor(counts))
+
+
 def test_zero_tokens(device):
     layer, args = make("gbmoe", device, bias=False)
     x = torch.randn(0, 3, 32, device=device, requires_grad=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from gbmoe import cases
-from gbmoe.compat.megablocks import ops
+from gbmoe.compat.megablocks import kernels, ops
 from tests.compat import checked
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -310,8 +310,85 @@ X, INDICES, IDS, BINS = torch.zeros(2, 4), torch.arange(4).int(), torch.tensor([
     (lambda: ops.inclusive_cumsum(IDS[None], 0), "inclusive_cumsum: dim: expected 1, the last dimension, got 0"),
     (lambda: ops.replicate(X, BINS, 4), r"replicate: x: expected one column a bin \(2\), at least one, got 4"),
     (lambda: ops.topology(BINS, 0, 1, 1), "topology: block_size: expected an int of at least 1, got 0"),
+    (lambda: ops.topology(BINS, 2, 2, 2**14 + 1), "topology: output_block_columns: expected at most 16384, since .* int16, got 16385"),
+    (lambda: ops.sort(torch.zeros(2**15 + 1, dtype=torch.int16)), "sort: x: expected at most 32768 entries, .* got 32769"),
     (lambda: ops.round_up(X, 2), "round_up: x: expected dtype int32, int64, got torch.float32"),
 ])
 def test_bad_arguments(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+# What was silent: rows lost, rows that came twice, or an "index out of bounds" that names nothing.
+Y = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: ops.gather(X, INDICES - 1, IDS, BINS, 2), r"gather: indices: expected slots in \[0, 4\), got slots from -1 to 2"),
+    (lambda: ops.scatter(Y, INDICES + 1, IDS, None, BINS, 2), r"scatter: indices: expected slots in \[0, 4\), got slots from 1 to 4"),
+    (lambda: ops.padded_gather(X, INDICES // 2, IDS, BINS, BINS, 2), "padded_gather: indices: expected every slot once, got slot 0 2 times"),
+    (lambda: ops.binned_gather(X, INDICES // 2, BINS, 2, 2), "binned_gather: indices: expected every slot once, got slot 0 2 times"),
+    (lambda: ops.binned_scatter(Y.view(2, 2, 4), INDICES // 2, None, BINS, 2), "binned_scatter: indices: expected every slot once"),
+    (lambda: ops.gather(X, INDICES, IDS, BINS + 1, 2), r"gather: bins: expected ascending .* at most 4, the number of slots, got \[3, 5\]"),
+    (lambda: ops.gather(X, INDICES, IDS, BINS.flip(0), 2), r"gather: bins: expected ascending .*, got \[4, 2\]"),
+    (lambda: ops.binned_gather(X, INDICES, BINS - 3, 2, 2), r"binned_gather: bins: expected ascending .*, got \[-1, 1\]"),
+    (lambda: ops.gather(X, INDICES, IDS.flip(0), BINS, 2), "gather: bin_ids: expected 0 at entry 0, as bins have it, got 1"),
+    (lambda: ops.gather(X, INDICES, IDS, BINS - 1, 2), "gather: bin_ids: expected 1 at entry 1, as bins have it, got 0"),
+    (lambda: ops.gather(X, INDICES, IDS, (BINS - 1).clamp(max=2), 2), "gather: bin_ids: expected 1 at entry 1"),
+    (lambda: ops.gather(X, INDICES, IDS, torch.tensor([2, 3]), 2), "gather: bin_ids: expected none at entry 3, as bins have it, got 1"),
+    (lambda: ops.padded_gather(X, INDICES, IDS, BINS, torch.tensor([1, 4]), 2),
+     r"padded_gather: padded_bins: expected room for the bins' \[2, 2\] rows, got \[1, 3\]"),
+    (lambda: ops.padded_gather(X, INDICES, IDS, BINS, torch.tensor([2, -4]), 2),
+     "padded_gather: padded_bins: expected a last entry of at least 0 and below .*, got -4"),
+    (lambda: ops.padded_gather(X, INDICES, IDS, BINS, torch.tensor([8, 4]), 2), "padded_gather: padded_bins: expected ascending entries"),
+    (lambda: ops.padded_scatter(Y, INDICES, IDS, None, BINS, BINS + 2, 2),
+     r"padded_scatter: padded_bins: expected ascending .* at most 4, the number of rows, got \[4, 6\]"),
+    (lambda: ops.scatter(Y[:3], INDICES, IDS, None, BINS, 2), r"scatter: bins: expected ascending .* at most 3, the number of rows"),
+    (lambda: ops.replicate(X[:, :2], BINS, 3), r"replicate: bins: expected ascending .* at most 3, num_outputs, got \[2, 4\]"),
+    (lambda: ops.replicate(X[:, :2], BINS.flip(0), 4), r"replicate: bins: expected ascending .*, got \[4, 2\]"),
+    (lambda: ops.topology(BINS, 2, 1, 1), r"topology: padded_bins: expected ascending .* at most 2, block_size \* output_block_rows"),
+    (lambda: ops.topology(BINS + 1, 2, 4, 1), r"topology: padded_bins: expected multiples of 2, got \[3, 5\]"),
+    (lambda: kernels.padded_gather(X, INDICES // 2, IDS, None, BINS, BINS, 2), "padded_gather: indices: expected every slot once"),
+    (lambda: kernels.binned_gather(X, INDICES, None, BINS + 1, 2, 2), "binned_gather: bins: expected ascending"),
+    (lambda: kernels.padded_scatter_wgrad(Y, X, INDICES, IDS.flip(0), BINS, BINS, 2), "padded_scatter: bin_ids: expected 0 at entry 0"),
+    (lambda: kernels.binned_scatter_wgrad(Y.view(2, 2, 4), X, INDICES // 2, BINS, 2), "binned_scatter: indices: expected every slot once"),
+])
+def test_indices_and_bins_that_would_lose_rows(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_bins_that_would_lose_rows_are_found_in_a_graph_too():
+    compiled = torch.compile(lambda bins: ops.gather(X, INDICES, IDS, bins, 2), backend="aot_eager", fullgraph=True)
+    assert compiled(BINS).shape == (4, 4)
+    with pytest.raises(ValueError, match="gather: bins: expected ascending entries"):
+        compiled(BINS + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("indices", [[0, 0, 1, 2], [4, -1, 2, 1], [2**31 - 1, -2**31, 0, 3]], ids=str)
+@pytest.mark.parametrize("bins", [[2, 4], [4, 2], [-7, 4], [2**31 - 1, 5], [5, 9]], ids=str)
+def test_indices_and_bins_on_a_device_touch_nothing_outside(monkeypatch, indices, bins):
+    """There they are not looked at; what comes out is one of x's rows everywhere, or zeros."""
+    monkeypatch.undo()  # such maps name a row twice
+    indices, bins = (torch.tensor(t, dtype=torch.int32, device="cuda") for t in (indices, bins))
+    bin_ids, padded_bins = IDS.cuda(), torch.tensor([3, 8], device="cuda")
+    around = torch.full((22, 8), float("nan"), device="cuda")
+    x = around[10:12].copy_(torch.tensor([[1.0], [2.0]], device="cuda")).requires_grad_()
+    weights = torch.ones(4, device="cuda", requires_grad=True)
+    cases.poison("cuda")
+    for rows, out in (
+        (lambda: ops.gather(x, indices, bin_ids, bins, 2), lambda y: ops.scatter(y, indices, bin_ids, weights, bins, 2)),
+        (lambda: ops.padded_gather(x, indices, bin_ids, bins, padded_bins, 2),
+         lambda y: ops.padded_scatter(y, indices, bin_ids, weights, bins, padded_bins, 2)),
+        (lambda: ops.binned_gather(x, indices, bins, 3, 2), lambda y: ops.binned_scatter(y, indices, weights, bins, 2)),
+    ):
+        y = rows()
+        assert bool(torch.isin(y, torch.tensor([0.0, 1.0, 2.0], device="cuda")).all())
+        z = out(y)
+        grads = torch.autograd.grad(z.sum(), (x, weights))
+        assert all(bool(t.isfinite().all()) for t in (z, *grads))
+    out = ops.replicate(x, torch.cat((bins, bins, bins, bins)), 6)
+    assert all(bool(t.isfinite().all()) for t in (out, *torch.autograd.grad(out.sum(), x)))
+    assert ops.topology(bins, 2, 3, 2).shape == (6,)
+    torch.cuda.synchronize()

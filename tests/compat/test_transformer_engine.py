@@ -476,6 +476,60 @@ def test_rows_behind_the_last_chunk(device):
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0].sum(1), torch.tensor([4.0] * 6 + [0.0] * 4, device=device))
 
 
+SORTS = [
+    lambda x, sizes, order: te.moe_sort_chunks_by_index(x, sizes, order),
+    lambda x, sizes, order: te.moe_sort_chunks_by_index_with_probs(x, x[:, 0].float(), sizes, order)[0],
+    lambda x, sizes, order: te.moe_sort_chunks_and_pad_by_index_with_probs(x, None, sizes, order, 4, 3)[0],
+]
+WRONG_TABLES = [
+    ([4, 4, 4], [0, 1, 2], r"split_sizes: expected a sum of at most inp.size\(0\) == 10, got 12"),
+    ([4, 8, -2], [0, 1, 2], "split_sizes: expected no negative size, got -2"),
+    ([2**62, 2**62, 2**63 - 1], [0, 1, 2], "split_sizes: expected a sum of at most"),  # the sum of which is -1
+    ([4, 4, 2], [0, 0, 2], r"sorted_index: expected each of 0 to 2 once, got \[0, 0, 2\]"),
+    ([4, 4, 2], [0, 1, 3], r"sorted_index: expected each of 0 to 2 once, got \[0, 1, 3\]"),
+    ([4, 4, 2], [-1, 1, 2], r"sorted_index: expected each of 0 to 2 once, got \[-1, 1, 2\]"),
+]
+
+
+@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("sizes, order, words", WRONG_TABLES)
+def test_tables_on_the_cpu_that_would_lose_rows(device, sort, sizes, order, words):
+    with pytest.raises(ValueError, match=words):
+        sort(torch.ones(10, 8, device=device), torch.tensor(sizes), torch.tensor(order))
+
+
+def test_tables_that_would_lose_rows_are_found_in_a_graph_too():
+    compiled = torch.compile(te.moe_sort_chunks_by_index, backend="aot_eager", fullgraph=True)
+    x, order = torch.randn(10, 4), torch.tensor([1, 0])
+    assert torch.equal(compiled(x, torch.tensor([4, 6]), order), x.roll(6, 0))
+    with pytest.raises(ValueError, match="split_sizes: expected a sum of at most"):
+        compiled(x, torch.tensor([4, 7]), order)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, order", [
+    *((sizes, order) for sizes, order, _ in WRONG_TABLES[:2] + WRONG_TABLES[3:]),
+    ([4, 4, 2], [2**40, -2**40, 7]), ([2**31 + 3, -2**31, 5], [2, 1, 0]), ([10**6, -10**6, 10], [2, 0, 1]),
+])
+def test_tables_on_a_device_touch_nothing_outside(monkeypatch, sizes, order):
+    """There they are not looked at; what comes out is one of inp's rows everywhere, or zeros."""
+    monkeypatch.undo()  # such maps name a row twice
+    tables = torch.tensor(sizes, device="cuda"), torch.tensor(order, device="cuda")
+    around = torch.full((30, 8), float("nan"), device="cuda")
+    x = around[10:20].copy_(torch.arange(1.0, 11, device="cuda").unsqueeze(1)).requires_grad_()
+    for sort in SORTS:
+        cases.poison("cuda")
+        try:
+            out = sort(x, *tables)
+        except ValueError as error:  # the padded sort has the number of rows read back
+            assert "split_sizes" in str(error)
+            continue
+        assert bool(((out >= 0) & (out <= 10)).all())
+        grad_x, = torch.autograd.grad(out.sum(), x)
+        assert bool(grad_x.isfinite().all())
+    torch.cuda.synchronize()
+
+
 # ------------------------------------------------------------------------------------------------------------- all of them
 
 
@@ -548,6 +602,9 @@ def test_opcheck(device):
     probs = torch.tensor([0.0, 1.0, 2.0], device=device).expand(6, 3)
     for arguments in ((*te._columns(row_map), pad_offsets, probs, 21), (row_map, None, None, None, None, 9)):
         torch.library.opcheck(torch.ops.gbmoe.map_slots.default, arguments)
+    x, sizes, order = torch.randn(6, 3, device=device), torch.tensor([2, 0, 3, 1]), torch.tensor([2, 0, 1, 3])
+    for arguments in ((sizes, order, 0, 0), (sizes.to(device), order, 2, 4), (sizes.to(device), order.to(device), 4, 0)):
+        torch.library.opcheck(torch.ops.gbmoe.chunk_rows.default, (x, *arguments, "moe_sort_chunks_by_index"))
 
 
 def test_compiles_without_a_graph_break(device):
@@ -613,6 +670,8 @@ MAP = te.mask_row_map(MASK)
     (lambda: te.moe_sort_chunks_by_index_with_probs(X, PROBS[:2, 0], SIZES, SIZES), r"probs: expected shape \[3\], got \[2\]"),
     (lambda: te.moe_sort_chunks_and_pad_by_index_with_probs(X, None, SIZES, SIZES, 16, 3),
      "num_groups: expected a divisor of the 2 chunks, got 3"),
+    (lambda: te.moe_permute_and_pad_with_probs(X, PROBS, MASK, torch.tensor([7, -1]), 16),
+     r"tokens_per_expert: expected 0 to 3, the number of tokens, for every expert, got \[7, -1\]"),
 ])
 def test_bad_arguments(call, words):
     with pytest.raises((TypeError, ValueError), match=words):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gbmoe import engines
+from gbmoe import cases, engines
 from gbmoe.engines.base import Problem
+from gbmoe.ops.gmm import product
 
 CPU = torch.device("cpu")
 
@@ -28,6 +29,7 @@ def test_every_engine_says_yes_or_why_not(device):
     (dict(inner=60), "multiples of 8, not 60 and 64"),
     (dict(columns=63), "multiples of 8, not 64 and 63"),
     (dict(rows=0), "takes no empty operands"),
+    (dict(rows=2**31), "the groups' ends in int32, not 2147483648 rows"),
 ])
 def test_torchs_product_says_what_it_does_not_take(change, words):
     assert words in engines.ENGINES["torch"].refuses(problem(**change))
@@ -75,3 +77,28 @@ def test_a_forced_engine_serves_or_raises():
         engines.select("torch", problem())
     with pytest.raises(ValueError, match="engine: expected one of auto, .* got 'fast'"):
         engines.select("fast", problem())
+
+
+@pytest.mark.parametrize("place, engine", [("cpu", "reference"), *(pytest.param("cuda", name, marks=pytest.mark.gpu)
+                                                                   for name in ("reference", "cublas_loop", "cublas_grouped"))])
+@pytest.mark.parametrize("sizes, counted", [
+    ([5, 9, 1], [5, 5, 0]), ([-3, 4, 5], [0, 4, 5]), ([2**62, 2**62, 2**62], [10, 0, 0]), ([4, -2**63, 2**63 - 1], [4, 0, 6])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, counted, dtype):
+    """Inside operators sizes are a plan's, which may be made by hand."""
+    around = torch.full((30, 16), float("nan"), dtype=dtype, device=place)
+    a, b = around[10:20], torch.randn(3, 16, 16, dtype=dtype, device=place)
+    a.copy_(torch.randn(10, 16, dtype=dtype))
+    sizes, counted = torch.tensor(sizes), torch.tensor(counted)
+    for operands in ((a, b, False, False), (a, b, False, True), (a, a, True, False)):
+        left, right, *layout = operands
+        results = []
+        for given in (sizes, counted):
+            cases.poison(place)
+            target = torch.full((50, 16), 7.0, dtype=dtype, device=place)  # 48 of them are as many as three groups of 16
+            out = target[10:20] if not layout[0] else target[1:49].view(3, 16, 16)
+            results.append(product(left, right, given, *layout, engine=engine, out=out))
+            assert bool((target[:1] == 7).all()) and bool((target[-1:] == 7).all())
+            assert layout[0] or bool((target[:10] == 7).all()) and bool((target[20:] == 7).all())
+        assert bool(results[0].isfinite().all())
+        torch.testing.assert_close(*results)

@@ -511,3 +511,23 @@ def test_slot_weights_of_a_row_are_the_only_ones_read():
     want = expected(tensors, ids, grad, CALLABLES["relu_squared"], torch.float64)
     torch.testing.assert_close(got["grad_weights"], want["grad_weights"])
     assert list(reference.ACTIVATIONS) == ["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("ffn", [64, 7])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_slot_beyond_the_weights_is_none(device, dtype, ffn, gated):
+    """Of a plan made by hand: its row gets zeros, and no weight a gradient from it."""
+    rows = 11
+    slot_of_row = torch.tensor([0, 6, 3, -1, 1, 5, -7, 2**31 - 1, 4, 12, -2**31], dtype=torch.int32, device=device)
+    clean = torch.tensor([0, -1, 3, -1, 1, 5, -1, -1, 4, -1, -1], dtype=torch.int32, device=device)
+    h, g, d = (cases.exact_values(rows, ffn, dtype=dtype, device=device, seed=seed) for seed in (1, 2, 3))
+    weights = cases.exact_values(3, 2, dtype=torch.float32, device=device, seed=4)
+    results = []
+    for slots in (slot_of_row, clean):
+        cases.poison(device)
+        dh = d.clone()
+        results.append([dh, *experts._activate_backward(h, g if gated else None, dh, slots, weights, "silu")])
+    for result, expected in zip(*results):
+        assert bool(result.isfinite().all()) and torch.equal(result, expected)
+    assert bool((results[0][0][clean < 0] == 0).all()) and int((results[0][3] != 0).sum()) == 5

@@ -9,7 +9,8 @@ import torch
 
 import gbmoe
 from gbmoe import cases, engines
-from gbmoe.engines.base import Problem
+from gbmoe.engines.base import Problem, device_sizes
+from gbmoe.ops.gmm import _sizes_fill
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 LAYOUTS = {"a@b": (False, False), "a@b.T": (False, True), "a.T@b": (True, False)}
@@ -333,6 +334,9 @@ GOOD = dict(a=torch.zeros(4, 3), b=torch.zeros(2, 3, 5), batch_sizes=torch.tenso
     (dict(batch_sizes=torch.tensor([4])), "batch_sizes: expected b.size\\(0\\) == 2 entries, got 1"),
     (dict(batch_sizes=torch.tensor([1, 2])), "batch_sizes: expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 3"),
     (dict(batch_sizes=torch.tensor([-1, 5])), "batch_sizes: expected no negative entry, got -1"),
+    # The sum in int64 is 4.
+    (dict(b=torch.zeros(6, 3, 5), batch_sizes=torch.tensor([2**62] * 4 + [1, 3])),
+     "batch_sizes: expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 18446744073709551620"),
     (dict(trans_a=True, trans_b=True, b=torch.zeros(4, 5)), "trans_a, trans_b: expected at most one of them, got both"),
     (dict(trans_a=True, b=torch.zeros(5, 5)), "b: expected b.size\\(0\\) == a.size\\(0\\) == 4, got 5"),
     (dict(engine="cutlass"), "engine: expected one of auto, hopper, cublas_loop, cublas_grouped, torch, reference, got 'cutlass'"),
@@ -348,6 +352,75 @@ def test_wrong_sizes_on_the_device():
     a, b = torch.zeros(4, 8, device="cuda"), torch.zeros(2, 8, 8, device="cuda")
     with pytest.raises(ValueError, match="expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 3"):
         gbmoe.gmm(a, b, torch.tensor([1, 2], device="cuda"), engine="reference")
+
+
+@pytest.mark.parametrize("sizes, dtype", [
+    ([1, 2], torch.int64), ([1, 2], torch.int32), ([3, 0, 0], torch.int64), ([0, 0], torch.int64), ([], torch.int64),
+    ([4], torch.int32), ([2**62] * 4 + [1, 2], torch.int64), ([2**63 - 1, 2**63 - 1, 2, 3], torch.int64), ([-1, 4], torch.int64),
+    ([-1, 4], torch.int32), ([-3, 2, 4], torch.int64), ([-(2**62)] * 4 + [3], torch.int64),
+    ([2**31 - 1, 2**31 - 1, 5], torch.int32), ([2**53, 3], torch.int64),
+], ids=str)
+def test_a_sum_that_wraps_filled_the_rows_on_the_device(device, sizes, dtype):
+    """The check of sizes that stay there, where the engines read and write whatever rows they name."""
+    for rows in (0, 3, 4):
+        expected = min(sizes, default=0) >= 0 and sum(sizes) == rows
+        assert bool(_sizes_fill(torch.tensor(sizes, dtype=dtype, device=device), rows)) == expected, rows
+    every_other = torch.tensor([[size, 7] for size in sizes], dtype=dtype, device=device).view(-1, 2)[:, 0]
+    assert bool(_sizes_fill(every_other, 3)) == (min(sizes, default=0) >= 0 and sum(sizes) == 3)
+
+
+@pytest.mark.gpu
+def test_sizes_that_wrap_are_a_device_side_assertion():
+    """In a process of its own, whose device is lost with it."""
+    program = """
+import torch, gbmoe
+a, b = torch.zeros(3, 8, device="cuda", dtype=torch.bfloat16), torch.zeros(6, 8, 8, device="cuda", dtype=torch.bfloat16)
+gbmoe.gmm(a, b, torch.tensor([2**62] * 4 + [1, 2], device="cuda"))
+torch.cuda.synchronize()
+"""
+    if engines.select("auto", Problem(torch.device("cuda"), torch.bfloat16, 3, 6, 8, 8, False)).needs_host_sizes:
+        pytest.skip("no engine here that takes sizes on the device")
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ})
+    assert run.returncode != 0 and "sum(batch_sizes) == a.size(0) == 3" in run.stderr
+
+
+def test_batch_sizes_rewritten_before_backward(device):
+    """Through a view that autograd does not see, as a collective or a DataLoader's buffer would."""
+    a, b, batch_sizes = operands((3, 5), "a@b", torch.float32, device)
+    a.requires_grad_()
+    b.requires_grad_()
+    grad = torch.ones(8, b.size(2), device=device)
+    expected = torch.autograd.grad(gbmoe.gmm(a, b, torch.tensor([3, 5])), (a, b), grad)
+    out = gbmoe.gmm(a, b, batch_sizes)
+    batch_sizes.numpy()[:] = (8, 0)
+    for got, right in zip(torch.autograd.grad(out, (a, b), grad), expected, strict=True):
+        assert torch.equal(got, right)
+
+
+def test_sizes_on_their_way_to_the_device_are_nobody_elses():
+    sizes = torch.tensor([3, 5])
+    on_device = device_sizes(sizes, torch.device("cpu"))
+    sizes.fill_(0)
+    assert on_device.tolist() == [3, 5]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pinned_batch_sizes_rewritten_behind_the_call(engine, layout):
+    """The copy waits behind a kernel that lasts longer than the rewriting takes."""
+    reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"{engine}: {reason}")
+    trans_a, trans_b = LAYOUTS[layout]
+    a, b, sizes = operands((24, 40), layout, torch.bfloat16, "cuda")
+    expected = gbmoe.gmm(a, b, sizes, trans_a, trans_b, engine=engine)
+    pinned = sizes.pin_memory()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    out = gbmoe.gmm(a, b, pinned, trans_a, trans_b, engine=engine)
+    pinned.copy_(torch.tensor([64, 0]))
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu

@@ -251,3 +251,35 @@ def test_bad_arguments(arguments, words):
 def test_bad_norm():
     with pytest.raises(ValueError, match="normalize: expected None or a positive p, got -1"):
         route(torch.zeros(3, 4), 1, normalize=-1)
+
+
+@pytest.mark.parametrize("experts, top_k", [(8, 2), (40, 3), (64, 12), (256, 8), (1000, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("p", [None, 1.0, 2.0, 3.0])
+def test_ids_that_name_no_expert_give_no_gradient(device, experts, top_k, dtype, p):
+    """The ids are a tensor of the caller's, who may write to them before backward."""
+    tokens = 30
+    def draw(*shape, seed):
+        return torch.randn(shape, generator=cases.generator("cpu", seed), dtype=torch.float64).to(dtype)
+
+    scores = torch.softmax(draw(tokens, experts, seed=1).double(), 1).to(dtype)
+    ids = scores.topk(top_k).indices
+    for i, wild in enumerate((experts, -1, 2**31, 2**32, -2**40, 2**63 - 1)):
+        ids[2 * i, i % top_k] = wild
+    ids[20] = -5  # none at all
+    grads = draw(tokens, experts, seed=2), draw(tokens, top_k, seed=3), draw(tokens, seed=4)
+    logsumexp_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    cases.poison(device)
+    result = torch.ops.gbmoe.route_backward(*(t.to(device) for t in (scores, ids, *grads[:2], grads[2].to(logsumexp_dtype))), p, dtype)
+
+    expected = []
+    for score, chosen, grad_score, grad_weight, grad_lse in zip(scores.double(), ids, *(g.double() for g in grads)):
+        score.requires_grad_()
+        exists = (chosen >= 0) & (chosen < experts)
+        weight = score[chosen[exists]]
+        weight = weight if p is None or not exists.any() else weight / torch.linalg.vector_norm(weight, ord=p)
+        total, = torch.autograd.grad((weight * grad_weight[exists]).sum() + (score * grad_score).sum(), score)
+        score = score.detach()
+        expected.append(score * (total - (score * total).sum() + grad_lse))
+    tolerance = {torch.bfloat16: 2**-7, torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(result.cpu().double(), torch.stack(expected), rtol=tolerance, atol=tolerance)

@@ -88,6 +88,8 @@ def _share(rows: _Rows, by: str, article: str, holds: Callable[[float], bool]) -
                 continue
             # The article's own ended at its largest case; one of its list is larger.
             counted = {case: row for case, row in layers.items() if _within_reach(row)}
+            if not counted:
+                continue
             passed = [case for case, row in counted.items() if row["verified"]]
             # The article is about inference: its share is of forward, in its card's memory.
             verdict = ", which the verdict is of" if share is None else ""
@@ -139,7 +141,7 @@ def _splits(rows: _Rows) -> Finding:
     for row in rows.of_kind("product"):
         if row.get("median") and row["implementation"] != "dense":
             rates.setdefault(row["by"], {})[row["routing"]] = row
-    pairs = {by: (both["equal"], both["uneven"]) for by, both in rates.items() if len(both) == 2}
+    pairs = {by: (both["equal"], both["uneven"]) for by, both in rates.items() if {"equal", "uneven"} <= both.keys()}
     texts = [f"{by} {even['tflops']:#.3g} TFLOP/s even, {uneven['tflops']:#.3g} uneven"
              f" ({uneven['tflops'] / even['tflops'] - 1:+.1%})" for by, (even, uneven) in pairs.items()]
     if _KERNEL not in pairs:
@@ -172,7 +174,8 @@ def _losses(rows: _Rows, which: int, article: str) -> Finding:
     for by_loss in losses.values():
         for by, loss in by_loss.items():
             if "bmm" in by_loss and by.startswith("gbmoe"):
-                differences[by] = max(differences.get(by, 0.0), abs(loss / by_loss["bmm"] - 1))
+                right = by_loss["bmm"]
+                differences[by] = max(differences.get(by, 0.0), abs(loss / right - 1) if right else math.inf)
     if not differences:
         return Finding(article, rows.why_absent("bmm"), NOT_MEASURED)
     texts = [f"{by} differs by {difference:.1e} at most" for by, difference in differences.items()]

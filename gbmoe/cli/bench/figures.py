@@ -87,7 +87,8 @@ def _panels(rows: Sequence[dict]) -> dict[str, list[dict]]:
 
 def _title(content: dict, rows: Sequence[dict], what: str) -> str:
     machines = dict.fromkeys(run["machine"]["name"] for run in content["runs"])
-    return f"{content['suite']}: {rows[0]['computation']}, {what}\n{', '.join(machines)}, {rows[0]['dtype']}"
+    where = ", ".join(machines).replace("$", r"\$")  # between two of them it would be a formula
+    return f"{content['suite']}: {rows[0]['computation']}, {what}\n{where}, {rows[0]['dtype']}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- bars

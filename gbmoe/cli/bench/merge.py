@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from gbmoe._files import one_line
 from gbmoe.cli.bench import results
 
 
@@ -20,29 +21,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write all that is there; 1 where a file or a configuration of the suite's list is missing or broken, or a row of
-    gbmoe's is wrong, which is named; 2 for what cannot be joined or written."""
-    problem = results.no_folder("--json", arguments.json)
+    gbmoe's is wrong, which is named; 2 for what cannot be joined or written, and where no file holds results."""
+    problem = results.no_place("--json", arguments.json)
     if problem:
-        print(f"gbmoe bench merge: {problem}", file=sys.stderr)
-        return 2
-    contents, problems = results.read_all(_files(arguments.parts))
+        return _fail(problem)
+    contents, broken = results.read_all(_files(arguments.parts))
+    if not contents and any(problem.status == 2 for problem in broken):
+        return _fail(*broken)
+    problems = list(map(str, broken))
     if contents:
         try:
             merged, missing = results.merge(list(contents.values()), arguments.baseline)
         except ValueError as error:
-            print(f"gbmoe bench merge: {error}", file=sys.stderr)
-            return 2
+            return _fail(error)
         problems += [f"no result of {name}" for name in missing] + results.faults(merged)
         if arguments.baseline and all(row["by"] != arguments.baseline for row in merged["rows"]):
             problems.append(f"no row is by {arguments.baseline}: expected one of {', '.join(sorted({row['by'] for row in merged['rows']}))}")
-        results.write(arguments.json, merged)
+        try:
+            results.write(arguments.json, merged)
+        except OSError as error:
+            return _fail(f"{arguments.json}: {error.strerror}")
         there = len(merged["configurations"]) - len(missing)
         print(f"{arguments.json}: {len(merged['rows'])} rows of {there} configurations")
     else:
         problems.append("no results at all, nothing written")
-    for problem in problems:
-        print(f"gbmoe bench merge: {problem}", file=sys.stderr)
+    _fail(*problems)
     return 1 if problems else 0
+
+
+def _fail(*problems: object) -> int:
+    for problem in problems:
+        print(f"gbmoe bench merge: {one_line(problem)}", file=sys.stderr)
+    return 2
 
 
 def _files(parts: Iterable[Path]) -> list[Path]:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from gbmoe._files import one_line, write_text
 from gbmoe.cli.bench import markdown, results
 
 # Where a README takes the main table, and the pictures; without a place of their own the pictures follow the table.
@@ -26,22 +27,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write what can be reported; 1 where a file is missing or broken, a row of gbmoe's is wrong, or the README has no
-    place for its part, which is of the first file or of none; 2 where the page cannot be written."""
-    problem = results.no_folder("--output", arguments.output)
+    place for its part, which is of the first file or of none; 2 where the page cannot be written, and where all that is there
+    to read is broken: there is no page then."""
+    problem = results.no_place("--output", arguments.output)
     if problem:
-        print(f"gbmoe bench report: {problem}", file=sys.stderr)
-        return 2
-    contents, problems = results.read_all(arguments.files)
+        return _fail(problem)
+    contents, broken = results.read_all(arguments.files)
+    if not contents and any(problem.status == 2 for problem in broken):
+        return _fail(*broken)
+    problems = list(map(str, broken))
     pictures = _pictures(arguments.pictures, arguments.output.parent)
-    arguments.output.write_text(markdown.page(list(contents.values()), pictures, problems))
+    try:
+        write_text(arguments.output, markdown.page(list(contents.values()), pictures, problems))
+    except OSError as error:
+        return _fail(f"{arguments.output}: {error.strerror}")
     first = contents.get(arguments.files[0])
     if arguments.readme and first:
         pictures = _pictures(arguments.pictures, arguments.readme.parent)
         problems += _insert(arguments.readme, markdown.main_table(first), markdown.main_pictures(first, pictures))
     problems += [fault for content in contents.values() for fault in results.faults(content)]
-    for problem in problems:
-        print(f"gbmoe bench report: {problem}", file=sys.stderr)
+    _fail(*problems)
     return 1 if problems else 0
+
+
+def _fail(*problems: object) -> int:
+    for problem in problems:
+        print(f"gbmoe bench report: {one_line(problem)}", file=sys.stderr)
+    return 2
 
 
 def _pictures(folder: Path | None, seen_from: Path) -> list[str]:
@@ -52,18 +64,21 @@ def _pictures(folder: Path | None, seen_from: Path) -> list[str]:
 
 def _insert(readme: Path, table: str, pictures: str) -> list[str]:
     try:
-        text = readme.read_text()
+        text = readme.read_text(encoding="utf-8")
     except OSError as error:
         return [f"{readme}: {error.strerror}"]
+    except UnicodeDecodeError as error:
+        return [f"{readme}: not UTF-8: {error}"]
     with_pictures = _between(text, PICTURES_BEGIN, PICTURES_END, pictures)
     if with_pictures is None:
         table = f"{table}\n\n{pictures}".rstrip()
     changed = _between(with_pictures or text, BEGIN, END, table)
     if changed is None:
         return [f"{readme}: expected the lines {BEGIN} and {END}"]
-    temporary = readme.with_name(f".{readme.name}.{os.getpid()}")
-    temporary.write_text(changed)
-    os.replace(temporary, readme)
+    try:
+        write_text(readme, changed)
+    except OSError as error:
+        return [f"{readme}: {error.strerror}"]
     return []
 
 

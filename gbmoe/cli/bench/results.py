@@ -9,26 +9,28 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from gbmoe._files import one_line, read_json, write_text
 from gbmoe.cli.bench import article
 from gbmoe.cli.bench.measure import Conditions
 from gbmoe.cli.bench.measurement import SEED
+from gbmoe.cli.bench.structure import misshapen
 from gbmoe.cli.machine import describe_clocks, describe_extension, describe_machine, describe_versions
 
-_FIELDS = {"suite": str, "baseline": str, "configurations": list, "runs": list, "rows": list}
-# What merge, plot and report take for granted.
-_RUN_FIELDS = ("machine", "versions", "dtype", "seed", "time", "limits", "limit_rows", "configurations", "peers", "peers_left_out",
-               "engines_left_out")
-_ROW_FIELDS = ("name", "setting", "contest", "kind", "case", "tokens", "hidden", "ffn", "experts", "top_k", "mlp_type", "routing",
-               "computation", "by", "implementation", "engine", "memory_limit", "dtype", "verified", "outcome", "problem", "run")
-
-
 class BrokenFile(Exception):
-    """Raised for a file that is missing or holds no results; its text names the file."""
+    """Raised for a file that holds no results; its text, a line, names the file."""
+
+    # With which a command ends that has nothing else to work on.
+    status = 2
+
+
+class UnreadFile(BrokenFile):
+    """Raised for a file that is missing or cannot be read."""
+
+    status = 1
 
 
 def describe_run(conditions: Conditions, limit_rows: Sequence[dict], **more) -> dict:
@@ -66,57 +68,40 @@ def add_findings(content: dict) -> dict:
     return content
 
 
-def no_folder(option: str, path: Path) -> str | None:
-    """Why a file cannot be written at `path`, where its folder is missing."""
+def no_place(option: str, path: Path) -> str | None:
+    """Why a file cannot be written at `path`: its folder is missing, or it is one."""
+    if path.is_dir():
+        return f"{option}: {path} is a directory"
     return None if path.parent.is_dir() else f"{option}: {path.parent} is not a directory"
 
 
 def write(path: Path, content: dict) -> None:
     """Write `content` to `path`, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> dict:
-    """The file's content. Raises BrokenFile."""
+    """The file's content, which holds what structure.py says. Raises BrokenFile."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except OSError as error:
-        raise BrokenFile(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # of which JSON's and UTF-8's are kinds
-        raise BrokenFile(f"{path}: not JSON: {error}") from None
-    problem = _misshapen(content)
+        raise UnreadFile(one_line(f"{path}: {error.strerror}")) from None
+    except ValueError as error:
+        raise BrokenFile(one_line(f"{path}: {error}")) from None
+    problem = misshapen(content)
     if problem:
-        raise BrokenFile(f"{path}: expected a file of gbmoe bench, got one {problem}")
+        raise BrokenFile(one_line(f"{path}: expected a file of gbmoe bench, got one {problem}"))
     return content
 
 
-def _misshapen(content: object) -> str | None:
-    lacking = [name for name, kind in _FIELDS.items() if not isinstance(content, dict) or not isinstance(content.get(name), kind)]
-    if lacking:
-        return f"without {', '.join(lacking)}"
-    for what, entries, fields in (("run", content["runs"], _RUN_FIELDS), ("row", content["rows"], _ROW_FIELDS)):
-        for number, entry in enumerate(entries):
-            lacking = [field for field in fields if not isinstance(entry, dict) or field not in entry]
-            if lacking:
-                return f"whose {what} {number} is without {', '.join(lacking)}"
-    runs = range(len(content["runs"]))
-    strangers = [row["name"] for row in content["rows"] if row["run"] not in runs]
-    return f"whose row {strangers[0]} is of a run that is not there" if strangers else None
-
-
-def read_all(paths: Iterable[Path]) -> tuple[dict[Path, dict], list[str]]:
-    """The contents of the files that could be read, in their order, and what is wrong with the others."""
+def read_all(paths: Iterable[Path]) -> tuple[dict[Path, dict], list[BrokenFile]]:
+    """The contents of the files that hold results, in their order, and what is wrong with the others."""
     contents, problems = {}, []
     for path in paths:
         try:
             contents[path] = read(path)
         except BrokenFile as broken:
-            problems.append(str(broken))
+            problems.append(broken)
     return contents, problems
 
 

@@ -91,7 +91,7 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         return f"--memory-limit: expected more than 0 GiB, got {arguments.memory_limit:g}"
     if (arguments.config is None) != (arguments.output is None):
         return "--config and --output belong together"
-    return results.no_folder("--json", arguments.json) if arguments.json else None
+    return results.no_place("--json", arguments.json) if arguments.json else None
 
 
 def _peers(arguments: argparse.Namespace) -> list[str]:

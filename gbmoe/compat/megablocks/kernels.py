@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.compat.megablocks.ops import _binned_maps, _capacity_maps, binned_scatter, padded_scatter, scatter
+from gbmoe.compat.megablocks.ops import _binned_maps, _capacity_maps, binned_scatter, padded_rows, padded_scatter, scatter
 from gbmoe.ops import permute
 
 __all__ = ["binned_gather", "binned_scatter", "binned_scatter_wgrad", "gather", "padded_gather", "padded_scatter",
@@ -20,8 +20,8 @@ __all__ = ["binned_gather", "binned_scatter", "binned_scatter_wgrad", "gather", 
 def padded_gather(x_TH: torch.Tensor, indices_R: torch.Tensor, bin_ids_R: torch.Tensor, weights_R: torch.Tensor | None,
                   bins_E: torch.Tensor, padded_bins_E: torch.Tensor, top_k: int) -> torch.Tensor:
     """Each slot's token, times its weight where there are weights: [P,H]."""
-    rows = int(padded_bins_E[-1])
-    return _gather(x_TH, weights_R, *_binned_maps(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows))
+    rows = padded_rows(padded_bins_E, "padded_gather")
+    return _gather(x_TH, weights_R, *_binned_maps(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows, "padded_gather"))
 
 
 def gather(x_TH: torch.Tensor, indices_R: torch.Tensor, bin_ids_R: torch.Tensor, weights_R: torch.Tensor | None,
@@ -33,14 +33,15 @@ def gather(x_TH: torch.Tensor, indices_R: torch.Tensor, bin_ids_R: torch.Tensor,
 def binned_gather(x_TH: torch.Tensor, indices_R: torch.Tensor, weights_R: torch.Tensor | None, bins_E: torch.Tensor,
                   expert_capacity: int, top_k: int) -> torch.Tensor:
     """Each slot's token, times its weight where there are weights, to bins of one size: [E,C,H]."""
-    out_PH = _gather(x_TH, weights_R, *_capacity_maps(indices_R, bins_E, expert_capacity, top_k))
+    out_PH = _gather(x_TH, weights_R, *_capacity_maps(indices_R, bins_E, expert_capacity, top_k, "binned_gather"))
     return out_PH.view(bins_E.numel(), expert_capacity, x_TH.size(1))
 
 
 def padded_scatter_wgrad(x_PH: torch.Tensor, grad_TH: torch.Tensor, indices_R: torch.Tensor, bin_ids_R: torch.Tensor,
                          bins_E: torch.Tensor, padded_bins_E: torch.Tensor, top_k: int) -> torch.Tensor:
     """<x[row of a slot], grad[its token]> for every slot, in slot order: [R], dtype of x."""
-    return _wgrad(x_PH, grad_TH, *_binned_maps(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, x_PH.size(0)))
+    maps = _binned_maps(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, x_PH.size(0), "padded_scatter")
+    return _wgrad(x_PH, grad_TH, *maps)
 
 
 def scatter_wgrad(x_RH: torch.Tensor, grad_TH: torch.Tensor, indices_R: torch.Tensor, bin_ids_R: torch.Tensor,
@@ -52,7 +53,7 @@ def scatter_wgrad(x_RH: torch.Tensor, grad_TH: torch.Tensor, indices_R: torch.Te
 def binned_scatter_wgrad(x_ECH: torch.Tensor, grad_TH: torch.Tensor, indices_R: torch.Tensor, bins_E: torch.Tensor,
                          top_k: int) -> torch.Tensor:
     """padded_scatter_wgrad for bins of one size; zero for dropped slots."""
-    return _wgrad(x_ECH.flatten(0, 1), grad_TH, *_capacity_maps(indices_R, bins_E, x_ECH.size(1), top_k))
+    return _wgrad(x_ECH.flatten(0, 1), grad_TH, *_capacity_maps(indices_R, bins_E, x_ECH.size(1), top_k, "binned_scatter"))
 
 
 def _gather(x_TH, weights_R, row_of_slot_TK, slot_of_row_P):

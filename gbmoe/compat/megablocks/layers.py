@@ -14,6 +14,8 @@ import torch
 from megablocks import grouped_gemm_util
 from megablocks.layers import arguments, dmlp_registry, dmoe, glu, mlp, mpu
 
+from gbmoe._checks import require
+from gbmoe.engines.base import device_sizes
 from gbmoe.layers.mlp import _local
 from gbmoe.layers.parallel import parallel_experts
 from gbmoe.ops import expert_mlp
@@ -29,7 +31,7 @@ class _FusedExperts:
         """x [T,H], a plan and the router's weights -> [T,H]; or, as MegaBlocks calls the classes of its registry,
         expert-major rows [R,H] and tokens_per_expert, int [E] on the host or the device, -> [R,H]."""
         if not isinstance(plan, RoutingPlan):
-            plan = _plan_of_sorted_rows(x.size(0), plan.to(x.device, non_blocking=True))
+            plan = _plan_of_sorted_rows(x, plan)
         w1_EFH, w2_EFH, v1_EFH = (self._weight_EFH(name) for name in ("w1", "w2", "v1"))
         return expert_mlp(x, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           recompute_activation=self.args.memory_optimized_mlp)
@@ -50,7 +52,13 @@ class FusedGLU(_FusedExperts, glu.SparseGLU):
     """mlp_impl='gbmoe' with mlp_type='glu'."""
 
 
-def _plan_of_sorted_rows(rows: int, counts_E: torch.Tensor) -> RoutingPlan:
+def _plan_of_sorted_rows(x_RH: torch.Tensor, counts_E: torch.Tensor) -> RoutingPlan:
+    rows = x_RH.size(0)
+    if counts_E.device.type == "cpu" and not torch.compiler.is_compiling():
+        counts = counts_E.tolist()  # Python's sums do not wrap
+        require(min(counts, default=0) >= 0 and sum(counts) == rows, "forward", "tokens_per_expert",
+                f"no negative entry and a sum of x.size(0) == {rows}", counts)
+    counts_E = device_sizes(counts_E, x_RH.device)
     # Rows behind the last expert get the id E, which names none.
     expert_R = torch.searchsorted(counts_E.cumsum(0), torch.arange(rows, device=counts_E.device), right=True)
     return RoutingPlan.from_experts(expert_R, counts_E.numel(), check="none")

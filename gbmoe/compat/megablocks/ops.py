@@ -2,13 +2,14 @@
 
 What stays MegaBlocks' own: the meaning of indices, bins and the rest, and the one host wait of padded_gather. What changes:
 sums are kept in float32 and rounded once, gradients come out in each input's dtype, rows that nothing writes are zero, and
-wrong arguments raise TypeError or ValueError with the argument, what was expected and what came.
+wrong arguments raise TypeError or ValueError with the argument, what was expected and what came. The values of indices and bins
+are checked on the CPU; on a device that would be a host wait, and what lies outside its range has no row.
 
 Shape suffixes: T tokens, K slots a token (top_k), R = T * K slots, E experts (bins), H hidden, P padded rows, C rows of a
 bin with a capacity, B rows of a batch.
 
-    indices_R      slots in the order of their rows; slot t * K + j is token t's j-th choice
-    bin_ids_R      expert of each of them, ascending; an id outside [0, E) has no row
+    indices_R      slots in the order of their rows, each once; slot t * K + j is token t's j-th choice
+    bin_ids_R      expert of each of them, ascending; behind these, ids outside [0, E), which have no row
     bins_E         inclusive sum of the experts' counts (a single expert's may be 0-d, as inclusive_cumsum returns it)
     padded_bins_E  the same with every count rounded up
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._library import define
 from gbmoe.ops.permute import FLOAT8, _gather, _scatter
 from gbmoe.reference import PADDING, accumulate_dtype
 
@@ -46,7 +48,7 @@ def gather(
         [R,H], dtype of x. No host wait.
     """
     _check_slots("gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins)
-    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, bins, top_k, indices.numel()))
+    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, bins, top_k, indices.numel(), "gather"))
 
 
 def padded_gather(
@@ -63,8 +65,8 @@ def padded_gather(
     """
     _check_slots("padded_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins,
                  padded_bins=padded_bins)
-    rows = int(padded_bins.reshape(-1)[-1])
-    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, rows))
+    rows = padded_rows(padded_bins, "padded_gather")
+    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, rows, "padded_gather"))
 
 
 def scatter(
@@ -72,7 +74,7 @@ def scatter(
 ) -> torch.Tensor:
     """Sum each token's rows, weighted. Mirrors megablocks.ops.scatter: padded_scatter of rows without padding."""
     _check_slots("scatter", x, indices, top_k, bin_ids=bin_ids, bins=bins, weights=weights)
-    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, bins, top_k, x.size(0)))
+    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, bins, top_k, x.size(0), "scatter"))
 
 
 def padded_scatter(
@@ -95,7 +97,7 @@ def padded_scatter(
         [T,H], T = R // top_k, dtype of x.
     """
     _check_slots("padded_scatter", x, indices, top_k, bin_ids=bin_ids, bins=bins, padded_bins=padded_bins, weights=weights)
-    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, x.size(0)))
+    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, x.size(0), "padded_scatter"))
 
 
 def binned_gather(
@@ -112,7 +114,7 @@ def binned_gather(
     """
     _check_slots("binned_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bins=bins)
     require(isinstance(bin_size, int) and bin_size >= 0, "binned_gather", "bin_size", "an int of at least 0", bin_size)
-    out_PH = _gather_rows(x, *_capacity_maps(indices, bins, bin_size, top_k))
+    out_PH = _gather_rows(x, *_capacity_maps(indices, bins, bin_size, top_k, "binned_gather"))
     return out_PH.view(bins.numel(), bin_size, x.size(1))
 
 
@@ -130,7 +132,7 @@ def binned_scatter(
     """
     _check_slots("binned_scatter", x, indices, top_k, rank=3, bins=bins, weights=weights)
     require(x.size(0) == bins.numel(), "binned_scatter", "x", f"{bins.numel()} bins, as in bins", x.size(0))
-    return _scatter_rows(x.flatten(0, 1), weights, *_capacity_maps(indices, bins, x.size(1), top_k))
+    return _scatter_rows(x.flatten(0, 1), weights, *_capacity_maps(indices, bins, x.size(1), top_k, "binned_scatter"))
 
 
 def _check_slots(operator, x, indices, top_k, *, rank=2, dtypes=FLOATING, weights=None, bin_ids=None, **bins) -> None:
@@ -167,39 +169,121 @@ def _scatter_rows(x_PH, weights_R, row_of_slot_TK, slot_of_row_P):
     return _scatter(x_PH, row_of_slot_TK, slot_of_row_P, None, None, weights_TK)
 
 
+def padded_rows(padded_bins_E: torch.Tensor, operator: str) -> int:
+    """The last entry, which is the number of rows. Waits for the device."""
+    rows = int(padded_bins_E.reshape(-1)[-1])
+    require(0 <= rows < 2**31, operator, "padded_bins", "a last entry of at least 0 and below 2**31", rows)
+    return rows
+
+
+def _check_bins(operator: str, argument: str, bins_E: torch.Tensor, most: int, what: str) -> None:
+    """Raise unless bins on the CPU ascend from at least 0 to at most `most`, which is `what`."""
+    if bins_E.device.type == "cpu" and bins_E.numel() > 0:
+        bins_E = bins_E.reshape(-1)
+        ascends = bool((bins_E[1:] >= bins_E[:-1]).all())
+        require(ascends and int(bins_E[0]) >= 0 and int(bins_E[-1]) <= most, operator, argument,
+                lambda: f"ascending entries from at least 0 to at most {most}, {what}", bins_E.tolist())
+
+
+def _check_slots_once(operator: str, indices_R: torch.Tensor) -> None:
+    if indices_R.device.type == "cpu" and indices_R.numel() > 0:
+        slots = indices_R.numel()
+        low, high = map(int, indices_R.aminmax())
+        require(low >= 0 and high < slots, operator, "indices", lambda: f"slots in [0, {slots})", f"slots from {low} to {high}")
+        count_R = torch.bincount(indices_R, minlength=slots)
+        most = int(count_R.argmax())
+        require(int(count_R[most]) == 1, operator, "indices", "every slot once", f"slot {most} {int(count_R[most])} times")
+
+
+def _check_bins_fit(operator: str, bin_ids_R: torch.Tensor, bins_E: torch.Tensor, padded_bins_E: torch.Tensor) -> None:
+    """Raise unless, on the CPU, padded bins hold the bins and these the entries of bin_ids."""
+    if bins_E.device.type == "cpu":
+        bins_E, padded_bins_E, bin_R = bins_E.reshape(-1).long(), padded_bins_E.reshape(-1).long(), bin_ids_R.long()
+        none = bins_E.numel()
+        count_E, padded_E = (t.diff(prepend=t.new_zeros(1)) for t in (bins_E, padded_bins_E))
+        require(bool((padded_E >= count_E).all()), operator, "padded_bins", lambda: f"room for the bins' {count_E.tolist()} rows",
+                padded_E.tolist())
+        expected_R = torch.searchsorted(bins_E, torch.arange(bin_R.numel()), right=True)
+        wrong = (torch.where((bin_R >= 0) & (bin_R < none), bin_R, none) != expected_R).nonzero().flatten()
+        if wrong.numel():
+            entry = int(wrong[0])
+            expected = int(expected_R[entry])
+            require(False, operator, "bin_ids", f"{'none' if expected == none else expected} at entry {entry}, as bins have it",
+                    int(bin_R[entry]))
+
+
 def _starts(bins_E):
     """First entry of each bin, int64."""
     bins_E = bins_E.reshape(-1).long()
     return torch.cat((bins_E.new_zeros(1), bins_E[:-1]))
 
 
-def _binned_maps(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows):
-    """(row_of_slot [T,K], slot_of_row [P]): a slot's place in its bin, counted from the padded bin's first row."""
+def _binned_maps_kernel(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows, operator):
+    _check_slots_once(operator, indices_R)
+    _check_bins(operator, "bins", bins_E, indices_R.numel(), "the number of slots")
+    _check_bins(operator, "padded_bins" if operator.startswith("padded") else "bins", padded_bins_E, rows, "the number of rows")
+    _check_bins_fit(operator, bin_ids_R, bins_E, padded_bins_E)
     shift_E = _starts(padded_bins_E) - _starts(bins_E)
     bin_R = bin_ids_R.long()
-    row_R = torch.arange(bin_R.numel(), device=bin_R.device) + shift_E[bin_R.clamp(0, shift_E.numel() - 1)]
-    return _maps(indices_R, row_R, (bin_R >= 0) & (bin_R < shift_E.numel()), top_k, rows)
+    entry_R = torch.arange(bin_R.numel(), device=bin_R.device)
+    row_R = entry_R + shift_E[bin_R.clamp(0, shift_E.numel() - 1)]
+    return _maps(indices_R, entry_R, row_R, (bin_R >= 0) & (bin_R < shift_E.numel()), top_k, rows)
 
 
-def _capacity_maps(indices_R, bins_E, capacity, top_k):
-    """(row_of_slot [T,K], slot_of_row [E*C]): a slot's place in its bin, dropped from `capacity` on."""
+def _binned_maps_fake(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows, operator):
+    return _maps_fake(indices_R, top_k, rows)
+
+
+# (row_of_slot [T,K], slot_of_row [P]): a slot's place in its bin, counted from the padded bin's first row. Values are looked at
+# inside the operator, where they are, so that a compiled graph checks them too.
+_binned_maps = define(
+    "binned_maps(Tensor indices, Tensor bin_ids, Tensor bins, Tensor padded_bins, int top_k, SymInt rows, str operator)"
+    " -> (Tensor, Tensor)", reference=_binned_maps_kernel, fake=_binned_maps_fake,
+)
+
+
+def _capacity_maps_kernel(indices_R, bins_E, capacity, top_k, operator):
+    _check_slots_once(operator, indices_R)
+    _check_bins(operator, "bins", bins_E, indices_R.numel(), "the number of slots")
     starts_E, ends_E = _starts(bins_E), bins_E.reshape(-1).long()
     entry_R = torch.arange(indices_R.numel(), device=indices_R.device)
     bin_R = torch.searchsorted(ends_E, entry_R, right=True)
     place_R = entry_R - starts_E[bin_R.clamp(max=ends_E.numel() - 1)]
     in_a_bin_R = (bin_R < ends_E.numel()) & (place_R < capacity)
-    return _maps(indices_R, bin_R * capacity + place_R, in_a_bin_R, top_k, ends_E.numel() * capacity)
+    return _maps(indices_R, entry_R, bin_R * capacity + place_R, in_a_bin_R, top_k, ends_E.numel() * capacity)
 
 
-def _maps(indices_R, row_R, routed_R, top_k, rows):
-    """Both directions of slot indices[i] <-> row[i]. Whatever the bins hold, no row outside [0, rows) is named."""
+def _capacity_maps_fake(indices_R, bins_E, capacity, top_k, operator):
+    return _maps_fake(indices_R, top_k, bins_E.numel() * capacity)
+
+
+# (row_of_slot [T,K], slot_of_row [E*C]): a slot's place in its bin, dropped from `capacity` on.
+_capacity_maps = define(
+    "capacity_maps(Tensor indices, Tensor bins, SymInt capacity, int top_k, str operator) -> (Tensor, Tensor)",
+    reference=_capacity_maps_kernel, fake=_capacity_maps_fake,
+)
+
+
+def _maps(indices_R, entry_R, row_R, routed_R, top_k, rows):
+    """Both directions of slot indices[i] <-> row[i]. Whatever the tables hold, no row outside [0, rows) is named.
+
+    slot_of_row is made from row_of_slot: a row that lost its slot to another, by an index that stands twice, is padding.
+    """
     slot_R = indices_R.long()
-    row_R = torch.where(routed_R & (row_R >= 0) & (row_R < rows), row_R, -1)
-    row_of_slot_R = torch.full_like(row_R, -1).scatter_(0, slot_R, row_R)
+    if slot_R.device.type != "cpu":
+        slot_R = slot_R.clamp(0, max(slot_R.numel() - 1, 0))  # torch would end the process' CUDA context
     # Slots without a row all write to one spare row behind the last.
+    row_R = torch.where(routed_R & (row_R >= 0) & (row_R < rows), row_R, rows)
+    row_of_slot_R = torch.full_like(row_R, rows).scatter_(0, slot_R, row_R)
     slot_of_row = torch.full((rows + 1,), PADDING, device=row_R.device)
-    slot_of_row.scatter_(0, torch.where(row_R < 0, rows, row_R), slot_R)
+    slot_of_row.scatter_(0, row_of_slot_R, entry_R)
+    row_of_slot_R = torch.where(row_of_slot_R < rows, row_of_slot_R, -1)
     return row_of_slot_R.view(slot_R.numel() // top_k, top_k).int(), slot_of_row[:rows].int()
+
+
+def _maps_fake(indices_R, top_k, rows):
+    return (indices_R.new_empty((indices_R.numel() // top_k, top_k), dtype=torch.int32),
+            indices_R.new_empty((rows,), dtype=torch.int32))
 
 
 # ------------------------------------------------------------------------------------------ sort, count, sum, replicate
@@ -214,6 +298,8 @@ def sort(x: torch.Tensor, end_bit: int | None = None) -> tuple[torch.Tensor, tor
     """
     require_tensor(x, "sort", "x", rank=1, dtypes=_INTEGERS)
     bits = _BITS[x.dtype]
+    require(x.numel() <= 1 << (bits - 1), "sort", "x", lambda: f"at most {1 << (bits - 1)} entries, whose indices are {x.dtype}",
+            x.numel())
     require(end_bit is None or 0 <= end_bit <= bits, "sort", "end_bit", f"None or 0 to {bits} for {x.dtype}", end_bit)
     key = x if end_bit is None or end_bit == bits else x & ((1 << end_bit) - 1)
     indices = torch.sort(key, stable=True).indices
@@ -262,26 +348,28 @@ def _check_cumsum(operator, x, dim) -> None:
     require(x.dim() == 1 or dim in (1, -1), operator, "dim", "1, the last dimension", dim)
 
 
-class _Replicate(torch.autograd.Function):
-    """Neither of gbmoe's operators sends one row to any number of rows, so this gradient is its own."""
+def _replicate_kernel(x_BE, bins_E, num_outputs):
+    _check_bins("replicate", "bins", bins_E, num_outputs, "num_outputs")
+    bin_N = torch.searchsorted(bins_E, torch.arange(num_outputs, device=x_BE.device), right=True)
+    out_BN = x_BE.index_select(1, bin_N.clamp(max=bins_E.numel() - 1))
+    return torch.where(bin_N < bins_E.numel(), out_BN, torch.zeros((), dtype=x_BE.dtype, device=x_BE.device))
 
-    @staticmethod
-    def forward(ctx, x_BE, bins_E, num_outputs):
-        ctx.save_for_backward(bins_E)
-        bin_N = torch.searchsorted(bins_E, torch.arange(num_outputs, device=x_BE.device), right=True)
-        out_BN = x_BE.index_select(1, bin_N.clamp(max=bins_E.numel() - 1))
-        return torch.where(bin_N < bins_E.numel(), out_BN, torch.zeros((), dtype=x_BE.dtype, device=x_BE.device))
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_BN):
-        bins_E, = ctx.saved_tensors
-        return sum_bins(grad_BN, bins_E), None, None
+def _replicate_setup_context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+# Neither of gbmoe's other operators sends one row to any number of rows, so this gradient is its own.
+_replicate = define(
+    "replicate(Tensor x, Tensor bins, SymInt num_outputs) -> Tensor", reference=_replicate_kernel,
+    fake=lambda x, bins, num_outputs: x.new_empty(x.size(0), num_outputs),
+    setup_context=_replicate_setup_context, backward=lambda ctx, grad: (sum_bins(grad, *ctx.saved_tensors), None, None),
+)
 
 
 def sum_bins(grad_BN: torch.Tensor, bins_E: torch.Tensor) -> torch.Tensor:
     """Sums of each bin's columns, [B,N] to [B,E]: replicate's gradient. In order, in float32, rounded once."""
-    offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).long().clamp(max=grad_BN.size(1))
+    offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).long().clamp(0, grad_BN.size(1))
     # unsafe: no check of the offsets, which would wait for the device.
     grad_NB = grad_BN.t().to(accumulate_dtype(grad_BN.dtype)).contiguous()
     sums_EB = torch.segment_reduce(grad_NB, "sum", offsets=offsets_E1, unsafe=True, initial=0)
@@ -296,14 +384,14 @@ def replicate(x: torch.Tensor, bins: torch.Tensor, num_outputs: int) -> torch.Te
 
     Args:
         x: [B,E], any dtype.
-        bins: int [E], inclusive sums of the bins' lengths, on x's device.
+        bins: int [E], inclusive sums of the bins' lengths, on x's device. At most num_outputs; on a device what is more is cut.
         num_outputs: columns of the result.
     """
     require_tensor(x, "replicate", "x", rank=2)
     require_tensor(bins, "replicate", "bins", rank=(0, 1), dtypes=_INTEGERS, device=x.device)
     require(x.size(1) == bins.numel() >= 1, "replicate", "x", f"one column a bin ({bins.numel()}), at least one", x.size(1))
     require(isinstance(num_outputs, int) and num_outputs >= 0, "replicate", "num_outputs", "an int of at least 0", num_outputs)
-    return _Replicate.apply(x, bins.reshape(-1).long(), num_outputs)
+    return _replicate(x, bins.reshape(-1).long(), num_outputs)
 
 
 def topology(
@@ -323,10 +411,27 @@ def topology(
     for argument, value, least in (("block_size", block_size, 1), ("output_block_rows", output_block_rows, 0),
                                    ("output_block_columns", output_block_columns, 0)):
         require(isinstance(value, int) and value >= least, "topology", argument, f"an int of at least {least}", value)
-    end_E = padded_bins.reshape(-1).long() // block_size
+    require(padded_bins.numel() * output_block_columns <= 2**15, "topology", "output_block_columns",
+            lambda: f"at most {2**15 // padded_bins.numel()}, since the columns of all bins are int16", output_block_columns)
+    return _topology(padded_bins, block_size, output_block_rows, output_block_columns)
+
+
+def _topology_kernel(padded_bins, block_size, output_block_rows, output_block_columns):
+    _check_bins("topology", "padded_bins", padded_bins, output_block_rows * block_size, "block_size * output_block_rows")
+    bins_E = padded_bins.reshape(-1).long()
+    if bins_E.device.type == "cpu":
+        require(bool((bins_E % block_size == 0).all()), "topology", "padded_bins", f"multiples of {block_size}", bins_E.tolist())
+    end_E = bins_E // block_size
     row, column = (torch.arange(n, device=end_E.device) for n in (output_block_rows, output_block_columns))
     expert = torch.searchsorted(end_E, row, right=True).unsqueeze(1)
     return torch.where(expert < end_E.numel(), expert * output_block_columns + column, 0).flatten().to(torch.int16)
+
+
+_topology = define(
+    "topology(Tensor padded_bins, int block_size, SymInt output_block_rows, SymInt output_block_columns) -> Tensor",
+    reference=_topology_kernel,
+    fake=lambda padded_bins, block_size, rows, columns: padded_bins.new_empty(rows * columns, dtype=torch.int16),
+)
 
 
 def round_up(x: torch.Tensor, value: int) -> torch.Tensor:

@@ -76,6 +76,13 @@ def test_losses_are_held_against_torch_bmms():
     assert found.verdict == NO and "5.6e-02" in found.measured
 
 
+def test_rows_that_belong_to_no_finding_are_no_error():
+    beyond = [layer_row(case, "bmm", 1e-3) for case in cases.NYU_CASES if case.hidden == 8192]
+    assert verdict(beyond, "70 %").verdict == "not measured"
+    assert verdict([product_row(KERNEL, way, 1e-3) for way in ("equal", "other")], "uneven split").verdict == "not measured"
+    assert verdict([losses_row("bmm", [0.0, 0.0]), losses_row(KERNEL, [1.0, 1.0])], "The loss is").verdict == NO
+
+
 def test_the_suite_ends_with_its_findings(bench, monkeypatch, capsys):
     monkeypatch.setattr(cases, "NYU_CASES", (cases.NYU_TRITON_CASE,))
     status, found, rows = bench("--engines", "auto", suite="article", peers="bmm")

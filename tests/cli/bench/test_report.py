@@ -186,6 +186,31 @@ def test_a_readme_may_have_a_place_of_their_own_for_the_pictures(scaling, tmp_pa
     assert "| gbmoe-auto | bmm | loop |" in second and "![" not in second and "STALE" not in second
 
 
+def test_what_cannot_be_written_or_read_is_said_in_a_line(scaling, tmp_path, capsys):
+    taken, latin = tmp_path / "taken", tmp_path / "latin.md"
+    taken.mkdir()
+    latin.write_bytes(f"{BEGIN}\xe9{END}".encode("latin-1"))
+    for command in (["merge", str(scaling), "--json", str(taken)], ["report", str(scaling), "--output", str(taken)],
+                    ["merge", str(scaling), "--json", "."], ["report", str(scaling), "--output", "."]):
+        assert main(["bench", *command]) == 2
+        line, = capsys.readouterr().err.splitlines()
+        assert line == f"gbmoe bench {command[0]}: {command[2]}: {command[3]} is a directory"
+    assert main(["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"), "--readme", str(latin)]) == 1
+    assert "latin.md: not UTF-8" in capsys.readouterr().err
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
+    for output in (latin, latin / "folder"):
+        assert main(["bench", "plot", str(scaling), "--output", str(output)]) == 2
+        assert capsys.readouterr().err.startswith("gbmoe bench plot: ")
+
+
+def test_nothing_but_broken_files_gives_no_page(tmp_path, capsys):
+    broken, page = tmp_path / "broken.json", tmp_path / "page.md"
+    broken.write_text("[]")
+    assert main(["bench", "report", str(broken), "--output", str(page)]) == 2
+    assert main(["bench", "merge", str(broken), "--json", str(page)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2 and not page.exists()
+
+
 def test_findings_are_on_the_page(tmp_path):
     finding = {"article": "A is faster than B.", "verdict": "does not reproduce", "measured": "0.50 times | 3 cases"}
     file, page = tmp_path / "article.json", tmp_path / "page.md"

@@ -1,0 +1,67 @@
+"""scripts/*.sh with a python that only pretends: what a signal reaches, and where they look for the checkout.
+
+    pytest tests/test_scripts.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+# Takes every step of the setup for done; as the training or the tests it notes that it runs and with which arguments, and waits.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *train_lm.py* | "-m pytest"*)
+    trap 'echo terminated >"{folder}/ended"; exit 143' TERM
+    printf '%s\\n' "$@" >"{folder}/arguments"
+    while [[ -e "{folder}/a checkout" ]]; do sleep 0.1; done
+    ;;
+esac
+"""
+
+
+@pytest.fixture
+def environment(tmp_path) -> dict[str, str]:
+    """An environment whose python is that one."""
+    python = tmp_path / "an environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON.format(folder=tmp_path))
+    python.chmod(0o755)
+    return {**os.environ, "VIRTUAL_ENV": str(python.parents[1])}
+
+
+def checkout(folder: Path) -> Path:
+    """The scripts in a checkout of their own, whose path has a space."""
+    shutil.copytree(SCRIPTS, folder / "a checkout" / "scripts")
+    return folder / "a checkout"
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_a_signal_reaches_what_the_script_runs(script, environment, tmp_path):
+    root = checkout(tmp_path)
+    process = subprocess.Popen([root / "scripts" / script, "an argument"], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "arguments").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert (tmp_path / "ended").exists()
+    finally:
+        shutil.rmtree(tmp_path / "a checkout")
+        process.kill()
+    assert "an argument" in (tmp_path / "arguments").read_text().splitlines()
+
+
+def test_cdpath_does_not_lead_to_another_checkout(environment, tmp_path):
+    root, elsewhere = checkout(tmp_path), tmp_path / "elsewhere"
+    (elsewhere / "scripts").mkdir(parents=True)
+    command = ["bash", "-c", 'source scripts/setup_env.sh >/dev/null; printf %s "$root"']
+    done = subprocess.run(command, cwd=root, env={**environment, "CDPATH": str(elsewhere)}, capture_output=True, text=True)
+    assert done.stdout == str(root), done.stderr
