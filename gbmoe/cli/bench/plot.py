@@ -19,14 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the pictures and print their names; 1 where a file is missing or has nothing to draw, or a picture of --only is none
-    of theirs, 2 where a file is broken or the pictures cannot be written."""
+    """Write the pictures and print their names; 1 where a file is missing or broken or has nothing to draw, or where a picture of
+    --only is none of theirs; 2 where all that is there to read is broken, and where the pictures cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
     from gbmoe.cli.bench.figures import draw
 
-    contents, broken = results.read_all(arguments.files)
+    contents, problems = results.read_all(arguments.files)
+    if not contents:
+        for problem in problems:
+            print(f"gbmoe bench plot: {problem}", file=sys.stderr)
+        return max(problem.status for problem in problems)
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
         drawn = {file: draw(content, arguments.output, arguments.only) for file, content in contents.items()}
@@ -34,10 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gbmoe bench plot: {one_line(error.filename or arguments.output)}: {error.strerror}", file=sys.stderr)
         return 2
     written = [path for paths in drawn.values() for path in paths]
-    absent = sorted(set(arguments.only or ()) - {path.name for path in written})
+    if arguments.only:
+        absent = sorted(set(arguments.only) - {path.name for path in written})
+        problems += [f"--only: expected the name of a picture of these files, got {name}" for name in absent]
     idle = [] if arguments.only else [file for file, paths in drawn.items() if not paths]
     for line in [*written, *(f"{file}: no row has a time, nothing to draw" for file in idle)]:
         print(line)
-    for problem in [*broken, *(f"--only: expected the name of a picture of these files, got {name}" for name in absent)]:
-        print(f"gbmoe bench plot: {one_line(problem)}", file=sys.stderr)
-    return max([problem.status for problem in broken], default=1 if idle or absent else 0)
+    for problem in problems:
+        print(f"gbmoe bench plot: {problem}", file=sys.stderr)
+    return 1 if problems or idle else 0

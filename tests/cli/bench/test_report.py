@@ -174,18 +174,6 @@ def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling,
     assert main(command) == 1 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
 
 
-def test_a_readme_may_have_a_place_of_their_own_for_the_pictures(scaling, tmp_path):
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "scaling-forward-speedup.svg").touch()
-    readme, places = tmp_path / "README.md", f"{PICTURES_BEGIN}\nSTALE\n{PICTURES_END}\n\nBetween.\n\n{BEGIN}\nSTALE\n{END}\n"
-    readme.write_text(places)
-    command = ["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"), "--readme", str(readme)]
-    assert main([*command, "--pictures", str(tmp_path / "pictures")]) == 0
-    first, _, second = readme.read_text().partition("Between.")
-    assert first == f"{PICTURES_BEGIN}\n![scaling forward speedup](pictures/scaling-forward-speedup.svg)\n{PICTURES_END}\n\n"
-    assert "| gbmoe-auto | bmm | loop |" in second and "![" not in second and "STALE" not in second
-
-
 def test_what_cannot_be_written_or_read_is_said_in_a_line(scaling, tmp_path, capsys):
     taken, latin = tmp_path / "taken", tmp_path / "latin.md"
     taken.mkdir()
@@ -209,6 +197,18 @@ def test_nothing_but_broken_files_gives_no_page(tmp_path, capsys):
     assert main(["bench", "report", str(broken), "--output", str(page)]) == 2
     assert main(["bench", "merge", str(broken), "--json", str(page)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2 and not page.exists()
+
+
+def test_a_readme_may_have_a_place_of_their_own_for_the_pictures(scaling, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "scaling-forward-speedup.svg").touch()
+    readme, places = tmp_path / "README.md", f"{PICTURES_BEGIN}\nSTALE\n{PICTURES_END}\n\nBetween.\n\n{BEGIN}\nSTALE\n{END}\n"
+    readme.write_text(places)
+    command = ["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"), "--readme", str(readme)]
+    assert main([*command, "--pictures", str(tmp_path / "pictures")]) == 0
+    first, _, second = readme.read_text().partition("Between.")
+    assert first == f"{PICTURES_BEGIN}\n![scaling forward speedup](pictures/scaling-forward-speedup.svg)\n{PICTURES_END}\n\n"
+    assert "| gbmoe-auto | bmm | loop |" in second and "![" not in second and "STALE" not in second
 
 
 def test_findings_are_on_the_page(tmp_path):
