@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -154,9 +155,17 @@ class RoutingPlan:
         return self._host_sizes_E is not None
 
     def host_sizes(self) -> torch.Tensor:
-        """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan."""
+        """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan.
+
+        Raises:
+            ValueError: on the meta device, where there are no numbers.
+        """
         if self._host_sizes_E is None:
-            self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+            require(self.counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
+                    self.counts_E.device)
+            # Not a tensor of inference mode's: autograd saves it where the plan serves training later.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
         return self._host_sizes_E
 
     def exact(self) -> "RoutingPlan":

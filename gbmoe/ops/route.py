@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from gbmoe import extension, reference
-from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._library import define
 from gbmoe.ops.gmm import aligned
 
@@ -51,7 +51,7 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     require_tensor(logits_TE, "route", "logits", rank=2, dtypes=FLOATING)
     require(1 <= top_k <= logits_TE.size(1), "route", "top_k", lambda: f"1 to {logits_TE.size(1)}, the number of experts", top_k)
     require(normalize is None or normalize > 0, "route", "normalize", "None or a positive p", normalize)
-    wide = torch.is_autocast_enabled(logits_TE.device.type)
+    wide = autocast_enabled(logits_TE.device.type)
     return Routing(*_route(logits_TE, top_k, None if normalize is None else float(normalize), wide))
 
 
