@@ -6,7 +6,6 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -163,9 +162,9 @@ class RoutingPlan:
         if self._host_sizes_E is None:
             require(self.counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
                     self.counts_E.device)
-            # Not a tensor of inference mode's: autograd saves it where the plan serves training later.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+            self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+        elif not torch.compiler.is_compiling() and self._host_sizes_E.is_inference() and not torch.is_inference_mode_enabled():
+            self._host_sizes_E = self._host_sizes_E.clone()  # the plan serves training now, and autograd saves no such tensor
         return self._host_sizes_E
 
     def exact(self) -> "RoutingPlan":

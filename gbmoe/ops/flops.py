@@ -1,8 +1,8 @@
 """What torch.utils.flop_counter counts of the operators that multiply matrices, by its own convention: 2 * M * N * K a product.
 
-Which rows a group has only the device knows, and shapes are all that a formula gets: counted are all T * K slots of a plan, whether
-or not they are dropped, without its padding; of `gmm`, all rows of a. What the activation, the router weights and the permutation
-compute is not counted, as torch counts no elementwise operators.
+Which rows a group has only the device knows, and shapes are all that a formula gets: counted are all T * K slots of a plan,
+whether or not they are dropped, without its padding; of `gmm`, all rows of a. What the activation, the router weights and the
+permutation compute is not counted, as torch counts no elementwise operators.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
