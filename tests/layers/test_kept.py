@@ -36,13 +36,13 @@ def test_threads_lose_none_of_each_others_items(hasty_threads):
         assert [number for owner, number in items if owner == thread] == list(range(5000))
 
 
-def test_threads_that_run_a_compiled_graph_lose_no_items():
+def test_threads_that_run_a_compiled_graph_lose_no_items(hasty_threads):
     torch.compiler.reset()
     kept = Kept()
     compiled = torch.compile(lambda x: kept.append(x + 1), backend="eager", fullgraph=True)
     compiled(torch.zeros(2))
-    in_threads(8, lambda thread: [compiled(torch.full((2,), float(thread))) for _ in range(200)])
-    assert sorted(int(item[0]) for item in kept.items()) == sorted([1] + [thread + 1 for thread in range(8) for _ in range(200)])
+    in_threads(8, lambda thread: [compiled(torch.full((2,), float(thread))) for _ in range(500)])
+    assert sorted(int(item[0]) for item in kept.items()) == sorted([1] + [thread + 1 for thread in range(8) for _ in range(500)])
 
 
 def test_clear_forgets_the_items_of_every_thread():
