@@ -64,32 +64,38 @@ void activate_backward(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
     Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights);
 
-// hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device
+// hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_n,
+// cluster_m, cluster_n, panel, even_panels and min_k_blocks, split_cost, most_splits, even are gbmoe/engines/tuning.py's.
 bool hopper_built();
-// Bytes of a workspace, which may hold anything. `parts`, 0 to 4: for how many partial sums of tiles (split-K) there is room, for
-// every multiprocessor.
-int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts);
-// ping_pong: the two warpgroups of a CTA make square tiles in turns, and no sum is split. A workspace is a counter of tiles, and
-// without ping_pong, where it has room for partial sums, it balances the product.
+// Bytes of a workspace, which may hold anything. `splits_per_sm`, 0 to 4: for how many partial sums of a tile there is room, for
+// every multiprocessor. A workspace with room for partial sums balances a GEMM; with none its tiles are counted in it.
+int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm);
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool ping_pong,
-    std::optional<Tensor> workspace, Tensor out);
-void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out);
-// With a (of rows), or b (of weights), gathered: row r is line slot_of_row[r] / top_k of `lines`, or zeros
-void hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, Tensor out);
-void hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor sizes, Tensor workspace, Tensor out);
-// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r its line slot_of_row[r] / top_k; no use is made of
-// the workspace then.
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_n, int64_t cluster_m,
+    int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits,
+    Tensor out);
+void hopper_weights(
+    Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks,
+    int64_t split_cost, int64_t most_splits, double even, Tensor out);
+// With a (of rows), or b (of weights), gathered: row r is that of token slot_of_row[r] / top_k, or zeros
+void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out);
+void hopper_weights_gathered(
+    Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel, Tensor workspace,
+    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out);
+// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; no use is made of
+// cluster_n and the workspace then.
 void hopper_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation,
-    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, int64_t cluster_n,
+    int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
 void hopper_up_glu(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
-    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
-// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
-// where grad_weights is
+    int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h,
+    std::optional<Tensor> g);
+// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given where
+// grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
-    int64_t activation, Tensor a, Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
+    int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,
+    std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 
 }  // namespace gbmoe

@@ -21,7 +21,7 @@ template <typename T, typename S> struct Route {
 
   void launch() const {
     using Table = ForwardTable<T>;
-    const auto launch_row = [&](auto row_index, auto list) {
+    const auto launch_kernel = [&](auto row_index, auto list) {
       constexpr KernelRow row = Table::kRows[row_index];
       static_assert(row.lanes * row.per_lane >= row.max_experts && row.lanes * row.per_lane <= kMaxRouterExperts);
       static_assert((row.lanes & (row.lanes - 1)) == 0, "a brief key holds lane and index in bits apart");
@@ -30,7 +30,7 @@ template <typename T, typename S> struct Route {
       const auto kernel = route_kernel<T, S, row.lanes, row.per_lane, list, row.max_vector>;
       kernel<<<ctas, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, shape);
     };
-    const bool served = shape.slots <= shape.experts && launch_from<Table>(shape.experts, shape.slots, launch_row);
+    const bool served = shape.slots <= shape.experts && launch_from<Table>(shape.experts, shape.slots, launch_kernel);
     STD_TORCH_CHECK(served, "route: no kernel for ", shape.experts, " experts and ", shape.slots, " slots per token");
   }
 };

@@ -22,6 +22,11 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
         raise error(f"{operator}: {argument}: expected {expected}, got {got}")
 
 
+def autocast_enabled(device_type: str) -> bool:
+    """torch.is_autocast_enabled, which raises for the meta device: False there, where nothing is computed."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def require_tensor(value: object, operator: str, argument: str, *, rank: int | tuple[int, ...] | None = None,
                    dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor of that rank, one of those dtypes and on that device."""

@@ -78,8 +78,8 @@ def _is_unseen(inputs: tuple) -> bool:
 
 
 def is_watched(*inputs: object) -> bool:
-    """True where a compiler or torch.jit traces operators, a mode, a transform of torch.func or a subclass among the inputs would take
-    them, or forward-mode derivatives are on.
+    """True where a compiler or torch.jit traces operators, a mode, a transform of torch.func, a subclass among the inputs or their
+    device, meta, would take them, or forward-mode derivatives are on.
     """
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
@@ -87,9 +87,10 @@ def is_watched(*inputs: object) -> bool:
         return True
     if is_transformed() or torch.autograd.forward_ad._current_level >= 0:
         return True
-    # Lazily negated views are the dispatcher's to resolve; gradients that autograd batches have no transform on its stack.
+    # Lazily negated views are the dispatcher's to resolve; gradients that autograd batches have no transform on its stack; tensors
+    # of the meta device have no numbers to compute with.
     return any(isinstance(t, torch.Tensor)
-               and (type(t) not in PLAIN or t.is_neg() or torch._C._functorch.is_legacy_batchedtensor(t)) for t in inputs)
+               and (type(t) not in PLAIN or t.is_neg() or t.is_meta or torch._C._functorch.is_legacy_batchedtensor(t)) for t in inputs)
 
 
 def is_transformed() -> bool:

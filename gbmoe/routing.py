@@ -188,9 +188,17 @@ class RoutingPlan:
         return self._host_sizes_E is not None
 
     def host_sizes(self) -> torch.Tensor:
-        """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan."""
+        """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device, once a plan.
+
+        Raises:
+            ValueError: on the meta device, where there are no numbers.
+        """
         if self._host_sizes_E is None:
+            require(self.counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
+                    self.counts_E.device)
             self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+        elif not torch.compiler.is_compiling() and self._host_sizes_E.is_inference() and not torch.is_inference_mode_enabled():
+            self._host_sizes_E = self._host_sizes_E.clone()  # the plan serves training now, and autograd saves no such tensor
         return self._host_sizes_E
 
     def exact(self) -> "RoutingPlan":

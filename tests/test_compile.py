@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import gbmoe
 from gbmoe import RoutingPlan, cases, engines, extension
@@ -137,6 +138,55 @@ def test_losses_inside_the_graph(device):
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(gradients[1], gradients[0])
     assert len(gbmoe.get_load_balancing_loss()) == 2  # the compiled step's, and not of the step before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_checkpoint_inside_the_graph(device, backend):
+    """What the layer keeps for the losses leaves the checkpoint, which torch.compile takes for a function without side effects."""
+    skip_without_compiler(backend)
+    layer, args = make(device, mlp_type="glu", bias=False, moe_zloss_weight=1e-2)
+    compiled = torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False), backend=backend, fullgraph=True)
+    x = torch.randn(12, 2, HIDDEN, device=device)
+    expected = run(layer, layer, args, x)
+    for _ in range(2):
+        torch.testing.assert_close(run(layer, compiled, args, x), expected, rtol=1e-4, atol=1e-5)
+        assert len(gbmoe.get_load_balancing_loss()) == 1  # backward has kept none
+
+
+def test_checkpoints_of_several_layers_inside_one_graph():
+    layers = [make(seed=seed, num_layers=3, bias=False, moe_zloss_weight=1e-2)[0] for seed in range(3)]
+    args, model = layers[0].experts.args, torch.nn.ModuleList(layers)
+
+    def step(function):
+        def losses(x):
+            gbmoe.clear_load_balancing_loss()
+            gbmoe.clear_router_zloss()
+            for layer in model:
+                x = function(layer, x)
+            return loss_of(x, args)[1]
+        return losses
+
+    checkpointed = step(lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    x, results = torch.randn(12, 2, HIDDEN, requires_grad=True), []
+    for function in (step(lambda layer, x: layer(x)), torch.compile(checkpointed, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        loss = function(x)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_checkpoint_in_a_checkpoint_breaks_the_graph_and_no_more():
+    """What the inner one keeps would not get out of the outer one."""
+    layers = [make(seed=seed, num_layers=2, bias=False, moe_zloss_weight=1e-2)[0] for seed in range(2)]
+    args, model = layers[0].experts.args, torch.nn.ModuleList(layers)
+
+    def inner(x):
+        return layers[1](checkpoint(layers[0], x, use_reentrant=False))
+
+    compiled = torch.compile(lambda x: checkpoint(inner, x, use_reentrant=False), backend="aot_eager")
+    x = torch.randn(12, 2, HIDDEN)
+    torch.testing.assert_close(run(model, compiled, args, x), run(model, inner, args, x))
 
 
 def test_evaluation_without_gradients_keeps_nothing():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gbmoe import RoutingPlan, cases, extension, routing
+from gbmoe import RoutingPlan, cases, expert_mlp, extension, routing
 
 
 def check_invariants(plan, experts_TK):
@@ -196,3 +196,21 @@ def test_a_plan_made_by_hand_is_checked_in_a_graph_too():
         assert torch.equal(compiled(PLAN.row_of_slot_TK[:tokens]), PLAN.row_of_slot_TK[:tokens] // 2)
     with pytest.raises(Exception, match="row_of_slot_TK: expected dtype int32"):
         compiled(PLAN.row_of_slot_TK.long())
+
+
+def test_host_sizes_asked_for_in_inference_mode_serve_training():
+    plan = RoutingPlan.from_experts(torch.tensor([[0, 1], [1, 2]]), 3)
+    with torch.inference_mode():
+        plan.host_sizes()
+    w = torch.randn(3, 4, 8, requires_grad=True)
+    expert_mlp(torch.randn(2, 8), plan, w, w).sum().backward()
+    assert bool(w.grad.isfinite().all())
+
+
+def test_meta_device():
+    ids = torch.zeros(5, 2, dtype=torch.int64, device="meta")
+    for check in ("auto", "wait", "device", "none"):
+        plan = RoutingPlan.from_experts(ids, 4, align=16, check=check)
+        assert plan.num_rows == 64 and plan.slot_of_row_P.is_meta
+    with pytest.raises(ValueError, match="RoutingPlan.host_sizes: device: expected one that has the plan's numbers, got meta"):
+        RoutingPlan.from_experts(ids, 4, exact=True)

@@ -21,9 +21,6 @@ namespace gbmoe::hopper {
 namespace {
 
 constexpr int kMaxThreads = 1024;  // up to so many groups are ordered by length and split; more are listed as they are
-constexpr int kMinKBlocks = 16;    // of a split, k-grouped
-constexpr int kSplitCost = 2;      // the time to leave a partial sum, or to add one, in k-blocks
-constexpr float kEven = 1.05f;     // nothing is split where whole tiles take at most this much longer than a perfectly even schedule
 
 // Ways to add: numbers as they are, and rows, of which there are at most P.
 struct Plus {
@@ -74,8 +71,9 @@ __device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& s
   if (threadIdx.x > 0) return;
   const int tail = all % shape.clusters;
   int best = 1, best_cost = shape.k_blocks;
-  for (int splits = 2; splits <= 8 && tail > 0 && tail * splits <= shape.entries && splits * 4 <= shape.k_blocks; ++splits) {
-    const int cost = divide_up(tail * splits, shape.clusters) * divide_up(shape.k_blocks, splits) + (splits + 2) * kSplitCost;
+  const int most = min(shape.most_splits, shape.k_blocks / shape.min_k_blocks);
+  for (int splits = 2; splits <= most && tail > 0 && tail * splits <= shape.entries; ++splits) {
+    const int cost = divide_up(tail * splits, shape.clusters) * divide_up(shape.k_blocks, splits) + (splits + 2) * shape.split_cost;
     if (cost < best_cost) best = splits, best_cost = cost;
   }
   *args.schedule = {0, all - (best > 1 ? tail : 0), best > 1 ? tail : 0, best};
@@ -95,9 +93,9 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
   const float uncut = static_cast<float>(longest) * divide_up(filled * tiles, shape.clusters);
   // Cut into floor(length / of_split) splits, all groups together do not need more entries than there are.
   const int splits_a_cluster = shape.entries / shape.clusters;
-  const float of_split = fmaxf(fair / max(splits_a_cluster, 1), kMinKBlocks);
-  const bool cut = splits_a_cluster > 0 && uncut > kEven * fair && length >= 2 * of_split;
-  int splits = cut ? min(static_cast<int>(length / of_split), kMaxSplits) : 1;
+  const float of_split = fmaxf(fair / max(splits_a_cluster, 1), shape.min_k_blocks);
+  const bool cut = splits_a_cluster > 0 && uncut > shape.even * fair && length >= 2 * of_split;
+  int splits = cut ? min(static_cast<int>(length / of_split), shape.most_splits) : 1;
   const int entries = splits > 1 ? splits * tiles : 0, entry = sum_threads(entries, shared[3], Plus{}).begin;
   if (entry + entries > shape.entries) splits = 1;
   const int item = divide_up(length, splits);

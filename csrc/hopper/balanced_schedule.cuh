@@ -45,6 +45,8 @@ struct ScheduleShape {
   int k_blocks;           // of a tile's sum, m-grouped
   int clusters, entries;  // the workspace's entries for partial sums of a cluster's tile
   int counters;           // of arrivals, to be cleared
+  int min_k_blocks, split_cost, most_splits;  // as in Splitting
+  float even;
 };
 void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream_t stream);
 

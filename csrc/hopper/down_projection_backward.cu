@@ -8,10 +8,11 @@ namespace {
 using namespace hopper;
 
 template <typename T, bool kGate>
-void launch_down_backward(const TensorMaps& maps, const Arguments& args, Tiling tiling, const Tensor& on) {
-  if (tiling.tile_n == kNarrowTileN) launch<DownBackwardSettings<T, kGate, kNarrowTileN, 2>>(maps, args, std::nullopt, on);
-  else if (tiling.cluster == Cluster::kTwoAlongN) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, std::nullopt, on);
-  else launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, std::nullopt, on);
+void launch_down_backward(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Tensor& on) {
+  if (tiling.is(kNarrowTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kNarrowTileN, 2>>(maps, args, {}, on);
+  else if (tiling.is(kWideTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, {}, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, {}, on);
+  else tiling.refuse("hopper_down_backward");
 }
 
 // grad_weights[slot of row r] = dots[0,r] + dots[1,r] + ..., in the same order for every row.
@@ -37,10 +38,11 @@ __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
 
 // With d = dz[rows of e] @ w2[e].T: what activate_backward makes of it. dots: float32 [F / 64 rounded up, P], to work in.
 void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
-                          std::optional<Tensor> weights, int64_t activation, Tensor a, Tensor dh, std::optional<Tensor> dg,
-                          std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
+                          std::optional<Tensor> weights, int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a,
+                          Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
-  Arguments args = arguments(sizes, h.size(0), h.size(1), kPanelOfRows);
+  const Tiling tiling{tile_n, 1, cluster_n, panel, false};
+  Arguments args = arguments(sizes, h.size(0), h.size(1), tiling);
   args.k_blocks = divide_up(static_cast<int>(dz.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
@@ -52,10 +54,9 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   args.out[0] = a.data_ptr();
   args.out[1] = dh.data_ptr();
   args.out[2] = dg ? dg->data_ptr() : nullptr;
-  const Tiling tiling = tiling_of_activation_backward(args.size_n);
   TensorMaps maps{};
-  maps.a[0] = map_of_a(dz, tiling.cluster);
-  maps.b[0] = tensor_map(w2, box_of_b(tiling.tile_n));
+  maps.a[0] = map_of_a(dz, tiling);
+  maps.b[0] = tensor_map(w2, box_of_b(static_cast<int>(tile_n)));
   maps.out[0] = tensor_map(h, kBoxOut);
   if (g) maps.out[1] = tensor_map(*g, kBoxOut);
   GBMOE_DISPATCH_HALF(dz.scalar_type(), "hopper_down_backward", {

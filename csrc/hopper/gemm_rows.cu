@@ -6,36 +6,34 @@ namespace gbmoe {
 namespace {
 
 template <typename T, bool kTransposedB>
-void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, hopper::Tiling tiling,
-                 const std::optional<Tensor>& workspace, const Tensor& on) {
+void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, const hopper::Tiling& tiling,
+                 const hopper::Balancing& balancing, const Tensor& on) {
   using namespace hopper;
-  if (tiling.tile_n == kSquareTileN) {
-    if (tiling.cluster == Cluster::kTwoAlongN) launch<PingPongRowsSettings<T, kTransposedB, 1, 2>>(maps, args, workspace, on);
-    else if (tiling.cluster == Cluster::kTwoAlongM) launch<PingPongRowsSettings<T, kTransposedB, 2, 1>>(maps, args, workspace, on);
-    else launch<PingPongRowsSettings<T, kTransposedB, 1, 1>>(maps, args, workspace, on);
-    return;
-  }
-  if (tiling.tile_n == kNarrowTileN) launch<RowsSettings<T, kTransposedB, kNarrowTileN, 2>>(maps, args, workspace, on);
-  else if (tiling.cluster == Cluster::kTwoAlongN) launch<RowsSettings<T, kTransposedB, kWideTileN, 2>>(maps, args, workspace, on);
-  else launch<RowsSettings<T, kTransposedB, kWideTileN, 1>>(maps, args, workspace, on);
+  if (tiling.is(kSquareTileN, 1, 2)) launch<PingPongRowsSettings<T, kTransposedB, 1, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kSquareTileN, 2, 1)) launch<PingPongRowsSettings<T, kTransposedB, 2, 1>>(maps, args, balancing, on);
+  else if (tiling.is(kSquareTileN, 1, 1)) launch<PingPongRowsSettings<T, kTransposedB, 1, 1>>(maps, args, balancing, on);
+  else if (tiling.is(kNarrowTileN, 1, 2)) launch<RowsSettings<T, kTransposedB, kNarrowTileN, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 2)) launch<RowsSettings<T, kTransposedB, kWideTileN, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<RowsSettings<T, kTransposedB, kWideTileN, 1>>(maps, args, balancing, on);
+  else tiling.refuse("hopper_rows");
 }
 
 }  // namespace
 
-// out[rows of e] = a[rows of e] @ b[e].T with a[r] = lines[slot_of_row[r] / top_k], or zeros where the slot is negative; b
+// out[rows of e] = a[rows of e] @ b[e].T with a[r] = tokens[slot_of_row[r] / top_k], or zeros where the slot is negative; b
 // [E,N,K]
-void hopper_rows_gathered(Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, Tensor out) {
+void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out) {
   using namespace hopper;
-  const OnDevice current(lines);
-  Arguments args = arguments(sizes, out.size(0), out.size(1), kPanelOfRows);
-  args.k_blocks = divide_up(static_cast<int>(lines.size(1)), kBlockK);
+  const OnDevice current(tokens);
+  Arguments args = arguments(sizes, out.size(0), out.size(1), {kWideTileN, 1, 1, panel, false});
+  args.k_blocks = divide_up(static_cast<int>(tokens.size(1)), kBlockK);
   args.out[0] = out.data_ptr();
-  gather_from(args, lines, slot_of_row, top_k);
+  gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
   maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
   maps.out[0] = tensor_map(out, kBoxOut);
-  GBMOE_DISPATCH_HALF(lines.scalar_type(), "hopper_rows_gathered", {
-    launch<GatheredRowsSettings<T>>(maps, args, std::nullopt, lines);
+  GBMOE_DISPATCH_HALF(tokens.scalar_type(), "hopper_rows_gathered", {
+    launch<GatheredRowsSettings<T>>(maps, args, {}, tokens);
   });
 }
 
@@ -48,27 +46,29 @@ bool hopper_built() {
 }
 
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
-void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, bool ping_pong,
-                 std::optional<Tensor> workspace, Tensor out) {
+void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_n,
+                 int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
+                 int64_t split_cost, int64_t most_splits, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, out.size(0), out.size(1), kPanelOfRows);
+  const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false};
+  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, 1.0}};
+  Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
   args.k_blocks = divide_up(static_cast<int>(a.size(1)), kBlockK);
   args.operand_pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
-  const Tiling tiling = ping_pong ? tiling_of_rows_ping_pong(args.size_n, a.size(0), args.groups) : tiling_of_rows(args.size_n);
-  const int box_b = trans_b ? box_of_b(tiling.tile_n) : kBoxContiguousMN;
+  const int box_b = trans_b ? box_of_b(static_cast<int>(tile_n)) : kBoxContiguousMN;
   TensorMaps maps{};
-  maps.a[0] = map_of_a(a, tiling.cluster);
+  maps.a[0] = map_of_a(a, tiling);
   maps.b[0] = tensor_map(b, box_b);
   if (a2) {
-    maps.a[1] = map_of_a(*a2, tiling.cluster);
+    maps.a[1] = map_of_a(*a2, tiling);
     maps.b[1] = tensor_map(*b2, box_b);
   }
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_rows", {
-    if (trans_b) launch_rows<T, false>(maps, args, tiling, workspace, a);
-    else launch_rows<T, true>(maps, args, tiling, workspace, a);
+    if (trans_b) launch_rows<T, false>(maps, args, tiling, balancing, a);
+    else launch_rows<T, true>(maps, args, tiling, balancing, a);
   });
 }
 

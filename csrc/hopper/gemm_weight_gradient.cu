@@ -6,48 +6,54 @@ namespace gbmoe {
 namespace {
 
 template <typename T, hopper::EpilogueKind kKind>
-void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& args, hopper::Cluster cluster, const Tensor& workspace,
-                    const Tensor& on) {
+void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& args, const hopper::Tiling& tiling,
+                    const hopper::Balancing& balancing, const Tensor& on) {
   using namespace hopper;
-  if (cluster == Cluster::kTwoAlongM) launch<WeightsSettings<T, kKind, 2, 1>>(maps, args, workspace, on);
-  else if (cluster == Cluster::kTwoAlongN) launch<WeightsSettings<T, kKind, 1, 2>>(maps, args, workspace, on);
-  else launch<WeightsSettings<T, kKind, 1, 1>>(maps, args, workspace, on);
+  if (tiling.is(kWideTileN, 2, 1)) launch<WeightsSettings<T, kKind, 2, 1>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 2)) launch<WeightsSettings<T, kKind, 1, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<WeightsSettings<T, kKind, 1, 1>>(maps, args, balancing, on);
+  else tiling.refuse("hopper_weights");
 }
 
 }  // namespace
 
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is fp32
-void hopper_weights(Tensor a, Tensor b, Tensor sizes, Tensor workspace, Tensor out) {
+void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace,
+                    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, a.size(0), out.size(2), kPanelOfWeights);
+  const Tiling tiling{kWideTileN, cluster_m, cluster_n, panel, false};
+  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, even}};
+  Arguments args = arguments(sizes, a.size(0), out.size(2), tiling);
   args.size_m = static_cast<int>(out.size(1));
-  const Cluster cluster = cluster_of_weights(args.size_m, args.size_n, false);
   TensorMaps maps{};
   maps.a[0] = tensor_map(a, kBoxContiguousMN);
   maps.b[0] = tensor_map(b, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights", {
-    if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, cluster, workspace, a);
-    else launch_weights<T, EpilogueKind::kStore>(maps, args, cluster, workspace, a);
+    if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiling, balancing, a);
+    else launch_weights<T, EpilogueKind::kStore>(maps, args, tiling, balancing, a);
   });
 }
 
-// The same with b[r] = lines[slot_of_row[r] / top_k], or zeros where the slot is negative; in their dtype only. The kernel's a
+// The same with b[r] = tokens[slot_of_row[r] / top_k], or zeros where the slot is negative; in their dtype only. The kernel's a
 // are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
-void hopper_weights_gathered(Tensor a, Tensor lines, Tensor slot_of_row, int64_t top_k, Tensor sizes, Tensor workspace, Tensor out) {
+void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel,
+                             Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  Arguments args = arguments(sizes, a.size(0), out.size(1), kPanelOfWeights);
+  const Tiling tiling{kWideTileN, cluster_m, 1, panel, false};
+  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, even}};
+  Arguments args = arguments(sizes, a.size(0), out.size(1), tiling);
   args.size_m = static_cast<int>(out.size(2));
-  gather_from(args, lines, slot_of_row, top_k);
-  const Cluster cluster = cluster_of_weights(args.size_m, args.size_n, true);
+  gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
-  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are lines, of the 16 rows that a warp has
+  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are tokens, of the 16 rows that a warp has
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights_gathered", {
-    if (cluster == Cluster::kTwoAlongM) launch<GatheredWeightsSettings<T, 2>>(maps, args, workspace, a);
-    else launch<GatheredWeightsSettings<T, 1>>(maps, args, workspace, a);
+    if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2>>(maps, args, balancing, a);
+    else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1>>(maps, args, balancing, a);
+    else tiling.refuse("hopper_weights_gathered");
   });
 }
 

@@ -12,7 +12,7 @@
 
 namespace gbmoe::hopper {
 
-inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, int panel_tiles) {
+inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, const Tiling& tiling) {
   Arguments args{};
   args.sizes = sizes.data_ptr();
   args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
@@ -20,7 +20,8 @@ inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, i
   args.rows = static_cast<int>(rows);
   args.size_n = static_cast<int>(columns);
   args.operand_pairs = 1;
-  args.panel_tiles = panel_tiles;
+  args.panel_tiles = static_cast<int>(tiling.panel);
+  args.even_panels = tiling.even_panels;
   return args;
 }
 
@@ -38,12 +39,13 @@ inline void gather_from(Arguments& args, const Tensor& tokens, const Tensor& slo
 }
 
 // The map of a, m-grouped; two CTAs side by side along N load half of a tile's k-block each.
-inline CUtensorMap map_of_a(const Tensor& a, Cluster cluster) {
-  return tensor_map(a, cluster == Cluster::kTwoAlongN ? kTileM / 2 : kTileM);
+inline CUtensorMap map_of_a(const Tensor& a, const Tiling& tiling) {
+  return tensor_map(a, tiling.cluster_n == 2 ? kTileM / 2 : kTileM);
 }
 
 // Has the product balanced with this workspace: makes its schedule, ahead of the launch.
-template <typename Traits> void balance(Arguments& args, const Tensor& bytes, int ctas, cudaStream_t stream) {
+template <typename Traits>
+void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, int ctas, cudaStream_t stream) {
   const Workspace workspace(bytes, args.groups, max_entries(ctas));
   args.schedule = workspace.schedule;
   args.groups_by_length = workspace.groups_by_length;
@@ -58,16 +60,25 @@ template <typename Traits> void balance(Arguments& args, const Tensor& bytes, in
   shape.clusters = ctas / Traits::kClusterSize;
   shape.entries = Traits::kSplitK ? workspace.entries / Traits::kClusterSize : 0;
   shape.counters = max_entries(ctas) * kConsumerWarps;
+  shape.min_k_blocks = static_cast<int>(splitting.min_k_blocks);
+  shape.split_cost = static_cast<int>(splitting.cost);
+  shape.most_splits = static_cast<int>(std::min<int64_t>(splitting.most, kMaxSplits));
+  shape.even = static_cast<float>(splitting.even);
   make_schedule(args, shape, stream);
 }
 
+// The memory of a balanced schedule, absent where tiles are dealt out in fixed shares, and when it splits sums.
+struct Balancing {
+  std::optional<Tensor> workspace;
+  Splitting splitting;
+};
+
 // One CTA for each multiprocessor, in clusters.
-template <typename Settings>
-void launch(const TensorMaps& maps, Arguments args, const std::optional<Tensor>& workspace, const Tensor& on) {
+template <typename Settings> void launch(const TensorMaps& maps, Arguments args, const Balancing& balancing, const Tensor& on) {
   using Traits = GemmTraits<Settings>;
   constexpr uint32_t kSharedBytes = SharedMemory<Traits>::kBytes;
   const int ctas = multiprocessors(on.get_device_index()) / Traits::kClusterSize * Traits::kClusterSize;
-  if (workspace) balance<Traits>(args, *workspace, ctas, current_stream(on));
+  if (balancing.workspace) balance<Traits>(args, *balancing.workspace, balancing.splitting, ctas, current_stream(on));
   STD_CUDA_CHECK(cudaFuncSetAttribute(grouped_gemm_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

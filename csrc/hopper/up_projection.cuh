@@ -8,45 +8,42 @@
 namespace gbmoe::hopper {
 
 template <typename T, EpilogueKind kKind, typename Family>
-void launch_up_clustered(const TensorMaps& maps, const Arguments& args, Cluster cluster, const std::optional<Tensor>& workspace,
+void launch_up_clustered(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing,
                          const Tensor& on) {
-  if (cluster == Cluster::kTwoAlongN) launch<UpSettings<T, kKind, Family, false, 2>>(maps, args, workspace, on);
-  else launch<UpSettings<T, kKind, Family, false, 1>>(maps, args, workspace, on);
+  if (tiling.is(kWideTileN, 1, 2)) launch<UpSettings<T, kKind, Family, false, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<UpSettings<T, kKind, Family, false, 1>>(maps, args, balancing, on);
+  else tiling.refuse("hopper_up");
 }
 
-// With the family that args.activation belongs to. Only the commonest one gathers, and has no workspace then: the warp that would
+// With the family that args.activation belongs to. Only the commonest one gathers, and has no schedule then: the warp that would
 // take tiles from the counter has rows to gather.
 template <typename T, EpilogueKind kKind>
-void launch_up_family(const TensorMaps& maps, const Arguments& args, Cluster cluster, const std::optional<Tensor>& workspace,
-                      const Tensor& on) {
+void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
   switch (args.activation) {
     case kSilu:
     case kGeluTanh:
-      if (args.tokens) return launch<UpSettings<T, kKind, SigmoidActivation, true, 1>>(maps, args, std::nullopt, on);
-      return launch_up_clustered<T, kKind, SigmoidActivation>(maps, args, cluster, workspace, on);
-    case kGelu: return launch_up_clustered<T, kKind, ErfActivation>(maps, args, cluster, workspace, on);
-    default: return launch_up_clustered<T, kKind, PiecewiseActivation>(maps, args, cluster, workspace, on);
+      if (args.tokens) return launch<UpSettings<T, kKind, SigmoidActivation, true, 1>>(maps, args, {}, on);
+      return launch_up_clustered<T, kKind, SigmoidActivation>(maps, args, tiling, balancing, on);
+    case kGelu: return launch_up_clustered<T, kKind, ErfActivation>(maps, args, tiling, balancing, on);
+    default: return launch_up_clustered<T, kKind, PiecewiseActivation>(maps, args, tiling, balancing, on);
   }
 }
 
 template <EpilogueKind kKind>
 void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
-               const Tensor& sizes, int64_t activation, const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h,
-               const Tensor* g) {
+               const Tensor& sizes, int64_t activation, const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a,
+               const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
-  Arguments args = arguments(sizes, a.size(0), a.size(1), kPanelOfRows);
+  Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
   args.k_blocks = divide_up(static_cast<int>(x.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;
-  const int tile_n = kKind == EpilogueKind::kGlu ? kWideTileN / 2 : kWideTileN;  // of one output tensor
-  const Cluster cluster = cluster_along_n(args.size_n, tile_n);
-  if (wants_even_panels(args.size_n, tile_n)) args.panel_tiles = kEvenPanelOfRows, args.even_panels = true;
   TensorMaps maps{};
   if (slot_of_row) {
     STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");
     gather_from(args, x, *slot_of_row, top_k);
   } else {
-    maps.a[0] = map_of_a(x, cluster);
+    maps.a[0] = map_of_a(x, tiling);
   }
   maps.b[0] = tensor_map(w1, box_of_b(kWideTileN));
   if (v1) maps.b[1] = tensor_map(*v1, box_of_b(kWideTileN));
@@ -56,7 +53,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
     maps.out[i] = tensor_map(*outputs[i], kBoxOut);
     args.out[i] = outputs[i]->data_ptr();
   }
-  GBMOE_DISPATCH_HALF(x.scalar_type(), "hopper_up", (launch_up_family<T, kKind>(maps, args, cluster, workspace, x)));
+  GBMOE_DISPATCH_HALF(x.scalar_type(), "hopper_up", (launch_up_family<T, kKind>(maps, args, tiling, {workspace, {}}, x)));
 }
 
 }  // namespace gbmoe::hopper

@@ -117,20 +117,20 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     sizes, index = device_sizes(sizes, x.device), reference.ACTIVATION_INDEX[activation]
-    workspace = None
-    if slot_of_row_P is None:
-        workspace = _workspace(x, sizes, tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None))
+    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None)
+    tiling, workspace = (config.cluster_n, config.panel, config.even_panels), _workspace(x, sizes, config)
     if v1_EFH is None:
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, workspace, a_PF, h_PF)
+        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, workspace, a_PF, h_PF)
     else:
-        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, workspace, a_PF, h_PF, g_PF)
+        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, *tiling, workspace, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
 
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     """x[token of row] @ w[e].T, [P,F]; zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
-    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device), product_PF)
+    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
+                                              tuning.GATHERED_ROWS.panel, product_PF)
     return product_PF
 
 
@@ -138,8 +138,10 @@ def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
     """a[rows of e].T @ x[token of row], [E,F,H], where rows without a slot count as zeros of x; a may hold anything behind them."""
     product_EFH, sizes = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)), device_sizes(sizes, x_TH.device)
     config = tuning.weight_gradient_gemm(a_PF.size(0), *product_EFH.shape, gathered=True)
-    workspace = _workspace(a_PF, sizes, config)
-    torch.ops.gbmoe_cuda.hopper_weights_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes, workspace, product_EFH)
+    split = config.split
+    torch.ops.gbmoe_cuda.hopper_weights_gathered(
+        a_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.panel, _workspace(a_PF, sizes, config), split.min_k_blocks,
+        split.cost, split.most, split.even, product_EFH)
     return product_EFH
 
 
@@ -152,25 +154,36 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dweights_TK = weights_TK.new_zeros(weights_TK.shape)
         weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # by 64 columns
+    config = tuning.down_backward_gemm(h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
         dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, reference.ACTIVATION_INDEX[activation],
-        a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+        config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 
 def _rows_gemm(a, b, a2, b2, sizes, trans_b, out):
     """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded."""
-    sizes = device_sizes(sizes, a.device)
     config = tuning.rows_gemm(a.size(0), sizes.numel(), a.size(1) * (1 if a2 is None else 2), out.size(1))
-    torch.ops.gbmoe_cuda.hopper_rows(a, b, a2, b2, sizes, trans_b, config.ping_pong, _workspace(a, sizes, config), out)
+    launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
     return out
+
+
+def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
+    """The same by a configuration that is given; sizes on the device."""
+    split = config.split
+    torch.ops.gbmoe_cuda.hopper_rows(
+        a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config),
+        split.min_k_blocks, split.cost, split.most, out)
 
 
 def _weight_gradient_gemm(a, b, sizes, out):
     """out[e] = a[rows of e].T @ b[rows of e], or out[e] += that where out is float32."""
     sizes = device_sizes(sizes, a.device)
     config = tuning.weight_gradient_gemm(a.size(0), *out.shape, gathered=False)
-    torch.ops.gbmoe_cuda.hopper_weights(a, b, sizes, _workspace(a, sizes, config), out)
+    split = config.split
+    torch.ops.gbmoe_cuda.hopper_weights(
+        a, b, sizes, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config), split.min_k_blocks, split.cost,
+        split.most, split.even, out)
     return out
 
 
@@ -178,7 +191,7 @@ def _workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfi
     """Memory for the counter of tiles and the partial sums of split-K, or None where the GEMM has neither."""
     if not config.tile_counter:
         return None
-    return like.new_empty(_workspace_bytes(like.device, sizes.numel(), config.splits_per_sm), dtype=torch.uint8)
+    return like.new_empty(_workspace_bytes(like.device, sizes.numel(), config.split.per_sm), dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=256)

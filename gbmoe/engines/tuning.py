@@ -15,6 +15,7 @@ Shape letters: M rows of all groups, E groups (experts), K inner, N columns; H h
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,30 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True)
+class SplitConfig:
+    """When a sum is split along K, each split a work item of its own, for which CTAs that are done would otherwise wait.
+
+    A k-block is 64 terms of a tile's sum, some 0.5 us of a CTA.
+
+    Attributes:
+        per_sm: partial sums of a tile for which the workspace has room, for every multiprocessor; with 0 no sum is split.
+        min_k_blocks: of a split.
+        cost: of leaving a partial sum, or adding one, in k-blocks; looked at where the groups' sums are of one length.
+        most: splits of one sum.
+        even: of sums over groups' rows none is split where whole tiles take at most so many times what a perfectly even schedule
+            would.
+    """
+    per_sm: int = 0
+    min_k_blocks: int = 1
+    cost: int = 0
+    most: int = 1
+    even: float = 1.0
+
+
+WHOLE = SplitConfig()
+
+
+@dataclass(frozen=True)
 class GemmConfig:
     """How one grouped GEMM of the Hopper engine is divided; the launches take these fields by name.
 
@@ -40,7 +65,7 @@ class GemmConfig:
         panel: tiles along M that are walked before the next tile along N, at the most.
         even_panels: a group's panels differ by one tile at most; otherwise only the last one is shorter.
         tile_counter: CTAs take their tiles from a counter, rather than a fixed share of them.
-        splits_per_sm: partial sums of a tile for which the workspace has room, for every multiprocessor; 0 forbids split-K.
+        split: when sums are split along K; it takes a tile counter.
     """
     tile_n: int
     cluster_m: int = 1
@@ -49,7 +74,7 @@ class GemmConfig:
     panel: int = 16
     even_panels: bool = False
     tile_counter: bool = False
-    splits_per_sm: int = 0
+    split: SplitConfig = WHOLE
 
 
 @dataclass(frozen=True)
@@ -136,6 +161,7 @@ def _tile_along_n(columns: int) -> GemmConfig:
     return GemmConfig(WIDE, cluster_n=2 if paired else 1)
 
 
+@functools.lru_cache(maxsize=1024)
 def rows_gemm(rows: int, groups: int, inner: int, columns: int) -> GemmConfig:
     """out[rows of e] = a[rows of e] @ b[e]; `inner` counts the terms of both products where two are summed.
 
@@ -148,9 +174,9 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int) -> GemmConfig:
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # about, if no group is empty
     ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256)
     counter = inner >= 2048
-    splits = 2 if counter and not ping_pong and square_tiles <= 1 << 13 else 0
     if not ping_pong:
-        return replace(_tile_along_n(columns), tile_counter=counter, splits_per_sm=splits)
+        split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if counter and square_tiles <= 1 << 13 else WHOLE
+        return replace(_tile_along_n(columns), tile_counter=counter, split=split)
     if _pays_in_pairs(columns, SQUARE):
         clusters = (1, 2)
     else:
@@ -159,8 +185,13 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int) -> GemmConfig:
     return GemmConfig(SQUARE, *clusters, ping_pong=True, tile_counter=counter)
 
 
-def up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
-    """The first GEMM of an expert with its activation, of rows that were gathered before.
+# GEMMs that gather their rows: the producer's warps copy them, which leaves none to share between CTAs or to serve a counter.
+GATHERED_ROWS = GemmConfig(WIDE)
+
+
+@functools.lru_cache(maxsize=1024)
+def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False) -> GemmConfig:
+    """The first GEMM of an expert with its activation; gathered: it picks its rows from the tokens.
 
     With a gate half of a tile's columns are w1's and half are v1's. From 64 tiles along N on (mixtral's 14,336 columns, 235 MB of b a
     group) a short last panel would read all of b for few rows of tiles, at the speed of memory: panels of one height, of up to 20
@@ -169,15 +200,14 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
     """
     tile = WIDE // 2 if glu else WIDE
     many = _ceil_div(ffn, tile) >= 64
-    counter = inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256
-    return GemmConfig(WIDE, cluster_n=2 if _pays_in_pairs(ffn, tile) else 1, panel=20 if many else 16, even_panels=many,
-                      tile_counter=counter)
+    config = replace(GATHERED_ROWS, panel=20 if many else 16, even_panels=many)
+    if gathered:
+        return config
+    return replace(config, cluster_n=2 if _pays_in_pairs(ffn, tile) else 1,
+                   tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
 
 
-# GEMMs that gather their rows: the producer's warps copy them, which leaves none to share between CTAs or to serve a counter.
-GATHERED_ROWS = GemmConfig(WIDE)
-
-
+@functools.lru_cache(maxsize=1024)
 def down_backward_gemm(ffn: int) -> GemmConfig:
     """dz @ w2[e].T with the activation's gradient beside its main loop.
 
@@ -189,6 +219,7 @@ def down_backward_gemm(ffn: int) -> GemmConfig:
     return config
 
 
+@functools.lru_cache(maxsize=1024)
 def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *, gathered: bool) -> GemmConfig:
     """out[e] = a[rows of e].T @ b[rows of e] with `features` rows and `columns` columns; gathered: a's or b's rows are picked.
 
@@ -196,14 +227,15 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     under a skewed router (nyu-512 507 -> 645 TFLOP/s, olmoe 617 -> 707). Few tiles are split further.
     """
     few = groups * (features / TILE_M) * (columns / WIDE) <= 1 << 10
-    splits = 0 if rows <= 2048 else 4 if few else 2
+    split = WHOLE if rows <= 2048 else SplitConfig(per_sm=4 if few else 2, min_k_blocks=16, most=127, even=1.05)
     if _pays_in_pairs(features, TILE_M):
         clusters = (2, 1)
     else:
         clusters = (1, 2) if not gathered and _pays_in_pairs(columns, WIDE) else (1, 1)
-    return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, splits_per_sm=splits)
+    return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
 
 
+@functools.lru_cache(maxsize=1024)
 def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> ExpertsConfig:
     """Where rows are gathered and where the activation's gradient is computed, by the layer's shape.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Kept
 from gbmoe.layers.mlp import make_experts
@@ -20,12 +20,15 @@ _LOAD_BALANCING_LOSS = Kept()  # of (tokens_per_expert [E], scores [T,E])
 
 
 def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Keep one layer's (tokens_per_expert [E], scores [T,E]) for batched_load_balancing_loss."""
+    """Keep one layer's (tokens_per_expert [E], scores [T,E]) for batched_load_balancing_loss.
+
+    Not in a forward that torch.utils.checkpoint repeats in backward: it was kept when it ran first.
+    """
     _LOAD_BALANCING_LOSS.append(loss)
 
 
 def get_load_balancing_loss() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the layers have kept since the last clear, in the order in which they ran."""
+    """What the layers have kept since the last clear, in the order in which they ran; of several threads one after the other."""
     return _LOAD_BALANCING_LOSS.items()
 
 
@@ -37,10 +40,13 @@ def clear_load_balancing_loss() -> None:
 def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
     """moe_loss_weight * E / (layers * T * K) * sum over layers of <tokens_per_expert, mean score>.
 
-    Mirrors megablocks.layers.moe.batched_load_balancing_loss (Switch Transformers, arXiv 2101.03961, summed over layers).
+    Mirrors megablocks.layers.moe.batched_load_balancing_loss (Switch Transformers, arXiv 2101.03961, summed over layers). The
+    dtype is that of the scores, float32 with moe_lbl_in_fp32; in float16, where a count of 65,520 is infinite, it is computed in
+    float32 and rounded once.
 
     Raises:
-        ValueError: where the number of layers that ran is not the number that args say this pipeline stage has.
+        ValueError: where the number of layers that ran is not the number that args say this pipeline stage has, and where
+            gradients are on but were off when a layer ran, as under the reentrant torch.utils.checkpoint.
     """
     if args.moe_loss_weight == 0:
         return 0.0
@@ -52,6 +58,7 @@ def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
             f"{layers} (num_layers {args.num_layers}, pipeline_model_parallel_size {args.pipeline_model_parallel_size},"
             f" num_layers_per_virtual_pipeline_stage {args.num_layers_per_virtual_pipeline_stage};"
             " call gbmoe.clear_load_balancing_loss() once a step, and run the layers in training mode)", len(kept))
+    _LOAD_BALANCING_LOSS.require_gradients("batched_load_balancing_loss")
     counts, scores = zip(*kept)
     tokens = scores[0].size(0)
     for count_E, score_TE in kept:
@@ -62,9 +69,11 @@ def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
     scores = torch.cat(scores, dim=1)
     if args.moe_lbl_in_fp32:
         scores = scores.float()
-    scores = scores.mean(dim=0) if tokens else scores.sum(dim=0)
+    dtype, scores = scores.dtype, scores.mean(dim=0) if tokens else scores.sum(dim=0)
+    if dtype == torch.float16:
+        scores = scores.float()  # neither a count nor a sum of such is sure to fit
     scale = args.moe_num_experts * args.moe_loss_weight / (args.num_layers * max(tokens, 1) * args.moe_top_k)
-    return scale * torch.dot(torch.cat(counts).to(scores.dtype), scores)
+    return (scale * torch.dot(torch.cat(counts).to(scores.dtype), scores)).to(dtype)
 
 
 class ParallelDroplessMLP(torch.nn.Module):
@@ -133,20 +142,24 @@ class dMoE(torch.nn.Module):
     def forward(self, x: torch.Tensor):
         """x [sl, bs, H] (any leading dimensions) -> the same shape, or (that, bias [H]); see ParallelDroplessMLP.
 
+        Under autocast x may have any floating dtype; a float64 layer takes float64 and computes in it, as torch's own do.
+        router.layer may be any module that maps [T,H] to [T,E], such as an adapter round the linear layer or a quantised one.
+
         Raises:
             TypeError, ValueError: naming what was expected of x and what came.
         """
-        weight = self.router.layer.weight
+        weight = self._weight()
         require_tensor(x, "dMoE", "x", dtypes=FLOATING, device=weight.device)
         require(x.dim() >= 1 and x.size(-1) == weight.size(1), "dMoE", "x",
                 lambda: f"last dimension hidden_size == {weight.size(1)}", list(x.shape))
         device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
+        if autocast_enabled(device_type) and weight.dtype != torch.float64:
             # Before the tokens are permuted, to move half the bytes.
             x = x.to(torch.get_autocast_dtype(device_type))
         else:
             require(x.dtype == weight.dtype, "dMoE", "x",
-                    lambda: f"the layer's dtype {weight.dtype}, or autocast", x.dtype, TypeError)
+                    lambda: f"the layer's dtype {weight.dtype}{'' if weight.dtype == torch.float64 else ', or autocast'}",
+                    x.dtype, TypeError)
         scores, expert_weights, top_experts = self.router(x)
         out = self.experts(x, scores, expert_weights, top_experts)
         if self.shared_expert is None:
@@ -154,3 +167,10 @@ class dMoE(torch.nn.Module):
         out, *bias = out if isinstance(out, tuple) else (out,)
         out = self.shared_expert.add_experts_sharedexpert(self.shared_expert(x), out)
         return (out, *bias) if bias else out
+
+    def _weight(self) -> torch.Tensor:
+        """A weight [..., H] that tells the layer's dtype and device."""
+        # The router's first: where fully_shard was given the experts apart, theirs is not gathered yet. What a user puts in the
+        # place of router.layer may have none, a method of that name, or one of packed integers.
+        weight = getattr(self.router.layer, "weight", None)
+        return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() else self.experts.mlp.w1

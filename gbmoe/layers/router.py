@@ -9,6 +9,7 @@ import warnings
 
 import torch
 
+from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Kept
 from gbmoe.ops import route
@@ -22,23 +23,39 @@ def clear_router_zloss() -> None:
 
 
 def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
-    """moe_zloss_weight * mean over tokens of logsumexp(logits)**2, one entry a router that ran since the last clear.
+    """moe_zloss_weight * mean over tokens of logsumexp(logits)**2, one entry a router that ran in training since the last clear.
 
-    Mirrors megablocks.layers.router.batched_router_zloss (ST-MoE, arXiv 2202.08906). 0, with a warning, where the weight is 0.
+    Mirrors megablocks.layers.router.batched_router_zloss (ST-MoE, arXiv 2202.08906), but for routers in evaluation, which keep
+    nothing here. 0, with a warning, where the weight is 0; an entry of 0 for a router that got no token. The dtype is that of
+    the logits, float32 with moe_zloss_in_fp32; float16, in which the square of 256 is infinite, is computed in float32 and
+    rounded once.
+
+    Raises:
+        ValueError: where no router ran, and where gradients are on but were off when one ran, as under the reentrant
+            torch.utils.checkpoint.
     """
     if args.moe_zloss_weight == 0:
         warnings.warn("batched_router_zloss was called, but moe_zloss_weight is 0", stacklevel=2)
         return 0
-    kept = [logsumexp_T.float() if args.moe_zloss_in_fp32 else logsumexp_T for logsumexp_T in _ROUTER_LOGSUMEXP.items()]
-    return args.moe_zloss_weight * torch.stack([logsumexp_T.square().mean() for logsumexp_T in kept])
+    kept = _ROUTER_LOGSUMEXP.items()
+    require(len(kept) > 0, "batched_router_zloss", "routers that ran in training since the last clear",
+            "at least 1 (run the layers in training mode, with moe_zloss_weight in the Arguments that they are built from)", 0)
+    _ROUTER_LOGSUMEXP.require_gradients("batched_router_zloss")
+    dtype = torch.float32 if args.moe_zloss_in_fp32 else kept[0].dtype
+    if args.moe_zloss_in_fp32 or dtype == torch.float16:
+        kept = [logsumexp_T.float() for logsumexp_T in kept]
+    squares = [logsumexp_T.square() for logsumexp_T in kept]
+    means = [square_T.mean() if square_T.size(0) else square_T.sum() for square_T in squares]
+    return (args.moe_zloss_weight * torch.stack(means)).to(dtype)
 
 
 class LearnedRouter(torch.nn.Module):
     """A bias-free linear layer, softmax over the experts, and the K highest scores.
 
     forward(x [..., H]) returns scores [T,E], expert_weights [T,K] and expert_indices [T,K] (int64). In training the input is
-    jittered (moe_jitter_eps), and the logits' logsumexp is kept for the z-loss where it has a weight. Experts are ranked by their
-    logits; MegaBlocks ranks scores that are rounded to the layer's dtype, and so chooses otherwise between near equals.
+    jittered (moe_jitter_eps), and the logits' logsumexp is kept for the z-loss where it has a weight; MegaBlocks keeps logits in
+    evaluation too, where nobody clears them and they pile up. Experts are ranked by their logits; MegaBlocks ranks scores that
+    are rounded to the layer's dtype, and so chooses otherwise between near equals.
     """
 
     def __init__(self, args: Arguments):
@@ -58,7 +75,7 @@ class LearnedRouter(torch.nn.Module):
         logits_TE = self.layer(x.reshape(-1, x.size(-1)))
         scores_TE, weights_TK, experts_TK, logsumexp_T = route(
             logits_TE, self.args.moe_top_k, normalize=self.args.moe_normalize_expert_weights or None)
-        if self.args.moe_zloss_weight != 0:  # as in MegaBlocks, in evaluation too
+        if self.training and self.args.moe_zloss_weight != 0:
             _ROUTER_LOGSUMEXP.append(logsumexp_T.to(logits_TE.dtype))
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), device=experts_TK.device)

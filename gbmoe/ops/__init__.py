@@ -4,5 +4,6 @@ from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
 from gbmoe.ops.permute import padded_gather, padded_scatter
 from gbmoe.ops.route import Routing, route
+from gbmoe.ops import flops  # isort: skip (behind the operators that it says the costs of)
 
 __all__ = ["Routing", "expert_mlp", "gmm", "padded_gather", "padded_scatter", "route"]

@@ -20,7 +20,7 @@ from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import engines, reference
-from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._library import define, is_transformed, is_watched
 from gbmoe.engines.base import GatheredRows, Problem
 from gbmoe.kernels import scatter
@@ -112,6 +112,8 @@ def expert_mlp(
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
     """The plan's rows per expert where the engine wants them: on the host, at one wait a plan, or on the device."""
+    if x_TH.is_meta:
+        return plan.padded_counts_E
     wanted = _wants_host_sizes(engine, x_TH.device, computed_dtype(x_TH), plan.num_rows, *w_EFH.shape, plan.has_host_sizes)
     return plan.host_sizes() if wanted else plan.padded_counts_E
 
@@ -124,7 +126,7 @@ def _wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host
 
 def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
     device = plan.row_of_slot_TK.device
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = autocast_enabled(device.type)
     require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)
     require(x_TH.size(0) == plan.num_tokens, "expert_mlp", "x",
             lambda: f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))

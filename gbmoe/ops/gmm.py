@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from gbmoe import engines
-from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._library import define
 from gbmoe.engines.base import Problem, result_shape
 
@@ -47,7 +47,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     check_arguments(a, b, batch_sizes, trans_a, trans_b)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
-    if batch_sizes.device.type != "cpu" and engines.select(engine, problem).needs_host_sizes:
+    if batch_sizes.device.type not in ("cpu", "meta") and engines.select(engine, problem).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)
     return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
 
@@ -67,7 +67,7 @@ def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor,
 
 def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype that products of `tensor` are computed in: its own, or autocast's where that is on (float64 stays)."""
-    if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype != torch.float64:
+    if autocast_enabled(tensor.device.type) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from gbmoe import extension, reference
-from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._library import define
 from gbmoe.kernels import aligned
 
@@ -35,7 +35,8 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     Args:
         logits_TE: [T,E], bfloat16, float16, float32 or float64.
         top_k: experts a token, 1 to E.
-        normalize: p of the norm that the weights are divided by (MegaBlocks' moe_normalize_expert_weights); None for none.
+        normalize: p of the norm that the weights are divided by (MegaBlocks' moe_normalize_expert_weights), positive, infinity
+            too; None for none. CUDA kernels take None and 1 to 126 / log2(E); for others the work is done in plain PyTorch.
 
     Returns:
         Routing; scores and weights have the dtype of the logits, float32 under autocast, as torch.softmax.
@@ -50,7 +51,7 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     require_tensor(logits_TE, "route", "logits", rank=2, dtypes=FLOATING)
     require(1 <= top_k <= logits_TE.size(1), "route", "top_k", lambda: f"1 to {logits_TE.size(1)}, the number of experts", top_k)
     require(normalize is None or normalize > 0, "route", "normalize", "None or a positive p", normalize)
-    wide = torch.is_autocast_enabled(logits_TE.device.type)
+    wide = autocast_enabled(logits_TE.device.type)
     return Routing(*_route(logits_TE, top_k, None if normalize is None else float(normalize), wide))
 
 
@@ -61,10 +62,20 @@ def _limits() -> tuple[int, int]:
 
 
 def _kernels_serve(logits: torch.Tensor, top_k: int, p: float | None) -> bool:
-    if logits.device.type != "cuda" or logits.dtype == torch.float64 or p == math.inf or not extension.loaded():
+    if (logits.device.type != "cuda" or logits.dtype == torch.float64 or not _plain_powers(p, logits.size(1))
+            or not extension.loaded()):
         return False
     max_experts, max_top_k = _limits()
     return logits.size(1) <= max_experts and top_k <= max_top_k
+
+
+def _plain_powers(p: float | None, experts: int) -> bool:
+    """True where a row's largest score, at least 1 / experts, has a p-th power that is a normal float32, and slopes are finite.
+
+    The kernels raise scores as they are: to divide them by the largest first, as the reference does, would take registers from
+    every norm, and with them a quarter of the warps.
+    """
+    return p is None or 1 <= p <= 126 / max(1.0, math.log2(experts))
 
 
 def _scores_dtype(logits: torch.Tensor, wide: bool) -> torch.dtype:

@@ -5,7 +5,6 @@ import torch
 
 from gbmoe import cases, engines
 from gbmoe.engines.base import Problem
-from gbmoe.ops.gmm import product
 
 CPU = torch.device("cpu")
 
@@ -97,7 +96,7 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
             cases.poison(place)
             target = torch.full((50, 16), 7.0, dtype=dtype, device=place)  # 48 of them are as many as three groups of 16
             out = target[10:20] if not layout[0] else target[1:49].view(3, 16, 16)
-            results.append(product(left, right, given, *layout, engine=engine, out=out))
+            results.append(engines.product(left, right, given, *layout, engine=engine, out=out))
             assert bool((target[:1] == 7).all()) and bool((target[-1:] == 7).all())
             assert layout[0] or bool((target[:10] == 7).all()) and bool((target[20:] == 7).all())
         assert bool(results[0].isfinite().all())

@@ -5,7 +5,7 @@ import torch
 
 from gbmoe import RoutingPlan, cases, engines, reference
 from gbmoe.engines import hopper, tuning
-from gbmoe.engines.tuning import GemmConfig
+from gbmoe.engines.tuning import NARROW, SQUARE, WIDE, GemmConfig
 from gbmoe.kernels import gather
 from tests.conftest import assert_as_accurate_as, dtype_id
 
@@ -159,6 +159,11 @@ def test_down_backward_keeps_nan_in_its_row():
     assert bool(got["dweights"].view(-1)[slots].isnan().all()) and int(got["dweights"].isnan().sum()) == len(slots)
 
 
+PING_PONG = [GemmConfig(SQUARE, *cluster, ping_pong=True, tile_counter=counted)
+             for cluster, counted in (((1, 2), False), ((1, 2), True), ((2, 1), True), ((1, 1), False))]
+EVERY_TILING = [*PING_PONG, GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2, tile_counter=True), GemmConfig(NARROW, cluster_n=2)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("columns", [8, 72, 256, 264, 640, 1920, 2056])
 @pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [129] * 64, [0, 9, 0], [0] * 5],
@@ -175,30 +180,30 @@ def test_rows_by_every_walk(dtype, sizes, columns):
             if trans_b:
                 b = [w.transpose(1, 2).contiguous() for w in b]
             operands = [a[0], b[0], *((a[1], b[1]) if products == 2 else (None, None)), on_device, trans_b]
-            for ping_pong, counted in ((True, False), (True, True), (False, True)):
+            for config in EVERY_TILING:
                 got = []
                 for _ in range(2):
                     out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
-                    workspace = hopper._workspace(out, on_device, GemmConfig(256, tile_counter=counted))
-                    workspace = workspace.fill_(255) if counted else None
-                    torch.ops.gbmoe_cuda.hopper_rows(*operands, ping_pong, workspace, out)
+                    cases.poison(DEVICE)  # and with it the workspace
+                    hopper.launch_rows(config, *operands, out)
                     got.append(out)
-                name = f"inner {inner}, {trans_b=}, {ping_pong=}, {counted=}"
+                name = f"inner {inner}, {trans_b=}, {config}"
                 assert_as_accurate_as(got[0][:rows], baseline, exact, name)
                 assert torch.equal(got[0][:rows], got[1][:rows]) and bool(got[0][rows:].isnan().all()), name
 
 
 @pytest.mark.parametrize("columns", [256, 264, 2056])
 @pytest.mark.parametrize("sizes", [SIZES, [129] * 8], ids=["small", "129"])
-def test_rows_in_ping_pong_keep_nan_in_its_row(sizes, columns):
+@pytest.mark.parametrize("config", PING_PONG, ids=range(len(PING_PONG)))
+def test_rows_in_ping_pong_keep_nan_in_its_row(sizes, columns, config):
     """The next group's rows are in the same tiles' reach, and in a pair's second tile."""
     on_device, values, rows = torch.tensor(sizes, device=DEVICE), drawn(torch.bfloat16, 1), sum(sizes)  # int64
     a, b, out = values(rows, 200, number=1), values(len(sizes), 200, columns, number=2), values(rows, columns, number=3)
-    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, on_device, False, True, None, out)
+    hopper.launch_rows(config, a, b, None, None, on_device, False, out)
     clean, hit = out.clone(), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
     hit[[0, 63, 64, 128, 129, 130, 131, 195, 196, rows - 1]] = True
     a[hit] = float("nan")
-    torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, on_device, False, True, None, out)
+    hopper.launch_rows(config, a, b, None, None, on_device, False, out)
     assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
 
 
@@ -318,9 +323,9 @@ def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
             each = [torch.cat([r.to(t) @ m.to(t) for r, m in zip(a[:used].split(kept), w)]) for t in (torch.bfloat16, torch.float64)]
             assert_as_accurate_as(around[guard:guard + used], *each)
             assert bool((around[:guard] == 7).all() & (around[guard + used:] == 7).all())
-            for ping_pong in (False, True):
+            for config in EVERY_TILING:
                 around.fill_(7)
-                torch.ops.gbmoe_cuda.hopper_rows(a, b, None, None, on_device, trans_b, ping_pong, None, around[guard:-guard])
+                hopper.launch_rows(config, a, b, None, None, on_device, trans_b, around[guard:-guard])
                 assert_as_accurate_as(around[guard:guard + used], *each)
                 assert bool((around[:guard] == 7).all() & (around[guard + used:] == 7).all())
         around = torch.full((len(sizes) + 2, inner, columns), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -386,3 +391,9 @@ def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
     assert tuning.experts(hidden, 256, "silu", x.nbytes) == tuning.ExpertsConfig(False, False, False, True)
     with pytest.raises(RuntimeError, match="expected less than 64 GiB to gather from"):
         hopper.rows_gemm_gathered(x, plan.slot_of_row_P[:8], 1, x[:64].unsqueeze(0), plan.padded_counts_E)
+
+
+def test_a_tiling_without_an_instance_is_refused():
+    a, b = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE), torch.zeros(1, 8, 8, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(RuntimeError, match="hopper_rows: no kernel has tiles of 64 columns in clusters of 1 x 1"):
+        hopper.launch_rows(GemmConfig(64), a, b, None, None, torch.tensor([8], device=DEVICE), False, torch.empty_like(a))

@@ -1,5 +1,7 @@
 """The one table of configurations: what is chosen at the shapes that were measured, and that every choice can be launched."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,16 +9,19 @@ from hypothesis import strategies as st
 
 from gbmoe.engines import tuning
 from gbmoe.engines.base import Problem
-from gbmoe.engines.tuning import NARROW, SQUARE, WIDE, GemmConfig
+from gbmoe.engines.tuning import NARROW, SQUARE, WIDE, GemmConfig, SplitConfig
+
+ROWS = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8)
+WEIGHTS = SplitConfig(per_sm=2, min_k_blocks=16, most=127, even=1.05)
 
 
 @pytest.mark.parametrize("rows, groups, inner, columns, config", [
     (131072, 128, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                         # qwen3, short sums
     (131072, 128, 1536, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),
     (131072, 64, 2048, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),      # olmoe, long ones
-    (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, splits_per_sm=2)),        # mixtral: few tiles, split
+    (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),                 # mixtral: few tiles, split
     (262144, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),                        # many
-    (1024, 8, 2048, 1024, GemmConfig(WIDE, cluster_n=2, tile_counter=True, splits_per_sm=2)),          # too few for ping-pong
+    (1024, 8, 2048, 1024, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),                   # too few for ping-pong
     (64, 128, 768, 2048, GemmConfig(WIDE, cluster_n=2)),                                               # less than a row a group
     (98304, 64, 2048, 640, GemmConfig(SQUARE, cluster_m=2, ping_pong=True, tile_counter=True)),        # an odd number of tiles along N
     (100, 64, 512, 640, GemmConfig(WIDE)),                                                             # three wide tiles, on their own
@@ -38,11 +43,11 @@ def test_up_gemm(rows, inner, ffn, glu, config):
 
 
 @pytest.mark.parametrize("rows, groups, features, columns, gathered, config", [
-    (131072, 64, 1024, 2048, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, splits_per_sm=2)),
-    (524288, 8, 1024, 512, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, splits_per_sm=4)),
+    (131072, 64, 1024, 2048, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
+    (524288, 8, 1024, 512, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=replace(WEIGHTS, per_sm=4))),
     (2048, 64, 640, 2048, False, GemmConfig(WIDE, cluster_n=2, panel=8, tile_counter=True)),
-    (196608, 128, 1536, 256, True, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, splits_per_sm=2)),
-    (196608, 128, 640, 512, True, GemmConfig(WIDE, panel=8, tile_counter=True, splits_per_sm=2)),
+    (196608, 128, 1536, 256, True, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
+    (196608, 128, 640, 512, True, GemmConfig(WIDE, panel=8, tile_counter=True, split=WEIGHTS)),
 ])
 def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config):
     assert tuning.weight_gradient_gemm(rows, groups, features, columns, gathered=gathered) == config
@@ -74,13 +79,13 @@ sizes = st.integers(1, 2**31 - 2**10)
 def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     """What csrc/hopper/ is compiled for: no launch asks for another tile or cluster."""
     config = tuning.rows_gemm(rows, groups, inner, columns)
-    assert (config.tile_n == SQUARE) == config.ping_pong and not (config.ping_pong and config.splits_per_sm)
+    assert (config.tile_n == SQUARE) == config.ping_pong and not (config.ping_pong and config.split.per_sm)
     assert (config.cluster_m, config.cluster_n) in ([(1, 1), (1, 2), (2, 1)] if config.ping_pong else
                                                     [(1, 2)] if config.tile_n == NARROW else [(1, 1), (1, 2)])
     config = tuning.up_gemm(rows, inner, columns, flag)
-    assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.splits_per_sm
+    assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
     config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
-    assert config.tile_n == WIDE and config.tile_counter and config.splits_per_sm in (0, 2, 4)
+    assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
     assert (config.cluster_m, config.cluster_n) in ([(1, 1), (2, 1)] if flag else [(1, 1), (1, 2), (2, 1)])
     config = tuning.down_backward_gemm(columns)
     assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter

@@ -324,3 +324,136 @@ def test_expert_parameters_are_marked_for_optimizers():
     layer, _ = make()
     assert layer.experts.mlp.w1.expert_model_parallel is False
     assert not hasattr(layer.router.layer.weight, "expert_model_parallel")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_load_balancing_loss_in_float16_of_more_tokens_than_float16_counts(share):
+    """66,000 is infinite there, and so is the sum of several layers' counts by scores."""
+    args = Arguments(num_layers=4, moe_num_experts=2, moe_top_k=1, device="cpu")
+    counts = torch.tensor([int(66_000 * share), 66_000 - int(66_000 * share)], dtype=torch.int32)
+    scores = torch.tensor([share, 1 - share], dtype=torch.float16).repeat(66_000, 1).requires_grad_()
+    for _ in range(4):
+        gbmoe.layers.save_load_balancing_loss((counts, scores))
+    loss = gbmoe.batched_load_balancing_loss(args)
+    assert loss.dtype == torch.float16
+    assert loss.item() == pytest.approx(0.1 * 2 * (share**2 + (1 - share) ** 2), rel=2e-3)
+    loss.backward(torch.tensor(2.0**15, dtype=torch.float16))  # as a GradScaler scales it
+    torch.testing.assert_close(scores.grad[7].double() / 2**15, 0.1 * 2 * counts.double() / 66_000**2, rtol=1e-2, atol=1e-12)
+
+
+LOSSES = {"load_balancing": gbmoe.batched_load_balancing_loss, "router_z": gbmoe.batched_router_zloss}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_kept_by_a_reentrant_checkpoint_are_refused(name):
+    """It runs the layer without gradients first: the loss would train nothing, and say nothing."""
+    layer, args = make(bias=False, moe_zloss_weight=1e-2)
+    x = torch.randn(6, 1, 32, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(ValueError, match=f"batched_{name}.*loss: .*use_reentrant=False"):
+        LOSSES[name](args)
+    with torch.no_grad():
+        assert bool((LOSSES[name](args) > 0).all())
+    out.sum().backward()
+
+
+def test_a_checkpoint_keeps_each_layers_losses_once(device):
+    """What it repeats in backward would be counted to the next step, where nobody clears in between."""
+    layers = [make(device, num_layers=2, bias=False, moe_zloss_weight=1e-2, seed=seed)[0] for seed in (0, 1)]
+    args = layers[0].experts.args
+    x = torch.randn(6, 1, 32, device=device, requires_grad=True)
+    model = torch.nn.Sequential(*layers)
+    gradients = []
+    for _ in range(2):
+        for function in (model, lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)):
+            model.zero_grad()
+            out = function(x)
+            loss = out.square().sum() + gbmoe.batched_load_balancing_loss(args) + gbmoe.batched_router_zloss(args).sum()
+            gbmoe.clear_load_balancing_loss()
+            gbmoe.clear_router_zloss()
+            loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+    assert gbmoe.get_load_balancing_loss() == []
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])
+
+
+def test_a_float64_layer_stays_float64_under_autocast(device):
+    layer, _ = make(device, shared_expert=True, mlp_type="glu", bias=False)
+    layer, x = layer.double(), torch.randn(5, 1, 32, dtype=torch.float64, device=device)
+    expected = layer(x)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+        with pytest.raises(TypeError, match="x: expected the layer's dtype torch.float64, got torch.float32"):
+            layer(x.float())
+
+
+@pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True), dict(activation_fn=torch.tanh)],
+                         ids=["fused", "composed"])
+@pytest.mark.parametrize("engine", ["auto", "hopper"])
+def test_forward_and_backward_on_the_meta_device(fields, engine):
+    layer, args = make("meta", bias=False, moe_zloss_weight=1e-2, engine=engine, **fields)
+    x = torch.randn(5, 2, 32, device="meta", requires_grad=True)
+    out = layer(x)
+    assert out.device.type == "meta" and out.shape == x.shape and out.dtype == x.dtype
+    (out.sum() + gbmoe.batched_load_balancing_loss(args) + gbmoe.batched_router_zloss(args).sum()).backward()
+    assert all(p.grad.device.type == "meta" and p.grad.shape == p.shape for p in (x, *layer.parameters()))
+
+
+class Adapter(torch.nn.Module):
+    """Round a linear layer, as LoRA's: the weight is the base layer's."""
+
+    def __init__(self, base_layer, rank=2):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = torch.nn.Linear(base_layer.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, base_layer.out_features, bias=False)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def test_an_adapter_round_the_routers_layer():
+    layer, _ = make(bias=False)
+    x = torch.randn(5, 1, 32)
+    expected = layer(x)
+    layer.router.layer = Adapter(layer.router.layer)
+    out = layer(x)
+    torch.testing.assert_close(out, expected)
+    out.square().sum().backward()
+    assert layer.router.layer.up.weight.grad is not None
+    with pytest.raises(TypeError, match="x: expected the layer's dtype torch.float32"):
+        layer(x.double())
+
+
+class WithMethod(torch.nn.Module):
+    """As torch.ao's quantised Linear: weight is a method."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = [linear]
+
+    def weight(self):
+        return self.linear[0].weight
+
+    def forward(self, x):
+        return self.linear[0](x)
+
+
+def test_a_router_layer_whose_weight_is_a_method():
+    layer, _ = make(bias=False)
+    x = torch.randn(5, 1, 32)
+    expected = layer(x)
+    layer.router.layer = WithMethod(layer.router.layer)
+    assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dynamic_quantisation_of_linear_layers():
+    if "fbgemm" not in torch.backends.quantized.supported_engines or not hasattr(torch.ao.quantization, "quantize_dynamic"):
+        pytest.skip("this build of torch does not quantise")
+    layer, _ = make(bias=False, shared_expert=True)
+    x = torch.randn(5, 1, 32)
+    quantised = torch.ao.quantization.quantize_dynamic(layer.eval(), {torch.nn.Linear}, dtype=torch.qint8)
+    assert quantised(x).shape == x.shape

@@ -459,3 +459,14 @@ def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype, inner, column
         hopper.gmm(a, b, torch.tensor(sizes, device=device), True, False, out=main, accumulate=True)
     products = [left.double().t() @ right.double() for left, right in zip(a.split(sizes), b.split(sizes))]
     torch.testing.assert_close(main.double(), 1 + 2 * torch.stack(products), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes_on", ["meta", "cpu"])
+@pytest.mark.parametrize("trans_a, trans_b", [(False, False), (False, True), (True, False)])
+def test_meta_device(sizes_on, trans_a, trans_b):
+    a = torch.randn(6, 8, device="meta", requires_grad=True)
+    b = torch.randn(*((6, 4) if trans_a else (2, 4, 8) if trans_b else (2, 8, 4)), device="meta", requires_grad=True)
+    out = gbmoe.gmm(a, b, torch.tensor([2, 4]).to(sizes_on), trans_a, trans_b)
+    assert out.is_meta and tuple(out.shape) == ((2, 8, 4) if trans_a else (6, 4))
+    out.sum().backward()
+    assert a.grad.is_meta and b.grad.is_meta and a.grad.shape == a.shape and b.grad.shape == b.shape

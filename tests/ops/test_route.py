@@ -298,10 +298,47 @@ def test_the_extension_says_which_shapes_its_kernels_serve(monkeypatch):
             logits = SimpleNamespace(**{"device": torch.device("cuda", 0), "dtype": torch.float32, **changes}, size=lambda _: experts)
             return module._kernels_serve(logits, top_k, p)
 
-        assert serves(48, 5) and serves(1, 1, p=2.0) and asked == [1]
+        assert serves(48, 5) and serves(2, 1, p=2.0) and asked == [1]
         assert not serves(49, 5) and not serves(48, 6) and not serves(48, 5, p=math.inf)
         assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
         monkeypatch.setattr(extension, "loaded", lambda: False)
         assert not serves(48, 5)
     finally:
         module._limits.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("p", [0.01, 0.5, 12.0, 40.0, 1e3, 1e30, 1e300])
+@pytest.mark.parametrize("experts, top_k", [(8, 2), (64, 6), (1024, 32)])
+def test_norms_whose_powers_leave_the_range_of_floats(device, dtype, p, experts, top_k):
+    """0.1 to the 46th is 0 in float32, and weights were infinite; sums of roots overflow for p near 0."""
+    logits = (2 * torch.randn(7, experts, device=device, generator=cases.generator(device, 1))).to(dtype)
+    logits[3, 1] = -math.inf  # a score of 0
+    logits[4] = 1.0  # ties
+    logits = logits.requires_grad_()
+    grad = cases.exact_values(7, top_k, dtype=dtype, device=device, seed=2)
+    got = route(logits, top_k, normalize=p)
+    got.weights_TK.backward(grad)
+
+    exact = logits.detach().double().requires_grad_()
+    chosen = exact.gather(1, got.experts_TK)
+    of_largest = (chosen - chosen.amax(-1, keepdim=True)).exp()
+    if p < 1e4:
+        weights = (of_largest.log() - (of_largest**p).sum(-1, keepdim=True).log() / p).exp()
+    else:  # powers of all but the largest are 0
+        largest = of_largest == 1
+        of_largest = of_largest / (of_largest * largest).sum(-1, keepdim=True) * largest.sum(-1, keepdim=True)
+        weights = of_largest
+    weights.backward(grad.double())
+    tolerance = 32 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.weights_TK.double(), weights, rtol=tolerance, atol=tolerance)
+    tolerance *= float(grad.abs().sum(1).max())
+    torch.testing.assert_close(logits.grad.double(), exact.grad.nan_to_num(), rtol=tolerance, atol=tolerance)
+
+
+def test_meta_device():
+    logits = torch.randn(5, 4, device="meta", requires_grad=True)
+    got = route(logits, 2, normalize=1.0)
+    assert [tuple(t.shape) for t in got] == [(5, 4), (5, 2), (5, 2), (5,)] and all(t.is_meta for t in got)
+    (got.scores_TE.sum() + got.weights_TK.sum() + got.logsumexp_T.sum()).backward()
+    assert logits.grad.is_meta and logits.grad.shape == logits.shape

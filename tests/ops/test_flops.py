@@ -1,0 +1,71 @@
+"""torch.utils.flop_counter sees every product of the experts, and counts as it counts torch's own."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import gbmoe
+from gbmoe import RoutingPlan, cases
+from gbmoe.layers import Arguments
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 10, 32, 48, 4, 2
+PRODUCT = 2 * TOKENS * TOP_K * HIDDEN * FFN  # between all slots and a weight
+
+
+def counted(function):
+    with FlopCounterMode(display=False) as mode:
+        function()
+    return mode.get_total_flops()
+
+
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+@pytest.mark.parametrize("activation", [F.silu, torch.tanh], ids=["fused", "composed"])
+def test_a_layer_costs_what_a_loop_over_the_experts_does(device, mlp_type, activation):
+    totals = []
+    for impl in ("gbmoe", "reference"):
+        layer = gbmoe.dMoE(Arguments(
+            hidden_size=HIDDEN, ffn_hidden_size=FFN, moe_num_experts=EXPERTS, moe_top_k=TOP_K, fp16=False, device=device,
+            mlp_type=mlp_type, activation_fn=activation, mlp_impl=impl, bias=False))
+        x = torch.randn(TOKENS, 1, HIDDEN, device=device, requires_grad=True)
+        totals.append((counted(lambda: layer(x)), counted(lambda: layer(x).sum().backward())))
+    products = 2 if mlp_type == "mlp" else 3
+    router = 2 * TOKENS * HIDDEN * EXPERTS
+    assert totals[0] == totals[1] == (products * PRODUCT + router, 3 * (products * PRODUCT + router))
+
+
+@pytest.mark.parametrize("frozen, products", [((), 6), (("x",), 4), (("w1",), 5), (("w2",), 5), (("v1",), 5),
+                                              (("w1", "w2", "v1"), 3)])
+def test_gradients_that_nobody_wants_cost_nothing(device, frozen, products):
+    shapes = dict(x=(TOKENS, HIDDEN), w1=(EXPERTS, FFN, HIDDEN), w2=(EXPERTS, FFN, HIDDEN), v1=(EXPERTS, FFN, HIDDEN))
+    tensors = {name: torch.randn(*shape, device=device, requires_grad=name not in frozen) for name, shape in shapes.items()}
+    # Nor does padding cost anything.
+    plan = RoutingPlan.from_experts(cases.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=0), EXPERTS, align=16)
+    out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"])
+    assert counted(lambda: out.sum().backward()) == products * PRODUCT
+
+
+@pytest.mark.parametrize("trans_a, trans_b", [(False, False), (False, True), (True, False)])
+def test_gmm(device, trans_a, trans_b):
+    rows, inner, columns = 12, 8, 24
+    a = torch.randn(rows, inner, device=device, requires_grad=True)
+    b_shape = (rows, columns) if trans_a else (2, columns, inner) if trans_b else (2, inner, columns)
+    b = torch.randn(*b_shape, device=device, requires_grad=True)
+    sizes = torch.tensor([5, 7], device=device)
+    forward = 2 * rows * inner * columns
+    assert counted(lambda: gbmoe.gmm(a, b, sizes, trans_a, trans_b)) == forward
+    assert counted(lambda: gbmoe.gmm(a, b, sizes, trans_a, trans_b).sum().backward()) == 3 * forward
+
+
+@pytest.mark.parametrize("order", ["gbmoe, torch.utils.flop_counter", "torch.utils.flop_counter, gbmoe"])
+def test_whoever_is_imported_first(order):
+    program = f"""
+import torch, {order}
+from torch.utils.flop_counter import flop_registry
+print(all(getattr(torch.ops.gbmoe, name) in flop_registry for name in ("gmm", "expert_mlp", "expert_mlp_backward")))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
