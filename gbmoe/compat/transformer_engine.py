@@ -421,6 +421,7 @@ def _chunk_rows_fake(inp, split_sizes, sorted_index, groups, align, name):
 _chunk_rows = define(
     "chunk_rows(Tensor inp, Tensor split_sizes, Tensor sorted_index, int groups, int align, str name) -> (Tensor, Tensor)",
     reference=_chunk_rows_kernel, fake=_chunk_rows_fake,
+    waits=lambda inp, split_sizes, sorted_index, *_: "cpu" in (split_sizes.device.type, sorted_index.device.type),
 )
 
 
