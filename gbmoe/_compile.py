@@ -43,7 +43,7 @@ class Torch:
     version: str
 
     @classmethod
-    def imported(cls) -> "Torch":
+    def imported(cls) -> Torch:
         import torch
         return cls(Path(torch.__file__).parent, torch.version.cuda, torch.__version__)
 
@@ -60,7 +60,7 @@ class Nvcc:
         return self.path.parent.parent
 
     @classmethod
-    def find(cls) -> "Nvcc | None":
+    def find(cls) -> Nvcc | None:
         """nvcc of CUDA_HOME or CUDA_PATH, then of PATH, then of /usr/local/cuda; None where there is none that runs."""
         for path in _nvcc_candidates():
             with contextlib.suppress(CompileError, OSError):  # why_not says which one failed, and how
@@ -68,7 +68,7 @@ class Nvcc:
         return None
 
     @classmethod
-    def at(cls, path: Path) -> "Nvcc":
+    def at(cls, path: Path) -> Nvcc:
         """The compiler at `path`. Raises OSError where it cannot be started, CompileError where it fails or is no nvcc."""
         version = _run([str(path), "--version"])
         codes = _run([str(path), "--list-gpu-code"])

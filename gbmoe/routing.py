@@ -73,7 +73,7 @@ _routing_plan = define(
 )
 
 
-def _check_plan(plan: "RoutingPlan") -> None:
+def _check_plan(plan: RoutingPlan) -> None:
     """Raise unless kernels may take the plan's tensors as they are: all but what they hold."""
     name, experts = "RoutingPlan", plan.num_experts
     for argument, least in (("num_experts", 1), ("align", 1)):
@@ -86,7 +86,7 @@ def _check_plan(plan: "RoutingPlan") -> None:
         require(tensor.is_contiguous(), name, argument, "a contiguous tensor", "one that is not")
     for argument, size in (("counts_E", experts), ("offsets_E1", experts + 1), ("padded_counts_E", experts)):
         got = getattr(plan, argument).size(0)
-        require(got == size, name, argument, lambda: f"{size} entries", got)
+        require(got == size, name, argument, lambda: f"{size} entries", got)  # noqa: B023  (called at once)
     require(plan.num_rows % plan.align == 0, name, "slot_of_row_P", lambda: f"a multiple of align == {plan.align} rows", plan.num_rows)
     if plan._host_sizes_E is not None:
         require_tensor(plan._host_sizes_E, name, "_host_sizes_E", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
@@ -142,7 +142,7 @@ class RoutingPlan:
     @classmethod
     def from_experts(
         cls, experts_TK: torch.Tensor, num_experts: int, *, align: int = 1, exact: bool = False, check: str = "auto"
-    ) -> "RoutingPlan":
+    ) -> RoutingPlan:
         """Build the plan from expert ids.
 
         Args:
@@ -204,7 +204,7 @@ class RoutingPlan:
             self._host_sizes_E = self._host_sizes_E.clone()  # the plan serves training now, and autograd saves no such tensor
         return self._host_sizes_E
 
-    def exact(self) -> "RoutingPlan":
+    def exact(self) -> RoutingPlan:
         """The same plan without the rows behind the last expert. Waits for the device, once a plan."""
         rows = int(self.host_sizes().sum())
         return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], _trusted=True)

@@ -245,7 +245,7 @@ def _experts_from_one_each(tensors, experts, hidden, gated, layout):
 def _experts_from_megablocks(tensors, experts, hidden, gated, layout):
     inward, w2 = tuple(f"experts.mlp.{name}" for name in ("w1", "v1")[: 1 + gated]), "experts.mlp.w2"
     ffn = _shape(tensors, w2, 2)[0] // max(1, experts)
-    expected = dict.fromkeys((*inward, w2), [experts * ffn, hidden])
+    expected = {name: [experts * ffn, hidden] for name in (*inward, w2)}
     if layout == "fused":
         up = "experts.gate_up_proj" if gated else "experts.up_proj"
         return expected, [

@@ -36,7 +36,7 @@ __all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe
            "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
            "moe_unpermute"]
 
-_BYTES = FLOAT8 + (torch.uint8,)
+_BYTES = (*FLOAT8, torch.uint8)
 _IDS = (torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_IDS)
 

@@ -50,7 +50,7 @@ class Problem:
     sizes_on_host: bool = False
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> "Problem":
+    def of(cls, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> Problem:
         """The problem of these operands."""
         columns = result_shape(a, b, sizes.numel(), trans_a, trans_b)[-1]
         return cls(a.device, a.dtype, a.size(0), sizes.numel(), a.size(1), columns, trans_a, sizes.device.type == "cpu")

@@ -28,7 +28,6 @@ from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.routing import RoutingPlan
 
-
 # Modules that have a kernel, with the method that they compute by, and functions.
 _MODULES = {torch.nn.SiLU: ("silu", torch.nn.SiLU.forward), torch.nn.ReLU: ("relu", torch.nn.ReLU.forward),
             torch.nn.Identity: ("identity", torch.nn.Identity.forward), torch.nn.GELU: ("gelu", torch.nn.GELU.forward)}

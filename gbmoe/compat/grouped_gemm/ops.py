@@ -11,7 +11,6 @@ import gbmoe.ops
 from gbmoe.compat.grouped_gemm import backend
 from gbmoe.compat.transformer_engine import moe_permute, moe_unpermute
 
-
 __all__ = ["GroupedGemm", "backend", "gmm", "permute", "unpermute"]
 
 
