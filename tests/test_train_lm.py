@@ -214,9 +214,11 @@ def test_two_ranks_stop_together_and_the_resumed_run_has_the_losses_of_one_rank(
 # ------------------------------------------------------------------------- what cannot serve is found before the first step
 
 
-# Imports the script once; then, for each list of arguments on a line of its stdin, a fork of it runs them.
+# Imports the script once; then, for each list of arguments on a line of its stdin, a fork of it runs them. Sizes that are not
+# refused are to take neither the machine's memory nor for ever.
 FORKING = """
-import json, os, runpy, sys
+import json, os, resource, runpy, signal, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
 script = sys.argv[1]
 sys.path.insert(0, os.path.dirname(script))
 main = runpy.run_path(script, run_name="train_lm")["main"]
@@ -224,6 +226,7 @@ for line in sys.stdin:
     folder, sys.argv = json.loads(line)
     process = os.fork()
     if process == 0:
+        signal.alarm(60)
         for number, name in ((1, "printed"), (2, "errors")):
             os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.exit(main())

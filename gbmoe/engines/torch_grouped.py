@@ -38,7 +38,8 @@ class TorchGrouped(Engine):
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         sizes = device_sizes(sizes, a.device)
-        ends = sizes.cumsum(0, dtype=torch.int32)
+        # Bounded, because the sizes may be a caller's who overwrote them, and torch's kernel trusts them.
+        ends = sizes.clamp(min=0).cumsum(0).clamp_(max=a.size(0)).int()
         if trans_a:
             product = F.grouped_mm(a.t(), b, offs=ends)
             _zero_empty_groups(product, sizes)

@@ -28,9 +28,10 @@ def default_device() -> torch.device:
 class Arguments:
     """What a layer is built from; mirrors megablocks.layers.arguments.Arguments field by field.
 
-    Differences: `device` falls back to the CPU; `mlp_impl` is "gbmoe" (the grouped products), "bmm" (every expert padded to
-    the largest, torch.bmm) or "reference" (a plain loop over the experts); `engine` names the engine of the grouped products
-    (gbmoe.engines). fp16 wins over bf16; with both False parameters have torch's default dtype.
+    Differences: `device` falls back to the CPU, and may be "meta" (with mlp_impl "gbmoe" forward and backward give shapes there);
+    `mlp_impl` is "gbmoe" (the grouped products), "bmm" (every expert padded to the largest, torch.bmm) or "reference" (a plain
+    loop over the experts); `engine` names the engine of the grouped products (gbmoe.engines). fp16 wins over bf16; with both
+    False parameters have torch's default dtype.
 
     moe_capacity_factor is kept for its name: the layers here drop no token.
 

@@ -56,7 +56,8 @@ class Kept:
     writes it, in a compiled graph without a lock: every thread has a chain that no other thread appends to.
 
     What runs while autograd computes gradients is a forward that torch.utils.checkpoint repeats, of which everything has been
-    kept before: append does nothing then. It does where an eager checkpoint repeats a compiled graph, which cannot ask.
+    kept before: append does nothing then. Only where an eager checkpoint repeats a compiled graph, which cannot ask, may items
+    come twice, the second time while backward runs: clear behind backward, or compile the checkpoint with what is in it.
     """
 
     def __init__(self):
