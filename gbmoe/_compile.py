@@ -140,7 +140,7 @@ def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) 
                                    f"; it knows {', '.join(sorted(nvcc.codes, key=lambda c: int(re.sub('[af]', '', c))))}")
         return chosen
     known = sorted(int(code) for code in nvcc.codes if code.isdigit())
-    nearest = {}  # code -> whether a device of a later generation needs its PTX
+    nearest: dict[int, bool] = {}  # code -> whether a device of a later generation needs its PTX
     for wanted in sorted(int(_code(part)) for part in default):
         before = [code for code in known if code <= wanted]
         if before:
@@ -285,7 +285,7 @@ def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITE
     """
     nvcc, torch = Nvcc.find(), Torch.imported()
     reason = why_not(nvcc, torch)
-    if reason is not None:
+    if nvcc is None or reason is not None:
         raise CompileError(reason)
     chosen = architectures(nvcc, default)
     roots = _library_roots(nvcc, torch)

@@ -33,7 +33,7 @@ def _shared_memory_needed(num_experts: int) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
@@ -44,9 +44,9 @@ def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check:
         return
     low, high = experts_TK.aminmax()
     if check == "wait":
-        low, high = int(low), int(high)
-        require(low >= -1 and high < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
-                f"ids from {low} to {high}")
+        lowest, highest = int(low), int(high)
+        require(lowest >= -1 and highest < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
+                f"ids from {lowest} to {highest}")
     else:
         torch._assert_async((low >= -1) & (high < num_experts),
                             f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")
@@ -162,7 +162,7 @@ class RoutingPlan:
             experts_TK = experts_TK.unsqueeze(1)
         if check == "auto":
             check = "wait" if experts_TK.device.type == "cpu" else "device"
-        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)
+        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)  # type: ignore[misc]
         return plan.exact() if exact else plan
 
     @property

@@ -157,7 +157,7 @@ class Engine:
                     sizes_E: torch.Tensor) -> torch.Tensor:
         """dx = dh @ w1[e], with a gate + dg @ v1[e], [P,H]."""
         dx_PH = self.product(dh_PF, w1_EFH, sizes_E)
-        if v1_EFH is not None:
+        if v1_EFH is not None and dg_PF is not None:
             self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)
         return dx_PH
 

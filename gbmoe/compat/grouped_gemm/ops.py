@@ -43,7 +43,7 @@ class GroupedGemm(torch.autograd.Function):
 
 def _uncast(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, **transposed: bool) -> torch.Tensor:
     with torch.autocast(a.device.type, enabled=False):
-        return gbmoe.ops.gmm(a, b, batch_sizes, **transposed)
+        return gbmoe.ops.gmm(a, b, batch_sizes, **transposed)  # type: ignore[arg-type]
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
