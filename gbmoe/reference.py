@@ -47,11 +47,15 @@ def route(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: to
     return scores_TE.to(scores_dtype), weights_TK.to(scores_dtype), ids_TK, logits_TE.logsumexp(-1)
 
 
+_LARGEST_POWER = 1e30  # which float32 holds, and which leaves nothing of a number below 1
+
+
 def _relative_norm(weights_TK: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The weights as parts of each row's largest, the p-norm of these, and the largest; for p up to 2 the weights, and 1.
 
     Of weights below 1 every power underflows if p is only large enough: 0.1 to the 46th in float32.
     """
+    p = p if p == math.inf else min(p, _LARGEST_POWER)
     largest_T1 = weights_TK.amax(-1, keepdim=True) if p > 2 else torch.ones_like(weights_TK[:, :1])
     of_largest_TK = weights_TK / largest_T1
     return of_largest_TK, torch.linalg.vector_norm(of_largest_TK, ord=p, dim=-1, keepdim=True), largest_T1
@@ -75,6 +79,7 @@ def route_backward(
                 share_TK = (of_largest_TK == 1) / (of_largest_TK == 1).sum(-1, keepdim=True)
             else:
                 # Of a score of 0 the logit's gradient is 0, also where p < 1 and the slope here is infinite.
+                p = min(p, _LARGEST_POWER)
                 share_TK = torch.where(of_largest_TK == 0, 0, of_largest_TK ** (p - 1)) / (of_largest_TK**p).sum(-1, keepdim=True)
             inner_T1 = (grad_TK * of_largest_TK).sum(-1, keepdim=True)
             grad_TK = (grad_TK - inner_T1 * share_TK) / (norm_T1 * largest_T1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gbmoe
-from gbmoe import RoutingPlan, cases, engines, reference
+from gbmoe import RoutingPlan, cases, engines, kernels, reference
 from gbmoe.engines.base import Problem
 from gbmoe.ops import experts
 from gbmoe.ops.experts import activation_name
@@ -349,7 +349,7 @@ def test_backward_under_a_dispatch_mode_is_the_operator(device):
     out = gbmoe.expert_mlp(tensors["x"].requires_grad_(), plan, tensors["w1"], tensors["w2"], tensors["v1"])
     with Watch():
         out.backward(grad)
-    assert "gbmoe.expert_mlp_backward.default" in seen
+    assert any(name.startswith("gbmoe.expert_mlp_backward") for name in seen)
 
 
 def test_second_derivatives_are_refused(device):
@@ -527,7 +527,7 @@ def test_a_slot_beyond_the_weights_is_none(device, dtype, ffn, gated):
     for slots in (slot_of_row, clean):
         cases.poison(device)
         dh = d.clone()
-        results.append([dh, *experts._activate_backward(h, g if gated else None, dh, slots, weights, "silu")])
+        results.append([dh, *kernels.activate_backward(h, g if gated else None, dh, slots, weights, "silu")])
     for result, expected in zip(*results):
         assert bool(result.isfinite().all()) and torch.equal(result, expected)
     assert bool((results[0][0][clean < 0] == 0).all()) and int((results[0][3] != 0).sum()) == 5

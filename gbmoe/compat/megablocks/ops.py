@@ -370,6 +370,8 @@ _replicate = define(
 def sum_bins(grad_BN: torch.Tensor, bins_E: torch.Tensor) -> torch.Tensor:
     """Sums of each bin's columns, [B,N] to [B,E]: replicate's gradient. In order, in float32, rounded once."""
     offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).long().clamp(0, grad_BN.size(1))
+    if offsets_E1.is_cuda:  # where they are not looked at, and a bin that ends before it begins would end the process' CUDA context
+        offsets_E1 = offsets_E1.cummax(0).values
     # unsafe: no check of the offsets, which would wait for the device.
     grad_NB = grad_BN.t().to(accumulate_dtype(grad_BN.dtype)).contiguous()
     sums_EB = torch.segment_reduce(grad_NB, "sum", offsets=offsets_E1, unsafe=True, initial=0)
