@@ -263,15 +263,15 @@ def calls(device, dtype, tokens, top_k):
         yield "chunk_rows", (x, chunk_sizes, order, groups, 4, "sort")
         yield "chunk_rows_by_host", (x, chunk_sizes.cpu(), order.cpu(), groups, 4, "sort")
     sizes = plan_sizes(plan, x, w, "auto")
-    for suffix, engine, sizes in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
-        yield f"gmm{suffix}", (h, w, sizes, False, False, engine, False)
-        yield f"gmm{suffix}", (h, y, sizes, True, False, engine, False)
+    for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
+        yield f"gmm{suffix}", (h, w, counts, False, False, engine, False)
+        yield f"gmm{suffix}", (h, y, counts, True, False, engine, False)
         for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"),
                                                   (w, False, weights, "gelu")):
-            yield f"expert_mlp{suffix}", (x, slot_weights, *maps, sizes, w, w, v, activation, engine, save)
+            yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save)
             needs = (save, slot_weights is not None, True, save, v is not None)
             g = h.new_empty(0) if v is None else h
-            yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, sizes, w, w, v, h, g, activation, engine, *needs)
+            yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, activation, engine, *needs)
 
 
 @functools.cache
