@@ -1,7 +1,10 @@
 // What every kernel file shares: the element types, 16-byte vectors, and the few facts asked of a stable tensor.
 //
-// Legend of shape letters used in csrc/: T tokens, K slots a token (top-k), E experts, H hidden, F ffn hidden,
-// P padded rows (each expert's rows rounded up to the plan's alignment). A slot is t * K + j; -1 stands for "none".
+// Legend of shape letters used in csrc/: T tokens, K slots per token (top-k), E experts, H hidden, F ffn hidden,
+// P padded rows (each expert's rows rounded up to the plan's alignment).
+//
+// A slot is a token's choice: token t's j-th choice is slot t * K + j, and -1 stands for "none". CTA is what CUDA also calls a
+// thread block; the word block is not used for anything else.
 
 #pragma once
 
@@ -16,7 +19,9 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 namespace gbmoe {
@@ -28,6 +33,24 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
+}
+
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+// The runtime is asked once per device.
+inline int multiprocessors(int device) {
+  constexpr int kDevices = 64;  // those beyond are asked every time
+  static std::atomic<int> known[kDevices];
+  if (device >= kDevices) return device_attribute(cudaDevAttrMultiProcessorCount, device);
+  int count = known[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    count = device_attribute(cudaDevAttrMultiProcessorCount, device);
+    known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -47,7 +70,7 @@ template <typename T> __device__ __forceinline__ T narrow(accumulate_t<T> value)
 template <> __device__ __forceinline__ __nv_bfloat16 narrow(float value) { return __float2bfloat16_rn(value); }
 template <> __device__ __forceinline__ __half narrow(float value) { return __float2half_rn(value); }
 
-// N elements moved by one instruction where N * sizeof(T) is 16.
+// N elements; one vectorised load or store moves them where N * sizeof(T) is 16.
 template <typename T, int N> struct alignas(sizeof(T) * N) Vector { T element[N]; };
 
 template <typename T> constexpr int kVectorLength = 16 / static_cast<int>(sizeof(T));
@@ -55,9 +78,19 @@ template <typename T> constexpr int kVectorLength = 16 / static_cast<int>(sizeof
 inline bool aligned_16(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
 }
+// Whether rows of row_bytes may be moved in vectors of 16 bytes in all of the tensors; nullptr stands for a tensor not given.
+inline bool fits_16_bytes(int64_t row_bytes, std::initializer_list<const Tensor*> tensors) {
+  bool fits = row_bytes % 16 == 0;
+  for (const Tensor* tensor : tensors) fits = fits && (!tensor || aligned_16(*tensor));
+  return fits;
+}
 
-// Element i of an array whose dtype is known only at run time. Out of line, because kernels that unroll over slots would hold a
-// copy of the switch for each, and with arguments by value: a pointer to a kernel's parameters would put them on the stack.
+template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
+template <typename V> V* data(const std::optional<Tensor>& tensor) { return tensor ? data<V>(*tensor) : nullptr; }
+
+// Element i of an array whose dtype is known only at run time. These are out of line, because kernels that unroll over slots
+// would hold a copy of the switch for each; and they take their arguments by value, because a pointer to a kernel's parameters
+// would put those on the stack.
 static __device__ __noinline__ double read_scalar(const void* data, ScalarType dtype, int64_t i) {
   switch (dtype) {
     case ScalarType::Float: return static_cast<const float*>(data)[i];
@@ -75,8 +108,8 @@ static __device__ __noinline__ void write_scalar(void* data, ScalarType dtype, i
   }
 }
 
-// A small tensor of any floating dtype (router weights: fp32 beside bf16 rows, or the rows' own dtype). Choosing at run time
-// costs nothing beside the row that the number scales, and saves a template parameter everywhere.
+// A small tensor of any floating dtype (router weights: fp32 beside bf16 rows, or the rows' own dtype). To choose the dtype at
+// run time costs nothing beside the row that the number scales, and saves a template parameter everywhere.
 struct Scalars {
   void* data;
   ScalarType dtype;

@@ -1,7 +1,7 @@
 // Every operator of the extension. They compute and neither allocate nor check: callers in gbmoe/ hand them contiguous
 // tensors of matching dtypes on one device, CPU int64 `sizes`, and the tensors to write to, allocated by torch in Python
-// (where running out of memory is torch's own exception). What maps, ids and sizes hold leads none outside its tensors: an entry outside
-// its range counts as none.
+// (where running out of memory is torch's own exception). Whatever maps, ids and sizes hold, no operator reads or writes outside
+// its tensors: an entry outside its range counts as none.
 
 #pragma once
 
@@ -14,33 +14,38 @@ namespace gbmoe {
 
 using torch::stable::Tensor;
 
-// gmm_cublas.cu; pointers: int64 on the device, room for three a group
+// cublas_grouped_gemm.cu; pointers: int64 on the device, room for three per group
 void cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor out);
 void cublas_grouped(
     Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor pointers, Tensor out);
 
-// groups.cu
+// zero_empty_groups.cu
 void zero_empty_groups(Tensor sizes, Tensor out);
 
-// plan.cu; the exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
+// routing_plan.cu; the exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
 // ids int32 or int64 [T,K]; returns row_of_slot, slot_of_row, counts, offsets, padded_counts
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows);
 
-// mask [T,E] of any integer type or bool, int64 pad_offsets [E], counts_by_chunk int32 [chunks,E] to work in, row_map int32
-// [T,2E+1]; with row_of_slot [T,E] and slot_of_row [P], both or neither, also what map_slots makes of the map
+// For how many experts routing_plan and mask_row_map have room in the shared memory of this device (its index)
+int64_t routing_plan_max_experts(int64_t device);
+
+// row_map.cu; mask [T,E] of any integer type or bool, int64 pad_offsets [E], counts_by_chunk int32 [chunks,E] to work in,
+// row_map int32 [T,2E+1]; with row_of_slot [T,E] and slot_of_row [P], both or neither, also what map_slots makes of the map
 void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_by_chunk, Tensor row_map,
                   std::optional<Tensor> row_of_slot, std::optional<Tensor> slot_of_row);
 // row, column and count may be views with a row stride; of row_of_slot the entries in use are written
 void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
-// route.cu, route_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
+// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
 void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
     Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
     std::optional<Tensor> grad_logsumexp, double p, Tensor grad);
+// The most experts and the most slots per token that both have kernels for
+std::tuple<int64_t, int64_t> route_limits();
 
-// permute.cu; row_of_slot, columns and counts may be views with a row stride
+// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row stride
 void padded_gather(
     Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
     std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, Tensor out,
@@ -53,7 +58,7 @@ void padded_scatter_backward(
     std::optional<Tensor> counts, std::optional<Tensor> weights, bool clear_behind, std::optional<Tensor> grad_y,
     std::optional<Tensor> grad_weights);
 
-// activation.cu; d becomes dh, grad_weights comes as zeros
+// activation_kernels.cu; d becomes dh, grad_weights comes as zeros
 void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out);
 void activate_backward(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,

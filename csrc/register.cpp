@@ -13,6 +13,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(b!) out) -> ()");
   m.def("zero_empty_groups(Tensor sizes, Tensor(a!) out) -> ()");
   m.def("routing_plan(Tensor ids, int num_experts, int align, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("routing_plan_max_experts(int device) -> int");
   m.def("mask_row_map(Tensor mask, Tensor? pad_offsets, Tensor(a!) counts_by_chunk, Tensor(b!) row_map, Tensor(c!)? row_of_slot,"
         " Tensor(d!)? slot_of_row) -> ()");
   m.def("map_slots(Tensor row, Tensor? column, Tensor? count, Tensor? pad_offsets, Tensor? probs, Tensor(a!) row_of_slot,"
@@ -20,6 +21,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("route(Tensor logits, float p, Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
   m.def("route_backward(Tensor scores, Tensor ids, Tensor? grad_scores, Tensor? grad_weights, Tensor? grad_logsumexp, float p,"
         " Tensor(a!) grad) -> ()");
+  m.def("route_limits() -> (int, int)");
   m.def("padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? scale,"
         " Tensor? probs, bool drop_zero_probs, bool clear_behind, Tensor(a!) out, Tensor(b!)? probs_out) -> ()");
   m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? columns, Tensor? counts, Tensor? weights, Tensor(a!) out) -> ()");
@@ -48,6 +50,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
   m.impl("hopper_built", TORCH_BOX(&gbmoe::hopper_built));
+  m.impl("route_limits", TORCH_BOX(&gbmoe::route_limits));
+  m.impl("routing_plan_max_experts", TORCH_BOX(&gbmoe::routing_plan_max_experts));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {

@@ -65,7 +65,7 @@ def route_backward(
     scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
     grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/route_backward.cu. An id of no expert counts as none."""
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router_backward.cu. An id of no expert counts as none."""
     wide = accumulate_dtype(scores_TE.dtype)
     score_TE = scores_TE.to(wide)
     grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
@@ -288,10 +288,10 @@ def _identity(x, slope):
     return torch.ones_like(x) if slope else x
 
 
-# The activations that have kernels, in the order of csrc/activation.cu. Called with (x, slope): the value, or its slope.
+# The activations that have kernels, in the order of csrc/activation_kernels.cu. Called with (x, slope): the value, or its slope.
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu_squared": _relu_squared,
                "identity": _identity}
-ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}  # csrc/activations.cuh
+ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}  # csrc/activation_formulas.cuh
 
 
 def _row_chunks(h_PF: torch.Tensor):
@@ -312,7 +312,7 @@ def activate_backward(
     h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
     weights_TK: torch.Tensor | None, activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation.cu.
+    """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation_kernels.cu.
 
     d_PF is the gradient of the activation before the router weight, and is overwritten with dh. Returns (weight * a [P,F],
     dg [P,F] or empty, grad_weights [T,K] or empty); rows without a slot are zero, and a slot beyond the weights is none.

@@ -24,16 +24,14 @@ def _fake_routing_plan(experts, num_experts, align, check):
     return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
-_MAX_EXPERTS = 1024  # of csrc/plan.cu
-
-
-def _shared_memory_needed(num_experts: int) -> int:
-    return 4 * ((32 + 2) * num_experts + 1) + 12 * 1024
-
-
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+def _max_experts(device: torch.device) -> int:
+    return torch.ops.gbmoe_cuda.routing_plan_max_experts(device.index)
+
+
+def kernels_serve(device: torch.device, num_experts: int) -> bool:
+    """True where the CUDA kernels are loaded, and the device has shared memory enough for so many experts."""
+    return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
 
 
 def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
@@ -58,8 +56,7 @@ def _routing_plan_reference(experts, num_experts, align, check):
 
 
 def _routing_plan_cuda(experts, num_experts, align, check):
-    device = experts.device
-    if num_experts > _MAX_EXPERTS or _shared_memory_needed(num_experts) > _shared_memory(device) or not extension.loaded():
+    if not kernels_serve(experts.device, num_experts):
         return _routing_plan_reference(experts, num_experts, align, check)
     _check_values(experts, num_experts, align, check)
     rows = reference.padded_rows(experts.numel(), num_experts, align)

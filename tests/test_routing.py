@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gbmoe import RoutingPlan, cases, expert_mlp
+from gbmoe import RoutingPlan, cases, expert_mlp, extension, routing
 
 
 def check_invariants(plan, experts_TK):
@@ -105,6 +105,23 @@ def test_one_dimensional_ids_are_one_slot_a_token():
 def test_bad_arguments(bad, words):
     with pytest.raises((TypeError, ValueError), match=words):
         RoutingPlan.from_experts(**bad)
+
+
+def test_the_extension_says_for_how_many_experts_a_device_has_room(monkeypatch):
+    """Once for each device, and only where there is an extension: nothing else knows how much shared memory the kernels take."""
+    asked = []
+    monkeypatch.setattr(extension, "loaded", lambda: True)
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, "routing_plan_max_experts", lambda i: asked.append(i) or (391, 1024)[i], raising=False)
+    routing._max_experts.cache_clear()
+    try:
+        small, large, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+        served = [(device, experts) for device in (small, large, cpu) for experts in (391, 392, 1024, 1025)
+                  if routing.kernels_serve(device, experts)]
+        assert served == [(small, 391), (large, 391), (large, 392), (large, 1024)] and asked == [0, 1]
+        monkeypatch.setattr(extension, "loaded", lambda: False)
+        assert not routing.kernels_serve(small, 1)
+    finally:
+        routing._max_experts.cache_clear()
 
 
 @pytest.mark.gpu

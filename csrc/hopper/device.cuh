@@ -6,12 +6,6 @@
 
 namespace gbmoe::hopper {
 
-inline int multiprocessors(int device) {
-  int count = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 // Makes a device and its context current: tensor maps are made by the driver, which, unlike the runtime, does not see to that
 // itself, and the thread that runs backward may not have used the device before.
 struct OnDevice {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../activations.cuh"
+#include "../activation_formulas.cuh"
 #include "../common.cuh"
 
 namespace gbmoe::hopper {
@@ -39,7 +39,7 @@ struct GemmSettings {
   static constexpr bool kTransposedB = false;  // b[e] is [K,N] rather than [N,K], m-grouped
   static constexpr bool kGatherA = false;      // a is not in memory: its rows are gathered from the tokens' matrix
   static constexpr EpilogueKind kEpilogue = EpilogueKind::kStore;
-  using ActivationFamily = void;               // kActivation and kGlu: a type of activations.cuh
+  using ActivationFamily = void;               // kActivation and kGlu: a family of activation_formulas.cuh
   static constexpr bool kGate = false;         // kActivationBackward: whether there is g
   static constexpr bool kPingPong = false;     // each warpgroup makes whole tiles, in turns; else both share each tile
   static constexpr int kTileN = kWideTileN;

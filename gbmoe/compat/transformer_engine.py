@@ -27,7 +27,7 @@ import warnings
 
 import torch
 
-from gbmoe import extension, routing
+from gbmoe import routing
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
 from gbmoe.kernels import map_slots
@@ -51,13 +51,11 @@ def mask_row_map(mask_TE: torch.Tensor) -> torch.Tensor:
     return _mask_rows(mask_TE, None, None)[0]
 
 
-_CHUNKS = 128  # of tokens, for csrc/plan.cu: one a block, and every block reads the counts of all
+_CHUNKS = 128  # at most so many chunks of tokens, one per CTA of csrc/row_map.cu: every CTA reads the counts of all chunks
 
 
 def _kernels_serve(mask_TE):
-    device, experts = mask_TE.device, mask_TE.size(1)
-    return (device.type == "cuda" and 1 <= experts <= routing._MAX_EXPERTS and extension.loaded()
-            and routing._shared_memory_needed(experts) <= routing._shared_memory(device))
+    return mask_TE.size(1) >= 1 and routing.kernels_serve(mask_TE.device, mask_TE.size(1))
 
 
 def _mask_rows_kernel(mask_TE, pad_offsets_E, rows):

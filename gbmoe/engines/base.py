@@ -147,7 +147,7 @@ class Engine:
 
         a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F] with zeros in an expert's rows without a slot; dweights
         [T,K] is <a, d>, 0 for a slot without a row. dg is None without g, dweights without weights. The formulas stand at the top
-        of csrc/activation.cu.
+        of csrc/activation_kernels.cu.
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
         a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slot_of_row_P, weights_TK, activation)

@@ -1,4 +1,4 @@
-"""cuBLAS from the extension: one cublasGemmEx per group, or one cublasGemmGroupedBatchedEx for all (csrc/gmm_cublas.cu)."""
+"""cuBLAS from the extension: one cublasGemmEx per group, or one cublasGemmGroupedBatchedEx for all (csrc/cublas_grouped_gemm.cu)."""
 
 from __future__ import annotations
 

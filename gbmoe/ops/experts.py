@@ -4,7 +4,7 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P 
 
 Saved for backward are x, the pre-activations h (and g) and the plan: x's rows are gathered again, the activation is
 computed again, and the router weights' gradient comes from the activation, so that the experts' output y is not needed
-(csrc/activation.cu has the formulas).
+(csrc/activation_kernels.cu has the formulas).
 """
 
 from __future__ import annotations

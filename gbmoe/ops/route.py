@@ -5,6 +5,7 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -14,8 +15,6 @@ from gbmoe import extension, reference
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._library import define
 from gbmoe.kernels import aligned
-
-_MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # of csrc/route.cu
 
 
 class Routing(NamedTuple):
@@ -56,9 +55,17 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     return Routing(*_route(logits_TE, top_k, None if normalize is None else float(normalize), wide))
 
 
+@functools.cache
+def _limits() -> tuple[int, int]:
+    """The most experts, and the most of them per token, that the kernels serve."""
+    return torch.ops.gbmoe_cuda.route_limits()
+
+
 def _kernels_serve(logits: torch.Tensor, top_k: int, p: float | None) -> bool:
-    return (logits.device.type == "cuda" and logits.dtype != torch.float64 and logits.size(1) <= _MAX_EXPERTS
-            and top_k <= _MAX_TOP_K and _plain_powers(p, logits.size(1)) and extension.loaded())
+    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not extension.loaded():
+        return False
+    max_experts, max_top_k = _limits()
+    return logits.size(1) <= max_experts and top_k <= max_top_k and _plain_powers(p, logits.size(1))
 
 
 def _plain_powers(p: float | None, experts: int) -> bool:

@@ -1,11 +1,13 @@
 """route: softmax, top-k, norm and logsumexp against PyTorch's own, forward and gradients."""
 
+import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gbmoe import cases, reference
+from gbmoe import cases, extension, reference
 from gbmoe.ops import route
 from gbmoe.ops.route import Routing
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
@@ -320,3 +322,23 @@ def test_meta_device():
     assert [tuple(t.shape) for t in got] == [(5, 4), (5, 2), (5, 2), (5,)] and all(t.is_meta for t in got)
     (got.scores_TE.sum() + got.weights_TK.sum() + got.logsumexp_T.sum()).backward()
     assert logits.grad.is_meta and logits.grad.shape == logits.shape
+
+
+def test_the_extension_says_which_shapes_its_kernels_serve(monkeypatch):
+    """Once: the tables of the kernels are in csrc/, and numbers of their own here could fall behind them."""
+    module, asked = importlib.import_module("gbmoe.ops.route"), []
+    monkeypatch.setattr(extension, "loaded", lambda: True)
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, "route_limits", lambda: asked.append(1) or (48, 5), raising=False)
+    module._limits.cache_clear()
+    try:
+        def serves(experts, top_k, p=None, **changes):
+            logits = SimpleNamespace(**{"device": torch.device("cuda", 0), "dtype": torch.float32, **changes}, size=lambda _: experts)
+            return module._kernels_serve(logits, top_k, p)
+
+        assert serves(48, 5) and serves(1, 1, p=2.0) and asked == [1]
+        assert not serves(49, 5) and not serves(48, 6) and not serves(48, 5, p=math.inf)
+        assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
+        monkeypatch.setattr(extension, "loaded", lambda: False)
+        assert not serves(48, 5)
+    finally:
+        module._limits.cache_clear()

@@ -1,10 +1,15 @@
-// What the router's kernels share: rows of E numbers in the registers of a group of lanes, sums over a group, norms.
+// What the router's kernels share: rows of E numbers in the registers of a lane group, sums over a lane group, norms.
 //
-// A group of G lanes, 2, 4, 8, 16 or a whole warp, owns one token and keeps its E numbers in registers, N a lane in vectors of V:
-// lane l has the experts [(c * G + l) * V, ... + V) of every chunk c.
+// A lane group is G lanes, 2, 4, 8, 16 or a whole warp. It owns one token and keeps its E numbers in registers, N per lane in
+// vectors of V: lane l has the experts [(c * G + l) * V, ... + V) of every chunk c, so that loads and stores are coalesced and
+// vectorised.
+//
+// Legend of template parameters: T type of the logits, S type of the scores and weights; G lanes per token, N numbers per lane, V
+// numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
 
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common.cuh"
@@ -12,30 +17,29 @@
 namespace gbmoe {
 namespace {
 
-constexpr unsigned kFull = 0xffffffffu;
-
 template <int G, typename X> __device__ __forceinline__ X group_sum(X x) {
 #pragma unroll
-  for (int step = G / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFull, x, step);
+  for (int step = G / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
   return x;
 }
-// Out of line: a copy for each slot of a lane would be most of a kernel.
+// Out of line: a copy for each of a lane's slots would be most of a kernel.
 __device__ __noinline__ float any_power(float x, float p) { return powf(x, p); }
 __device__ __forceinline__ float power(float x, float p) { return p == 1.0f ? x : p == 2.0f ? x * x : any_power(x, p); }
 __device__ __forceinline__ float root(float x, float p) {
   if (p == 1.0f) return x;
   if (p == 2.0f) return sqrtf(x);
-  const float y = any_power(x, 1.0f / p);  // off by the rounding of 1 / p times log(x); one step of Newton's takes that away
+  // The power is off by the rounding of 1 / p times log(x); one step of Newton's method takes that away.
+  const float y = any_power(x, 1.0f / p);
   return y + y * (x / any_power(y, p) - 1.0f) / p;
 }
 
-struct Rows {
+struct RouterShape {
   int64_t tokens;
-  int experts, slots;
-  float p;  // of the norm the weights are divided by; 0 for none
+  int experts, slots;  // slots per token
+  float p;             // of the norm that the weights are divided by; 0 for none
 };
 
-// A register of logits: two half-precision numbers or one float.
+// A word is a register of logits: two half-precision numbers or one float.
 template <typename T> struct Word {
   using Numbers = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   static constexpr int kNumbers = 2;
@@ -49,7 +53,7 @@ template <typename T> struct Word {
     if constexpr (std::is_same_v<T, __half>) return i ? __high2float(numbers(word)) : __low2float(numbers(word));
     else return __uint_as_float(i ? word & 0xffff0000u : word << 16);
   }
-  // NaN where one of both is NaN.
+  // NaN where either is NaN.
   static __device__ __forceinline__ uint32_t higher(uint32_t a, uint32_t b) {
     const Numbers result = __hmax2_nan(numbers(a), numbers(b));
     return reinterpret_cast<const uint32_t&>(result);
@@ -59,7 +63,7 @@ template <typename T> struct Word {
     if constexpr (std::is_same_v<T, __half>) return same(__float2half_rd(x));
     else return same(__float2bfloat16_rd(x));
   }
-  // Ones where a number is not below the bound, which NaN is not, nor any number where the bound is NaN.
+  // All bits set where a number is not below its bound. NaN is not below any bound, and no number is below a bound of NaN.
   static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
     return __hgeu2_mask(numbers(word), numbers(bound));
   }
@@ -80,12 +84,12 @@ template <> struct Word<float> {
   static __device__ __forceinline__ uint32_t same(float x) { return __float_as_uint(x); }
   static __device__ __forceinline__ uint32_t floor(float x) { return __float_as_uint(x); }
   static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
-    return get(word, 0) < get(bound, 0) ? 0u : kFull;
+    return get(word, 0) < get(bound, 0) ? 0u : kFullWarp;
   }
 };
 
-// One token's E numbers, as the lane that calls sees its N of them. V > 1 divides E.
-template <typename T, int G, int N, int V> struct Row {
+// One token's E numbers in a lane group, as the calling lane sees its N of them. V > 1 divides E.
+template <typename T, int G, int N, int V> struct RowLayout {
   static constexpr int kNumbers = Word<T>::kNumbers, kWords = N / kNumbers;
   using Words = Vector<uint32_t, (V > kNumbers ? V : kNumbers) / kNumbers>;
 
@@ -93,7 +97,7 @@ template <typename T, int G, int N, int V> struct Row {
   static __device__ __forceinline__ int lane_of(int expert) { return expert / V % G; }
   static __device__ __forceinline__ int index_of(int expert) { return expert / (G * V) * V + expert % V; }
 
-  // `fill` stands for what lies beyond the last expert.
+  // What lies beyond the last expert reads as `fill`.
   static __device__ __forceinline__ void load(const T* row, int experts, int lane, float fill, uint32_t (&word)[kWords]) {
     if constexpr (V < kNumbers) {
 #pragma unroll
@@ -141,15 +145,10 @@ template <typename T, int G, int N, int V> struct Row {
   }
 };
 
-constexpr int least(int a, int b, int c) { return a < b ? (a < c ? a : c) : (b < c ? b : c); }
-
-// Numbers of a vector: as many as fit 16 bytes of either type, but at most kWidest (16 is no limit, and 1 means no vectors). One V for
-// logits and scores keeps the experts of a lane the same.
-template <typename T, typename S, int N, int kWidest>
-constexpr int kVector = least(N < kWidest ? N : kWidest, kVectorLength<T>, kVectorLength<S>);
-
-template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
-template <typename V> V* data(const std::optional<Tensor>& tensor) { return tensor ? data<V>(*tensor) : nullptr; }
+// How many numbers a vector has: as many as fit 16 bytes of either type, but at most kMaxVector (16 is no limit, and 1 means no
+// vectors). Logits and scores have vectors of the same length, so that a lane's experts are the same in both.
+template <typename T, typename S, int N, int kMaxVector>
+constexpr int kVector = std::min({N, kMaxVector, kVectorLength<T>, kVectorLength<S>});
 
 // Runs body with T bound to the logits' type and S to the scores': the same, or float.
 #define GBMOE_DISPATCH_LOGITS(logits, scores, name, ...)                                                              \

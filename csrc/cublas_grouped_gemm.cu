@@ -1,14 +1,14 @@
-// Grouped products by cuBLAS: one cublasGemmEx per expert, or one cublasGemmGroupedBatchedEx for all of them.
+// Grouped GEMMs by cuBLAS: one cublasGemmEx per expert, or one cublasGemmGroupedBatchedEx for all of them.
 //
 // Group e owns sizes[e] consecutive rows of a, behind the rows of the groups before it. All operands are row-major, and
-// cuBLAS is column-major, so each product is computed as its transpose: the row-major matrix C [m,n] is the column-major
+// cuBLAS is column-major, so each GEMM is computed as its transpose: the row-major matrix C [m,n] is the column-major
 // C^T [n,m] = B^T A^T, which means that the operands change places and a row-major operand that is not transposed passes
 // CUBLAS_OP_N with its row length as leading dimension.
 //
-//   variable m:  out[rows of e] = a[rows of e] @ b[e]      b [E,K,N], or [E,N,K] with trans_b
-//   variable k:  out[e] = a[rows of e].T @ b[rows of e]    a [M,K], b [M,N], out [E,K,N]      (trans_a)
+//   m-grouped:  out[rows of e] = a[rows of e] @ b[e]      b [E,K,N], or [E,N,K] with trans_b
+//   k-grouped:  out[e] = a[rows of e].T @ b[rows of e]    a [M,K], b [M,N], out [E,K,N]      (trans_a)
 //
-// Of sizes that go beyond the rows only the rows that are there count, and of negative ones none: no product reaches outside.
+// A size that goes beyond the rows counts as the rows that are left, and a negative one as 0: no GEMM reads or writes outside.
 
 #include <cublas_v2.h>
 
@@ -68,66 +68,68 @@ Types types_of(ScalarType dtype, bool allow_tf32) {
   return {};
 }
 
-// One group's product in cuBLAS' column-major terms, with the byte offsets of its operands.
-struct Product {
+// One group's GEMM in cuBLAS' column-major terms, with the byte offsets of its operands.
+struct Gemm {
   int64_t m, n, k;
   int64_t left, right, out;
 };
 
-struct Plan {
+struct GroupedGemm {
   cublasOperation_t op_left, op_right;
   int64_t ld_left, ld_right, ld_out;
-  std::vector<Product> products;
-  int64_t group_bytes = 0;             // of one out[e], variable k only
-  std::vector<int64_t> empty_groups;   // whose out[e] must become zero, variable k only
+  std::vector<Gemm> gemms;
+  int64_t group_bytes = 0;             // of one out[e], k-grouped only
+  std::vector<int64_t> empty_groups;   // whose out[e] must become zero, k-grouped only
 };
 
 // m or n of zero leaves nothing to do; k of zero leaves an output of zeros to write. Both stay out of cuBLAS, which need
 // not accept them.
-Plan plan_products(const Tensor& a, const Tensor& b, const Tensor& sizes, bool trans_a, bool trans_b, const Tensor& out) {
+GroupedGemm make_grouped_gemm(
+    const Tensor& a, const Tensor& b, const Tensor& sizes, bool trans_a, bool trans_b, const Tensor& out) {
   const int64_t* given = static_cast<const int64_t*>(sizes.data_ptr());
   const int64_t groups = sizes.numel();
   std::vector<int64_t> size(groups);
   for (int64_t e = 0, left = a.size(0); e < groups; left -= size[e++]) size[e] = std::clamp<int64_t>(given[e], 0, left);
   const int64_t bytes = static_cast<int64_t>(a.element_size());
   const int64_t columns = out.size(out.dim() - 1);
-  Plan plan;
-  plan.ld_out = std::max<int64_t>(columns, 1);
+  GroupedGemm grouped;
+  grouped.ld_out = std::max<int64_t>(columns, 1);
   int64_t row = 0;
   if (trans_a) {
     const int64_t inner = a.size(1);
-    plan.op_left = CUBLAS_OP_N;
-    plan.op_right = CUBLAS_OP_T;
-    plan.ld_left = std::max<int64_t>(columns, 1);
-    plan.ld_right = std::max<int64_t>(inner, 1);
-    plan.group_bytes = inner * columns * bytes;
+    grouped.op_left = CUBLAS_OP_N;
+    grouped.op_right = CUBLAS_OP_T;
+    grouped.ld_left = std::max<int64_t>(columns, 1);
+    grouped.ld_right = std::max<int64_t>(inner, 1);
+    grouped.group_bytes = inner * columns * bytes;
     for (int64_t e = 0; e < groups; row += size[e++]) {
-      if (plan.group_bytes == 0) continue;
+      if (grouped.group_bytes == 0) continue;
       if (size[e] == 0) {
-        plan.empty_groups.push_back(e);
+        grouped.empty_groups.push_back(e);
       } else {
-        plan.products.push_back({columns, inner, size[e], row * columns * bytes, row * inner * bytes, e * plan.group_bytes});
+        grouped.gemms.push_back({columns, inner, size[e], row * columns * bytes, row * inner * bytes, e * grouped.group_bytes});
       }
     }
   } else {
     const int64_t inner = a.size(1);
-    plan.op_left = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    plan.op_right = CUBLAS_OP_N;
-    plan.ld_left = std::max<int64_t>(trans_b ? inner : columns, 1);
-    plan.ld_right = std::max<int64_t>(inner, 1);
+    grouped.op_left = trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    grouped.op_right = CUBLAS_OP_N;
+    grouped.ld_left = std::max<int64_t>(trans_b ? inner : columns, 1);
+    grouped.ld_right = std::max<int64_t>(inner, 1);
     for (int64_t e = 0; e < groups; row += size[e++]) {
       if (size[e] == 0 || columns == 0 || inner == 0) continue;
-      plan.products.push_back({columns, size[e], inner, e * inner * columns * bytes, row * inner * bytes, row * columns * bytes});
+      grouped.gemms.push_back({columns, size[e], inner, e * inner * columns * bytes, row * inner * bytes, row * columns * bytes});
     }
   }
-  return plan;
+  return grouped;
 }
 
-void write_zeros_where_k_is_zero(const Plan& plan, const Tensor& a, const Tensor& out, bool accumulate, cudaStream_t stream) {
+void write_zeros_where_k_is_zero(
+    const GroupedGemm& grouped, const Tensor& a, const Tensor& out, bool accumulate, cudaStream_t stream) {
   if (accumulate) return;
   char* base = static_cast<char*>(out.data_ptr());
-  for (const int64_t e : plan.empty_groups) {
-    STD_CUDA_CHECK(cudaMemsetAsync(base + e * plan.group_bytes, 0, plan.group_bytes, stream));
+  for (const int64_t e : grouped.empty_groups) {
+    STD_CUDA_CHECK(cudaMemsetAsync(base + e * grouped.group_bytes, 0, grouped.group_bytes, stream));
   }
   if (a.size(1) == 0 && out.numel() > 0) {
     STD_CUDA_CHECK(cudaMemsetAsync(base, 0, out.numel() * out.element_size(), stream));
@@ -173,18 +175,19 @@ Operands operands_of(const Tensor& a, const Tensor& b, const Tensor& out) {
   return {static_cast<const char*>(b.data_ptr()), static_cast<const char*>(a.data_ptr()), static_cast<char*>(out.data_ptr())};
 }
 
-void multiply_one(const Handle& handle, const Plan& plan, const Types& types, const Product& p, const Operands& at, bool accumulate) {
+void multiply_one(
+    const Handle& handle, const GroupedGemm& grouped, const Types& types, const Gemm& gemm, const Operands& at, bool accumulate) {
   const Factor one = factor(1.0, types.compute), beta = factor(accumulate ? 1.0 : 0.0, types.compute);
   GBMOE_CUBLAS_CHECK(cublasGemmEx_64(
       handle.get(),
-      plan.op_left,
-      plan.op_right,
-      p.m, p.n, p.k,
+      grouped.op_left,
+      grouped.op_right,
+      gemm.m, gemm.n, gemm.k,
       &one,
-      at.left + p.left, types.storage, plan.ld_left,
-      at.right + p.right, types.storage, plan.ld_right,
+      at.left + gemm.left, types.storage, grouped.ld_left,
+      at.right + gemm.right, types.storage, grouped.ld_right,
       &beta,
-      at.out + p.out, types.storage, plan.ld_out,
+      at.out + gemm.out, types.storage, grouped.ld_out,
       types.compute,
       CUBLAS_GEMM_DEFAULT));
 }
@@ -197,34 +200,34 @@ constexpr int64_t kLongestSingleChain = 2048;
 
 void cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  const Plan plan = plan_products(a, b, sizes, trans_a, trans_b, out);
-  write_zeros_where_k_is_zero(plan, a, out, accumulate, current_stream(a));
-  if (plan.products.empty()) return;
+  const GroupedGemm grouped = make_grouped_gemm(a, b, sizes, trans_a, trans_b, out);
+  write_zeros_where_k_is_zero(grouped, a, out, accumulate, current_stream(a));
+  if (grouped.gemms.empty()) return;
   const Handle handle;
   const Types types = types_of(a.scalar_type(), handle.allows_tf32());
-  for (const Product& p : plan.products) multiply_one(handle, plan, types, p, operands_of(a, b, out), accumulate);
+  for (const Gemm& gemm : grouped.gemms) multiply_one(handle, grouped, types, gemm, operands_of(a, b, out), accumulate);
 }
 
 void cublas_grouped(
     Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor pointers, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const cudaStream_t stream = current_stream(a);
-  const Plan plan = plan_products(a, b, sizes, trans_a, trans_b, out);
-  write_zeros_where_k_is_zero(plan, a, out, accumulate, stream);
-  if (plan.products.empty()) return;
+  const GroupedGemm grouped = make_grouped_gemm(a, b, sizes, trans_a, trans_b, out);
+  write_zeros_where_k_is_zero(grouped, a, out, accumulate, stream);
+  if (grouped.gemms.empty()) return;
 
   const Handle handle;
   const Types types = types_of(a.scalar_type(), handle.allows_tf32());
   const Operands at = operands_of(a, b, out);
-  std::vector<Product> products;
-  for (const Product& p : plan.products) {
-    if (trans_a && a.scalar_type() == ScalarType::Float && p.k > kLongestSingleChain) {
-      multiply_one(handle, plan, types, p, at, accumulate);
+  std::vector<Gemm> gemms;
+  for (const Gemm& gemm : grouped.gemms) {
+    if (trans_a && a.scalar_type() == ScalarType::Float && gemm.k > kLongestSingleChain) {
+      multiply_one(handle, grouped, types, gemm, at, accumulate);
     } else {
-      products.push_back(p);
+      gemms.push_back(gemm);
     }
   }
-  const int64_t count = static_cast<int64_t>(products.size());
+  const int64_t count = static_cast<int64_t>(gemms.size());
   if (count == 0) return;
 
   // The three device arrays of pointers, in memory of torch's caching allocator, written on the current stream.
@@ -235,26 +238,26 @@ void cublas_grouped(
     const int chunk_size = static_cast<int>(std::min<int64_t>(kPointersPerLaunch, count - first));
     OffsetChunk chunk;
     for (int i = 0; i < chunk_size; ++i) {
-      const Product& p = products[first + i];
-      chunk.left[i] = p.left;
-      chunk.right[i] = p.right;
-      chunk.out[i] = p.out;
+      const Gemm& gemm = gemms[first + i];
+      chunk.left[i] = gemm.left;
+      chunk.right[i] = gemm.right;
+      chunk.out[i] = gemm.out;
     }
     write_pointers<<<1, kPointersPerLaunch, 0, stream>>>(
         chunk, chunk_size, at.left, at.right, at.out, left_pointers + first, right_pointers + first, out_pointers + first);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
-  // Every group holds one product: cuBLAS' groups are runs of products of the same shape.
-  std::vector<cublasOperation_t> op_left(count, plan.op_left), op_right(count, plan.op_right);
+  // Every group of cuBLAS' holds one GEMM: there a group is a run of GEMMs of the same shape.
+  std::vector<cublasOperation_t> op_left(count, grouped.op_left), op_right(count, grouped.op_right);
   std::vector<int64_t> m(count), n(count), k(count), group_size(count, 1);
-  std::vector<int64_t> ld_left(count, plan.ld_left), ld_right(count, plan.ld_right), ld_out(count, plan.ld_out);
+  std::vector<int64_t> ld_left(count, grouped.ld_left), ld_right(count, grouped.ld_right), ld_out(count, grouped.ld_out);
   std::vector<float> ones(count, 1.0f), betas(count, accumulate ? 1.0f : 0.0f);
   std::vector<double> ones_64(count, 1.0), betas_64(count, accumulate ? 1.0 : 0.0);
   for (int64_t i = 0; i < count; ++i) {
-    m[i] = products[i].m;
-    n[i] = products[i].n;
-    k[i] = products[i].k;
+    m[i] = gemms[i].m;
+    n[i] = gemms[i].n;
+    k[i] = gemms[i].k;
   }
   const bool full = types.compute == CUBLAS_COMPUTE_64F;
   GBMOE_CUBLAS_CHECK(cublasGemmGroupedBatchedEx_64(

@@ -1,0 +1,146 @@
+// The experts' activations, in the order of ACTIVATIONS in gbmoe/reference.py: each formula once, and three ways to evaluate it.
+//
+//   activation_at      value and slope of one number, in any accumulation type: the kernels of activation_kernels.cu
+//   activations_at     value and slope of several floats side by side, by the hardware's approximations: the epilogue that goes
+//                      back through the activation
+//   *Activation        value of one float, with the kind chosen at run time inside a family: the epilogues of the up projection
+//
+//   silu       x * sigmoid(x)
+//   gelu_tanh  x * sigmoid(x * (kGeluLinear + kGeluCubic * x^2)), because (1 + tanh(u)) / 2 = sigmoid(2u)
+//   gelu       x * Phi(x), with Phi the normal distribution function, (1 + erf(x / sqrt(2))) / 2
+//   relu       max(x, 0);   relu_squared  max(x, 0)^2;   identity  x
+//
+// NaN stays NaN in all of them.
+
+#pragma once
+
+#include <type_traits>
+
+namespace gbmoe {
+
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity };
+
+// --------------------------------------------------------------------------------------------------- what formulas are made of
+
+// The hardware's approximations. They are volatile, which keeps several of them in the order in which they are written: all are
+// started one after the other before the first result is waited for.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float result;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float result;
+  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+constexpr float kMinusLog2E = -1.4426950408889634f;  // exp(-x) = exp2(kMinusLog2E * x)
+
+// 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations are good enough: their relative error
+// grows with |x| and is below 2^-16 wherever the result is not 0.
+template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
+  if constexpr (kFast) return fast_reciprocal(1.0f + fast_exp2(x * kMinusLog2E));
+  else return A(1) / (A(1) + exp(-x));
+}
+
+constexpr double kGeluLinear = 1.5957691216057308, kGeluCubic = 0.07135481627260025;
+
+// What silu and gelu_tanh take the sigmoid of, times `scale`, which is folded into the coefficients.
+template <typename A> __device__ __forceinline__ A cubic_argument(A x, A linear, A cubic) { return x * (linear + cubic * x * x); }
+template <int kKind, typename A> __device__ __forceinline__ A sigmoid_argument(A x, A scale) {
+  if constexpr (kKind == kSilu) return x * scale;
+  else return cubic_argument(x, A(kGeluLinear) * scale, A(kGeluCubic) * scale);
+}
+// The slope of gelu_tanh's argument.
+template <typename A> __device__ __forceinline__ A gelu_argument_slope(A x) {
+  return A(kGeluLinear) + A(3) * A(kGeluCubic) * x * x;
+}
+
+// 1 + erf(x / sqrt(2)): twice the normal distribution function.
+template <typename A> __device__ __forceinline__ A twice_normal_cdf(A x) { return A(1) + erf(x * A(0.7071067811865476)); }
+
+template <typename A> __device__ __forceinline__ A relu(A x) { return x <= A(0) ? A(0) : x; }
+
+// ------------------------------------------------------------------------------------------------------------ value and slope
+
+template <typename A> struct ValueAndSlope { A value, slope; };
+
+template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x) {
+  if constexpr (kKind == kSilu || kKind == kGeluTanh) {
+    const A s = sigmoid<kFast>(sigmoid_argument<kKind>(x, A(1)));
+    if constexpr (kKind == kSilu) return {x * s, s + x * s * (A(1) - s)};
+    else return {x * s, s * (A(1) + x * (A(1) - s) * gelu_argument_slope(x))};
+  } else if constexpr (kKind == kGelu) {
+    const A cdf = A(0.5) * twice_normal_cdf(x);
+    return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
+  } else if constexpr (kKind == kIdentity) {
+    return {x, A(1)};
+  } else {
+    const A r = relu(x);
+    if constexpr (kKind == kRelu) return {r, x > A(0) ? A(1) : A(0)};
+    return {r * r, A(2) * r};
+  }
+}
+
+// The same of several numbers by the hardware's approximations, side by side. The slope is arranged around the value, which is
+// needed anyhow: fewer instructions than in activation_at, and another rounding.
+template <int kKind, int N> __device__ __forceinline__ void activations_at(const float (&x)[N], ValueAndSlope<float> (&result)[N]) {
+  if constexpr (kKind == kSilu || kKind == kGeluTanh) {
+    float s[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = fast_exp2(sigmoid_argument<kKind>(x[i], kMinusLog2E));
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = fast_reciprocal(1.0f + s[i]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float value = x[i] * s[i], rise = value * (1.0f - s[i]);
+      result[i] = {value, kKind == kSilu ? s[i] + rise : s[i] + rise * gelu_argument_slope(x[i])};
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) result[i] = activation_at<kKind, true>(x[i]);
+  }
+}
+
+// Calls f with the activation as a constant: outside the loops, so that these have no branches.
+template <typename F> __device__ __forceinline__ void with_activation(int activation, F f) {
+  switch (activation) {
+    case kSilu: return f(std::integral_constant<int, kSilu>());
+    case kGeluTanh: return f(std::integral_constant<int, kGeluTanh>());
+    case kGelu: return f(std::integral_constant<int, kGelu>());
+    case kRelu: return f(std::integral_constant<int, kRelu>());
+    case kReluSquared: return f(std::integral_constant<int, kReluSquared>());
+    default: return f(std::integral_constant<int, kIdentity>());
+  }
+}
+
+// -------------------------------------------------------------------------------------- values only, for epilogues of a GEMM
+
+// Each family is a type, which is chosen when the kernel is launched. Its members differ by numbers that it takes from the kind.
+
+struct SigmoidActivation {  // silu, whose cubic coefficient is 0, and gelu_tanh
+  float linear, cubic;
+
+  __device__ __forceinline__ explicit SigmoidActivation(int kind)
+      : linear(kind == kSilu ? 1.0f : static_cast<float>(kGeluLinear)),
+        cubic(kind == kSilu ? 0.0f : static_cast<float>(kGeluCubic)) {}
+  __device__ __forceinline__ float value(float x) const { return x * sigmoid<true>(cubic_argument(x, linear, cubic)); }
+};
+
+struct PiecewiseActivation {  // relu, its square, and the identity
+  bool clips, squares;
+
+  __device__ __forceinline__ explicit PiecewiseActivation(int kind) : clips(kind != kIdentity), squares(kind == kReluSquared) {}
+  __device__ __forceinline__ float value(float x) const {
+    const float r = clips ? relu(x) : x;
+    return squares ? r * r : r;
+  }
+};
+
+struct ErfActivation {  // gelu; half of x is at hand before erf is
+  __device__ __forceinline__ explicit ErfActivation(int) {}
+  __device__ __forceinline__ float value(float x) const { return 0.5f * x * twice_normal_cdf(x); }
+};
+
+}  // namespace gbmoe

@@ -1,0 +1,132 @@
+// The gradient of the router's softmax, choice, p-norm and logsumexp, in one launch. router_tables.cuh chooses the kernel's
+// template parameters.
+
+#include "ops.h"
+#include "router_rows.cuh"
+#include "router_tables.cuh"
+
+namespace gbmoe {
+namespace {
+
+constexpr int kThreads = 256;
+
+// With s the scores, r_j the chosen ones, n their norm and w = r / n:  through the weights r_j receives
+// gw_j / n - <gw, r> / n^2 * (r_j / n)^(p-1); the logits receive s * (G - <s, G>) + g_lse * s, where G is the sum of what s
+// receives.
+// R: slots per lane.
+template <typename T, typename S, int G, int N, int R, int kMaxVector>
+__global__ void __launch_bounds__(kThreads) route_backward_kernel(
+    const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
+    const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE,
+    const RouterShape shape) {
+  constexpr int V = kVector<T, S, N, kMaxVector>;
+  using Layout = RowLayout<S, G, N, V>;
+  extern __shared__ float chosen_grads[];  // [warp][N][32]: what the weights send back to the scores of each lane
+  const int lane = threadIdx.x % G;
+  const int64_t token = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / G;
+  const bool live = token < shape.tokens;
+  const int64_t first = (live ? token : 0) * shape.experts, first_slot = (live ? token : 0) * shape.slots;
+  uint32_t word[Layout::kWords];
+  float score[N], grad[N];
+  Layout::load(scores_TE + first, shape.experts, lane, 0.0f, word);
+#pragma unroll
+  for (int i = 0; i < N; ++i) score[i] = Layout::get(word, i);
+  if (grad_scores_TE) {
+    Layout::load(grad_scores_TE + first, shape.experts, lane, 0.0f, word);
+#pragma unroll
+    for (int i = 0; i < N; ++i) grad[i] = Layout::get(word, i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) grad[i] = 0.0f;
+  }
+  if (grad_weights_TK) {
+    float* sent = chosen_grads + threadIdx.x / 32 * (32 * N) + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sent[i * 32] = 0.0f;
+    int id[R];
+    float r[R], gradient[R], raised = 0, inner = 0;
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      const int slot = k * G + lane;
+      const bool has_slot = slot < shape.slots;
+      // An id that names no expert counts as none: neither its score nor its place in `sent` is there.
+      const int64_t expert = has_slot ? ids_TK[first_slot + slot] : -1;
+      id[k] = static_cast<uint64_t>(expert) < static_cast<uint64_t>(shape.experts) ? static_cast<int>(expert) : -1;
+      r[k] = id[k] >= 0 ? static_cast<float>(widen(scores_TE[first + id[k]])) : 0.0f;
+      gradient[k] = has_slot ? static_cast<float>(widen(grad_weights_TK[first_slot + slot])) : 0.0f;
+      if (shape.p > 0 && id[k] >= 0) raised += power(r[k], shape.p);
+      inner += gradient[k] * r[k];
+    }
+    if (shape.p > 0) {
+      const float norm = root(group_sum<G>(raised), shape.p);
+      inner = group_sum<G>(inner);
+#pragma unroll
+      for (int k = 0; k < R; ++k) {
+        const float share = shape.p == 1.0f ? 1.0f : shape.p == 2.0f ? r[k] / norm : any_power(r[k] / norm, shape.p - 1.0f);
+        gradient[k] = shape.slots == 1 ? 0.0f : gradient[k] / norm - inner / (norm * norm) * share;  // a lone weight is always 1
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < R; ++k) {
+      if (id[k] >= 0) sent[Layout::index_of(id[k]) * 32 + Layout::lane_of(id[k]) - lane] = gradient[k];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; ++i) grad[i] += sent[i * 32];
+  }
+  float inner = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) inner += score[i] * grad[i];
+  inner = group_sum<G>(inner);
+  if (!live) return;
+  const float grad_lse = grad_logsumexp_T ? grad_logsumexp_T[token] : 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) grad[i] = score[i] * (grad[i] - inner + grad_lse);
+  RowLayout<T, G, N, V>::store(grad_TE + first, shape.experts, lane, grad);
+}
+
+// The arguments of one call.
+template <typename T, typename S> struct RouteBackward {
+  const S* scores;
+  const int64_t* ids;
+  const S *grad_scores, *grad_weights;
+  const float* grad_logsumexp;
+  T* grad;
+  RouterShape shape;
+  cudaStream_t stream;
+
+  void launch() const {
+    using Table = BackwardTable<T>;
+    const bool served = launch_from<Table>(shape.experts, shape.slots, [&](auto row_index, auto slots_per_lane) {
+      constexpr KernelRow row = Table::kRows[row_index];
+      static_assert(row.lanes * row.per_lane >= row.max_experts);
+      static_assert(row.multiple % kVector<T, S, row.per_lane, row.max_vector> == 0, "vectors divide the number of experts");
+      const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * row.lanes, kThreads));
+      constexpr int kSharedBytes = kThreads * row.per_lane * static_cast<int>(sizeof(float));
+      const auto kernel = route_backward_kernel<T, S, row.lanes, row.per_lane, slots_per_lane, row.max_vector>;
+      kernel<<<ctas, kThreads, kSharedBytes, stream>>>(
+          scores, ids, grad_scores, grad_weights, grad_logsumexp, grad, shape);
+    });
+    STD_TORCH_CHECK(served, "route_backward: no kernel for ", shape.experts, " experts and ", shape.slots, " slots per token");
+  }
+};
+
+}  // namespace
+
+void route_backward(
+    Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
+    std::optional<Tensor> grad_logsumexp, double p, Tensor grad) {
+  const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
+  const RouterShape shape{
+      scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
+  if (shape.tokens == 0) return;
+  GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward", {
+    const RouteBackward<T, S> call{data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights),
+                                   data<float>(grad_logsumexp), data<T>(grad), shape, current_stream(scores)};
+    call.launch();
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace gbmoe

@@ -1,0 +1,127 @@
+// The routing plan: a stable counting sort of the slots by expert (counting_sort.cuh), in two launches and without a host wait.
+//
+// Inside a warp, a slot's rank is the number of slots of its expert in the warps before, plus those before it in its own warp.
+
+#include <torch/csrc/stable/ops.h>
+
+#include "counting_sort.cuh"
+#include "ops.h"
+
+namespace gbmoe {
+namespace {
+
+struct SlotIds {
+  const void* ids;
+  bool wide;          // int64 rather than int32
+  int experts;
+  int64_t count, per_chunk;
+
+  // The expert of a slot, or -1 where its id names none.
+  __device__ __forceinline__ int expert(int64_t slot) const {
+    const int64_t id = wide ? static_cast<const int64_t*>(ids)[slot] : static_cast<const int32_t*>(ids)[slot];
+    return id >= 0 && id < experts ? static_cast<int>(id) : -1;
+  }
+  __device__ __forceinline__ int64_t chunk_end(int64_t begin) const { return min(begin + per_chunk, count); }
+};
+
+__global__ void __launch_bounds__(kThreads) count_experts_kernel(const SlotIds slots, int* counts_CE) {
+  __shared__ int histogram[kMaxExperts];
+  for (int e = threadIdx.x; e < slots.experts; e += kThreads) histogram[e] = 0;
+  __syncthreads();
+  const int64_t begin = blockIdx.x * slots.per_chunk;
+  for (int64_t slot = begin + threadIdx.x; slot < slots.chunk_end(begin); slot += kThreads) {
+    const int e = slots.expert(slot);
+    if (e >= 0) atomicAdd(&histogram[e], 1);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < slots.experts; e += kThreads) counts_CE[blockIdx.x * slots.experts + e] = histogram[e];
+}
+
+struct PlanOutputs {
+  int* row_of_slot;
+  int* slot_of_row;
+  int* counts_E;
+  int* offsets_E1;
+  int* padded_counts_E;
+  int64_t rows;
+  int align;
+};
+__global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slots, const int* counts_CE, const PlanOutputs out) {
+  extern __shared__ int shared[];
+  __shared__ FirstRows rows;
+  const int E = slots.experts, chunks = gridDim.x, here = blockIdx.x;
+  int *next_WE = shared, *offsets = shared + kWarps * E, *first_row = offsets + E + 1;
+  for (int i = threadIdx.x; i < kWarps * E; i += kThreads) next_WE[i] = 0;
+  rows.find(counts_CE, E, out.align, offsets, first_row);
+
+  // Each warp's share of the chunk: consecutive runs of whole 32 slots.
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t chunk_begin = here * slots.per_chunk, chunk_end = slots.chunk_end(chunk_begin);
+  const int64_t per_warp = (slots.per_chunk + kThreads - 1) / kThreads * 32;
+  const int64_t begin = min(chunk_begin + warp * per_warp, chunk_end), end = min(begin + per_warp, chunk_end);
+  int* next_E = next_WE + warp * E;
+  for (int64_t slot = begin + lane; slot < end; slot += 32) {
+    const int e = slots.expert(slot);
+    if (e >= 0) atomicAdd(&next_E[e], 1);
+  }
+  hand_out_rows(next_WE, first_row, E);
+  for (int64_t base = begin; base < end; base += 32) {
+    const int64_t slot = base + lane;
+    const int e = slot < end ? slots.expert(slot) : -1;
+    const unsigned peers = __match_any_sync(kFullWarp, e);
+    int row = -1;
+    if (e >= 0) row = next_E[e] + __popc(peers & ((1u << lane) - 1));
+    __syncwarp();
+    if (e >= 0 && lane == __ffs(peers) - 1) next_E[e] += __popc(peers);
+    __syncwarp();
+    if (slot < end) out.row_of_slot[slot] = row;
+    if (row >= 0) out.slot_of_row[row] = static_cast<int>(slot);
+  }
+
+  // What no slot writes: padding, the rows behind the last expert, and the tables. Divided over the CTAs.
+  for (int e = here; e < E; e += chunks) {
+    for (int row = offsets[e] + rows.total_E[e] + threadIdx.x; row < offsets[e + 1]; row += kThreads) out.slot_of_row[row] = -1;
+  }
+  const int64_t thread = static_cast<int64_t>(here) * kThreads + threadIdx.x, threads = static_cast<int64_t>(chunks) * kThreads;
+  for (int64_t row = offsets[E] + thread; row < out.rows; row += threads) out.slot_of_row[row] = -2;
+  if (here == 0) {
+    for (int e = threadIdx.x; e < E; e += kThreads) {
+      out.counts_E[e] = rows.total_E[e];
+      out.padded_counts_E[e] = offsets[e + 1] - offsets[e];
+    }
+    for (int e = threadIdx.x; e <= E; e += kThreads) out.offsets_E1[e] = offsets[e];
+  }
+}
+
+}  // namespace
+
+int64_t routing_plan_max_experts(int64_t device) {
+  return max_experts_in(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(device)));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows) {
+  const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
+  STD_TORCH_CHECK(num_experts <= kMaxExperts, "routing_plan: expected at most ", kMaxExperts, " experts, got ", num_experts);
+  const auto empty = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) {
+    return torch::stable::new_empty(ids, shape, ScalarType::Int);
+  };
+  const int64_t count = ids.numel();
+  const int64_t chunks = std::min(kMaxChunks, std::max<int64_t>(1, ceil_div(count, kThreads)));
+  Tensor row_of_slot = empty({ids.size(0), ids.size(1)}), slot_of_row = empty({rows}), counts = empty({num_experts});
+  Tensor offsets = empty({num_experts + 1}), padded_counts = empty({num_experts}), counts_by_chunk = empty({chunks, num_experts});
+
+  const SlotIds slots{ids.data_ptr(), ids.scalar_type() == ScalarType::Long, static_cast<int>(num_experts), count,
+                      ceil_div(count, chunks)};
+  const PlanOutputs out{data<int>(row_of_slot), data<int>(slot_of_row), data<int>(counts), data<int>(offsets),
+                        data<int>(padded_counts), rows, static_cast<int>(align)};
+  const cudaStream_t stream = current_stream(ids);
+  const int shared_bytes = allow_place_shared(place_slots_kernel, num_experts);
+  const unsigned ctas = static_cast<unsigned>(chunks);
+  count_experts_kernel<<<ctas, kThreads, 0, stream>>>(slots, data<int>(counts_by_chunk));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  place_slots_kernel<<<ctas, kThreads, shared_bytes, stream>>>(slots, data<int>(counts_by_chunk), out);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {row_of_slot, slot_of_row, counts, offsets, padded_counts};
+}
+
+}  // namespace gbmoe
