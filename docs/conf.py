@@ -7,11 +7,11 @@ from pathlib import Path
 # The checkout that these pages are of, whatever is installed beside it.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gbmoe import __version__  # noqa: E402
+from gbmoe import __version__
 
 project = "gbmoe"
 author = "the authors of gbmoe"
-copyright = author  # noqa: A001  (Sphinx's name)
+copyright = author
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def autocast_enabled(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def require_tensor(value: object, operator: str, argument: str, *, rank: int | tuple[int, ...] | None = None,
+def require_tensor(value: Any, operator: str, argument: str, *, rank: int | tuple[int, ...] | None = None,
                    dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None) -> None:
     """Raise TypeError or ValueError unless `value` is a tensor of that rank, one of those dtypes and on that device."""
     if type(value) in PLAIN and (rank is None or value.dim() == rank) and (dtypes is None or value.dtype in dtypes) \

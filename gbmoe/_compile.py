@@ -43,7 +43,7 @@ class Torch:
     version: str
 
     @classmethod
-    def imported(cls) -> "Torch":
+    def imported(cls) -> Torch:
         import torch
         return cls(Path(torch.__file__).parent, torch.version.cuda, torch.__version__)
 
@@ -60,7 +60,7 @@ class Nvcc:
         return self.path.parent.parent
 
     @classmethod
-    def find(cls) -> "Nvcc | None":
+    def find(cls) -> Nvcc | None:
         """nvcc of CUDA_HOME or CUDA_PATH, then of PATH, then of /usr/local/cuda; None where there is none that runs."""
         for path in _nvcc_candidates():
             with contextlib.suppress(CompileError, OSError):  # why_not says which one failed, and how
@@ -68,7 +68,7 @@ class Nvcc:
         return None
 
     @classmethod
-    def at(cls, path: Path) -> "Nvcc":
+    def at(cls, path: Path) -> Nvcc:
         """The compiler at `path`. Raises OSError where it cannot be started, CompileError where it fails or is no nvcc."""
         version = _run([str(path), "--version"])
         codes = _run([str(path), "--list-gpu-code"])
@@ -140,7 +140,7 @@ def architectures(nvcc: Nvcc, default: tuple[str, ...] = DEFAULT_ARCHITECTURES) 
                                    f"; it knows {', '.join(sorted(nvcc.codes, key=lambda c: int(re.sub('[af]', '', c))))}")
         return chosen
     known = sorted(int(code) for code in nvcc.codes if code.isdigit())
-    nearest = {}  # code -> whether a device of a later generation needs its PTX
+    nearest: dict[int, bool] = {}  # code -> whether a device of a later generation needs its PTX
     for wanted in sorted(int(_code(part)) for part in default):
         before = [code for code in known if code <= wanted]
         if before:
@@ -285,7 +285,7 @@ def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITE
     """
     nvcc, torch = Nvcc.find(), Torch.imported()
     reason = why_not(nvcc, torch)
-    if reason is not None:
+    if nvcc is None or reason is not None:
         raise CompileError(reason)
     chosen = architectures(nvcc, default)
     roots = _library_roots(nvcc, torch)

@@ -139,7 +139,7 @@ def _load_cached() -> Path:
     """
     nvcc = _compile.Nvcc.find()
     reason = _compile.why_not(nvcc, _compile.Torch.imported())
-    if reason is not None:
+    if nvcc is None or reason is not None:
         raise _compile.CompileError(reason)
     here = _visible_architectures()  # TORCH_CUDA_ARCH_LIST may ask for others
     target = _cached_path(nvcc, here)

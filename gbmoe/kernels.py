@@ -52,7 +52,7 @@ def scatter(y_PH, row_of_slot_TK, columns_TK=None, counts_T=None, weights=None) 
 
 
 def scatter_backward(grad_TH, y_PH, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, weights, *,
-                     need_rows=True) -> tuple[torch.Tensor, torch.Tensor]:
+                     need_rows=True) -> tuple[torch.Tensor, ...]:
     """Gradients of padded_scatter, see reference.padded_scatter_backward; the CUDA kernel where it is loaded.
 
     Without `need_rows` the first result is empty.
@@ -115,7 +115,7 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
 def activate_backward(
     h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
     weights_TK: torch.Tensor | None, activation: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """The activation's share of the experts' backward, (weight * a, dg, grad_weights); see reference.activate_backward.
 
     dh is written over d. dg is empty without g, grad_weights without weights.

@@ -333,8 +333,8 @@ def activate_backward(
         gate = 1 if g_PF is None else g_PF[rows].to(wide)
         slot = slot_P[rows]
         live = (slot < spare).unsqueeze(1)
-        weight = 1
-        if weights_TK is not None:
+        weight: torch.Tensor | int = 1
+        if weight_R is not None:
             weight = weight_R.index_select(0, slot).unsqueeze(1).to(wide)
             dot_P[rows] = (value * gate * d).sum(1)
         a_PF[rows] = torch.where(live, weight * value * gate, 0).to(h_PF.dtype)

@@ -42,9 +42,9 @@ def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check:
         return
     low, high = experts_TK.aminmax()
     if check == "wait":
-        low, high = int(low), int(high)
-        require(low >= -1 and high < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
-                f"ids from {low} to {high}")
+        lowest, highest = int(low), int(high)
+        require(lowest >= -1 and highest < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
+                f"ids from {lowest} to {highest}")
     else:
         torch._assert_async((low >= -1) & (high < num_experts),
                             f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")
@@ -70,7 +70,7 @@ _routing_plan = define(
 )
 
 
-def _check_plan(plan: "RoutingPlan") -> None:
+def _check_plan(plan: RoutingPlan) -> None:
     """Raise unless kernels may take the plan's tensors as they are: all but what they hold."""
     name, experts = "RoutingPlan", plan.num_experts
     for argument, least in (("num_experts", 1), ("align", 1)):
@@ -83,7 +83,7 @@ def _check_plan(plan: "RoutingPlan") -> None:
         require(tensor.is_contiguous(), name, argument, "a contiguous tensor", "one that is not")
     for argument, size in (("counts_E", experts), ("offsets_E1", experts + 1), ("padded_counts_E", experts)):
         got = getattr(plan, argument).size(0)
-        require(got == size, name, argument, lambda: f"{size} entries", got)
+        require(got == size, name, argument, lambda: f"{size} entries", got)  # noqa: B023  (called at once)
     require(plan.num_rows % plan.align == 0, name, "slot_of_row_P", lambda: f"a multiple of align == {plan.align} rows", plan.num_rows)
     if plan._host_sizes_E is not None:
         require_tensor(plan._host_sizes_E, name, "_host_sizes_E", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
@@ -139,7 +139,7 @@ class RoutingPlan:
     @classmethod
     def from_experts(
         cls, experts_TK: torch.Tensor, num_experts: int, *, align: int = 1, exact: bool = False, check: str = "auto"
-    ) -> "RoutingPlan":
+    ) -> RoutingPlan:
         """Build the plan from expert ids.
 
         Args:
@@ -159,7 +159,7 @@ class RoutingPlan:
             experts_TK = experts_TK.unsqueeze(1)
         if check == "auto":
             check = "wait" if experts_TK.device.type == "cpu" else "device"
-        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)
+        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)  # type: ignore[misc]
         return plan.exact() if exact else plan
 
     @property
@@ -201,7 +201,7 @@ class RoutingPlan:
             self._host_sizes_E = self._host_sizes_E.clone()  # the plan serves training now, and autograd saves no such tensor
         return self._host_sizes_E
 
-    def exact(self) -> "RoutingPlan":
+    def exact(self) -> RoutingPlan:
         """The same plan without the rows behind the last expert. Waits for the device, once a plan."""
         rows = int(self.host_sizes().sum())
         return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], _trusted=True)

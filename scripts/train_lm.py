@@ -48,8 +48,17 @@ import torch.nn.functional as F
 
 import gbmoe
 from train_lm_arguments import HELDOUT, VOCABULARY, parse_arguments
-from train_lm_files import CHECKPOINT, LOG, InputError, check_optimizer, in_one_line, make_folder, not_a_checkpoint, \
-    read_checkpoint, replace
+from train_lm_files import (
+    CHECKPOINT,
+    LOG,
+    InputError,
+    check_optimizer,
+    in_one_line,
+    make_folder,
+    not_a_checkpoint,
+    read_checkpoint,
+    replace,
+)
 from train_lm_signals import Ended, StopSignals
 
 CLIP_NORM = 1.0

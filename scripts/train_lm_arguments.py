@@ -101,7 +101,7 @@ def check_device(name: str) -> None:
     """Raise ValueError unless it is the CPU or a GPU that is there, this process's one where torchrun counts them."""
     kind, colon, index = name.partition(":")
     named = index.isascii() and index.isdecimal() if colon else True
-    require(name == "cpu" or kind == "cuda" and named, "device", "cpu, cuda or cuda:<index>", repr(name))
+    require(name == "cpu" or (kind == "cuda" and named), "device", "cpu, cuda or cuda:<index>", repr(name))
     if kind == "cuda":
         count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
         got = f"{name!r} with {count} GPUs" + (f" for the process {local} of this node" if local and not colon else "")

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import gbmoe
 from gbmoe.layers import Arguments
 
+pytestmark = pytest.mark.xdist_group("fsdp")  # one pair of processes serves all tests
+
 WORLD, STEPS, TOKENS, HIDDEN, EXPERTS = 2, 2, 10, 16, 3
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gbmoe import RoutingPlan, cases, expert_mlp, extension, routing
 
@@ -97,9 +96,11 @@ def test_one_dimensional_ids_are_one_slot_a_token():
     (dict(experts_TK=torch.zeros(2, 2, 2, dtype=torch.int64), num_experts=2), "experts: expected 1 or 2 dimensions, got \\[2, 2, 2\\]"),
     (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=0), "num_experts: expected an int of at least 1, got 0"),
     (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=2, align=0), "align: expected an int of at least 1, got 0"),
-    (dict(experts_TK=torch.tensor([[0, 2]]), num_experts=2), "experts: expected ids in \\[0, 2\\), or -1 to drop a slot, got ids from 0 to 2"),
+    (dict(experts_TK=torch.tensor([[0, 2]]), num_experts=2),
+     "experts: expected ids in \\[0, 2\\), or -1 to drop a slot, got ids from 0 to 2"),
     (dict(experts_TK=torch.tensor([[-2, 1]]), num_experts=2), "got ids from -2 to 1"),
-    (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=2, check="maybe"), "check: expected auto, wait, device or none, got 'maybe'"),
+    (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=2, check="maybe"),
+     "check: expected auto, wait, device or none, got 'maybe'"),
 ])
 def test_bad_arguments(bad, words):
     with pytest.raises((TypeError, ValueError), match=words):

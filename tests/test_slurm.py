@@ -20,6 +20,9 @@ import pytest
 from gbmoe.cli.bench.suites import SUITES
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 
+# One process of pytest-xdist: one cluster, and one apt-get where programs are missing.
+pytestmark = pytest.mark.xdist_group("slurm")
+
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "slurm"
 SITES = SLURM / "sites"

@@ -25,6 +25,8 @@ import torch
 
 import gbmoe
 
+pytestmark = pytest.mark.xdist_group("train_lm")  # the trainings that most tests look at run once
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_lm.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STEPS, LAYERS, EXPERTS = 40, 2, 4

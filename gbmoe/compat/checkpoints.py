@@ -38,7 +38,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -139,7 +139,8 @@ def _plan(signatures: _Signatures, to: str, experts: str) -> list[_Output]:
     prefixes = dict.fromkeys(match[1] for match in map(_IN_A_LAYER.fullmatch, signatures) if match)
     if not prefixes:
         raise ValueError(f"convert to {to}: there is no MoE layer: no name holds 'experts.'")
-    layers, outputs, faults = {prefix: {} for prefix in prefixes}, [], []
+    layers: dict[str, dict[str, Any]] = {prefix: {} for prefix in prefixes}
+    outputs, faults = [], []
     for name, signature in signatures.items():
         prefix = next((parent for parent in _parents(name) if parent in layers), None)
         if prefix is None:
@@ -245,7 +246,7 @@ def _experts_from_one_each(tensors, experts, hidden, gated, layout):
 def _experts_from_megablocks(tensors, experts, hidden, gated, layout):
     inward, w2 = tuple(f"experts.mlp.{name}" for name in ("w1", "v1")[: 1 + gated]), "experts.mlp.w2"
     ffn = _shape(tensors, w2, 2)[0] // max(1, experts)
-    expected = dict.fromkeys((*inward, w2), [experts * ffn, hidden])
+    expected = {name: [experts * ffn, hidden] for name in (*inward, w2)}
     if layout == "fused":
         up = "experts.gate_up_proj" if gated else "experts.up_proj"
         return expected, [
@@ -378,7 +379,8 @@ class _Tensors(Mapping):
                 raise
             raise ImportError("converting files needs safetensors: pip install 'gbmoe[transformers]', or pip install"
                               " safetensors") from error
-        self._files, self.path_of = {}, {}
+        self._files: dict[Path, Any] = {}
+        self.path_of: dict[str, Path] = {}
         for path in paths:
             if not stat.S_ISREG(path.stat().st_mode):  # FileNotFoundError that names it; a pipe would never open
                 raise BrokenCheckpoint(f"{path}: expected a file")
@@ -426,7 +428,7 @@ class _Tensors(Mapping):
 
     def by_file(self, outputs: list[_Output]) -> dict[Path, list[_Output]]:
         """The outputs of every file: those whose first source stands in it."""
-        plan = {}
+        plan: dict[Path, list[_Output]] = {}
         for output in outputs:
             plan.setdefault(self.path_of[output.sources[0]], []).append(output)
         return plan
@@ -484,11 +486,12 @@ def _write(path: Path, outputs: list[_Output], tensors: _Tensors, metadata: Mapp
     """
     width_of = {output.name: tensors[output.sources[0]].element_size() for output in outputs}
     outputs = sorted(outputs, key=lambda output: (-width_of[output.name], output.name))
-    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for output in outputs:
         (shape, dtype), size = tensors.signature(output.sources[0]), tensors[output.sources[0]].nbytes
         if output.build is not None:
-            shape, size = output.shape, math.prod(output.shape) * width_of[output.name]
+            shape, size = list(output.shape), math.prod(output.shape) * width_of[output.name]
         header[output.name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

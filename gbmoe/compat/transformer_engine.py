@@ -30,13 +30,14 @@ import torch
 from gbmoe import routing
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._library import define
-from gbmoe.ops.permute import FLOAT8, _gather, _map_slots, _scatter, map_slots
+from gbmoe.kernels import map_slots
+from gbmoe.ops.permute import FLOAT8, _gather, _map_slots, _scatter
 
 __all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
            "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
            "moe_unpermute"]
 
-_BYTES = FLOAT8 + (torch.uint8,)
+_BYTES = (*FLOAT8, torch.uint8)
 _IDS = (torch.int32, torch.int64)
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_IDS)
 
@@ -102,7 +103,7 @@ _mask_rows = define("mask_rows(Tensor mask, Tensor? pad_offsets, SymInt? rows) -
 
 
 def moe_permute(
-    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask",
+    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int | None = -1, max_token_num: int = -1, map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy each token's row to its experts' rows: (out [P,H], row_id_map).
 
@@ -181,7 +182,7 @@ def moe_permute_and_pad_with_probs(
     target_E, pad_offsets_E = torch.stack((target_E, pad_offsets_E)).to(inp.device, non_blocking=True)
     pad_offsets_E = pad_offsets_E if padded else None
     row_id_map_TM, *slots = _mask_rows(routing_map, pad_offsets_E, rows)
-    out_PH, probs_P = _move(inp, *slots, *_columns(row_id_map_TM)[1:], probs)
+    out_PH, probs_P = _move(inp, *slots, *_columns(row_id_map_TM)[1:], probs)  # type: ignore[call-arg]
     return out_PH, probs_P, row_id_map_TM, pad_offsets_E, target_E
 
 
@@ -419,6 +420,7 @@ def _chunk_rows_fake(inp, split_sizes, sorted_index, groups, align, name):
 _chunk_rows = define(
     "chunk_rows(Tensor inp, Tensor split_sizes, Tensor sorted_index, int groups, int align, str name) -> (Tensor, Tensor)",
     reference=_chunk_rows_kernel, fake=_chunk_rows_fake,
+    waits=lambda inp, split_sizes, sorted_index, *_: "cpu" in (split_sizes.device.type, sorted_index.device.type),
 )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ def _why_not_importable(error: ImportError) -> str:
 
 
 def experts_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """The experts of a transformers model; what transformers calls in place of the experts module's own forward.
 

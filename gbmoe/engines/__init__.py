@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,10 +34,10 @@ def _unavailable(engine: str, device: torch.device) -> str | None:
 
 # torch.compile asks and does not trace: the answer may take building and loading the extension. This is the mark that
 # torch.compiler.assume_constant_result leaves, without the second that calling it adds to an import.
-_unavailable._dynamo_marked_constant = True
+_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_MEMORIES = []
+_MEMORIES: list[Any] = []
 
 
 def remembered(function: Callable) -> Callable:

@@ -50,7 +50,7 @@ class Problem:
     sizes_on_host: bool = False
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> "Problem":
+    def of(cls, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> Problem:
         """The problem of these operands."""
         columns = result_shape(a, b, sizes.numel(), trans_a, trans_b)[-1]
         return cls(a.device, a.dtype, a.size(0), sizes.numel(), a.size(1), columns, trans_a, sizes.device.type == "cpu")
@@ -157,7 +157,7 @@ class Engine:
                     sizes_E: torch.Tensor) -> torch.Tensor:
         """dx = dh @ w1[e], with a gate + dg @ v1[e], [P,H]."""
         dx_PH = self.product(dh_PF, w1_EFH, sizes_E)
-        if v1_EFH is not None:
+        if v1_EFH is not None and dg_PF is not None:
             self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)
         return dx_PH
 

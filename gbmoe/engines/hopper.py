@@ -95,7 +95,8 @@ class Hopper(Engine):
         return _rows_gemm(aligned(dh_PF), aligned(w1_EFH), dg_PF, v1_EFH, sizes_E, False, dx_PH)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
-        if rows.are_gathered or not tuning.experts(rows.tokens_TH.size(1), left_PF.size(1), "", rows.tokens_TH.nbytes).gather_weight_gradient:
+        if rows.are_gathered or not tuning.experts(rows.tokens_TH.size(1), left_PF.size(1), "",
+                                                   rows.tokens_TH.nbytes).gather_weight_gradient:
             return super().weight_gradient(left_PF, rows, sizes_E)
         return weight_gradient_gemm_gathered(left_PF, aligned(rows.tokens_TH), rows.slot_of_row_P, rows.row_of_slot_TK.size(1), sizes_E)
 

@@ -49,7 +49,7 @@ class Arguments:
     num_layers: int = 1
     bias: bool = True
     return_bias: bool = True
-    activation_fn: Callable | None = DEFAULT_ACTIVATION_FN
+    activation_fn: Callable[..., torch.Tensor] = DEFAULT_ACTIVATION_FN
 
     # Mixture of experts.
     moe_num_experts: int = 1

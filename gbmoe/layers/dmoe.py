@@ -5,6 +5,8 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
@@ -59,14 +61,14 @@ def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
             f" num_layers_per_virtual_pipeline_stage {args.num_layers_per_virtual_pipeline_stage};"
             " call gbmoe.clear_load_balancing_loss() once a step, and run the layers in training mode)", len(kept))
     _LOAD_BALANCING_LOSS.require_gradients("batched_load_balancing_loss")
-    counts, scores = zip(*kept)
-    tokens = scores[0].size(0)
+    counts, each_scores = zip(*kept)
+    tokens = each_scores[0].size(0)
     for count_E, score_TE in kept:
         require(list(count_E.shape) == [args.moe_num_experts], "batched_load_balancing_loss", "tokens_per_expert",
                 lambda: f"shape [{args.moe_num_experts}]", list(count_E.shape))
         require(list(score_TE.shape) == [tokens, args.moe_num_experts], "batched_load_balancing_loss", "scores",
                 lambda: f"shape [{tokens}, {args.moe_num_experts}]", list(score_TE.shape))
-    scores = torch.cat(scores, dim=1)
+    scores = torch.cat(each_scores, dim=1)
     if args.moe_lbl_in_fp32:
         scores = scores.float()
     dtype, scores = scores.dtype, scores.mean(dim=0) if tokens else scores.sum(dim=0)
@@ -133,7 +135,7 @@ class dMoE(torch.nn.Module):
     def __init__(self, args: Arguments):
         super().__init__()
         self.router = LearnedRouter(args)
-        self.experts = self._init_experts_mlp(args)
+        self.experts: Any = self._init_experts_mlp(args)
         self.shared_expert = make_shared_expert(args) if args.shared_expert else None
 
     def _init_experts_mlp(self, args: Arguments) -> torch.nn.Module:

@@ -38,14 +38,14 @@ def _in_a_checkpoint() -> bool:
     """
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
-        tracer = InstructionTranslator.current_tx().output.current_tracer
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
         return tracer.description == "torch.utils.checkpoint.checkpoint" and tracer.parent.parent is None
     except (AttributeError, ImportError):  # a torch that names them otherwise: it breaks the graph, as at any side effect
         return False
 
 
 # torch.compile calls it and does not trace it: the mark that torch.compiler.assume_constant_result leaves.
-_in_a_checkpoint._dynamo_marked_constant = True
+_in_a_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Kept:

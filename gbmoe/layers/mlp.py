@@ -138,7 +138,7 @@ class ReferenceExperts(ExpertWeights):
         xp_PH = padded_gather(x_TH, plan)
         sizes = plan.host_sizes().tolist()
         y_PH = []
-        for e, rows in enumerate(xp_PH[: sum(sizes)].split(sizes)):
+        for e, rows in enumerate(xp_PH[: sum(sizes)].split(sizes)):  # type: ignore[union-attr]
             a = self.args.activation_fn(rows @ w1_EFH[e].t())
             if v1_EFH is not None:
                 a = a * (rows @ v1_EFH[e].t())

@@ -50,4 +50,4 @@ def features_per_rank(args: Arguments) -> int:
 
 def set_expert_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool) -> None:
     """Mark a parameter as expert-parallel or not, under MegaBlocks' attribute name; optimizers and clipping read it."""
-    tensor.expert_model_parallel = is_parallel
+    tensor.expert_model_parallel = is_parallel  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     send, receive = torch.stack([send_WE, receive_WE]).cpu()
     sends, receives = send.sum(1).tolist(), receive.sum(1).tolist()
 
-    rows_RH = padded_gather(x_TH, plan).repeat(shards, 1)
+    rows_RH = padded_gather(x_TH, plan).repeat(shards, 1)  # type: ignore[union-attr]
     rows_SH = _AllToAll.apply(rows_RH, receives, sends, group)
 
     # They arrive by rank and, within a rank, by expert.

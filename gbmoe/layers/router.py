@@ -12,7 +12,7 @@ import torch
 from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Kept
-from gbmoe.ops import route
+from gbmoe.ops.route import route
 
 _ROUTER_LOGSUMEXP = Kept()  # of logsumexp [T]
 
@@ -66,7 +66,8 @@ class LearnedRouter(torch.nn.Module):
 
     def jitter(self, x: torch.Tensor) -> torch.Tensor:
         """Factors uniform in [1 - eps, 1 + eps), shape and dtype of x."""
-        low, high = 1.0 - self.args.moe_jitter_eps, 1.0 + self.args.moe_jitter_eps
+        eps = self.args.moe_jitter_eps or 0.0
+        low, high = 1.0 - eps, 1.0 + eps
         return low + torch.rand_like(x) * (high - low)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ class SharedMLP(torch.nn.Module):
     def __init__(self, args: Arguments):
         super().__init__()
         self.args = args
-        self.fc_kwargs = {"bias": args.bias, "device": args.device}
+        self.fc_kwargs: dict[str, Any] = {"bias": args.bias, "device": args.device}
         # MegaBlocks leaves the layers in torch's default dtype, where a half-precision input then fails.
         if "dtype" in inspect.signature(args.fc_cls).parameters:
             self.fc_kwargs["dtype"] = args.dtype

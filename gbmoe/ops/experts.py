@@ -28,7 +28,6 @@ from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.routing import RoutingPlan
 
-
 # Modules that have a kernel, with the method that they compute by, and functions.
 _MODULES = {torch.nn.SiLU: ("silu", torch.nn.SiLU.forward), torch.nn.ReLU: ("relu", torch.nn.ReLU.forward),
             torch.nn.Identity: ("identity", torch.nn.Identity.forward), torch.nn.GELU: ("gelu", torch.nn.GELU.forward)}
@@ -48,11 +47,11 @@ def activation_name(activation: str | Callable) -> str | None:
     if type(activation) is partial:
         known = activation.func is F.gelu and not activation.args and set(activation.keywords) <= {"approximate"}
         return _GELUS.get(activation.keywords.get("approximate", "none")) if known else None
-    if type(activation) in _MODULES:
+    if isinstance(activation, torch.nn.Module) and type(activation) in _MODULES:
         name, forward = _MODULES[type(activation)]
         if _is_hooked(activation) or getattr(activation.forward, "__func__", None) is not forward:
             return None
-        return _GELUS.get(activation.approximate) if name == "gelu" else name
+        return _GELUS.get(str(activation.approximate)) if name == "gelu" else name
     return next((name for function, name in _FUNCTIONS.items() if function is activation), None)
 
 
@@ -195,7 +194,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     if need.x:
         dx = scatter(experts.up_backward(dh_PF, w1, dg_PF, v1, sizes), row_of_slot)
     xp = GatheredRows(x, row_of_slot, slot_of_row)
-    if need.v1:
+    if need.v1 and dg_PF is not None:
         dv1 = experts.weight_gradient(dg_PF, xp, sizes)
     del dg_PF
     if need.w1:

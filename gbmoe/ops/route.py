@@ -62,11 +62,10 @@ def _limits() -> tuple[int, int]:
 
 
 def _kernels_serve(logits: torch.Tensor, top_k: int, p: float | None) -> bool:
-    if (logits.device.type != "cuda" or logits.dtype == torch.float64 or not _plain_powers(p, logits.size(1))
-            or not extension.loaded()):
+    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not extension.loaded():
         return False
     max_experts, max_top_k = _limits()
-    return logits.size(1) <= max_experts and top_k <= max_top_k
+    return logits.size(1) <= max_experts and top_k <= max_top_k and _plain_powers(p, logits.size(1))
 
 
 def _plain_powers(p: float | None, experts: int) -> bool:

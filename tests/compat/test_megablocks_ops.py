@@ -326,7 +326,8 @@ Y = torch.zeros(4, 4)
 @pytest.mark.parametrize("call, words", [
     (lambda: ops.gather(X, INDICES - 1, IDS, BINS, 2), r"gather: indices: expected slots in \[0, 4\), got slots from -1 to 2"),
     (lambda: ops.scatter(Y, INDICES + 1, IDS, None, BINS, 2), r"scatter: indices: expected slots in \[0, 4\), got slots from 1 to 4"),
-    (lambda: ops.padded_gather(X, INDICES // 2, IDS, BINS, BINS, 2), "padded_gather: indices: expected every slot once, got slot 0 2 times"),
+    (lambda: ops.padded_gather(X, INDICES // 2, IDS, BINS, BINS, 2),
+     "padded_gather: indices: expected every slot once, got slot 0 2 times"),
     (lambda: ops.binned_gather(X, INDICES // 2, BINS, 2, 2), "binned_gather: indices: expected every slot once, got slot 0 2 times"),
     (lambda: ops.binned_scatter(Y.view(2, 2, 4), INDICES // 2, None, BINS, 2), "binned_scatter: indices: expected every slot once"),
     (lambda: ops.gather(X, INDICES, IDS, BINS + 1, 2), r"gather: bins: expected ascending .* at most 4, the number of slots, got \[3, 5\]"),

@@ -52,7 +52,8 @@ def test_the_hopper_engine_says_what_it_does_not_take(change, words):
 
 @pytest.mark.parametrize("variable_k", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows, groups, inner, columns", [(0, 4, 8, 8), (8, 4, 8, 8), (7, 3, 5, 9), (65536, 8, 4096, 4096), (8, 512, 64, 64)])
+@pytest.mark.parametrize("rows, groups, inner, columns", [
+    (0, 4, 8, 8), (8, 4, 8, 8), (7, 3, 5, 9), (65536, 8, 4096, 4096), (8, 512, 64, 64)])
 def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, inner, columns, variable_k):
     wanted = problem(device, dtype, rows, groups, inner, columns, variable_k)
     chosen = engines.select("auto", wanted)
@@ -98,6 +99,6 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
             out = target[10:20] if not layout[0] else target[1:49].view(3, 16, 16)
             results.append(engines.product(left, right, given, *layout, engine=engine, out=out))
             assert bool((target[:1] == 7).all()) and bool((target[-1:] == 7).all())
-            assert layout[0] or bool((target[:10] == 7).all()) and bool((target[20:] == 7).all())
+            assert layout[0] or (bool((target[:10] == 7).all()) and bool((target[20:] == 7).all()))
         assert bool(results[0].isfinite().all())
         torch.testing.assert_close(*results)

@@ -345,7 +345,8 @@ def test_slots_out_of_range_name_no_token():
     wrong[::7] = torch.tensor([x.size(0) * top_k, 2**31 - 1, -(2**31), x.size(0) * top_k + 1], device=DEVICE, dtype=torch.int32)[
         torch.arange(len(wrong[::7]), device=DEVICE) % 4]
     none = torch.where((wrong < 0) | (wrong >= x.size(0) * top_k), -1, wrong)
-    for product in (lambda s: hopper.rows_gemm_gathered(x, s, top_k, w, sizes)[:rows], lambda s: hopper.weight_gradient_gemm_gathered(a, x, s, top_k, sizes),
+    for product in (lambda s: hopper.rows_gemm_gathered(x, s, top_k, w, sizes)[:rows],
+                    lambda s: hopper.weight_gradient_gemm_gathered(a, x, s, top_k, sizes),
                     lambda s: hopper.up_gemm(x, s, top_k, w, w, sizes, "silu", True)[0][:rows]):
         assert torch.equal(product(wrong), product(none))
     inputs = down_backward_inputs(torch.bfloat16, SIZES, hidden, ffn, glu=True, weights=torch.float32)

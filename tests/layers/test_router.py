@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import gbmoe
-from gbmoe.layers import Arguments, LearnedRouter
-from gbmoe.layers import router as router_module
+from gbmoe.layers import Arguments, LearnedRouter, router as router_module
 
 
 def router(**fields):

@@ -149,7 +149,8 @@ def test_opcheck(device):
     x = torch.randn(20, 8, device=device, requires_grad=True)
     y = torch.randn(plan.num_rows, 8, device=device, requires_grad=True)
     weights = torch.rand(20, 2, device=device, requires_grad=True)
-    torch.library.opcheck(torch.ops.gbmoe.padded_gather.default, (x, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, None, None, False))
+    torch.library.opcheck(torch.ops.gbmoe.padded_gather.default,
+                          (x, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, None, None, False))
     torch.library.opcheck(torch.ops.gbmoe.padded_scatter.default, (y, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, weights))
     torch.library.opcheck(torch.ops.gbmoe.routing_plan.default, (torch.randint(4, (20, 2), device=device), 4, 8, "device"))
 
@@ -301,7 +302,8 @@ def test_ragged_map_is_the_dense_one_with_holes(device):
 @pytest.mark.parametrize("call, words", [
     (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, slot_scale_TK=torch.zeros(3, 1)), "slot_scale: expected shape \\[3, 2\\]"),
     (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, probs_TK=torch.zeros(3, 2).int()), "probs: expected dtype .*int32"),
-    (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, row_scales_TS=torch.zeros(4, 2)), "row_scales: expected 3 rows, as in the plan, got 4"),
+    (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, row_scales_TS=torch.zeros(4, 2)),
+     "row_scales: expected 3 rows, as in the plan, got 4"),
     (lambda: gbmoe.padded_gather(torch.zeros(3, 8).to(torch.float8_e5m2), PLAN, slot_scale_TK=torch.zeros(3, 2)),
      "slot_scale: expected None beside a float8 x"),
 ])
@@ -400,7 +402,8 @@ def route_and_back(logits, x, y_scale):
 
 
 def path_inputs(seed, device="cuda"):
-    values = [torch.randn(shape, generator=cases.generator(device, seed + i), device=device) for i, shape in enumerate(((200, 24), (200, 64)))]
+    values = [torch.randn(shape, generator=cases.generator(device, seed + i), device=device)
+              for i, shape in enumerate(((200, 24), (200, 64)))]
     return [t.bfloat16().requires_grad_() for t in values]
 
 

@@ -287,26 +287,6 @@ def test_ids_that_name_no_expert_give_no_gradient(device, experts, top_k, dtype,
     torch.testing.assert_close(result.cpu().double(), torch.stack(expected), rtol=tolerance, atol=tolerance)
 
 
-def test_the_extension_says_which_shapes_its_kernels_serve(monkeypatch):
-    """Once: the tables of the kernels are in csrc/, and numbers of their own here could fall behind them."""
-    module, asked = importlib.import_module("gbmoe.ops.route"), []
-    monkeypatch.setattr(extension, "loaded", lambda: True)
-    monkeypatch.setattr(torch.ops.gbmoe_cuda, "route_limits", lambda: asked.append(1) or (48, 5), raising=False)
-    module._limits.cache_clear()
-    try:
-        def serves(experts, top_k, p=None, **changes):
-            logits = SimpleNamespace(**{"device": torch.device("cuda", 0), "dtype": torch.float32, **changes}, size=lambda _: experts)
-            return module._kernels_serve(logits, top_k, p)
-
-        assert serves(48, 5) and serves(2, 1, p=2.0) and asked == [1]
-        assert not serves(49, 5) and not serves(48, 6) and not serves(48, 5, p=math.inf)
-        assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
-        monkeypatch.setattr(extension, "loaded", lambda: False)
-        assert not serves(48, 5)
-    finally:
-        module._limits.cache_clear()
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("p", [0.01, 0.5, 12.0, 40.0, 1e3, 1e30, 1e300])
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (64, 6), (1024, 32)])
@@ -342,3 +322,23 @@ def test_meta_device():
     assert [tuple(t.shape) for t in got] == [(5, 4), (5, 2), (5, 2), (5,)] and all(t.is_meta for t in got)
     (got.scores_TE.sum() + got.weights_TK.sum() + got.logsumexp_T.sum()).backward()
     assert logits.grad.is_meta and logits.grad.shape == logits.shape
+
+
+def test_the_extension_says_which_shapes_its_kernels_serve(monkeypatch):
+    """Once: the tables of the kernels are in csrc/, and numbers of their own here could fall behind them."""
+    module, asked = importlib.import_module("gbmoe.ops.route"), []
+    monkeypatch.setattr(extension, "loaded", lambda: True)
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, "route_limits", lambda: asked.append(1) or (48, 5), raising=False)
+    module._limits.cache_clear()
+    try:
+        def serves(experts, top_k, p=None, **changes):
+            logits = SimpleNamespace(**{"device": torch.device("cuda", 0), "dtype": torch.float32, **changes}, size=lambda _: experts)
+            return module._kernels_serve(logits, top_k, p)
+
+        assert serves(48, 5) and serves(1, 1, p=2.0) and asked == [1]
+        assert not serves(49, 5) and not serves(48, 6) and not serves(48, 5, p=math.inf)
+        assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
+        monkeypatch.setattr(extension, "loaded", lambda: False)
+        assert not serves(48, 5)
+    finally:
+        module._limits.cache_clear()

@@ -13,11 +13,11 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
-from matplotlib.figure import Figure  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
-from gbmoe.cases import SCALING_CASES  # noqa: E402
-from gbmoe.cli.bench.show import by_kind, measured, without_cap  # noqa: E402
+from gbmoe.cases import SCALING_CASES
+from gbmoe.cli.bench.show import by_kind, measured, without_cap
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
 _HATCHES = ("", "//", "..", "xx")

@@ -21,7 +21,15 @@ from gbmoe.cli import plain
 from gbmoe.cli.bench import peers
 from gbmoe.cli.bench.limits import PASSES, layer_bytes
 from gbmoe.cli.bench.measurement import (
-    GRAPH, SEED, TRAINING, Measurement, Refusal, Subject, random_values, require_finite, sample,
+    GRAPH,
+    SEED,
+    TRAINING,
+    Measurement,
+    Refusal,
+    Subject,
+    random_values,
+    require_finite,
+    sample,
 )
 from gbmoe.cli.bench.own import dropless_layer
 from gbmoe.cli.bench.peers.base import Layer, Weights

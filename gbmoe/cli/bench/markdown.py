@@ -126,7 +126,8 @@ def _heading(kind: str, shared: Sequence[str]) -> str:
     measure = "Microseconds" if kind == "permutation" else "TFLOP/s"
     what = {"layer": "One whole layer, router included", "product": "One grouped product",
             "permutation": "Permutation"}[kind]
-    return f"{what}. {measure}" + (f": {' / '.join(shared)}. The fastest {shared[-1]}" if shared else ". The fastest") + " of each line is bold."
+    fastest = f": {' / '.join(shared)}. The fastest {shared[-1]}" if shared else ". The fastest"
+    return f"{what}. {measure}{fastest} of each line is bold."
 
 
 def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:

@@ -35,7 +35,7 @@ class Subject(ABC):
     def steps(self) -> Sequence[Callable[[], object]]:
         """What is timed, in this order, each step also by itself."""
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027  (most have nothing to do)
         """What precedes each call, untimed."""
 
     @abstractmethod

@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
             return _fail(error)
         problems += [f"no result of {name}" for name in missing] + results.faults(merged)
         if arguments.baseline and all(row["by"] != arguments.baseline for row in merged["rows"]):
-            problems.append(f"no row is by {arguments.baseline}: expected one of {', '.join(sorted({row['by'] for row in merged['rows']}))}")
+            present = ", ".join(sorted({row["by"] for row in merged["rows"]}))
+            problems.append(f"no row is by {arguments.baseline}: expected one of {present}")
         try:
             results.write(arguments.json, merged)
         except OSError as error:

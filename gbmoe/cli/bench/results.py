@@ -20,6 +20,7 @@ from gbmoe.cli.bench.measurement import SEED
 from gbmoe.cli.bench.structure import misshapen
 from gbmoe.cli.machine import describe_clocks, describe_extension, describe_machine, describe_versions
 
+
 class BrokenFile(Exception):
     """Raised for a file that holds no results; its text, a line, names the file."""
 

@@ -159,7 +159,7 @@ def _half_measured(row: dict) -> list[str]:
     timed, shared = row.get("median") is not None, row.get("of_limit") is not None
     absent = [name for name in _OF_A_MEDIAN if timed and name not in row]
     never_null = []
-    if shared or timed and row["kind"] in ("layer", "product"):
+    if shared or (timed and row["kind"] in ("layer", "product")):
         never_null += ["terabytes"] if row["kind"] == "permutation" else ["flops", "tflops"]
     if shared:
         never_null.append("bound_by")

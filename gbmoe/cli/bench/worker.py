@@ -17,7 +17,17 @@ import torch
 
 from gbmoe.cli.bench import peers
 from gbmoe.cli.bench.measure import (
-    CRASHED, LEFT_OUT, OUT_OF_MEMORY, TIMED_OUT, VERIFIED, WRONG, Conditions, few_threads, forget, measure, unmeasured,
+    CRASHED,
+    LEFT_OUT,
+    OUT_OF_MEMORY,
+    TIMED_OUT,
+    VERIFIED,
+    WRONG,
+    Conditions,
+    few_threads,
+    forget,
+    measure,
+    unmeasured,
 )
 from gbmoe.cli.bench.measurement import GRAPH, Measurement
 

@@ -15,7 +15,7 @@ from gbmoe.compat.grouped_gemm import backend, extension, ops
 
 __all__ = ["backend", "ops", "register"]
 
-backend.backend = extension  # as grouped_gemm names it; set here, because the stand-in computes through backend
+backend.backend = extension  # type: ignore[attr-defined]  # as grouped_gemm names it; set here, because the stand-in computes through backend
 
 
 def register(*, force: bool = False) -> None:

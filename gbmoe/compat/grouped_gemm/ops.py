@@ -11,7 +11,6 @@ import gbmoe.ops
 from gbmoe.compat.grouped_gemm import backend
 from gbmoe.compat.transformer_engine import moe_permute, moe_unpermute
 
-
 __all__ = ["GroupedGemm", "backend", "gmm", "permute", "unpermute"]
 
 
@@ -44,7 +43,7 @@ class GroupedGemm(torch.autograd.Function):
 
 def _uncast(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, **transposed: bool) -> torch.Tensor:
     with torch.autocast(a.device.type, enabled=False):
-        return gbmoe.ops.gmm(a, b, batch_sizes, **transposed)
+        return gbmoe.ops.gmm(a, b, batch_sizes, **transposed)  # type: ignore[arg-type]
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:

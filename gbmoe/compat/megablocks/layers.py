@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 from megablocks import grouped_gemm_util
@@ -24,6 +25,8 @@ from gbmoe.routing import RoutingPlan
 
 class _FusedExperts:
     """The computation, in front of a MegaBlocks class that has the parameters, their initialisation and scale_grad."""
+
+    args: Any
 
     def forward(
         self, x: torch.Tensor, plan: RoutingPlan | torch.Tensor, weights_TK: torch.Tensor | None = None,

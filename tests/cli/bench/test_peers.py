@@ -89,6 +89,6 @@ def test_on_a_gpu_what_is_available_is_right(name):
             pytest.skip(reason or "has no layer")
         case = MoeCase("case", 512, 256, 256, 8, 2, "glu")
         row = own_process.measure(LayerMeasurement(case, name, None, "uniform", "forward+backward"))
-        assert row["verified"] or row["outcome"] == "crashed" and name == "megablocks-sparse", row["problem"]
+        assert row["verified"] or (row["outcome"] == "crashed" and name == "megablocks-sparse"), row["problem"]
     finally:
         own_process.stop()

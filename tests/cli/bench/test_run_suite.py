@@ -177,7 +177,8 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     (["--suite", "smoke", "--memory-limit", "0"], "--memory-limit: expected more than 0 GiB, got 0"),
     (["--suite", "smoke", "--config", "0"], "--config and --output belong together"),
     (["--suite", "smoke", "--config", "99", "--output", "parts"], "--config: expected 0 to 4, got 99"),
-    (["--suite", "smoke", "--engines", "auto", "--baseline", "nobody"], "--baseline: expected one of bmm, dense, gbmoe-auto, loop, got 'nobody'"),
+    (["--suite", "smoke", "--engines", "auto", "--baseline", "nobody"],
+     "--baseline: expected one of bmm, dense, gbmoe-auto, loop, got 'nobody'"),
     (["--suite", "smoke", "--json", "absent/rows.json"], "--json: absent is not a directory"),
 ])
 def test_arguments_that_make_no_sense(arguments, words, capsys):

@@ -7,7 +7,15 @@ from functools import partial
 import torch
 
 from gbmoe.cli.bench.peers.base import (
-    Peer, Prepared, RoutedExperts, SeparateWeights, combine, needs_cuda, not_importable, sorted_slots, versions,
+    Peer,
+    Prepared,
+    RoutedExperts,
+    SeparateWeights,
+    combine,
+    needs_cuda,
+    not_importable,
+    sorted_slots,
+    versions,
 )
 
 

@@ -12,7 +12,7 @@ class _Experts(torch.nn.Module):
     [E,H,F]."""
 
     def __init__(self, case, weights):
-        from scattermoe.mlp import MLP, GLUMLP
+        from scattermoe.mlp import GLUMLP, MLP
 
         super().__init__()
         with torch.device("meta"):

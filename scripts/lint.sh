@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Lint and types, in the same environment as quickstart.sh, which it makes if it is missing: ruff over all, mypy over the
+# interface. With a commit as argument also clang-format over the lines of csrc/ that differ from it (main, usually).
+set -euo pipefail
+extras=lint
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+cd "$root"
+
+say "ruff"
+"$python" -m ruff check .
+say "mypy"
+"$python" -m mypy
+if (($#)); then
+  say "clang-format of what differs from $1"
+  bin=$(dirname "$python")
+  "$bin/git-clang-format" --binary "$bin/clang-format" --diff --extensions cu,cuh,cpp,h "$1" -- csrc
+fi
