@@ -11,12 +11,8 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
-
-try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools < 70.1 leaves it to the wheel package
-    from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("gbmoe_compile", ROOT / "gbmoe" / "_compile.py")

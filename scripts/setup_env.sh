@@ -23,12 +23,12 @@ else
     "${GBMOE_PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
       { echo "expected python3 3.10 or newer (set GBMOE_PYTHON)" >&2; exit 1; }
     "${GBMOE_PYTHON:-python3}" -m venv "$root/.venv"
-    "$python" -m pip install -q --upgrade pip 'setuptools>=70.1' wheel
+    "$python" -m pip install -q --upgrade pip 'setuptools>=77' wheel
     "$python" -m pip install -q "${GBMOE_TORCH:-torch==2.13.0}"
   fi
 fi
 
 # Torch is there now, so the extension is compiled ahead of time where it can be; -e keeps the checkout the one source.
-"$python" -m pip install -q 'setuptools>=70.1' wheel
+"$python" -m pip install -q 'setuptools>=77' wheel
 say "installing gbmoe ($("$python" -c 'import torch; print("torch", torch.__version__)'))"
 "$python" -m pip install -q --no-build-isolation -e "${root}[cli,plot,test${extras:+,$extras}]"

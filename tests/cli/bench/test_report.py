@@ -1,5 +1,7 @@
 """Pictures and pages: all that is there, nothing that is not, and the same bytes for the same rows."""
 
+import contextlib
+import importlib
 import json
 
 import pytest
@@ -9,6 +11,14 @@ from gbmoe.cli import main
 from gbmoe.cli.bench import results
 from gbmoe.cli.bench.report import BEGIN, END, PICTURES_BEGIN, PICTURES_END
 from tests.cli.bench.rows import content, layer_row
+
+
+@pytest.fixture(autouse=True)
+def few_pixels(monkeypatch):
+    """Nobody looks at these pictures."""
+    with contextlib.suppress(ImportError):
+        figures = importlib.import_module("gbmoe.cli.bench.figures")
+        monkeypatch.setattr(figures, "_STYLE", figures._STYLE | {"figure.dpi": 10})
 
 
 @pytest.fixture(scope="module")
