@@ -49,7 +49,8 @@ def activation_name(activation: str | Callable) -> str | None:
         return _GELUS.get(activation.keywords.get("approximate", "none")) if known else None
     if isinstance(activation, torch.nn.Module) and type(activation) in _MODULES:
         name, forward = _MODULES[type(activation)]
-        if _is_hooked(activation) or getattr(activation.forward, "__func__", None) is not forward:
+        # A bound method's __func__ would say the same, but not to torch.compile.
+        if _is_hooked(activation) or "forward" in activation.__dict__ or type(activation).forward is not forward:
             return None
         return _GELUS.get(str(activation.approximate)) if name == "gelu" else name
     return next((name for function, name in _FUNCTIONS.items() if function is activation), None)
