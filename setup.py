@@ -2,7 +2,7 @@
 
 The CUDA extension is compiled here when torch is importable during the build (`pip install . --no-build-isolation`), is a
 CUDA build and nvcc is found; otherwise the package is pure Python and compiles csrc/ once, at the first use of a CUDA
-tensor (gbmoe/extension.py). GBMOE_REQUIRE_EXTENSION=1 makes a build without the extension fail.
+tensor (gbmoe/extension/). GBMOE_REQUIRE_EXTENSION=1 makes a build without the extension fail.
 """
 
 import importlib.util
@@ -15,14 +15,14 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("gbmoe_compile", ROOT / "gbmoe" / "_compile.py")
+_spec = importlib.util.spec_from_file_location("gbmoe_build", ROOT / "gbmoe" / "extension" / "build.py")
 compiler = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = compiler  # dataclasses look their module up there
 _spec.loader.exec_module(compiler)
 
 
 def reason_for_no_extension():
-    """None where the extension is to be compiled during this build, else why it is not."""
+    """None if the extension will be compiled during this build, otherwise the reason why not."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not importable during the build; csrc/ is compiled at the first use of a CUDA tensor"
     return compiler.why_not(compiler.Nvcc.find(), compiler.Torch.imported())
@@ -58,7 +58,7 @@ class BinaryIfCompiled(Distribution):
 
 
 class WheelForEveryPython(bdist_wheel):
-    """The extension has no Python API: tag the wheel py3-none-<platform>, not with this interpreter."""
+    """Tags the wheel py3-none-<platform> instead of with this interpreter, because the extension does not use Python's API."""
 
     def get_tag(self):
         python, abi, platform = super().get_tag()

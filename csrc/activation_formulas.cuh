@@ -1,4 +1,5 @@
-// The experts' activations, in the order of ACTIVATIONS in gbmoe/reference.py: each formula once, and three ways to evaluate it.
+// The experts' activations, in the order of ACTIVATIONS in gbmoe/kernels/plain_torch.py: each formula once, and three ways to
+// evaluate it.
 //
 //   activation_at      value and slope of one number, in any accumulation type: the kernels of activation_kernels.cu
 //   activations_at     value and slope of several floats side by side, by the hardware's approximations: the epilogue that goes

@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kThreads = 1024;         // one for each expert, where all experts are summed
 constexpr int kWarps = kThreads / 32;
-constexpr int64_t kMaxChunks = 128;    // every CTA reads the counts of all chunks
 constexpr int kMaxExperts = kThreads;
 
 // Exclusive sum over the CTA's threads; `total` receives the sum of all.

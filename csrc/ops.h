@@ -23,8 +23,10 @@ void cublas_grouped(
 void zero_empty_groups(Tensor sizes, Tensor out);
 
 // routing_plan.cu; the exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
-// ids int32 or int64 [T,K]; returns row_of_slot, slot_of_row, counts, offsets, padded_counts
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows);
+// ids int32 or int64 [T,K]; most_chunks is tuning.permutation.MOST_CHUNKS; returns row_of_slot, slot_of_row, counts, offsets,
+// padded_counts
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
+    Tensor ids, int64_t num_experts, int64_t align, int64_t rows, int64_t most_chunks);
 
 // For how many experts routing_plan and mask_row_map have room in the shared memory of this device (its index)
 int64_t routing_plan_max_experts(int64_t device);
@@ -37,19 +39,21 @@ void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_
 void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
-// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32
-void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp);
+// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32; lanes and what follows are a
+// tuning.router.RouterConfig
+void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores,
+           Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
     Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
-    std::optional<Tensor> grad_logsumexp, double p, Tensor grad);
-// The most experts and the most slots per token that both have kernels for
-std::tuple<int64_t, int64_t> route_limits();
+    std::optional<Tensor> grad_logsumexp, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
+    int64_t slots_per_lane, Tensor grad);
 
-// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row stride
+// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row stride,
+// short_row is tuning.permutation.SHORT_ROW
 void padded_gather(
     Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
-    std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, Tensor out,
-    std::optional<Tensor> probs_out);
+    std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, int64_t short_row,
+    Tensor out, std::optional<Tensor> probs_out);
 void padded_scatter(
     Tensor y, Tensor row_of_slot, std::optional<Tensor> columns, std::optional<Tensor> counts, std::optional<Tensor> weights,
     Tensor out);
@@ -57,6 +61,29 @@ void padded_scatter_backward(
     Tensor grad, std::optional<Tensor> y, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns,
     std::optional<Tensor> counts, std::optional<Tensor> weights, bool clear_behind, std::optional<Tensor> grad_y,
     std::optional<Tensor> grad_weights);
+
+// peer_slots.cu, peer_pull.cu, peer_push.cu, peer_sum.cu; expert parallelism among ranks that map each other's memory. `peers` and
+// *_peers are int64 on the CPU: the address, in each rank's memory, of the region that is read or written; rows are aligned to 16 bytes
+// there. The tokens of all ranks are numbered rank * capacity + index; S = ranks * capacity of them, Z shards of an expert; `rank` is this rank.
+// ids [T,K] int32 or int64 -> ids_out int32, weights_out float32 [capacity,K]
+void publish_slots(Tensor ids, std::optional<Tensor> weights, Tensor ids_out, std::optional<Tensor> weights_out);
+// -> ids int32 [S,K], counted from first_expert, -1 where they name none of `experts`; weights float32 [S,K]
+void collect_slots(Tensor id_peers, std::optional<Tensor> weight_peers, int64_t first_expert, int64_t experts, Tensor ids,
+                   std::optional<Tensor> weights);
+// row_of_slot [S,K]; out [P,H], of any dtype, where rows without a slot stay as they are
+void pull_rows(Tensor peers, int64_t rank, Tensor row_of_slot, Tensor out);
+// Into [ranks, capacity, H] of each token's owner
+void push_row_sums(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, Tensor peers, int64_t rank);
+// Into [capacity * K, H] of each token's owner, without a sum
+void push_slot_rows(Tensor y, Tensor slot_of_row, int64_t top_k, int64_t capacity, Tensor peers);
+// pushed [ranks, capacity, H], int64 ids [T,K]; out [T,H]
+void sum_pushed_rows(Tensor pushed, Tensor ids, int64_t experts, int64_t experts_per_rank, Tensor out);
+// float32 [S,K] into [Z, capacity, K] of each token's owner, 0 for slots whose row is not one of `rows`
+void push_slot_scalars(Tensor slot_scalars, Tensor row_of_slot, int64_t rows, int64_t shard, Tensor peers);
+// pushed float32 [Z, capacity, K], int64 ids [T,K]; out [T,K], any floating dtype
+void sum_pushed_scalars(Tensor pushed, Tensor ids, int64_t ranks, int64_t experts, int64_t experts_per_rank, Tensor out);
+// clear_rows.cu; rows [P,F] of any dtype, zeroed where slot_of_row is negative and not touched elsewhere
+void clear_rows_without_slot(Tensor slot_of_row, Tensor rows);
 
 // activation_kernels.cu; d becomes dh, grad_weights comes as zeros
 void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out);

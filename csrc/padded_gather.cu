@@ -117,7 +117,7 @@ int many_threads(int64_t vectors, int per_thread) {
 
 void padded_gather(
     Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
-    std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, Tensor out,
+    std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, int64_t short_row, Tensor out,
     std::optional<Tensor> probs_out) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t hidden = x.size(1), rows = slot_of_row.size(0), tokens = x.size(0);
@@ -141,8 +141,8 @@ void padded_gather(
           data<V>(x), slots, data<const int>(slot_of_row), scalar_data, data<V>(out), shape);
     };
     if constexpr (S == 1) return start(Four(), few_threads(vectors));
-    // Rows of up to 256 vectors want more threads, longer ones fewer; measured from 128 to 896.
-    else if (vectors <= 256) return start(Two(), many_threads(vectors, 2));
+    // Short rows want more threads, longer ones fewer.
+    else if (vectors <= short_row) return start(Two(), many_threads(vectors, 2));
     else return start(Four(), many_threads(vectors, 4));
   };
   const int64_t row_bytes = hidden * static_cast<int64_t>(x.element_size());

@@ -24,6 +24,8 @@
 namespace gbmoe {
 namespace {
 
+// The threads of a CTA, the vectors that a thread has in flight and the slots of a pass are template parameters and launch bounds of
+// these kernels. A launch takes the smallest instance that its call fits in. Choices by shape that were measured are in gbmoe/tuning/.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kBehindTheLast = -2;
 

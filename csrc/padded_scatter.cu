@@ -1,78 +1,19 @@
 // padded_scatter: each token is the weighted sum of its slots' rows.
 
 #include "ops.h"
-#include "padded_rows.cuh"
+#include "weighted_row_sum.cuh"
 
 namespace gbmoe {
 namespace {
 
-// A load whose line is the first to leave the cache: 3 % less time with two to four rows per token, and no difference with more.
-template <typename V> __device__ __forceinline__ V load_streaming(const V* from) {
-  if constexpr (sizeof(V) != 16) {
-    return *from;
-  } else {
-    const uint4 value = __ldcs(reinterpret_cast<const uint4*>(from));
-    return reinterpret_cast<const V&>(value);
-  }
-}
-
-// out[token] = the sum of weight * y[row] over the token's slots. Each thread sums U vectors at a time, with U * S loads in
-// flight. With kMany the slots take several passes, each of which goes on from the sums of those before.
+// out[token] = the sum of weight * y[row] over the token's slots.
 template <typename T, int N, int S, bool kMany>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(
     const Vector<T, N>* __restrict__ y_PH, const Slots slots, const Scalars weights, Vector<T, N>* __restrict__ out_TH,
     const Shape shape) {
-  using A = accumulate_t<T>;
-  constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
   const int64_t token = shape.own_token();
   if (token >= shape.tokens) return;
-  const int in_use = slots.in_use(token);
-  const int thread = threadIdx.x % shape.token_threads;  // of those that own the token
-  Vector<T, N>* out = out_TH + token * shape.vectors;
-  const auto add = [&](const Pass<A, S>& pass, int v, A (&sum)[U][N]) {
-    Vector<T, N> value[U][S];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int at = min(v + u * shape.token_threads, shape.vectors - 1);
-#pragma unroll
-      for (int j = 0; j < S; ++j) value[u][j] = S > 1 && S < 8 ? load_streaming(y_PH + pass.at[j] + at) : y_PH[pass.at[j] + at];
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-#pragma unroll
-      for (int j = 0; j < S; ++j) {
-        if (!pass.has(j)) continue;
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum[u][i] += pass.weight[j] * widen(value[u][j].element[i]);
-      }
-    }
-  };
-  const auto store = [&](int v, const A (&sum)[U][N]) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      Vector<T, N> rounded;
-#pragma unroll
-      for (int i = 0; i < N; ++i) rounded.element[i] = narrow<T>(sum[u][i]);
-      if (v + u * shape.token_threads < shape.vectors) out[v + u * shape.token_threads] = rounded;
-    }
-  };
-  if constexpr (kMany) {
-    for (int v = thread; v - thread < shape.vectors; v += U * shape.token_threads) {  // a warp's lanes stay together
-      A sum[U][N] = {};
-      for (int first = 0; first < in_use; first += S) {
-        const Pass<A, S> pass(slots, weights, token, first, in_use, shape.vectors);
-        if (pass.exists) add(pass, v, sum);
-      }
-      store(v, sum);
-    }
-  } else {
-    const Pass<A, S> pass(slots, weights, token, 0, in_use, shape.vectors);
-    for (int v = thread; v < shape.vectors; v += U * shape.token_threads) {
-      A sum[U][N] = {};
-      if (pass.exists) add(pass, v, sum);
-      store(v, sum);
-    }
-  }
+  store_weighted_sum<T, N, S, kMany>(y_PH, slots, weights, token, shape, out_TH + token * shape.vectors);
 }
 
 }  // namespace

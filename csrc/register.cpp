@@ -12,21 +12,32 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("cublas_grouped(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor(a!) pointers,"
         " Tensor(b!) out) -> ()");
   m.def("zero_empty_groups(Tensor sizes, Tensor(a!) out) -> ()");
-  m.def("routing_plan(Tensor ids, int num_experts, int align, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("routing_plan(Tensor ids, int num_experts, int align, int rows, int most_chunks)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("routing_plan_max_experts(int device) -> int");
   m.def("mask_row_map(Tensor mask, Tensor? pad_offsets, Tensor(a!) counts_by_chunk, Tensor(b!) row_map, Tensor(c!)? row_of_slot,"
         " Tensor(d!)? slot_of_row) -> ()");
   m.def("map_slots(Tensor row, Tensor? column, Tensor? count, Tensor? pad_offsets, Tensor? probs, Tensor(a!) row_of_slot,"
         " Tensor(b!) slot_of_row) -> ()");
-  m.def("route(Tensor logits, float p, Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
+  m.def("route(Tensor logits, float p, int lanes, int numbers_per_lane, int longest_vector, int list_length, Tensor(a!) scores,"
+        " Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
   m.def("route_backward(Tensor scores, Tensor ids, Tensor? grad_scores, Tensor? grad_weights, Tensor? grad_logsumexp, float p,"
-        " Tensor(a!) grad) -> ()");
-  m.def("route_limits() -> (int, int)");
+        " int lanes, int numbers_per_lane, int longest_vector, int slots_per_lane, Tensor(a!) grad) -> ()");
   m.def("padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? scale,"
-        " Tensor? probs, bool drop_zero_probs, bool clear_behind, Tensor(a!) out, Tensor(b!)? probs_out) -> ()");
+        " Tensor? probs, bool drop_zero_probs, bool clear_behind, int short_row, Tensor(a!) out, Tensor(b!)? probs_out) -> ()");
   m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? columns, Tensor? counts, Tensor? weights, Tensor(a!) out) -> ()");
   m.def("padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns,"
         " Tensor? counts, Tensor? weights, bool clear_behind, Tensor(a!)? grad_y, Tensor(b!)? grad_weights) -> ()");
+  m.def("publish_slots(Tensor ids, Tensor? weights, Tensor(a!) ids_out, Tensor(b!)? weights_out) -> ()");
+  m.def("collect_slots(Tensor id_peers, Tensor? weight_peers, int first_expert, int experts, Tensor(a!) ids, Tensor(b!)? weights)"
+        " -> ()");
+  m.def("pull_rows(Tensor peers, int rank, Tensor row_of_slot, Tensor(a!) out) -> ()");
+  m.def("push_row_sums(Tensor y, Tensor row_of_slot, Tensor? weights, Tensor peers, int rank) -> ()");
+  m.def("push_slot_rows(Tensor y, Tensor slot_of_row, int top_k, int capacity, Tensor peers) -> ()");
+  m.def("sum_pushed_rows(Tensor pushed, Tensor ids, int experts, int experts_per_rank, Tensor(a!) out) -> ()");
+  m.def("push_slot_scalars(Tensor slot_scalars, Tensor row_of_slot, int rows, int shard, Tensor peers) -> ()");
+  m.def("sum_pushed_scalars(Tensor pushed, Tensor ids, int ranks, int experts, int experts_per_rank, Tensor(a!) out) -> ()");
+  m.def("clear_rows_without_slot(Tensor slot_of_row, Tensor(a!) rows) -> ()");
   m.def("activate(Tensor h, Tensor? g, int activation, Tensor(a!) out) -> ()");
   m.def("activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
@@ -50,7 +61,6 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
   m.impl("hopper_built", TORCH_BOX(&gbmoe::hopper_built));
-  m.impl("route_limits", TORCH_BOX(&gbmoe::route_limits));
   m.impl("routing_plan_max_experts", TORCH_BOX(&gbmoe::routing_plan_max_experts));
 }
 
@@ -66,6 +76,15 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("padded_gather", TORCH_BOX(&gbmoe::padded_gather));
   m.impl("padded_scatter", TORCH_BOX(&gbmoe::padded_scatter));
   m.impl("padded_scatter_backward", TORCH_BOX(&gbmoe::padded_scatter_backward));
+  m.impl("publish_slots", TORCH_BOX(&gbmoe::publish_slots));
+  m.impl("collect_slots", TORCH_BOX(&gbmoe::collect_slots));
+  m.impl("pull_rows", TORCH_BOX(&gbmoe::pull_rows));
+  m.impl("push_row_sums", TORCH_BOX(&gbmoe::push_row_sums));
+  m.impl("push_slot_rows", TORCH_BOX(&gbmoe::push_slot_rows));
+  m.impl("sum_pushed_rows", TORCH_BOX(&gbmoe::sum_pushed_rows));
+  m.impl("push_slot_scalars", TORCH_BOX(&gbmoe::push_slot_scalars));
+  m.impl("sum_pushed_scalars", TORCH_BOX(&gbmoe::sum_pushed_scalars));
+  m.impl("clear_rows_without_slot", TORCH_BOX(&gbmoe::clear_rows_without_slot));
   m.impl("activate", TORCH_BOX(&gbmoe::activate));
   m.impl("activate_backward", TORCH_BOX(&gbmoe::activate_backward));
   m.impl("hopper_workspace", TORCH_BOX(&gbmoe::hopper_workspace));

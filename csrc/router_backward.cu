@@ -1,9 +1,7 @@
-// The gradient of the router's softmax, choice, p-norm and logsumexp, in one launch. router_tables.cuh chooses the kernel's
-// template parameters.
+// The gradient of the router's softmax, choice, p-norm and logsumexp, in one launch.
 
 #include "ops.h"
-#include "router_rows.cuh"
-#include "router_tables.cuh"
+#include "router_instances.cuh"
 
 namespace gbmoe {
 namespace {
@@ -96,19 +94,20 @@ template <typename T, typename S> struct RouteBackward {
   RouterShape shape;
   cudaStream_t stream;
 
-  void launch() const {
-    using Table = BackwardTable<T>;
-    const bool served = launch_from<Table>(shape.experts, shape.slots, [&](auto row_index, auto slots_per_lane) {
-      constexpr KernelRow row = Table::kRows[row_index];
-      static_assert(row.lanes * row.per_lane >= row.max_experts);
-      static_assert(row.multiple % kVector<T, S, row.per_lane, row.max_vector> == 0, "vectors divide the number of experts");
-      const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * row.lanes, kThreads));
-      constexpr int kSharedBytes = kThreads * row.per_lane * static_cast<int>(sizeof(float));
-      const auto kernel = route_backward_kernel<T, S, row.lanes, row.per_lane, slots_per_lane, row.max_vector>;
+  void launch(const RouterConfig& config) const {
+    using Table = BackwardInstances<T>;
+    const bool served = launch_from<Table>(config, [&](auto index, auto slots_per_lane) {
+      constexpr RouterInstances instance = Table::kAll[index];
+      constexpr int kVectors = kVector<T, S, instance.numbers_per_lane, instance.longest_vector>;
+      check_router_call("route_backward", config, shape, kVectors, slots_per_lane * instance.lanes);
+      const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kThreads));
+      constexpr int kSharedBytes = kThreads * instance.numbers_per_lane * static_cast<int>(sizeof(float));
+      const auto kernel =
+          route_backward_kernel<T, S, instance.lanes, instance.numbers_per_lane, slots_per_lane, instance.longest_vector>;
       kernel<<<ctas, kThreads, kSharedBytes, stream>>>(
           scores, ids, grad_scores, grad_weights, grad_logsumexp, grad, shape);
     });
-    STD_TORCH_CHECK(served, "route_backward: no kernel for ", shape.experts, " experts and ", shape.slots, " slots per token");
+    if (!served) refuse_router_call("route_backward", config);
   }
 };
 
@@ -116,7 +115,8 @@ template <typename T, typename S> struct RouteBackward {
 
 void route_backward(
     Tensor scores, Tensor ids, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
-    std::optional<Tensor> grad_logsumexp, double p, Tensor grad) {
+    std::optional<Tensor> grad_logsumexp, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
+    int64_t slots_per_lane, Tensor grad) {
   const torch::stable::accelerator::DeviceGuard guard(scores.get_device_index());
   const RouterShape shape{
       scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
@@ -124,7 +124,7 @@ void route_backward(
   GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward", {
     const RouteBackward<T, S> call{data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights),
                                    data<float>(grad_logsumexp), data<T>(grad), shape, current_stream(scores)};
-    call.launch();
+    call.launch({lanes, numbers_per_lane, longest_vector, slots_per_lane});
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -1,11 +1,11 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss, from
 // the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// Here are the launches; the kernel is in router_forward.cuh, and router_tables.cuh chooses its template parameters.
+// Here are the launches; the kernel is in router_forward.cuh, its instances are in router_instances.cuh.
 
 #include "ops.h"
 #include "router_forward.cuh"
-#include "router_tables.cuh"
+#include "router_instances.cuh"
 
 namespace gbmoe {
 namespace {
@@ -19,27 +19,27 @@ template <typename T, typename S> struct Route {
   RouterShape shape;
   cudaStream_t stream;
 
-  void launch() const {
-    using Table = ForwardTable<T>;
-    const auto launch_kernel = [&](auto row_index, auto list) {
-      constexpr KernelRow row = Table::kRows[row_index];
-      static_assert(row.lanes * row.per_lane >= row.max_experts && row.lanes * row.per_lane <= kMaxRouterExperts);
-      static_assert((row.lanes & (row.lanes - 1)) == 0, "a brief key holds lane and index in bits apart");
-      static_assert(row.multiple % kVector<T, S, row.per_lane, row.max_vector> == 0, "vectors divide the number of experts");
-      const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * row.lanes, kThreads));
-      const auto kernel = route_kernel<T, S, row.lanes, row.per_lane, list, row.max_vector>;
+  void launch(const RouterConfig& config) const {
+    using Table = ForwardInstances<T>;
+    const auto launch_kernel = [&](auto index, auto list) {
+      constexpr RouterInstances instance = Table::kAll[index];
+      static_assert(instance.lanes * instance.numbers_per_lane <= kMaxRouterExperts);
+      static_assert((instance.lanes & (instance.lanes - 1)) == 0, "a brief key holds lane and index in bits apart");
+      constexpr int kVectors = kVector<T, S, instance.numbers_per_lane, instance.longest_vector>;
+      check_router_call("route", config, shape, kVectors, list ? static_cast<int>(list) : kMaxRouterSlots);
+      const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kThreads));
+      const auto kernel = route_kernel<T, S, instance.lanes, instance.numbers_per_lane, list, instance.longest_vector>;
       kernel<<<ctas, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, shape);
     };
-    const bool served = shape.slots <= shape.experts && launch_from<Table>(shape.experts, shape.slots, launch_kernel);
-    STD_TORCH_CHECK(served, "route: no kernel for ", shape.experts, " experts and ", shape.slots, " slots per token");
+    STD_TORCH_CHECK(shape.slots <= shape.experts, "route: ", shape.slots, " slots per token of ", shape.experts, " experts");
+    if (!launch_from<Table>(config, launch_kernel)) refuse_router_call("route", config);
   }
 };
 
 }  // namespace
 
-std::tuple<int64_t, int64_t> route_limits() { return {kMaxRouterExperts, kMaxRouterSlots}; }
-
-void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp) {
+void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores,
+           Tensor weights, Tensor ids, Tensor logsumexp) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const RouterShape shape{
       logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
@@ -47,7 +47,7 @@ void route(Tensor logits, double p, Tensor scores, Tensor weights, Tensor ids, T
   GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", {
     const Route<T, S> call{data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), shape,
                            current_stream(logits)};
-    call.launch();
+    call.launch({lanes, numbers_per_lane, longest_vector, list_length});
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

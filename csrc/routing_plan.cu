@@ -99,14 +99,15 @@ int64_t routing_plan_max_experts(int64_t device) {
   return max_experts_in(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(device)));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(Tensor ids, int64_t num_experts, int64_t align, int64_t rows) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
+    Tensor ids, int64_t num_experts, int64_t align, int64_t rows, int64_t most_chunks) {
   const torch::stable::accelerator::DeviceGuard guard(ids.get_device_index());
   STD_TORCH_CHECK(num_experts <= kMaxExperts, "routing_plan: expected at most ", kMaxExperts, " experts, got ", num_experts);
   const auto empty = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) {
     return torch::stable::new_empty(ids, shape, ScalarType::Int);
   };
   const int64_t count = ids.numel();
-  const int64_t chunks = std::min(kMaxChunks, std::max<int64_t>(1, ceil_div(count, kThreads)));
+  const int64_t chunks = std::min(most_chunks, std::max<int64_t>(1, ceil_div(count, kThreads)));
   Tensor row_of_slot = empty({ids.size(0), ids.size(1)}), slot_of_row = empty({rows}), counts = empty({num_experts});
   Tensor offsets = empty({num_experts + 1}), padded_counts = empty({num_experts}), counts_by_chunk = empty({chunks, num_experts});
 

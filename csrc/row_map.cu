@@ -1,7 +1,7 @@
-// Row maps, which send a token to any number of experts: made from a mask [T,E] by the counting sort of counting_sort.cuh, and
-// turned into what the gather and the scatter read.
+// Row maps, which send a token to any number of experts. They are made from a mask [T,E] by the counting sort of counting_sort.cuh, and
+// turned into the maps that the gather and the scatter read.
 //
-// The mask's tokens are cut into chunks: a lane owns an expert, and a warp visits consecutive tokens.
+// The mask's tokens are divided into chunks, one for each CTA. A lane owns an expert, and a warp visits consecutive tokens.
 
 #include "counting_sort.cuh"
 #include "ops.h"
@@ -9,7 +9,7 @@
 namespace gbmoe {
 namespace {
 
-// The shape of a mask [T,E], and which of its tokens are this CTA's chunk.
+// The shape of a mask [T,E], and the tokens that are this CTA's chunk.
 struct Mask {
   int experts;
   int64_t tokens, per_chunk;
@@ -18,12 +18,12 @@ struct Mask {
   __device__ __forceinline__ int64_t chunk_end() const { return min(chunk_begin() + per_chunk, tokens); }
 };
 
-// What the gather and the scatter read of a map: row_of_slot, -1 where a slot has no row; and slot_of_row, which comes filled
-// with kPadding, and gets 0 for the rows that slots have. Nothing that a caller's map holds leads outside the tensors.
+// The tensors of a map that the gather and the scatter read: row_of_slot, -1 where a slot has no row; and slot_of_row, which is filled
+// with kPadding before, and gets 0 for the rows that have a slot. No entry of a caller's map leads outside the tensors.
 constexpr int kPadding = -1;
 struct SlotOutputs {
-  const int64_t* pad_offsets_E;  // added to the rows of an expert; nullptr for none
-  int* row_of_slot_TK;           // nullptr where the slots are not asked for
+  const int64_t* pad_offsets_E;  // added to the rows of an expert; nullptr to add nothing
+  int* row_of_slot_TK;           // nullptr where this tensor is not wanted
   int* slot_of_row_P;
   int64_t rows;
   int slots, experts;
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kThreads) count_mask_kernel(
   for (int64_t row = thread; row < out.rows; row += int64_t{kThreads} * gridDim.x) out.slot_of_row_P[row] = kPadding;
 }
 
-// Writes the map [T,M], M = 2 * E + 1: the rows of a token, their experts from column E on, and their number in the last column.
+// Writes the map [T,M] with M = 2 * E + 1: a token's rows, from column E on the experts of these rows, and their number in the last
+// column.
 template <typename Entry>
 __global__ void __launch_bounds__(kThreads, 1) place_mask_kernel(
     const Entry* __restrict__ mask_TE, const Mask mask, const int* counts_CE, int* __restrict__ map_TM, const SlotOutputs out) {
@@ -101,15 +102,15 @@ __global__ void __launch_bounds__(kThreads, 1) place_mask_kernel(
   }
 }
 
-// A map: dense, row [T,K], or ragged, where the first count[t] entries of row and column are in use.
+// A caller's map. A dense one has row [T,K]; in a ragged one the first count[t] entries of row and column are in use.
 struct Map {
   const int *row, *column, *count;
   int64_t row_stride, column_stride, count_stride, tokens;
-  Scalars probs;  // [T,E], or [T,K] of a dense map: slots whose probability is 0 get no row
+  Scalars probs;  // [T,E], or [T,K] for a dense map: slots whose probability is 0 get no row
 };
 constexpr int kSlotThreads = 256;
 
-// token_lanes lanes of a warp, a power of two, read one token's slots.
+// token_lanes, a power of two, is the number of lanes that read one token's slots.
 __global__ void __launch_bounds__(kSlotThreads) map_slots_kernel(const Map map, const int token_lanes, const SlotOutputs out) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kSlotThreads / token_lanes) + threadIdx.x / token_lanes;
   if (token >= map.tokens) return;

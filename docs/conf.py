@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-# The checkout that these pages are of, whatever is installed beside it.
+# The pages describe this checkout, even if another gbmoe is installed.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from gbmoe import __version__
@@ -17,7 +17,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 nitpicky = True
-# Names of other projects, whose pages a build without network cannot look up.
+# Names of other projects, which a build without network cannot look up.
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|os|pathlib|typing)\..*"), ("py:.*", r"(optional|callable|Tensor|Any)")]
 
 myst_enable_extensions = ["colon_fence"]
@@ -28,7 +28,7 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
 default_role = "code"
-# An argument's type stands in the signature; docstrings here say shapes and meaning.
+# Types of arguments are in the signature; docstrings have shapes and meaning.
 napoleon_use_param = False
 napoleon_use_rtype = False
 napoleon_preprocess_types = False
@@ -40,7 +40,7 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def _keep_layout(app, what, name, obj, options, lines):
-    """Docstrings are plain text: what stands indented behind an empty line, a formula or a table, is shown as it is."""
+    """Show an indented block after an empty line of a docstring, such as a formula or a table, as it is: docstrings are plain text."""
     for i in range(len(lines) - 1, 0, -1):
         starts = lines[i].startswith("    ") and not lines[i - 1].strip()
         above = next((line for line in lines[i - 1::-1] if line.strip()), "")
@@ -49,11 +49,11 @@ def _keep_layout(app, what, name, obj, options, lines):
 
 
 def _hide_private_parameters(app, what, name, obj, options, signature, returns):
-    """Fields that begin with an underscore are not for callers."""
+    """Leave fields that begin with an underscore out of signatures, because they are not for callers."""
     return signature and re.sub(r", _\w+: [^,()]*(?= *[,)])", "", signature), returns
 
 
 def setup(app):
-    """Connect the two, the first ahead of napoleon, which makes fields of what is indented."""
+    """Connect the two functions; the first one before napoleon, which would turn indented blocks into fields."""
     app.connect("autodoc-process-docstring", _keep_layout, priority=400)
     app.connect("autodoc-process-signature", _hide_private_parameters)

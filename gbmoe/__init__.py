@@ -14,11 +14,11 @@ from gbmoe.layers import (
     dMoE,
     get_load_balancing_loss,
 )
-from gbmoe.ops import expert_mlp, gmm, padded_gather, padded_scatter
-from gbmoe.routing import RoutingPlan
+from gbmoe.ops import expert_mlp, gmm, grouped_mlp, padded_gather, padded_scatter
+from gbmoe.plan import RoutingPlan
 
 __all__ = [
     "Arguments", "RoutingPlan", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
-    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm", "ops",
-    "padded_gather", "padded_scatter",
+    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm",
+    "grouped_mlp", "ops", "padded_gather", "padded_scatter",
 ]

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # types that nobody else has a say in
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types that no __torch_function__ or __torch_dispatch__ intercepts
 
 
 def require(condition: bool, operator: str, argument: str, expected: str | Callable[[], str], got: object,
             error: type[Exception] = ValueError) -> None:
     """Raise `error` ("operator: argument: expected ..., got ...") unless `condition` holds.
 
-    `expected` may be a function that returns the text. Where the text names a size it has to be one: a size that
-    torch.compile keeps variable becomes a constant as soon as it is printed, and the graph is compiled anew for the next.
+    `expected` may be a function that returns the text, and must be one where the text contains a size: a size that torch.compile
+    keeps variable becomes a constant when it is formatted, and the graph is compiled again for every other size.
     """
     if not condition:
         expected = expected() if callable(expected) else expected
@@ -24,16 +24,16 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
 
 
 def autocast_enabled(device_type: str) -> bool:
-    """torch.is_autocast_enabled, which raises for the meta device: False there, where nothing is computed."""
+    """torch.is_autocast_enabled, but False for the meta device, for which torch's function raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def require_tensor(value: Any, operator: str, argument: str, *, rank: int | tuple[int, ...] | None = None,
                    dtypes: tuple[torch.dtype, ...] | None = None, device: torch.device | None = None) -> None:
-    """Raise TypeError or ValueError unless `value` is a tensor of that rank, one of those dtypes and on that device."""
+    """Raise TypeError or ValueError unless `value` is a plain tensor of the given rank (or one of them), dtypes and device."""
     if type(value) in PLAIN and (rank is None or value.dim() == rank) and (dtypes is None or value.dtype in dtypes) \
             and (device is None or value.device == device):
-        return  # as nearly always, and in a third of the time
+        return  # the usual case, in a third of the time that the checks below take
     require(isinstance(value, torch.Tensor), operator, argument, "a torch.Tensor", type(value).__name__, TypeError)
     if type(value) not in PLAIN:
         require(not hasattr(value, "to_local"), operator, argument,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The documentation as a site, in docs/_build/html; a warning is an error. In the same environment as quickstart.sh, which it
-# makes if it is missing. Arguments go to sphinx-build. It needs no GPU.
+# Builds the documentation as a site in docs/_build/html; a warning is an error. It uses the same environment as quickstart.sh, and
+# makes it if it is missing. Arguments go to sphinx-build. It needs no GPU.
 set -euo pipefail
 extras=docs
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

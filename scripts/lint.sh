@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint and types, in the same environment as quickstart.sh, which it makes if it is missing: ruff over all, mypy over the
-# interface. With a commit as argument also clang-format over the lines of csrc/ that differ from it (main, usually).
+# Runs ruff on everything and mypy on the public interface, in the same environment as quickstart.sh, which it makes if it is missing.
+# With a commit as argument (usually main) it also runs clang-format on the lines of csrc/ that differ from that commit.
 set -euo pipefail
 extras=lint
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

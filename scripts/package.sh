@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The package as a stranger gets it: sdist and wheel are built, and installed into a fresh environment without a checkout,
-# with every extra. There gbmoe is imported, `gbmoe info` and `gbmoe verify` run and `pip check` is clean. Needs no GPU.
+# Tests the package as users get it: builds sdist and wheel, and installs each into a new environment without a checkout, with every
+# extra. There it imports gbmoe and runs `gbmoe info`, `gbmoe verify` and `pip check`. Needs no GPU.
 #
 #   GBMOE_PYTHON, GBMOE_TORCH   as in setup_env.sh
 set -euo pipefail
@@ -14,7 +14,7 @@ python=$folder/environment/bin/python
 "$python" -m pip install -q --upgrade pip build
 
 say "building the sdist, and the wheel from it"
-# A copy of what git knows, so that nothing else of the checkout gets in, and no build folder stays behind.
+# From a copy of the files that git does not ignore, so that nothing else gets into the package and no build folder is left behind.
 mkdir "$folder/tree"
 git -C "$root" ls-files -z --cached --others --exclude-standard |
   tar -C "$root" --null --ignore-failed-read -T - -c | tar -C "$folder/tree" -x
@@ -26,7 +26,7 @@ say "installing the wheel with every extra"
 "$python" -m pip install -q "${GBMOE_TORCH:-torch==2.13.0}"
 "$python" -m pip install -q "${wheel}[cli,plot,docs,test,lint,transformers]"
 "$python" -m pip check
-cd "$folder"  # from here on no checkout is in reach
+cd "$folder"  # from here on Python cannot find the checkout
 files() {
   "$python" - <<'PY'
 import importlib.metadata

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh checkout to a trained model: environment, gbmoe, `gbmoe verify`, and a language model on real text.
-# Arguments go to scripts/train_lm.py. See setup_env.sh for what can be set.
+# Goes from a fresh checkout to a trained model: makes an environment, installs gbmoe, runs `gbmoe verify`, and trains a language model
+# on real text. Arguments go to scripts/train_lm.py. setup_env.sh lists the variables that can be set.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
@@ -9,5 +9,5 @@ say "what runs here"
 say "every operator and engine against the reference"
 "$python" -m gbmoe verify
 say "training a small language model"
-# exec, so that a signal reaches the training: a shell that waits would die of it alone, and leave the training behind.
+# exec, so that signals reach the training. A waiting shell would be ended by them and leave the training running.
 exec "$python" "$root/scripts/train_lm.py" --out "$root/runs/quickstart" "$@"

@@ -1,15 +1,13 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh: makes .venv once, with a torch that suits the machine, and installs gbmoe into it.
+# Sourced by the other scripts: makes .venv once, with torch, and installs gbmoe into it. If an active environment (venv or conda) has
+# torch, that environment is used instead, and gbmoe with its extras is installed into it. Afterwards $python is the interpreter.
 #
-#   GBMOE_PYTHON   interpreter to make .venv from (default: python3, 3.10 or newer)
-#   GBMOE_TORCH    requirement to install, e.g. "torch==2.11.0" (default: torch==2.13.0; a GPU is served by the CUDA build
-#                  that the registry offers under that name)
+#   GBMOE_PYTHON   interpreter to make .venv with (default: python3, 3.10 or newer)
+#   GBMOE_TORCH    torch to install, e.g. "torch==2.11.0" (default: torch==2.13.0, whose build for this platform may support CUDA)
 #
-# $extras, where the sourcing script sets it, names more of pyproject.toml's optional dependencies, separated by commas.
-# Afterwards: $python is the environment's interpreter. Where an active environment
-# (venv or conda) has torch, that one is used, and gbmoe with its extras is installed into it.
+# A script that sources this may set $extras to further optional dependencies of pyproject.toml, separated by commas.
 
-root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)  # with CDPATH cd may go elsewhere, and prints where
+root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)  # with CDPATH set, cd may go to another folder and print it
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -28,7 +26,7 @@ else
   fi
 fi
 
-# Torch is there now, so the extension is compiled ahead of time where it can be; -e keeps the checkout the one source.
+# torch is installed now, so the extension is compiled ahead of time where nvcc is found. With -e changes to the checkout take effect.
 "$python" -m pip install -q 'setuptools>=77' wheel
 say "installing gbmoe ($("$python" -c 'import torch; print("torch", torch.__version__)'))"
 "$python" -m pip install -q --no-build-isolation -e "${root}[cli,plot,test${extras:+,$extras}]"

@@ -1,34 +1,34 @@
 #!/usr/bin/env bash
-# The whole test suite, in the same environment as quickstart.sh, which it makes if it is missing. Arguments go to pytest.
-# Tests are shared among as many processes as there are cores; -n 0 runs them in one, as a debugger wants it.
+# Runs the whole test suite in the same environment as quickstart.sh, which it makes if it is missing. Arguments go to pytest.
+# Tests are distributed to as many processes as there are cores; -n 0 runs them in one, which a debugger needs.
 set -euo pipefail
 SECONDS_OF_ALL=780
-extras=transformers  # gbmoe/compat/ is tested in the packages that it adapts to
+extras=transformers  # gbmoe/compat/ is tested with the real packages
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-# The tests compile csrc/ wherever nvcc is; a toolkit without cuBLAS' headers gets them from their wheel.
+# The tests compile csrc/ if nvcc is found. If the toolkit lacks cuBLAS' headers, they are installed from their wheel.
 if command -v nvcc >/dev/null; then
   "$python" - <<'PY' || "$python" -m pip install -q nvidia-cublas
 import sys
-from gbmoe import _compile
+from gbmoe.extension import build
 try:
-    nvcc = _compile.Nvcc.find()
-    _compile.include_flags(nvcc, _compile.Torch.imported())
-except (_compile.CompileError, AttributeError):
+    nvcc = build.Nvcc.find()
+    build.include_flags(nvcc, build.Torch.imported())
+except (build.CompileError, AttributeError):
     sys.exit(1)
 PY
 fi
 say "installing MegaBlocks"
 "$root/scripts/install_megablocks.sh" "$python"
 
-# A process a core, ten at most, which is what one GPU has room for; `-n 0` runs the tests in one. One thread a process.
+# One process for each core, with one thread each, but at most ten, because one GPU's memory is enough for no more.
 processes=$(nproc)
 ((processes <= 10)) || processes=10
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if (($#)); then
   say "tests: pytest $*"
 else
-  # SECONDS_OF_ALL in one process, and what does not get shorter: imports, and the longest chain of Slurm jobs.
+  # SECONDS_OF_ALL is the time in one process. The rest does not get shorter with more: imports, and the longest chain of Slurm jobs.
   say "tests: all of them, in about $(((SECONDS_OF_ALL / processes + 60) / 60 + 1)) minutes with $processes processes"
 fi
 cd "$root"

@@ -3,14 +3,16 @@
     python scripts/train_lm.py                              the Python standard library's sources, on the first GPU or the CPU
     python scripts/train_lm.py books/ notes.txt --impl bmm --device cuda --dtype bfloat16
     torchrun --nproc-per-node 2 scripts/train_lm.py         data parallel: each rank takes a part of every batch
+    torchrun --nproc-per-node 2 scripts/train_lm.py --expert-parallel   and has a part of every layer's experts
 
-Writes checkpoint.pt, log.json and loss.png to --out, and goes on from the checkpoint that lies there. SIGTERM and SIGUSR1 end
-the run after the current step: it saves and exits with 0. SIGTERM ends it at once, with 143, where it comes a second time or
-before the first step has ended. What is wrong in the arguments, the text or the checkpoint is said in one line before the first
-step, with status 2. A resumed run has the losses of an uninterrupted one bit for bit, given the same machine, number of threads
-and number of ranks.
+It writes checkpoint.pt, log.json and loss.png to --out, and resumes from a checkpoint that is there. SIGTERM and SIGUSR1 end
+the run after the current step: it saves and exits with 0. A second SIGTERM, or one before the first step has ended, ends it at once
+with status 143. Faults in the arguments, the text or the checkpoint are reported in one line before the first step, with status 2. If
+a rank dies or hangs, the others end within --timeout with status 1 and name it. A resumed run has bit for bit the losses of an
+uninterrupted one on the same machine with the same numbers of threads and ranks, and with --expert-parallel set or not as before.
 
-Beside it: train_lm_arguments.py, the command line; train_lm_files.py, the checkpoint; train_lm_signals.py, the signals.
+train_lm_arguments.py has the command line, train_lm_files.py the checkpoint, train_lm_ranks.py the processes that train together, and
+train_lm_signals.py the signals.
 
 Losses are in nats per byte. Balance is, for each layer, the tokens of its busiest expert over the mean.
 
@@ -31,15 +33,14 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-# Threads that spin at OpenMP's barriers make a step tens of times slower where another process wants the same cores. libgomp
-# reads this when torch loads it.
+# Threads that spin at OpenMP's barriers make a step tens of times slower if another process uses the same cores. libgomp
+# reads this variable when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# cuBLAS sums in a fixed order only with a workspace of fixed size; it reads this when CUDA starts.
+# cuBLAS sums in a fixed order only with a workspace of fixed size; it reads this variable when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
@@ -47,6 +48,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import gbmoe
+from gbmoe.parallel.groups import CollectiveFailed
+from gbmoe.parallel.training import clip_grad_norm_
 from train_lm_arguments import HELDOUT, VOCABULARY, parse_arguments
 from train_lm_files import (
     CHECKPOINT,
@@ -59,12 +62,14 @@ from train_lm_files import (
     read_checkpoint,
     replace,
 )
+from train_lm_ranks import Ranks, joined_ranks, own_state, whole_state
 from train_lm_signals import Ended, StopSignals
 
 CLIP_NORM = 1.0
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-# Arguments that may differ between a run and its continuation: they change no loss. The text is compared by its hash.
-FREE_ON_RESUME = frozenset({"paths", "device", "out", "resume", "log_every", "save_every"})
+# Arguments that may differ between a run and its continuation, because they change no loss, or no more than the number of ranks does,
+# which may differ too. The text is compared by its hash.
+FREE_ON_RESUME = frozenset({"paths", "device", "out", "resume", "log_every", "save_every", "timeout", "expert_parallel"})
 
 
 # ------------------------------------------------------------------------------------------------------------------- text
@@ -76,7 +81,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
     suffix, skipped = ("", frozenset()) if paths else (".py", STDLIB_SKIPPED)
     files = {root for root in roots if os.path.isfile(root)}
     for root in roots:
-        if not os.path.exists(root):  # unlike Path.exists, of a name that is too long as well
+        if not os.path.exists(root):  # unlike Path.exists, this does not raise for a name that is too long
             raise InputError(f"paths: expected an existing file or folder, got {root}")
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
@@ -85,7 +90,7 @@ def text_files(paths: Sequence[str]) -> list[Path]:
 
 
 def read_text(path: Path) -> bytes:
-    """The file's bytes; none where it cannot be read or is not UTF-8 text."""
+    """The file's bytes, or no bytes if it cannot be read or is not UTF-8 text."""
     try:
         content = path.read_bytes()
         content.decode()
@@ -98,8 +103,8 @@ def load_text(paths: Sequence[str], max_bytes: int, length: int) -> tuple[torch.
     """Join the files in a fixed shuffled order, up to max_bytes, and hold out the last tenth, which is a sample of the files.
 
     Returns:
-        The bytes to train on and the bytes held out, uint8, and what they are; unigram_entropy, that of the single bytes, is
-        the loss of the best model that sees no context.
+        The bytes to train on and the held-out bytes, uint8, and a description of them. Its unigram_entropy, the entropy of single
+        bytes, is the loss of the best model that sees no context.
 
     Raises:
         InputError: where there is no text, or where a part has less than one window of length + 1 bytes.
@@ -135,13 +140,13 @@ def windows(text: torch.Tensor, starts: Sequence[int], length: int) -> torch.Ten
 
 
 def batch_starts(text: torch.Tensor, args: argparse.Namespace, step: int) -> list[int]:
-    """Where the windows of a step's batch begin: a function of (--seed, step) alone, so that a resumed run sees the same."""
+    """The starts of the windows of a step's batch. They depend on --seed and the step alone, so that a resumed run has the same."""
     draw = random.Random(f"{args.seed}/{step}")
     return [draw.randrange(len(text) - args.length) for _ in range(args.batch)]
 
 
 def heldout_starts(text: torch.Tensor, args: argparse.Namespace) -> list[int]:
-    """Where the held-out windows begin: spread evenly, the same at every evaluation."""
+    """The starts of the held-out windows, evenly spaced, and the same at every evaluation."""
     return [w * (len(text) - args.length - 1) // max(1, args.eval_windows - 1) for w in range(args.eval_windows)]
 
 
@@ -149,11 +154,12 @@ def heldout_starts(text: torch.Tensor, args: argparse.Namespace) -> list[int]:
 
 
 def moe_arguments(args: argparse.Namespace) -> gbmoe.Arguments:
-    """What the dMoE layers are built from; on the CPU, so that a seed gives the same weights whatever the device."""
+    """The arguments of the dMoE layers. They are built on the CPU, so that a seed gives the same weights on every device."""
     return gbmoe.Arguments(
         hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_layers=args.layers, bias=False, activation_fn=F.silu,
         moe_num_experts=args.experts, moe_top_k=args.top_k, moe_normalize_expert_weights=1,
         moe_loss_weight=args.balance_weight, moe_lbl_in_fp32=True, mlp_type="glu", mlp_impl=args.impl, fp16=False, device="cpu",
+        moe_expert_model_parallelism=args.expert_parallel and dist.is_initialized(),
         init_method=partial(torch.nn.init.normal_, std=args.hidden**-0.5),
         output_layer_init_method=partial(torch.nn.init.normal_, std=(2 * args.layers * args.ffn) ** -0.5),
     )
@@ -202,107 +208,18 @@ class Block(torch.nn.Module):
 
 
 def byte_lm(args: argparse.Namespace) -> torch.nn.Sequential:
-    """bytes [B,S] -> logits of the next byte [B,S,V]; at first all bytes are as likely."""
+    """A model from bytes [B,S] to the logits of the next byte [B,S,V]. At first all bytes are equally likely."""
     head = torch.nn.Linear(args.hidden, VOCABULARY, bias=False)
     torch.nn.init.zeros_(head.weight)
     blocks = (Block(args) for _ in range(args.layers))
     return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, args.hidden), *blocks, torch.nn.RMSNorm(args.hidden), head)
 
 
-# ---------------------------------------------------------------------------------------------------------- data parallel
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those that train together; a process alone is rank 0 of 1."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
-
-    def from_first(self, value: object) -> object:
-        """Rank 0's value, on every rank."""
-        values = [value]
-        if self.world > 1:
-            dist.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """An InputError of any rank in this block is raised on all after it, so that none waits for one that has ended."""
-        message = None
-        try:
-            yield
-        except InputError as error:
-            message = str(error)
-        messages = [message]
-        if self.world > 1:
-            messages = [None] * self.world
-            dist.all_gather_object(messages, message)
-        message = next(filter(None, messages), None)
-        if message:
-            raise InputError(message)
-
-    def average_gradients(self, model: torch.nn.Module) -> None:
-        """One all-reduce of all gradients.
-
-        Not DistributedDataParallel: it changes its buckets after its first step, and with them the order of the sums, so that
-        a resumed run would differ in its last bits.
-        """
-        if self.world == 1:
-            return
-        gradients = [parameter.grad for parameter in model.parameters()]
-        averages = self.sum(torch.cat([g.flatten() for g in gradients])) / self.world
-        for g, average in zip(gradients, averages.split([g.numel() for g in gradients])):
-            g.copy_(average.view_as(g))
-
-    def hold_same_weights(self, model: torch.nn.Module) -> bool:
-        """Whether every rank's weights are rank 0's, bit for bit."""
-        if self.world == 1:
-            return True
-        mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        first = mine.clone()
-        dist.broadcast(first, src=0)
-        return int(self.sum(torch.tensor(int(not torch.equal(mine, first)), device=self.device))) == 0
-
-
-@contextlib.contextmanager
-def joined_ranks(name: str) -> Iterator[Ranks]:
-    """This process's place as torchrun's environment gives it, with the process group open where there are several."""
-    device, world = torch.device(name), int(os.environ.get("WORLD_SIZE", 1))
-    if device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if world == 1:
-        yield Ranks(0, 1, device)
-        return
-    cuda = device.type == "cuda"
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    refused = None
-    try:
-        yield Ranks(dist.get_rank(), world, device)
-    except InputError as error:  # of all ranks (Ranks.together)
-        refused = error
-    # Not after another error, when the others may wait in another collective. The barrier lets nobody leave before rank 0 has
-    # saved; and gloo's thread must have dropped the tensors of the last collective before the interpreter ends, or it aborts.
-    dist.barrier()
-    dist.destroy_process_group()
-    if refused is not None:
-        raise refused
-
-
 # --------------------------------------------------------------------------------------------------------------- training
 
 
 class Trainer:
-    """Model, optimizer and gradient scaler; what a step does with them; their checkpoint."""
+    """The model, its optimizer and gradient scaler, with the steps of training and their checkpoint."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks):
         torch.manual_seed(args.seed)
@@ -316,14 +233,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=self.dtype == torch.float16)
 
     def loss(self, windows_BS1: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-        """Cross-entropy of each byte given those before it; the products in --dtype by autocast, the loss in float32."""
+        """Cross-entropy of each byte given those before it. Autocast computes products in --dtype; the loss is in float32."""
         windows_BS1 = windows_BS1.to(self.ranks.device)
         with torch.autocast(self.ranks.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits_BSV = self.model(windows_BS1[:, :-1])
         return F.cross_entropy(logits_BSV.flatten(0, 1).float(), windows_BS1[:, 1:].flatten(), reduction=reduction)
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, and a cosine down to a twentieth."""
+        """The learning rate: a linear warm-up, then a cosine down to a twentieth of --lr."""
         warm_up = min(1.0, (step + 1) / self.args.warmup)
         return self.args.lr * warm_up * (0.525 + 0.475 * math.cos(math.pi * step / self.args.steps))
 
@@ -337,9 +254,9 @@ class Trainer:
         counts_LE = torch.stack([counts_E for counts_E, _ in gbmoe.get_load_balancing_loss()])
         self.scaler.scale(loss + gbmoe.batched_load_balancing_loss(self.moe_args)).backward()
         gbmoe.clear_load_balancing_loss()
-        self.ranks.average_gradients(self.model)
+        self.ranks.average_gradients(self.model, scaled=self.scaler.is_enabled())
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
@@ -350,26 +267,29 @@ class Trainer:
         """Mean loss over the windows, each rank computing its part."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for windows_BS1 in windows_WS1[self.ranks.rank :: self.ranks.world].split(self.args.batch):
+        # Every rank computes the same number of batches, because a layer whose experts are spread needs all ranks.
+        batches = math.ceil(math.ceil(len(windows_WS1) / self.ranks.world) / self.args.batch)
+        for windows_BS1 in windows_WS1[self.ranks.rank :: self.ranks.world].tensor_split(batches):
             total += self.loss(windows_BS1, reduction="sum")
         return float(self.ranks.sum(total)) / windows_WS1[:, 1:].numel()
 
     def save(self, step: int, log: dict) -> None:
-        """Rank 0 writes checkpoint.pt and log.json; raises where the ranks' weights are no longer the same."""
+        """Let rank 0 write checkpoint.pt and log.json. Raises RuntimeError if the ranks' weights are no longer the same."""
         if not self.ranks.hold_same_weights(self.model):
             raise RuntimeError(f"step {step}: expected the same weights on all {self.ranks.world} ranks, got different ones")
+        weights, optimizer_state = whole_state(self.model, self.optimizer, keep=self.ranks.rank == 0)
         if self.ranks.rank > 0:
             return
-        checkpoint = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+        checkpoint = {"model": weights, "optimizer": optimizer_state,
                       "scaler": self.scaler.state_dict(), "rng": torch.get_rng_state(), "step": step, "log": log}
         replace(Path(self.args.out) / CHECKPOINT, partial(torch.save, checkpoint))
         write_log(log, Path(self.args.out))
 
     def resume(self, path: Path, log: dict) -> tuple[int, dict]:
-        """Load the checkpoint, where rank 0 has one and --resume wants it. Returns its step and log, else (0, log).
+        """Load the checkpoint if rank 0 has one, unless --resume is never. Returns its step and log, otherwise (0, log).
 
         Raises:
-            InputError: on all ranks, where it is no checkpoint, or of a run with other arguments or another text than `log`'s.
+            InputError: on all ranks, if it is not a checkpoint, or that of a run with other arguments or another text than `log`'s.
         """
         checkpoint = None
         with self.ranks.together():
@@ -383,23 +303,24 @@ class Trainer:
             require_same_run(path, checkpoint["log"], log)
             try:
                 self.load(checkpoint)
-            except Exception as error:  # what its entries hold is foreign, and makes the loaders raise nearly anything
+            except Exception as error:  # its entries may hold anything, for which the loaders raise many kinds of errors
                 raise not_a_checkpoint(path, f"one that does not fit the model ({in_one_line(error)})") from None
         if self.ranks.rank == 0:
-            write_log(checkpoint["log"], path.parent)  # the file may be damaged, or of a later step than the checkpoint
+            write_log(checkpoint["log"], path.parent)  # log.json may be damaged, or that of a later step than the checkpoint's
         return checkpoint["step"], checkpoint["log"]
 
     def load(self, checkpoint: dict) -> None:
-        """Take over model, optimizer, gradient scaler and random numbers."""
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
+        """Load model, optimizer, gradient scaler and the state of random numbers."""
+        weights, optimizer_state = own_state(self.model, checkpoint["model"], checkpoint["optimizer"])
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer_state)
         check_optimizer(self.optimizer)
         self.scaler.load_state_dict(checkpoint["scaler"])
         torch.set_rng_state(checkpoint["rng"])
 
 
 def require_same_run(path: Path, saved: dict, given: dict) -> None:
-    """Raise InputError where the checkpoint's log is of other arguments or another text than the log of this run."""
+    """Raise InputError if the checkpoint's log has other arguments, or another text, than the log of this run."""
     differences = [f"--{name.replace('_', '-')} {saved['args'].get(name)} (got {value})" for name, value in given["args"].items()
                    if name not in FREE_ON_RESUME and saved["args"].get(name) != value]
     if saved["text"] != given["text"]:
@@ -432,7 +353,7 @@ def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> None:
             step_started = time.perf_counter()
             starts = batch_starts(train_text, args, step)[ranks.rank :: ranks.world]
             loss, counts_LE = trainer.train_step(windows(train_text, starts, args.length), step)
-            # Whichever rank got a signal, all learn of it here and stop after the same step.
+            # Here all ranks learn whether any of them got a signal, so that they stop after the same step.
             asked = torch.full((1,), signals.asked is not None, device=ranks.device)
             mine = [loss.double().view(1), counts_LE.double().flatten(), asked.double()]
             loss_sum, *counts, stop = ranks.sum(torch.cat(mine)).tolist()
@@ -472,14 +393,14 @@ def git_commit() -> str | None:
 
 
 def new_log(trainer: Trainer, statistics: dict) -> dict:
-    """log.json before the first step."""
+    """The contents of log.json before the first step."""
     device = trainer.ranks.device
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return {
         "args": vars(trainer.args), "text": statistics, "commit": git_commit(), "ranks": trainer.ranks.world,
         "versions": {"gbmoe": gbmoe.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "parameters": trainer.ranks.parameters(trainer.model),
         "train": [], "heldout": [], "seconds": 0.0, "tokens_per_s": None,
     }
 
@@ -489,7 +410,7 @@ def write_log(log: dict, out: Path) -> None:
 
 
 class Progress:
-    """rich's bar on a terminal, a plain line every --log-every steps elsewhere; silent where not `shown`."""
+    """Shows progress, if `shown`: with rich's bar on a terminal, otherwise with a line every --log-every steps."""
 
     def __init__(self, args: argparse.Namespace, first_step: int, shown: bool):
         self.args, self.shown, self.bar = args, shown, None
@@ -509,7 +430,7 @@ class Progress:
             print(text, flush=True)
 
     def step(self, entry: dict) -> None:
-        """Show a step's entry of the log, with the balance of the worst layer."""
+        """Show a step's entry of the log, with the balance of the least balanced layer."""
         text = (f"step {entry['step']}/{self.args.steps}  loss {entry['loss']:.4f}  {entry['tokens_per_s']:,.0f} tokens/s"
                 f"  balance {max(entry['balance']):.2f}")
         if self.bar is not None:
@@ -535,7 +456,7 @@ def plot(log: dict, path: Path) -> None:
 
 
 def summarize(log: dict, out: Path) -> None:
-    """Draw the plot and print what came out."""
+    """Draw the plot and print a summary."""
     heldout, entropy = log["heldout"][-1]["loss"], log["text"]["unigram_entropy"]
     try:
         plot(log, out / "loss.png")
@@ -553,14 +474,17 @@ def main() -> None:
     signals = StopSignals()
     try:
         args = parse_arguments(__doc__.partition("\n")[0])
-        with joined_ranks(args.device) as ranks:
+        with joined_ranks(args.device, args.timeout) as ranks:
             train(args, ranks, signals)
     except InputError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print("train_lm:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except CollectiveFailed as error:
+        print(" ".join(str(error).split()), file=sys.stderr, flush=True)
+        os._exit(1)  # as below
     except Ended as ended:
-        # Not by the interpreter's end, in which a library may wait for ranks that have ended.
+        # os._exit, because libraries may wait for ranks that have ended when the interpreter ends normally.
         os._exit(ended.code)
     signals.ignore()
 

@@ -1,4 +1,4 @@
-"""The command line of train_lm.py. What is wrong in it ends the process with one line on stderr and status 2.
+"""The command line of train_lm.py. A fault in it ends the process with one line on stderr and status 2.
 
 Shape suffixes as in train_lm.py.
 """
@@ -14,52 +14,55 @@ from typing import NoReturn
 import torch
 
 VOCABULARY = 256
-HELDOUT = 10  # of so many bytes one is held out
+HELDOUT = 10  # one of this many bytes is held out
 COUNT = (1, 2**31 - 1)  # kernels count rows in int32
-SEED = (-(2**63), 2**64 - 1)  # torch.manual_seed's
+SEED = (-(2**63), 2**64 - 1)  # the range of torch.manual_seed
 POSITIVE = (math.ulp(0.0), sys.float_info.max)
 
 # Name, default, lowest and highest value, help.
 NUMBERS = (
-    ("seed", 0, SEED, "of the weights and the batches"),
+    ("seed", 0, SEED, "seed of the weights and the batches"),
     ("layers", 3, COUNT, "blocks of attention and dMoE"),
     ("hidden", 128, COUNT, "width"),
-    ("heads", 4, COUNT, "of the attention"),
+    ("heads", 4, COUNT, "heads of the attention"),
     ("ffn", 192, COUNT, "hidden size of each expert"),
-    ("experts", 8, COUNT, "of each layer"),
+    ("experts", 8, COUNT, "experts of each layer"),
     ("top-k", 2, COUNT, "experts that a token goes to"),
-    ("balance-weight", 0.01, POSITIVE, "of the load-balancing loss"),
+    ("balance-weight", 0.01, POSITIVE, "weight of the load-balancing loss"),
     ("length", 128, COUNT, "bytes of a sequence"),
     ("batch", 8, COUNT, "sequences of a step, over all ranks"),
-    ("steps", 500, COUNT, "of the whole run, resumed or not"),
+    ("steps", 500, COUNT, "steps of the whole run, also if it is resumed"),
     ("lr", 2e-3, POSITIVE, "highest learning rate"),
-    ("warmup", 50, COUNT, "steps up to it"),
-    ("max-bytes", 1 << 24, (1, 2**63 - 1), "of text to use"),
+    ("warmup", 50, COUNT, "steps until the learning rate is highest"),
+    ("max-bytes", 1 << 24, (1, 2**63 - 1), "bytes of text to use at most"),
     ("eval-every", 100, COUNT, "steps between held-out losses"),
     ("eval-windows", 128, COUNT, "sequences of a held-out loss"),
     ("save-every", 200, COUNT, "steps between checkpoints"),
     ("log-every", 20, COUNT, "steps between lines where there is no terminal"),
+    ("timeout", 600, COUNT, "seconds that ranks wait for one another before they end"),
 )
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage, which --help prints."""
+        """Print the error in one line, without the usage, which --help prints."""
         self.exit(2, f"train_lm: {' '.join(message.split())}\n")
 
 
 def parse_arguments(description: str) -> argparse.Namespace:
-    """The command line, checked for this machine and number of ranks; ends the process where it is wrong."""
+    """The parsed command line, checked for this machine and the number of ranks. Ends the process where it is wrong."""
     parser = Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("paths", nargs="*", help="text files, or folders of them; none: the Python standard library's sources")
+    add("paths", nargs="*", help="text files, or folders of them (default: the Python standard library's sources)")
     add("--impl", choices=("gbmoe", "bmm", "reference"), default="gbmoe", help="how the experts are computed")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:<index>")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-        help="of the products; parameters stay float32")
+        help="dtype of the products; parameters stay float32")
+    add("--expert-parallel", action="store_true",
+        help="spread every layer's experts over the ranks; with more ranks than experts, several ranks share an expert")
     add("--out", default="runs/train_lm", help="folder of the checkpoint, the log and the plot")
-    add("--resume", choices=("auto", "never"), default="auto", help="go on from --out's checkpoint, if it has one")
-    add("--fresh", dest="resume", action="store_const", const="never", default=argparse.SUPPRESS, help="--resume never")
+    add("--resume", choices=("auto", "never"), default="auto", help="auto: resume from a checkpoint in --out, if there is one")
+    add("--fresh", dest="resume", action="store_const", const="never", default=argparse.SUPPRESS, help="the same as --resume never")
     for name, default, _, text in NUMBERS:
         add(f"--{name}", type=type(default), default=default, help=text)
     args = parser.parse_args()
@@ -88,17 +91,22 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def check_sizes(args: argparse.Namespace, world: int) -> None:
-    """Raise ValueError where one size does not go with another."""
+    """Raise ValueError where two sizes do not fit each other."""
     require(args.top_k <= args.experts, "top-k", f"at most the {args.experts} experts", args.top_k)
     require(args.hidden % (2 * args.heads) == 0, "hidden", f"a multiple of 2 * heads == {2 * args.heads}", args.hidden)
     require(args.batch % world == 0, "batch", f"a multiple of the {world} ranks", args.batch)
+    if args.expert_parallel:
+        divides = args.experts % world == 0 or world % args.experts == 0
+        require(divides, "experts", f"a multiple or a divisor of the {world} ranks with --expert-parallel", args.experts)
+        shards = max(1, world // args.experts)
+        require(args.ffn % shards == 0, "ffn", f"a multiple of the {shards} ranks that share an expert", args.ffn)
     require(args.eval_windows >= world, "eval-windows", f"at least the {world} ranks", args.eval_windows)
     text = HELDOUT * (args.length + 1)
     require(args.max_bytes >= text, "max-bytes", f"at least {text} for --length {args.length}", args.max_bytes)
 
 
 def check_device(name: str) -> None:
-    """Raise ValueError unless it is the CPU or a GPU that is there, this process's one where torchrun counts them."""
+    """Raise ValueError unless `name` is the CPU or a GPU of this machine; under torchrun, "cuda" is the GPU of this process."""
     kind, colon, index = name.partition(":")
     named = index.isascii() and index.isdecimal() if colon else True
     require(name == "cpu" or (kind == "cuda" and named), "device", "cpu, cuda or cuda:<index>", repr(name))
@@ -109,12 +117,13 @@ def check_device(name: str) -> None:
 
 
 def check_memory(args: argparse.Namespace, world: int) -> None:
-    """Raise ValueError where the machine's memory cannot hold even what must lie in it at once.
+    """Raise ValueError where the machine's memory cannot even hold the tensors that are needed at the same time.
 
-    It is far below what a run takes: this finds the sizes that are absurd, in which torch would overflow or the machine drown.
+    A run takes far more. This only finds absurd sizes, with which torch would overflow or the machine run out of memory.
     """
-    block = 4 * args.hidden**2 + args.experts * args.hidden * (1 + 3 * args.ffn)
-    # float32: a weight, its gradient and two moments.
+    rows = math.ceil(3 * args.experts * args.ffn / (world if args.expert_parallel else 1))
+    block = 4 * args.hidden**2 + args.hidden * (args.experts + rows)
+    # 16 bytes a weight: itself, its gradient and two moments, in float32.
     model = 16 * (args.layers * block + 2 * VOCABULARY * args.hidden)
     logits_BSV = 4 * (args.batch // world) * args.length * VOCABULARY
     windows_WS1 = 8 * args.eval_windows * (args.length + 1)

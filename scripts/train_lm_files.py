@@ -1,6 +1,6 @@
 """The files of a run of train_lm.py: its folder, the checkpoint in it, and how a file is written.
 
-What cannot serve is found before the first step, and is an InputError of one line.
+Faults are found before the first step, and raise InputError with a message of one line.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 import torch
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.json"
-# A checkpoint's entries, those of the log in it and of each step in that, with their types.
+# The entries of a checkpoint, of the log in it, and of each step in the log, with their types.
 ENTRIES = {"model": dict, "optimizer": dict, "scaler": dict, "rng": torch.Tensor, "step": int, "log": dict}
 LOG_ENTRIES = {"args": dict, "text": dict, "train": list, "heldout": list, "seconds": float, "parameters": int, "device": str}
 STEP_ENTRIES = {"step": int, "loss": float, "tokens_per_s": float}
 
 
 class InputError(Exception):
-    """What the user gave does not serve; the message says what was expected and what came."""
+    """The user's input cannot be used; the message says what was expected and what came."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's type and what it says, without line breaks and not at length."""
+    """The error's type and message, without line breaks and shortened."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
-    """write(temporary path), then rename: whoever reads, at whatever moment, finds the old file or the new one, whole.
+    """Call write(temporary path), then rename the file: a reader finds the old file or the new one, complete, at any moment.
 
-    An error or a signal leaves no temporary file; a crash of the machine leaves no file whose content is not on the disk yet.
+    An error or a signal leaves no temporary file. A crash of the machine leaves no file whose content has not reached the disk.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -48,7 +48,7 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of the run, where it is missing. Raises InputError where the run's files cannot be written to it."""
+    """Make the folder of the run if it is missing. Raises InputError if the run's files cannot be written to it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -68,17 +68,17 @@ def read_checkpoint(path: Path) -> dict:
     """The checkpoint, on the CPU, with the entries that `Trainer.save` writes.
 
     Raises:
-        InputError: where the file is empty, truncated, of another program, or cannot be read.
+        InputError: if the file is empty, truncated, another program's, or cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the checksums that torch.save writes
+            damaged = archive.testzip()  # torch.load does not check the checksums that torch.save writes
         if damaged:
             raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch remarks on files of other programs
+            warnings.simplefilter("ignore")  # torch warns about files of other programs
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes make torch.load raise nearly anything
+    except Exception as error:  # torch.load raises many kinds of errors for a file that is not a checkpoint
         raise not_a_checkpoint(path, f"a file that does not read as one ({in_one_line(error)})") from None
     missing = missing_entry(checkpoint, ENTRIES) or missing_entry(checkpoint["log"], LOG_ENTRIES)
     steps = [] if missing else checkpoint["log"]["train"]
@@ -91,7 +91,7 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def missing_entry(found: object, entries: dict[str, type]) -> str | None:
-    """What `found` lacks to be a dict with these entries of these types; None where it lacks nothing."""
+    """What `found` lacks to be a dict with these entries and types, in words; None if it lacks nothing."""
     if not isinstance(found, dict):
         return f"a dict of entries (but a {type(found).__name__})"
     return next((f"an entry {name!r} of type {kind.__name__}" for name, kind in entries.items()
@@ -99,7 +99,7 @@ def missing_entry(found: object, entries: dict[str, type]) -> str | None:
 
 
 def check_optimizer(optimizer: torch.optim.AdamW) -> None:
-    """Raise ValueError where a parameter's moments are missing or not of its shape, which load_state_dict does not look at."""
+    """Raise ValueError if a parameter's moments are missing or have another shape, which load_state_dict does not check."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for name in ("exp_avg", "exp_avg_sq"):

@@ -1,10 +1,10 @@
-"""JSON with one node altered in every way that a reader may trip over."""
+"""Alter one node of a JSON file in every way that may break a reader."""
 
 import json
 from collections.abc import Iterator
 
-# As they stand in the file: wrong types, numbers that are none or do not fit, texts that mean something to somebody else, and
-# what is no JSON at all.
+# The bytes that replace a node: wrong types, NaN and numbers that are too large, texts with a meaning for terminals, TeX, paths or
+# format strings, and bytes that are not JSON.
 REPLACEMENTS = (
     b"null", b"true", b"-1", b"0", b"1", b"1.5", b"-2.5", b"1e-320", b"1e308", b"1e999", b"NaN", b"Infinity", b"-Infinity",
     b"18446744073709551616", b"1" + 400 * b"0", b"1" + 5000 * b"0", b'""', b'"x"', b'"a\\nb\\u001b[2J"', b'"$\\\\frac$ 100% {0}"',
@@ -15,7 +15,7 @@ _PLACE = "the place of what is altered"
 
 
 def paths(value: object, path: tuple = ()) -> Iterator[tuple]:
-    """Of every node below `value`, outer ones first."""
+    """The path of every node below `value`, outer nodes first."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in entries:
         yield (*path, key)
@@ -23,7 +23,7 @@ def paths(value: object, path: tuple = ()) -> Iterator[tuple]:
 
 
 def altered(value: object, path: tuple) -> Iterator[tuple[str, bytes]]:
-    """(what was done, the file) with that node missing, twice there, and replaced by each of REPLACEMENTS."""
+    """Yield (what was altered, the file) with the node at `path` missing, repeated, and replaced by each of REPLACEMENTS."""
     for what in ("missing", "twice"):
         copy = json.loads(json.dumps(value))
         parent = get(copy, path[:-1])
@@ -49,5 +49,5 @@ def get(value: object, path: tuple) -> object:
 
 
 def put(value: object, path: tuple, node: object) -> None:
-    """Put `node` in the place of the one at `path`."""
+    """Replace the node at `path` by `node`."""
     get(value, path[:-1])[path[-1]] = node

@@ -1,4 +1,4 @@
-"""Fixtures and the one measure of accuracy that every test uses."""
+"""Fixtures, and the one measure of accuracy that all tests use."""
 
 import os
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gbmoe
-from gbmoe import cases, engines
+from gbmoe import engines
+from gbmoe.testing import accuracy, exact_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALVES = [torch.bfloat16, torch.float16]
@@ -18,13 +19,13 @@ def dtype_id(value):
 
 
 def pytest_configure(config):
-    # What a GPU machine promises must not turn into a green run on a CPU.
+    # A run that was meant for a GPU must not pass on a CPU by deselecting its tests.
     if os.environ.get("GBMOE_TEST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("GBMOE_TEST_REQUIRE_CUDA=1, but torch sees no CUDA device")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect, visibly counted, what needs a GPU where there is none, and `large` tests unless -m asks for them."""
+    """Deselect tests that need a GPU where there is none, and `large` tests unless -m asks for them; pytest reports how many."""
     unwanted = set()
     if not torch.cuda.is_available():
         unwanted.add("gpu")
@@ -36,9 +37,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(gone)]
 
 
+def pytest_collection_finish(session):
+    """In a process of pytest-xdist: those of a group must be known by it, or several processes start what the group shares."""
+    if getattr(session.config.option, "loadgroup", False):
+        apart = [item.nodeid for item in session.items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        if apart:
+            raise pytest.UsageError(f"pytest {pytest.__version__} and this pytest-xdist would not keep groups together: {apart[0]}")
+
+
 @pytest.fixture(autouse=True)
 def fresh_losses():
-    """No test finds what the layers of another have kept."""
+    """Clear what layers keep for the losses, so that no test finds what the layers of another one have kept."""
     gbmoe.clear_load_balancing_loss()
     gbmoe.clear_router_zloss()
     yield
@@ -48,7 +57,7 @@ def fresh_losses():
 
 @pytest.fixture(autouse=True)
 def fresh_choices():
-    """No test gets an engine that was chosen under another's patches."""
+    """Forget the choices of engines, so that no test gets one that was made under another test's patches."""
     engines.forget()
     yield
     engines.forget()
@@ -56,17 +65,17 @@ def fresh_choices():
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Each device here, its free memory full of NaN."""
-    cases.poison(request.param)
+    """Each device of this machine, with its free memory full of NaN."""
+    exact_inputs.poison(request.param)
     return torch.device(request.param)
 
 
 @pytest.fixture(params=[("cpu", "reference"), *(pytest.param(("cuda", name), marks=pytest.mark.gpu) for name in engines.ENGINES)],
                 ids="-".join)
 def engine_on(request):
-    """(engine name, device) for every engine on every device it is made for, free memory full of NaN."""
+    """(engine name, device) for every engine on every device it is made for, with free memory full of NaN."""
     place, name = request.param
-    cases.poison(place)
+    exact_inputs.poison(place)
     reason = engines.ENGINES[name].unavailable(torch.device(place))
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
@@ -76,21 +85,16 @@ def engine_on(request):
 def assert_as_accurate_as(result, baseline, reference, what="result", factor=2.0):
     """The error of `result` against the float64 `reference` is at most `factor` times the baseline's in the same dtype.
 
-    The error is ||result - reference|| / ||reference||; the worst element, a noisier measure, may be twice as far again.
-    Where the baseline is exact the last bit may differ; so may it in float32, where sums of a few terms leave errors below it
-    to luck; and in float64, where the reference is no better than the result, a few last bits may.
+    The error is ||result - reference|| / ||reference||. The largest error of a single element is a noisier measure, and may be twice
+    that multiple of the baseline's. gbmoe/testing/accuracy.py says what is allowed where the baseline has almost no error.
     """
     assert result.dtype == baseline.dtype, f"{what}: dtype {result.dtype}, expected {baseline.dtype}"
     assert result.shape == reference.shape, f"{what}: shape {list(result.shape)}, expected {list(reference.shape)}"
     assert torch.isfinite(result).all() or not torch.isfinite(baseline).all(), f"{what}: holds NaN or Inf"
-    last_bits = (32 if result.dtype == torch.float64 else 1) * torch.finfo(result.dtype).eps
-    error, allowed = cases.relative_error(result, reference), factor * cases.relative_error(baseline, reference)
-    if not allowed or result.dtype in (torch.float32, torch.float64):
-        allowed = max(allowed, last_bits)
+    error = accuracy.relative_error(result, reference)
+    allowed = accuracy.allowed_error(accuracy.relative_error(baseline, reference), result.dtype, factor=factor)
     assert error <= allowed, f"{what}: relative error {error:.3e}, allowed {allowed:.3e}"
     if result.numel():
         worst, allowed = (float((t.double() - reference.double()).abs().max()) for t in (result, baseline))
-        allowed *= 2 * factor
-        if not allowed or result.dtype in (torch.float32, torch.float64):
-            allowed = max(allowed, last_bits * float(reference.abs().max()))
+        allowed = accuracy.allowed_error(allowed, result.dtype, factor=2 * factor, scale=float(reference.abs().max()))
         assert worst <= allowed, f"{what}: largest error {worst:.3e}, allowed {allowed:.3e}"

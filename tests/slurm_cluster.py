@@ -1,6 +1,6 @@
-"""A Slurm cluster on this machine, of Debian's packages: munge, controller and two nodes with ports of their own.
+"""A Slurm cluster on this machine, made of Debian's packages: munge, a controller, and two nodes with ports of their own.
 
-Nothing outside a temporary folder is used or changed, so that a Slurm which the machine may belong to does not notice.
+Nothing outside a temporary folder is used or changed, so that a Slurm cluster which the machine belongs to is not disturbed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-# Debian's package of each program.
+# The Debian package of each program.
 PACKAGES = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client",
             "shellcheck": "shellcheck"}
 NODES = ("node0", "node1")
-# Two cores a node, whatever the machine has: jobs overlap. No cgroups, no accounting. cred_expire is how long a requeued
-# job waits (2 minutes by default, 5 s at least), KillWait how long a job may go on after SIGTERM.
+# Each node has two cores, whatever the machine has, so that jobs overlap. There are neither cgroups nor accounting. cred_expire is how
+# long a requeued job waits (2 minutes by default, at least 5 s); KillWait is how long a job may go on after SIGTERM.
 CONFIGURATION = """\
 ClusterName=gbmoe
 SlurmctldHost={host}(127.0.0.1)
@@ -54,8 +54,8 @@ PartitionName=all Nodes=ALL Default=YES
 
 
 def require(*programs: str) -> None:
-    """Skip the test where a program is missing; CI, as root on a Debian machine, installs it or fails."""
-    if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):  # Debian's place for daemons is not on everybody's PATH
+    """Skip the test where a program is missing; in CI, which is root on a Debian machine, install it or fail."""
+    if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):  # Debian's folder for daemons is not on every user's PATH
         os.environ["PATH"] += os.pathsep + "/usr/sbin"
     missing = [program for program in programs if shutil.which(program) is None]
     if missing and os.environ.get("CI") == "true" and os.geteuid() == 0 and shutil.which("apt-get"):
@@ -68,7 +68,7 @@ def require(*programs: str) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str, logs: Path | None = None) -> None:
-    """Ask every fifth of a second; AssertionError, with the files of the folder `logs`, where it is still not so."""
+    """Wait until `condition` holds, asking every fifth of a second. After `seconds` raise AssertionError with the files of `logs`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -86,25 +86,25 @@ def free_ports(number: int) -> list[int]:
 
 
 class Cluster:
-    """Slurm's commands, talking to the cluster whose slurm.conf is in `folder`."""
+    """Runs Slurm's commands on the cluster whose slurm.conf is in `folder`."""
 
     def __init__(self, folder: Path):
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         self.environment = {**inherited, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *command: object) -> str:
-        """What the command printed; AssertionError with its errors where it failed."""
+        """Run a command and return its output. Raises AssertionError with its errors where it fails."""
         done = subprocess.run([*map(str, command)], env=self.environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Slurm's record of a job, or of an array's task ("12_3")."""
+        """Slurm's record of a job, or of a task of an array ("12_3")."""
         facts = self.run("scontrol", "show", "job", number, "--oneliner").split()
         return dict(fact.split("=", 1) for fact in facts if "=" in fact)
 
     def end(self, number: str, logs: Path, seconds: float = 300) -> dict[str, str]:
-        """Wait until a job has ended, however; return its record."""
+        """Wait until a job has ended, successfully or not, and return its record."""
         ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         wait_until(lambda: self.job(number)["JobState"] in ends, seconds, f"the end of job {number}", logs)
         return self.job(number)
@@ -112,10 +112,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
-    """Start the daemons, yield the cluster, cancel what still runs, end the daemons."""
+    """Start the daemons and yield the cluster; at the end cancel all jobs and end the daemons."""
     require("munged", "slurmctld", "slurmd", "sbatch")
     with contextlib.ExitStack() as stack:
-        # Not pytest's folder: its path can be longer than a socket's may be.
+        # Not in pytest's folder, whose path can be longer than the path of a socket may be.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gbmoe-slurm-")))
         for name in ("state", *NODES):
             (folder / name).mkdir()
@@ -150,6 +150,6 @@ def slurm_cluster() -> Iterator[Cluster]:
             wait_until(idle, 30, "two idle nodes")
             yield cluster
         finally:
-            # A slurmd that ends leaves its jobs alone.
+            # A slurmd that ends does not end its jobs.
             subprocess.run(["scancel", "--user", getpass.getuser()], env=cluster.environment, check=False)
             wait_until(idle, 30, "two idle nodes at the end")

@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
-from gbmoe import RoutingPlan, cases, engines, extension
+from gbmoe import RoutingPlan, engines
 from gbmoe.compat.grouped_gemm import ops as grouped_gemm
 from gbmoe.compat.megablocks import ops as megablocks
+from gbmoe.extension import loader
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
 from gbmoe.ops.experts import _expert_mlp_backward
 from gbmoe.ops.gmm import grouped
+from gbmoe.testing import accuracy, exact_inputs
 from tests.conftest import assert_as_accurate_as
 
 HIDDEN, FFN, EXPERTS, TOP_K = 32, 48, 4, 2
@@ -108,7 +110,7 @@ def test_compiled_layer_is_the_layer(device, name, backend):
     if name == "activation with parameters":
         fields = {**fields, "activation_fn": torch.nn.PReLU(device=device)}
     layer, args = make(device, **fields)
-    x = torch.randn(12, 2, HIDDEN, generator=cases.generator("cpu", 1)).to(device, args.dtype)
+    x = torch.randn(12, 2, HIDDEN, generator=exact_inputs.generator("cpu", 1)).to(device, args.dtype)
     expected = run(layer, layer, args, x)
     compiled = run(layer, torch.compile(layer, backend=backend, fullgraph=True), args, x)
     tolerance = dict(rtol=1e-4, atol=1e-5) if backend == "inductor" else {}
@@ -177,7 +179,7 @@ def test_checkpoints_of_several_layers_inside_one_graph():
 
 
 def test_a_checkpoint_in_a_checkpoint_breaks_the_graph_and_no_more():
-    """What the inner one keeps would not get out of the outer one."""
+    """Losses that the inner checkpoint keeps would not leave the outer one."""
     layers = [make(seed=seed, num_layers=2, bias=False, moe_zloss_weight=1e-2)[0] for seed in range(2)]
     args, model = layers[0].experts.args, torch.nn.ModuleList(layers)
 
@@ -227,12 +229,12 @@ def test_known_activations_stay_one_operator(activation):
                                     dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])
 @pytest.mark.parametrize("marked", [False, True], ids=["noticed", "marked"])
 def test_numbers_of_tokens_share_a_graph(device, fields, marked):
-    """Also across T * K == E, on both sides of which the plan's bound is another formula."""
+    """Also on both sides of T * K == E, where the formula of the plan's bound changes."""
     layer, args = make(device, **{**fields, "moe_num_experts": 30})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     for tokens in (24, 9, 40, 13, 11):
-        x = torch.randn(tokens, HIDDEN, generator=cases.generator("cpu", tokens)).to(device)
+        x = torch.randn(tokens, HIDDEN, generator=exact_inputs.generator("cpu", tokens)).to(device)
         expected = run(layer, layer, args, x)
         if marked:
             x = x.requires_grad_()
@@ -262,7 +264,7 @@ def test_layers_compiled_one_by_one_share_a_graph():
 
 
 def test_a_plan_may_come_from_outside():
-    x, ids = torch.randn(10, HIDDEN), [cases.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=seed) for seed in range(4)]
+    x, ids = torch.randn(10, HIDDEN), [exact_inputs.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=seed) for seed in range(4)]
     w1, w2 = (torch.randn(EXPERTS, FFN, HIDDEN) for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -315,9 +317,9 @@ def routed(x, weights, w1, w2, v1, ids):
 
 
 def operands(tokens, device, dtype=torch.float32, seed=0):
-    random = functools.partial(torch.randn, generator=cases.generator("cpu", tokens + seed))
+    random = functools.partial(torch.randn, generator=exact_inputs.generator("cpu", tokens + seed))
     weights = [random(EXPERTS, FFN, HIDDEN).mul_(0.2) for _ in range(3)]
-    ids = cases.expert_ids(tokens, EXPERTS, TOP_K, device="cpu", seed=tokens + seed)
+    ids = exact_inputs.expert_ids(tokens, EXPERTS, TOP_K, device="cpu", seed=tokens + seed)
     ids[0, 0] = -1
     return [t.to(device, dtype).requires_grad_() for t in (random(tokens, HIDDEN), random(tokens, TOP_K), *weights)], ids.to(device)
 
@@ -344,7 +346,7 @@ def test_operators_with_any_number_of_tokens(device, function, backend):
 
 
 def test_wrong_values_are_found_in_a_graph_too():
-    """They are looked at inside the operators, where they are."""
+    """Values are checked inside the operators, which run with real tensors."""
     plan = torch.compile(lambda ids: RoutingPlan.from_experts(ids, EXPERTS).counts_E, backend="aot_eager", fullgraph=True)
     assert plan(torch.tensor([[0, 3]])).tolist() == [1, 0, 0, 1]
     with pytest.raises(ValueError, match="experts: expected ids in \\[0, 4\\), or -1 to drop a slot, got ids from 0 to 9"):
@@ -371,7 +373,7 @@ def test_random_numbers_of_the_activation_are_drawn_again(device):
 
 
 def test_a_graph_saves_pre_activations_and_computes_the_activation_again():
-    """Of matrices as wide as the ffn, forward hands over to backward h and g, and not the activation."""
+    """Of the tensors as wide as the ffn, the graph saves h and g for backward, and not the activation."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -397,7 +399,7 @@ def strided(*shape, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fakes_say_what_kernels_return_for_any_strides(dtype):
     ops, matrix = torch.ops.gbmoe, functools.partial(strided, dtype=dtype)
-    ids, tokens = cases.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=0), 10
+    ids, tokens = exact_inputs.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=0), 10
     plan, weights = RoutingPlan.from_experts(ids, EXPERTS), strided(tokens, TOP_K)
     maps, rows = (plan.row_of_slot_TK, plan.slot_of_row_P), plan.num_rows
     x, w, h = matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN), matrix(rows, FFN)
@@ -410,6 +412,9 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
         (ops.padded_scatter_backward, (x, matrix(rows, HIDDEN), *maps, None, None, weights, True)),
         (ops.gmm, (h, w, plan.host_sizes(), False, False, "auto", True)),
         (ops.gmm, (h, matrix(rows, HIDDEN), plan.host_sizes(), True, False, "auto", True)),
+        (ops.plan_of_counts, (plan.counts_E, rows + 3, "wait")),
+        (ops.bounded_counts, (plan.counts_E, rows + 3, "wait")),
+        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True)),
         (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True)),
         (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, "silu", "auto",
                                    True, True, True, True, False)),
@@ -453,7 +458,7 @@ def test_a_gpu_graph_copies_sizes_to_the_host_only_for_engines_that_want_them(mo
     """Traced on fake CUDA tensors, which need no GPU. Engines are asked, not traced: the real ones look for files."""
     for candidate in engines.ENGINES.values():
         monkeypatch.setattr(candidate, "unavailable", lambda device: None if Path(__file__).exists() else "never")
-    monkeypatch.setattr(extension, "load", lambda: (_ for _ in ()).throw(AssertionError("traced")))
+    monkeypatch.setattr(loader, "load", lambda: (_ for _ in ()).throw(AssertionError("traced")))
 
     def layer(x, ids, w1, w2, v1):
         return gbmoe.expert_mlp(x, RoutingPlan.from_experts(ids, EXPERTS, check="none"), w1, w2, v1, engine=engine)
@@ -607,11 +612,11 @@ def graphed():
 def assert_same(got, expected, dtype):
     assert got.keys() == expected.keys()
     for what, value in expected.items():
-        assert cases.relative_error(got[what], value) < TOLERANCE[dtype], what
+        assert accuracy.relative_error(got[what], value) < TOLERANCE[dtype], what
 
 
 def copied(results):
-    """Out of the graphs' memory."""
+    """Copies of results, outside of the graphs' memory."""
     return {what: value.detach().clone() for what, value in results.items()}
 
 
@@ -623,7 +628,7 @@ def copied(results):
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 @pytest.mark.parametrize("sizes", [(24,) * 5, (24, 9, 40) * 4], ids=["one size", "changing sizes"])
 def test_cuda_graphs_of_operators_replay_other_routings(graphed, function, dtype, mode, sizes):
-    """In float32 the sizes are wanted on the host, in bfloat16 (on Hopper) they stay on the device."""
+    """In float32 the engine needs the sizes on the host; in bfloat16 (on Hopper) they stay on the device."""
     compiled = graphed(function, mode)
 
     def result_and_gradients(function, leaves, ids):
@@ -660,7 +665,7 @@ def test_cuda_graphs_of_a_layer_train_as_the_layer(graphed, name, mode, sizes):
         pytest.skip(f"{args.engine}: {reason}")
     compiled = graphed(layer, mode)
     for seed, tokens in enumerate(sizes):
-        x = torch.randn(tokens, 2, HIDDEN, generator=cases.generator("cpu", seed)).to("cuda", args.dtype)
+        x = torch.randn(tokens, 2, HIDDEN, generator=exact_inputs.generator("cpu", seed)).to("cuda", args.dtype)
         expected = run(layer, layer, args, x)
         assert_same(copied(run(layer, compiled, args, x)), expected, args.dtype)
 
@@ -681,7 +686,7 @@ def test_cuda_graphs_of_several_layers(graphed, mode, one_by_one, fields):
     else:
         compiled = graphed(model, mode)
     for seed in range(5):
-        x = torch.randn(24, 2, HIDDEN, generator=cases.generator("cpu", seed)).to("cuda", args.dtype)
+        x = torch.randn(24, 2, HIDDEN, generator=exact_inputs.generator("cpu", seed)).to("cuda", args.dtype)
         expected = run(model, model, args, x)
         assert_same(copied(run(model, compiled, args, x)), expected, args.dtype)
 
@@ -696,14 +701,14 @@ def test_cuda_graphs_of_a_layer_in_evaluation(graphed, mode, without, fields):
     compiled = graphed(layer, mode)
     with without():
         for seed, tokens in enumerate((1, 7, 24) * 4):
-            x = torch.randn(tokens, 1, HIDDEN, generator=cases.generator("cpu", seed)).to("cuda", args.dtype)
+            x = torch.randn(tokens, 1, HIDDEN, generator=exact_inputs.generator("cpu", seed)).to("cuda", args.dtype)
             assert_same(copied({"out": compiled(x)}), {"out": layer(x)}, args.dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_cuda_graphs_read_the_batch_sizes_of_each_call(graphed, dtype):
-    """Given on the host, where a graph would find those of its recording."""
+    """The sizes are given on the host, where a replayed graph would read those of its recording."""
     compiled = graphed(lambda a, b, sizes: gbmoe.gmm(torch.relu(a), b, sizes) + 1, "reduce-overhead")
     a, b = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((64, HIDDEN), (EXPERTS, HIDDEN, FFN)))
     for sizes in ([16, 16, 16, 16], [64, 0, 0, 0], [0, 64, 0, 0], [1, 2, 3, 58], [0, 0, 32, 32]):
@@ -722,7 +727,7 @@ def worker(rank, world, store, results):
                            moe_expert_model_parallelism=True)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         for tokens in numbers_of_tokens:
-            x = torch.randn(tokens, 1, HIDDEN, generator=cases.generator("cpu", rank))
+            x = torch.randn(tokens, 1, HIDDEN, generator=exact_inputs.generator("cpu", rank))
             results[rank, experts, tokens] = run(layer, layer, args, x), run(layer, compiled, args, x)
     dist.barrier()
     dist.destroy_process_group()

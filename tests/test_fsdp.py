@@ -21,7 +21,7 @@ WORLD, STEPS, TOKENS, HIDDEN, EXPERTS = 2, 2, 10, 16, 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is sharded, and how: `unit` is what fully_shard is given beside the whole model."""
+    """What is sharded, and how. `unit` names the module that fully_shard is given besides the whole model."""
     unit: str
     fields: dict = field(default_factory=dict)
     reshard_after_forward: bool = True
@@ -93,7 +93,7 @@ def loss_and_gradients(model, args, x):
 
 
 def whole(tensor):
-    """A sharded tensor in one piece, on the host; a plain one as it is."""
+    """All of a sharded tensor, on the host; a plain tensor as it is."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
@@ -125,7 +125,7 @@ def train(case, rank, mesh, device):
 
 
 def part_alone(mesh, device):
-    """What is said when the experts of a sharded layer are called without the layer."""
+    """The error that calling a sharded layer's experts without the layer raises."""
     layer = make(CASES["layer"], device)[0][0].moe
     fully_shard(layer, mesh=mesh)
     try:
@@ -161,7 +161,7 @@ def sharded(request, tmp_path_factory):
 
 
 def train_alone(case, device):
-    """The same steps in one process, a gradient being the mean over what were the ranks."""
+    """The same steps in one process, which averages the gradients over the batches of the ranks."""
     model, args = make(case, device, moe_expert_model_parallelism=False)
     optimizer = optimizer_of(model)
     result = {"losses": [], "gradients": []}
@@ -217,7 +217,7 @@ def mine(expected, got, rank):
 
 def test_a_part_called_alone_says_what_is_missing(sharded):
     _, results = sharded
-    words = "dMoE: w1: expected 96 rows on this rank (fully_shard gathers them when the module that it was given is called"
+    words = "dMoE: w1: expected 96 rows on this rank (fully_shard gathers them only when the module that it was given is"
     assert results["part alone", 0].startswith(words)
 
 

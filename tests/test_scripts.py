@@ -29,7 +29,7 @@ esac
 
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
-    """An environment whose python is that one."""
+    """An environment whose python is the fake one."""
     python = tmp_path / "an environment" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON.format(folder=tmp_path))

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,7 +72,7 @@ def options(line: str) -> dict[str, str]:
 def test_dry_run_prints_the_chain_and_does_nothing(site, gpus, gpu_nodes, cpu_nodes, tmp_path):
     run = tmp_path / "a run"
     done = submit_dry(SITES / site, "--suite", "layers", "--bench", BENCH, "--tasks", 5, "--nodes", 2,
-                      "--time", "02:00:00", "--run", run, "--dry-run", "--", "--steps", 7, "a text")
+                      "--time", "02:00:00", "--run", run, "--dry-run", "--expert-parallel", "--", "--steps", 7, "a text")
     assert done.returncode == 0, done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert list(lines) == ["build", "bench", "merge", "train"]
@@ -82,7 +84,8 @@ def test_dry_run_prints_the_chain_and_does_nothing(site, gpus, gpu_nodes, cpu_no
     assert train["nodes"] == "2" and train["gres"] == gpus and train["time"] == "02:00:00"
     dependencies = [job.get("dependency") for job in (build, bench, merge, train)]
     assert dependencies == [None, "afterok:BUILD_ID", "afterany:BENCH_ID", "afterok:BUILD_ID,singleton"]
-    assert shlex.split(lines["train"])[-7:] == [str(SITES / site), str(run), "layers", BENCH, "--steps", "7", "a text"]
+    given = ["--expert-parallel", "--steps", "7", "a text"]
+    assert shlex.split(lines["train"])[-8:] == [str(SITES / site), str(run), "layers", BENCH, *given]
     assert not run.exists()
 
 
@@ -103,7 +106,7 @@ def test_bad_input_says_what_was_expected(arguments, message, tmp_path):
     assert done.returncode == 2 and message in done.stderr and not done.stdout
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [name for name, suite in SUITES.items() if not suite.on_ranks])
 def test_every_suite_can_be_submitted(suite):
     done = submit_dry(SITES / "partition.sh", "--suite", suite, "--dry-run")
     assert done.returncode == 0 and f" {suite} " in done.stdout, done.stderr
@@ -116,12 +119,26 @@ def test_cdpath_does_not_lead_to_another_checkout(tmp_path):
     assert options(done.stdout)["chdir"] == str(ROOT), done.stderr
 
 
+def free_port(first: int) -> int:
+    done = subprocess.run([sys.executable, SLURM / "free_port.py", str(first)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_another_program_listens_at_is_not_chosen(address):
+    first = free_port(20000)
+    with socket.create_server((address, first)):
+        assert first < free_port(first) < 32768
+    assert free_port(first) == first
+
+
 def test_a_node_that_is_still_being_set_up_outlives_the_signal_before_the_time_limit(tmp_path):
     """Slurm's USR1, which reaches every process of a step, in the middle of the site's activate; and paths with spaces."""
     site, run = tmp_path / "a site.sh", tmp_path / "a run"
     site.write_text("cpus_per_gpu=1 gpus_per_node=0 python=(printf '%s\\n')\nactivate() { kill -USR1 $$; }\n")
     environment = {**os.environ, "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
-                   "SLURM_NODEID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+                   "SLURM_NODEID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "RENDEZVOUS_PORT": "10007"}
     command = [SLURM / "train_node.sh", ROOT, site, run, "smoke", "", "--steps", "7", "a text"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -197,14 +214,14 @@ def start_training(*arguments: object) -> subprocess.Popen:
 
 
 @pytest.fixture(scope="module")
-def chain(cluster, tmp_path_factory) -> Chain:
+def chain(request, cluster, tmp_path_factory) -> Chain:
     """All four jobs. In the middle one task of the array is requeued and another cancelled; the training gets what Slurm
     sends it before the time limit, and is then requeued by hand. Ends when they have."""
     folder = tmp_path_factory.mktemp("chain")
     site = write_site(folder, shlex.quote(sys.executable))
     run, alone, text = folder / "a run", folder / "alone", folder / "a text"
     text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
-    uninterrupted = start_training("--out", alone, *TRAINING, text)
+    uninterrupted = start_training("--out", alone, "--expert-parallel", *TRAINING, text)
 
     ids = submit(cluster, site, run, "--only", "build,bench,merge")
     wait_until(part(run, 1).exists, 300, "the first result of task 1", run / "logs")
@@ -213,8 +230,11 @@ def chain(cluster, tmp_path_factory) -> Chain:
     cluster.run("scontrol", "requeue", f"{ids['bench']}_0")
     early_parts = parts(run)
 
-    # Only now, so that it does not end before its interruptions.
-    ids |= submit(cluster, site, run, "--only", "train", "--nodes", 2, "--", *TRAINING, text)
+    # Only now, so that it does not end before its interruptions; and the port that its number stands for is somebody else's.
+    for port in range(10001 + int(ids["merge"]), 10006 + int(ids["merge"])):
+        with contextlib.suppress(OSError):
+            request.addfinalizer(socket.create_server(("127.0.0.1", port)).close)
+    ids |= submit(cluster, site, run, "--only", "train", "--nodes", 2, "--expert-parallel", "--", *TRAINING, text)
     wait_until(lambda: "step 10/" in logs(run, "train-*"), 300, "ten steps of training", run / "logs")
     cluster.run("scancel", "--batch", "--signal=USR1", ids["train"])  # what --signal=B:USR1@120 does
     wait_until(lambda: "resumed from" in logs(run, "train-*"), 300, "the training to go on", run / "logs")

@@ -202,15 +202,85 @@ def test_bad_input_says_what_was_expected(arguments, message, text, finished):
     assert len(errors.splitlines()) == 1
 
 
-def test_two_ranks_stop_together_and_the_resumed_run_has_the_losses_of_one_rank(text, finished, tmp_path):
+# The same global batches; only the load-balancing loss, which each rank computes of its own tokens, is another.
+OTHER_RANKS = 2e-3
+
+
+def values(log: dict) -> list[float]:
+    return [loss for _, loss in losses(log)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text, tmp_path_factory) -> dict:
+    """The log of two ranks that were interrupted and went on."""
+    out = tmp_path_factory.mktemp("two")
     # torchrun passes the signal on, and says by its own status that it got one. Every save checks that the weights agree.
-    _, printed = interrupt(text, "--out", tmp_path, number=signal.SIGTERM, after_step=3, launcher=TORCHRUN)
-    assert "stopped by" in printed and 3 <= len(read_log(tmp_path)["train"]) < STEPS
-    assert f"resumed from {tmp_path / 'checkpoint.pt'}" in end(start(text, "--out", tmp_path, launcher=TORCHRUN))
-    assert read_log(tmp_path)["ranks"] == 2
-    # The same global batches; only the load-balancing loss, which each rank computes of its own tokens, is another.
-    one_rank = [loss for _, loss in losses(read_log(finished["gbmoe"]))]
-    assert [loss for _, loss in losses(read_log(tmp_path))] == pytest.approx(one_rank, rel=2e-3)
+    _, printed = interrupt(text, "--out", out, number=signal.SIGTERM, after_step=3, launcher=TORCHRUN)
+    assert "stopped by" in printed and 3 <= len(read_log(out)["train"]) < STEPS
+    assert f"resumed from {out / 'checkpoint.pt'}" in end(start(text, "--out", out, launcher=TORCHRUN))
+    return read_log(out)
+
+
+def test_two_ranks_stop_together_and_the_resumed_run_has_the_losses_of_one_rank(two_ranks, finished):
+    assert two_ranks["ranks"] == 2
+    assert values(two_ranks) == pytest.approx(values(read_log(finished["gbmoe"])), rel=OTHER_RANKS)
+
+
+def test_experts_spread_over_ranks_have_the_same_losses_and_are_resumed_on_any_number(text, finished, two_ranks, tmp_path):
+    """Two ranks are interrupted; two go on as before, and so does one, which has all experts."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    _, printed = interrupt(text, "--expert-parallel", "--out", two, number=signal.SIGTERM, after_step=3, launcher=TORCHRUN)
+    stopped_after = len(read_log(two)["train"])
+    assert "stopped by" in printed and 3 <= stopped_after < STEPS
+    shutil.copytree(two, one)
+    processes = [start(text, "--expert-parallel", "--out", two, launcher=TORCHRUN), start(text, "--out", one)]
+    for process, out in zip(processes, (two, one)):
+        assert f"resumed from {out / 'checkpoint.pt'} after step {stopped_after}/" in end(process)
+    assert values(read_log(two)) == pytest.approx(values(two_ranks), rel=ROUNDING)
+    assert values(read_log(one)) == pytest.approx(values(read_log(finished["gbmoe"])), rel=OTHER_RANKS)
+    assert read_log(two)["parameters"] == read_log(one)["parameters"] == read_log(finished["gbmoe"])["parameters"]
+    spread, whole = (torch.load(out / "checkpoint.pt", weights_only=True) for out in (two, one))
+    assert [t.shape for t in spread["model"].values()] == [t.shape for t in whole["model"].values()]
+
+
+def test_a_rank_that_dies_or_hangs_is_named_by_the_other(text, tmp_path):
+    """Without torchrun, which would end the other itself. Both faults side by side: each takes its time."""
+    with contextlib.ExitStack() as stack:
+        pairs = {}
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            out = tmp_path / number.name
+            arguments = command(SCRIPT, *SIZES, text, "--expert-parallel", "--timeout", 10, "--steps", 10**6, "--out", out)
+            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            pairs[number] = [stack.enter_context(killed_at_the_end(subprocess.Popen(
+                **{**arguments, "env": arguments["env"] | place | {"RANK": str(rank)}}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)))
+                for rank in (0, 1)]
+        for number, (first, second) in pairs.items():
+            while not first.stdout.readline().startswith("step 3/"):
+                assert first.poll() is None, first.communicate()[1]
+            second.send_signal(number)
+        for first, _ in pairs.values():
+            _, errors = first.communicate(timeout=60)
+            assert first.returncode == 1
+            said = errors.splitlines()[-1]
+            assert "with ranks 0, 1 of the group (this is rank 0; rank 1 did not report it, and may have died or hang) failed: " in said
+
+
+def test_an_overflow_in_an_expert_of_one_rank_reaches_all(monkeypatch):
+    """Or one rank would leave out a step that the others make."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from train_lm_ranks import Ranks
+
+    model = torch.nn.Linear(3, 2)
+    model.weight.expert_model_parallel = True
+    ranks, told = Ranks(0, 2, torch.device("cpu")), []
+    for here, there in ((1.0, 0.0), (math.inf, 0.0), (1.0, math.nan)):
+        model.weight.grad, model.bias.grad = torch.full((2, 3), here), torch.ones(2)
+        monkeypatch.setattr(Ranks, "sum", lambda self, values, there=there: values + torch.tensor([1.0, 1.0, there]))
+        ranks.average_gradients(model, scaled=True)
+        told.append(model.bias.grad.tolist())
+    assert told[0] == [1.0, 1.0] and math.isnan(sum(told[1])) and math.isnan(sum(told[2]))
 
 
 # ------------------------------------------------------------------------- what cannot serve is found before the first step
@@ -225,7 +295,7 @@ script = sys.argv[1]
 sys.path.insert(0, os.path.dirname(script))
 main = runpy.run_path(script, run_name="train_lm")["main"]
 for line in sys.stdin:
-    folder, sys.argv = json.loads(line)
+    folder, os.environ["WORLD_SIZE"], sys.argv = json.loads(line)
     process = os.fork()
     if process == 0:
         signal.alarm(60)
@@ -242,9 +312,9 @@ def refusal(text, tmp_path_factory) -> Iterator[Callable[..., str]]:
     folder = tmp_path_factory.mktemp("refusal")
     process = subprocess.Popen(**command("-c", FORKING, SCRIPT), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def refusal(*arguments: object, paths: tuple = (text,)) -> str:
+    def refusal(*arguments: object, paths: tuple = (text,), world: int = 1) -> str:
         argv = [str(argument) for argument in (SCRIPT, *SIZES, "--out", folder / "out", *arguments, *paths)]
-        process.stdin.write(json.dumps([str(folder), argv]) + "\n")
+        process.stdin.write(json.dumps([str(folder), str(world), argv]) + "\n")
         process.stdin.flush()
         status, errors = process.stdout.readline(), (folder / "errors").read_text()
         assert (int(status), (folder / "printed").read_text()) == (2, ""), errors
@@ -273,6 +343,15 @@ def refusal(text, tmp_path_factory) -> Iterator[Callable[..., str]]:
 ])
 def test_an_argument_out_of_range_is_refused(name, value, expected, refusal):
     assert refusal(f"--{name}={value}") == f"train_lm: --{name}: expected {expected}\n"
+
+
+@pytest.mark.parametrize("world, arguments, expected", [
+    (3, (), "--experts: expected a multiple or a divisor of the 3 ranks with --expert-parallel, got 4"),
+    (12, ("--ffn", 32), "--ffn: expected a multiple of the 3 ranks that share an expert, got 32"),
+])
+def test_experts_that_ranks_cannot_divide_are_refused(world, arguments, expected, refusal):
+    # No rank is started: what is wrong is seen before the others are met.
+    assert refusal("--expert-parallel", "--batch", 12, "--eval-windows", 12, *arguments, world=world) == f"train_lm: {expected}\n"
 
 
 @pytest.mark.parametrize("arguments", [
@@ -426,7 +505,7 @@ def begin(*arguments: object, launcher: tuple = (), until: str) -> subprocess.Po
 
 @contextlib.contextmanager
 def killed_at_the_end(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    """So that a process that does not end by itself, which is the fault, does not outlive the test."""
+    """Kill a process that does not end by itself, which is the fault under test, so that it does not outlive the test."""
     try:
         yield process
     finally:
@@ -470,7 +549,7 @@ def test_a_second_sigterm_ends_a_step_that_takes_long(text, tmp_path):
 
 
 def test_one_request_that_arrives_twice_still_saves(text, tmp_path):
-    """As from `timeout`, and from Slurm by way of torchrun."""
+    """`timeout` sends it twice, and so does Slurm by way of torchrun."""
     with killed_at_the_end(begin(text, "--out", tmp_path, "--eval-windows", 1500, until="step 1/")) as process:
         for _ in range(2):
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-// How a GEMM is divided among CTAs, as gbmoe/engines/tuning.py chose it: nothing is chosen here, only that there is an instance
+// How a GEMM is divided among CTAs, as gbmoe/tuning/grouped_gemm.py chose it: nothing is chosen here, only that there is an instance
 // for it is seen to at the launches.
 
 #pragma once

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from gbmoe._files import one_line
+from gbmoe._atomic_files import one_line
 from gbmoe.compat import checkpoints
 
 
@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert; 1 where the checkpoint cannot be converted or written, 2 where it is broken: no checkpoint in any layout. With
-    the reason and without a trace of TARGET."""
+    """Convert the checkpoint. Return 1 where it cannot be converted or written, and 2 where it is broken, that is, a checkpoint in no
+    layout. The reason is printed, and nothing of TARGET is left behind."""
     if arguments.experts and arguments.to != "transformers":
         print("gbmoe convert: --experts goes with --to transformers", file=sys.stderr)
         return 2
-    # A job that runs out of time is told so by SIGTERM: what was written so far is then removed, as after an error.
+    # A batch job that runs out of time gets SIGTERM. As after an error, what was written so far is then removed.
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         checkpoints.convert_checkpoint(arguments.source, arguments.target, arguments.to,

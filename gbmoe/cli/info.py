@@ -6,7 +6,7 @@ import argparse
 import json
 
 from gbmoe import engines
-from gbmoe.cli.machine import describe_extension, describe_machine, describe_versions
+from gbmoe.cli.describe_system import describe_extension, describe_machine, describe_versions
 from gbmoe.layers.arguments import default_device
 
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def collect() -> dict:
-    """Everything that `info` shows. Starts a CUDA context, and builds the extension, only where there is a device."""
+    """Everything that `info` shows. Only where there is a CUDA device, this starts a CUDA context and may build the extension."""
     device = default_device()
     available = {name: {"available": reason is None, "reason": reason} for name, reason in engines.availability(device).items()}
     return {"versions": describe_versions(), "machine": describe_machine(device), "extension": describe_extension(),
@@ -24,7 +24,7 @@ def collect() -> dict:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what `collect` found."""
+    """Print what `collect` returns."""
     found = collect()
     print(json.dumps(found, indent=2) if arguments.json else _text(found))
     return 0

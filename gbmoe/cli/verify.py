@@ -1,8 +1,8 @@
 """`gbmoe verify`: every operator and every engine of this machine against float64, in seconds.
 
-A row of the table is one operator, engine and dtype over all its cases. Errors are norms over the cases together (three
-numbers have no statistics of their own), limits those of gbmoe/cli/plain.py. Free memory is filled with NaN before each
-call, so that whatever is read before it is written shows.
+A row of the table is one operator, engine and dtype over all its cases. An error is a norm over all cases together, because the few
+numbers of a small case have no statistics of their own. The limits are those of gbmoe/testing/accuracy.py. Free memory is filled with
+NaN before each call, so that a value which is read before it is written shows up.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, P padded rows.
 """
@@ -18,13 +18,13 @@ from itertools import cycle
 
 import torch
 
-from gbmoe import RoutingPlan, cases, engines, expert_mlp, gmm, padded_gather, padded_scatter
-from gbmoe.cases import exact_values, fan_in_scale
-from gbmoe.cli import plain
-from gbmoe.cli.machine import DTYPES, device_argument, refusal
-from gbmoe.cli.table import print_table
+from gbmoe import RoutingPlan, engines, expert_mlp, gmm, padded_gather, padded_scatter
+from gbmoe.cli.describe_system import DTYPES, device_argument, refusal
+from gbmoe.cli.text_table import print_table
 from gbmoe.layers import Arguments, dMoE
 from gbmoe.layers.arguments import default_device
+from gbmoe.testing import accuracy, exact_inputs, moe_shapes, oracle
+from gbmoe.testing.exact_inputs import exact_values, fan_in_scale
 
 _HIDDEN, _FFN, _TOP_K = 64, 96, 2
 _ALIGNMENTS = (1, 16, 128)
@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and PASS or FAIL as the last line; 1 where anything fails."""
+    """Print the table, with PASS or FAIL as the last line. Return 1 where anything fails."""
     device = arguments.device or default_device()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products this small gain nothing from more, and lose much on a busy machine
+    torch.set_num_threads(1)  # small products gain nothing from more threads, and lose much on a busy machine
     try:
         rows, notes = verify(device)
     finally:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `problem` says what is wrong, where something is."""
+    """One line of the table; `problem` says what is wrong, and is None otherwise."""
     operator: str
     engine: str
     dtype: str
@@ -71,10 +71,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Trial:
-    """One case of an operator: inputs, and what is called with them by name. `ours` takes the engine before them.
+    """One case of an operator: its inputs, and the functions that are called with them by name. `ours` takes the engine first.
 
-    `yardstick` is the plain formulation where nothing else is given. An engine may refuse the product
-    (rows, groups, inner, columns).
+    `yardstick` defaults to the plain formulation. `product` is (rows, groups, inner, columns), by which an engine may refuse the case.
     """
     name: str
     inputs: dict[str, torch.Tensor]
@@ -92,7 +91,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Operator:
-    """Trials of one operator. Outputs named in `copies` are moved, not computed: they must be right to the bit."""
+    """The trials of one operator. Outputs named in `copies` are moved, not computed, and must be right to the last bit."""
     name: str
     trials: list[Trial] = field(repr=False)
     copies: tuple[str, ...] = ()
@@ -103,7 +102,7 @@ class Operator:
 
 
 def verify(device: torch.device) -> tuple[list[Row], list[str]]:
-    """Verify everything that runs on `device`: the table's rows, and a note for each engine or dtype left out."""
+    """Verify everything that runs on `device`. Returns the table's rows, and a note for each engine or dtype that is left out."""
     available = engines.availability(device)
     notes = {f"engine {name} is not available: {reason}": None for name, reason in available.items() if reason}
     usable = ["auto", *(name for name, reason in available.items() if not reason)]
@@ -138,19 +137,19 @@ def _verify(operator: Operator, engine: str, dtype: torch.dtype, trials: list[Tr
     for trial in trials:
         try:
             exact, yardstick = trial.expected
-            cases.poison(exact["out"].device)
+            exact_inputs.poison(exact["out"].device)
             outputs = _outputs(partial(trial.ours, engine), trial.inputs)
             for name, result in outputs.items():
                 got, expected = (result.dtype, result.shape), (dtype, exact[name].shape)
                 if got != expected:
                     raise ValueError(f"{name}: expected {expected}, got {got}")
-        except Exception as error:  # whatever an operator raises is a finding, and the other rows are wanted too
+        except Exception as error:  # an operator that raises is a result, and the other rows are still to be made
             return row(float("inf"), 0.0, f"case {trial.name}: {type(error).__name__}: {error}")
         for name, result in outputs.items():
             for pile, tensor in ((results, result), (exacts, exact[name]), (yardsticks, yardstick[name])):
                 pile[name].append(tensor.flatten())
     together = ({name: torch.cat(tensors) for name, tensors in pile.items()} for pile in (results, exacts, yardsticks))
-    verdict = plain.judge(*together, copies=operator.copies)
+    verdict = accuracy.judge(*together, copies=operator.copies)
     return row(verdict.error, verdict.limit, None if verdict.passed else str(verdict))
 
 
@@ -158,28 +157,28 @@ def _verify(operator: Operator, engine: str, dtype: torch.dtype, trials: list[Tr
 
 
 def _routed(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Ids [T,K] that give each expert `sizes` slots, in random order, with three or four dropped slots among them."""
+    """Ids [T,K] that give expert e sizes[e] slots, in random order, with three or four dropped slots among them."""
     slots = sum(sizes)
     ids = torch.full((slots // _TOP_K * _TOP_K + 2 * _TOP_K,), -1)
     ids[:slots] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return ids[torch.randperm(len(ids), generator=cases.generator("cpu", slots))].view(-1, _TOP_K).to(device)
+    return ids[torch.randperm(len(ids), generator=exact_inputs.generator("cpu", slots))].view(-1, _TOP_K).to(device)
 
 
 def _routings(device: torch.device) -> Iterator[tuple[str, int, torch.Tensor, int]]:
-    """(name, E, ids [T,K], alignment), the alignments in turn."""
-    for index, (name, sizes) in enumerate(cases.GROUP_SIZES.items()):
+    """Yield (name, E, ids [T,K], alignment); the alignments take turns."""
+    for index, (name, sizes) in enumerate(moe_shapes.GROUP_SIZES.items()):
         yield name, len(sizes), _routed(sizes, device), _ALIGNMENTS[index % len(_ALIGNMENTS)]
 
 
 def _verify_plan(device: torch.device) -> Row:
-    """The plan against plain Python. The error is the number of tensors that differ."""
+    """Compare the plan with plain Python. The error is the number of tensors that differ."""
     trials = [(name, num_experts, ids, align) for name, num_experts, ids, _ in _routings(device) for align in _ALIGNMENTS]
     row, wrong = partial(Row, "routing plan", "-", "int32", len(trials)), []
     for name, num_experts, ids, align in trials:
-        cases.poison(device)
+        exact_inputs.poison(device)
         try:
             plan = RoutingPlan.from_experts(ids, num_experts, align=align)
-            expected = plain.routing(ids, num_experts, align)
+            expected = oracle.routing(ids, num_experts, align)
             wrong += [f"case {name}, align {align}: {attribute}" for attribute, values in expected.items()
                       if getattr(plan, attribute).flatten().tolist() != values]
         except Exception as error:
@@ -190,15 +189,15 @@ def _verify_plan(device: torch.device) -> Row:
 def _operators(device: torch.device, dtype: torch.dtype) -> Iterator[Operator]:
     values = partial(exact_values, dtype=dtype, device=device)
     for name, trans_a, trans_b in (("gmm a @ b", False, False), ("gmm a @ b.T", False, True), ("gmm a.T @ b", True, False)):
-        yield Operator(name, [_gmm_trial(case, sizes, trans_a, trans_b, values) for case, sizes in cases.GROUP_SIZES.items()])
+        yield Operator(name, [_gmm_trial(case, sizes, trans_a, trans_b, values) for case, sizes in moe_shapes.GROUP_SIZES.items()])
     yield Operator("padded_gather", [_gather_trial(*routing, values) for routing in _routings(device)], copies=("out",))
     for name, weighted in (("padded_scatter", False), ("padded_scatter, weighted", True)):
         yield Operator(name, [_scatter_trial(*routing, weighted, values) for routing in _routings(device)])
     for mlp_type in ("mlp", "glu"):
         yield Operator(f"expert_mlp, {mlp_type}", [_experts_trial(*routing, activation, mlp_type, values)
-                                                   for routing, activation in zip(_routings(device), cycle(plain.ACTIVATIONS))])
+                                                   for routing, activation in zip(_routings(device), cycle(oracle.ACTIVATIONS))])
     for mlp_type in ("mlp", "glu"):
-        layers = [case for case in cases.SMOKE_CASES if case.mlp_type == mlp_type]
+        layers = [case for case in moe_shapes.SMOKE_CASES if case.mlp_type == mlp_type]
         yield Operator(f"dMoE, {mlp_type}", [_layer_trial(case, values) for case in layers])
 
 
@@ -211,13 +210,13 @@ def _gmm_trial(name, sizes, trans_a, trans_b, values) -> Trial:
     def ours(engine, a, b):
         return gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
 
-    return Trial(name, inputs, partial(plain.product, sizes=sizes, trans_a=trans_a, trans_b=trans_b), ours,
+    return Trial(name, inputs, partial(oracle.product, sizes=sizes, trans_a=trans_a, trans_b=trans_b), ours,
                  (rows, groups, _HIDDEN, _FFN))
 
 
 def _plain_rows(ids_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token of each row [P], row of each slot [T,K]), -1 where there is none, from plain Python."""
-    plan = plain.routing(ids_TK, num_experts, align)
+    """(token of each row [P], row of each slot [T,K]), made by plain Python, with -1 where there is none."""
+    plan = oracle.routing(ids_TK, num_experts, align)
     token_P = torch.tensor(plan["slot_of_row_P"], device=ids_TK.device).div(_TOP_K, rounding_mode="floor")
     return token_P, torch.tensor(plan["row_of_slot_TK"], device=ids_TK.device).view(ids_TK.shape)
 
@@ -228,7 +227,7 @@ def _gather_trial(name, num_experts, ids_TK, align, values) -> Trial:
     def ours(_, x):
         return padded_gather(x, RoutingPlan.from_experts(ids_TK, num_experts, align=align))
 
-    return Trial(name, {"x": values(len(ids_TK), _HIDDEN, seed=1)}, lambda x: plain.take(x, token_P), ours)
+    return Trial(name, {"x": values(len(ids_TK), _HIDDEN, seed=1)}, lambda x: oracle.take(x, token_P), ours)
 
 
 def _scatter_trial(name, num_experts, ids_TK, align, weighted, values) -> Trial:
@@ -241,7 +240,7 @@ def _scatter_trial(name, num_experts, ids_TK, align, weighted, values) -> Trial:
         return padded_scatter(y, RoutingPlan.from_experts(ids_TK, num_experts, align=align), weights)
 
     def plain_scatter(y, weights=None):
-        return plain.scatter(y, row_of_slot_TK, weights)
+        return oracle.scatter(y, row_of_slot_TK, weights)
 
     return Trial(name, inputs, plain_scatter, ours)
 
@@ -258,13 +257,13 @@ def _experts_trial(name, num_experts, ids_TK, align, activation, mlp_type, value
         return expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=activation, engine=engine)
 
     def plain_experts(x, weights, w1, w2, v1=None):
-        return plain.experts(x, ids_TK, weights, plain.ACTIVATIONS[activation], w1, w2, v1)
+        return oracle.experts(x, ids_TK, weights, oracle.ACTIVATIONS[activation], w1, w2, v1)
 
     return Trial(name, inputs, plain_experts, ours, (ids_TK.numel(), num_experts, _HIDDEN, _FFN))
 
 
-def _layer_trial(case: cases.MoeCase, values) -> Trial:
-    """The dMoE layer, with the bmm implementation as yardstick. The experts are those that the router takes in this dtype."""
+def _layer_trial(case: moe_shapes.MoeCase, values) -> Trial:
+    """The dMoE layer, with the bmm implementation as yardstick. The oracle is given the experts that the router chooses in this dtype."""
     shape = (case.experts * case.ffn, case.hidden)
     inputs = {"x": values(case.tokens, case.hidden, seed=1),
               "router.layer.weight": values(case.experts, case.hidden, seed=2, scale=fan_in_scale(case.hidden)),
@@ -287,7 +286,7 @@ def _layer_trial(case: cases.MoeCase, values) -> Trial:
     def plain_layer(**tensors):
         x, router_EH, *weights = tensors.values()
         weights = (w.view(case.experts, case.ffn, case.hidden) for w in weights)
-        return plain.experts(x, ids_TK, plain.router_weights(x, router_EH, ids_TK), plain.ACTIVATIONS["gelu_tanh"], *weights)
+        return oracle.experts(x, ids_TK, oracle.router_weights(x, router_EH, ids_TK), oracle.ACTIVATIONS["gelu_tanh"], *weights)
 
     return Trial(case.name, inputs, plain_layer, layer, (case.slots, case.experts, case.hidden, case.ffn),
                  yardstick=partial(layer, "auto", "bmm"))

@@ -9,17 +9,16 @@ The two layouts of a layer, whose names begin with any prefix (model.layers.0.ml
     experts.mlp.w2 [E*F,H]         experts.down_proj [E,H,F]
     shared_expert.*_proj.weight    shared_experts.*_proj.weight
 
-That is what transformers 5 has in memory, here called "fused". On disk most of its models still have a tensor for each
-expert: save_pretrained writes them by default, and what is published holds them. All are read, each can be written, and
-from_pretrained loads each:
+This is the layout that transformers 5 has in memory, here called "fused". On disk most of its models still have a tensor for each
+expert: save_pretrained writes these by default, and published checkpoints hold them. All three layouts can be read and written, and
+from_pretrained loads all three:
 
     "gate_proj"    experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H], experts.0.down_proj.weight [H,F]
-    "w1"           experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same, as Mixtral names them
+    "w1"           experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same tensors under Mixtral's names
 
-Prefixes and all other tensors stay as they are. A layer that holds anything else has no counterpart in the other layout
-(an output bias, biases of the experts or the router, DeepSeek-V3's correction bias, the gate of Qwen2-MoE's shared
-expert) and is refused with the names that do not fit. Whole checkpoints only: one rank's part of an expert-parallel
-model looks like a smaller layer.
+Prefixes and all other tensors stay as they are. A layer that holds anything else (an output bias, biases of the experts or the
+router, DeepSeek-V3's correction bias, the gate of Qwen2-MoE's shared expert) has no counterpart in the other layout; it is refused
+with the names that do not fit. Checkpoints must be whole: one rank's part of an expert-parallel model looks like a smaller layer.
 
 Shape suffixes: E experts, H hidden, F ffn hidden, N columns of one expert's matrices: F or, fused with a gate, 2F.
 """
@@ -42,19 +41,19 @@ from typing import Any, BinaryIO
 
 import torch
 
-from gbmoe._files import appears_complete, one_line, read_json
+from gbmoe._atomic_files import appears_complete, one_line, read_json
 
 __all__ = ["EXPERT_LAYOUTS", "LAYOUTS", "BrokenCheckpoint", "convert_checkpoint", "to_megablocks", "to_transformers"]
 
 LAYOUTS = ("transformers", "megablocks")
-# Of transformers' layouts with a tensor for each expert the names of gate, up and down.
+# The names of gate, up and down in transformers' layouts with a tensor for each expert.
 _PER_EXPERT = {"gate_proj": ("gate_proj", "up_proj", "down_proj"), "w1": ("w1", "w3", "w2")}
 EXPERT_LAYOUTS = ("fused", *_PER_EXPERT)
 
 
 class BrokenCheckpoint(ValueError):
-    """Raised for what is no checkpoint in any layout, in one line: a file that is not whole, an index that is none, a layer
-    with a size of zero, a dtype that cannot be read. A layer that only the other layout has no place for is a plain
+    """Raised, with a message of one line, where something is not a checkpoint in any layout: an incomplete file, a broken index, a
+    layer with a size of zero, a dtype that cannot be read. A sound layer that has no counterpart in the other layout raises a plain
     ValueError."""
 
 
@@ -68,8 +67,8 @@ def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
         A new dict. Converted tensors are copies, all others are those of `state_dict`.
 
     Raises:
-        ValueError: where there is no MoE layer, or with the names that do not fit; BrokenCheckpoint, a kind of it, for a layer
-            with a size of zero or of a dtype that packs several values into a byte.
+        ValueError: where there is no MoE layer, or with the names that do not fit. BrokenCheckpoint, a subclass, for a layer with a
+            size of zero or with a dtype that packs several values into a byte.
 
     Example:
         >>> block = {"gate.weight": torch.zeros(4, 8), "experts.gate_up_proj": torch.zeros(4, 2 * 16, 8),
@@ -84,8 +83,8 @@ def to_transformers(state_dict: Mapping[str, torch.Tensor], experts: str = "fuse
     """The state dict with its MoE layers in transformers' layout; the inverse of to_megablocks.
 
     Args:
-        state_dict: of a model with gbmoe.dMoE or MegaBlocks' layers, or of one such layer; any dtype and device. The
-            router's rows tell how many experts there are.
+        state_dict: that of a model with gbmoe.dMoE or MegaBlocks' layers, or of one such layer; any dtype and device. The number of
+            experts is that of the router's rows.
         experts: "fused", "gate_proj" or "w1"; see the top of this file.
 
     Returns, Raises: as to_megablocks.
@@ -101,7 +100,7 @@ def _converted(state_dict, to, experts):
 
 # ----------------------------------------------------------------------------------------------- names, shapes, dtypes
 
-# (shape, dtype) of every tensor; a dtype is only compared with others.
+# (shape, dtype) of every tensor; dtypes are only compared with each other, so files and torch may name them differently.
 _Signatures = Mapping[str, tuple[list[int], object]]
 
 _ROUTER = {"megablocks": "router.layer.weight", "transformers": "gate.weight"}
@@ -109,15 +108,15 @@ _SHARED = {"megablocks": "shared_expert.", "transformers": "shared_experts."}
 _IN_A_LAYER = re.compile(r"((?:.*?\.)?)experts\..+")
 _ONE_EXPERT = re.compile(r"experts\.(\d+)\.(\w+)\.weight")
 _FAULTS_SHOWN = 10
-# Several values in a byte, as files and as torch call them: what they are the rows and columns of, no layout here says.
+# Dtypes with several values in a byte, by the names of files and of torch. No layout here says what their rows and columns mean.
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2", "torch.float4_e2m1fn_x2")
-# What the format's readers take for a header, and fewer bytes than any tensor takes in it.
+# The largest header that readers of the format accept, and a number of bytes that every tensor exceeds in the header.
 _MOST_HEADER_BYTES, _FEWEST_BYTES_A_TENSOR = 100_000_000, 64
 
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor of the result: build(*sources), of that shape, perhaps a view; without `build` its source."""
+    """A tensor of the result: build(*sources), with the given shape, possibly a view. Without `build` it is its one source."""
     name: str
     sources: tuple[str, ...]
     build: Callable[..., torch.Tensor] | None = None
@@ -129,10 +128,10 @@ class _Output:
 
 
 def _plan(signatures: _Signatures, to: str, experts: str) -> list[_Output]:
-    """Every tensor of the result. Raises ValueError where the layers are not what the other layout can hold.
+    """Every tensor of the result. Raises ValueError where the other layout cannot hold the layers.
 
-    A shape may declare any size in no bytes at all, where another of its sizes is zero. So nothing is listed for each expert
-    before that is ruled out and the shapes fit each other: then there are no more experts than there are bytes.
+    A shape with a size of zero takes no bytes, so its other sizes may be arbitrarily large. Therefore lists with an entry for each
+    expert are made only after such shapes are refused and all shapes fit each other: then there are at most as many experts as bytes.
     """
     if to not in LAYOUTS or experts not in EXPERT_LAYOUTS:
         raise ValueError(f"convert: expected to in {LAYOUTS} and experts in {EXPERT_LAYOUTS}, got {to!r}, {experts!r}")
@@ -176,7 +175,8 @@ def _require_sound(prefix: str, tensors: _Signatures) -> None:
 
 
 def _faults(tensors: _Signatures, expected: Mapping[str, list[int]]) -> list[str]:
-    """What differs from the expected shapes: names first, then shapes, then dtypes, because one leads to the next."""
+    """What differs from the expected shapes. Names are reported first, and shapes only if all names fit, then dtypes, because a fault in
+    one causes faults in the next."""
     names = [f"{name}: missing" for name in expected if name not in tensors]
     names += [f"{name}: unexpected, shape {shape}" for name, (shape, _) in tensors.items() if name not in expected]
     shapes = [f"{name}: expected shape {shape}, got {tensors[name][0]}" for name, shape in expected.items()
@@ -188,13 +188,13 @@ def _faults(tensors: _Signatures, expected: Mapping[str, list[int]]) -> list[str
 
 
 def _layer(tensors: _Signatures, to: str, layout: str) -> tuple[dict[str, list[int]], Iterable[_Output]]:
-    """The shapes that one layer should have, going by the sizes found in it, and what becomes of it if they are so."""
+    """The shapes that one layer should have according to the sizes found in it, and the outputs made of it if it has them."""
     source = "transformers" if to == "megablocks" else "megablocks"
     experts, hidden = _shape(tensors, _ROUTER[source], 2)
     found = [match for match in map(_ONE_EXPERT.fullmatch, tensors) if match]
     kinds = {match[2] for match in found}
     if kinds and experts > len(tensors):
-        experts = len({match[1] for match in found})  # the router is at fault, not a name for each row of it
+        experts = len({match[1] for match in found})  # a wrong router is then one fault, not a missing name for each of its rows
     gated = bool(tensors.keys() & {"experts.mlp.v1", "experts.gate_up_proj"} or kinds & {"gate_proj", "w1", "w3"})
     if to == "transformers":
         expected, outputs = _experts_from_megablocks(tensors, experts, hidden, gated, layout)
@@ -215,7 +215,7 @@ def _layer(tensors: _Signatures, to: str, layout: str) -> tuple[dict[str, list[i
 
 
 def _shape(tensors: _Signatures, name: str, rank: int) -> list[int]:
-    """That tensor's shape, or zeros where it is absent or of another rank: _faults then says so."""
+    """The tensor's shape, or zeros where it is absent or has another rank, which _faults then reports."""
     shape = tensors[name][0] if name in tensors else []
     return shape if len(shape) == rank else [0] * rank
 
@@ -309,10 +309,10 @@ def _one_transposed(rows, e, experts):
 # ---------------------------------------------------------------------------------------------------------------- files
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Files that may hold weights are not copied: they would still have the old layout.
+# Files with these suffixes may hold weights in the old layout, so they are not copied.
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
 _CHUNK_BYTES = 1 << 26
-# No model's names come near it, and to look up a name's parents takes its square.
+# No model's names are nearly as long, and looking up the parents of a name takes time proportional to the square of its length.
 _LONGEST_NAME = 1000
 
 
@@ -320,10 +320,9 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
                        report: Callable[[str], object] = lambda line: None) -> None:
     """Write the checkpoint at `source` to `target`, its MoE layers in the other layout.
 
-    One tensor of the result is in memory at a time, at most the matrices of all experts of a layer; the source is
-    mapped. A converted tensor goes to the file where its first source stood. Metadata are taken over as they are, and
-    so are a directory's other files (configuration, tokenizer). What is written has another name, its own, until it is
-    complete, and is removed if anything fails or interrupts.
+    One tensor of the result is in memory at a time, which may hold the matrices of all experts of a layer; the source is mapped. A
+    converted tensor goes into the file that held its first source. Metadata, and a directory's other files (configuration, tokenizer),
+    are copied unchanged. The target has a temporary name until it is complete, and is removed after an error or an interruption.
 
     Args:
         source: a .safetensors file, or a directory with model.safetensors or with model.safetensors.index.json and the
@@ -335,9 +334,9 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
 
     Raises:
         ImportError: without the package safetensors.
-        OSError: FileExistsError or FileNotFoundError for target and source, and what else the file system has to say.
-        ValueError: as to_megablocks. BrokenCheckpoint also where an index and its files differ, and for a file that is no
-            whole safetensors file or has a tensor that torch cannot hold.
+        OSError: FileExistsError or FileNotFoundError for target and source, and any other error of the file system.
+        ValueError: as to_megablocks. BrokenCheckpoint also where an index and its files differ, and for a file that is not a complete
+            safetensors file or has a tensor that torch cannot hold.
     """
     source, target = Path(source), Path(target)
     if os.path.lexists(target):
@@ -375,14 +374,14 @@ class _Tensors(Mapping):
         try:
             from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError as error:
-            if error.name != "safetensors":  # it is there, and what it needs is not
+            if error.name != "safetensors":  # safetensors is installed, but something that it needs is not
                 raise
             raise ImportError("converting files needs safetensors: pip install 'gbmoe[transformers]', or pip install"
                               " safetensors") from error
         self._files: dict[Path, Any] = {}
         self.path_of: dict[str, Path] = {}
         for path in paths:
-            if not stat.S_ISREG(path.stat().st_mode):  # FileNotFoundError that names it; a pipe would never open
+            if not stat.S_ISREG(path.stat().st_mode):  # raises FileNotFoundError with its name; opening a pipe would wait for ever
                 raise BrokenCheckpoint(f"{path}: expected a file")
             try:
                 self._files[path] = stack.enter_context(safe_open(path, framework="pt"))
@@ -401,9 +400,9 @@ class _Tensors(Mapping):
         path = self.path_of[name]
         try:
             return self._files[path].get_tensor(name)
-        except Exception as error:  # whatever a dtype or a shape that torch does not know makes of the reader
+        except Exception as error:  # the reader raises many kinds of errors for dtypes and shapes that torch does not know
             shape, dtype = self.signature(name)
-            raise BrokenCheckpoint(one_line(f"{path}: {name}: expected what torch can hold, got {dtype} of shape {shape}: {error}")
+            raise BrokenCheckpoint(one_line(f"{path}: {name}: expected a tensor that torch can hold, got {dtype} of shape {shape}: {error}")
                                    ) from error
 
     def __iter__(self):
@@ -418,16 +417,16 @@ class _Tensors(Mapping):
         return header.get_shape(), header.get_dtype()
 
     def signatures(self) -> dict[str, tuple[list[int], str]]:
-        """Of all tensors, each of which can be read."""
+        """The signatures of all tensors. Raises BrokenCheckpoint where one of them cannot be read."""
         for name in self:
-            self[name]  # mapped, so that this reads nothing
+            self[name]  # this maps the tensor and reads no data
         return {name: self.signature(name) for name in self}
 
     def metadata(self, path: Path) -> dict[str, str] | None:
         return self._files[path].metadata()
 
     def by_file(self, outputs: list[_Output]) -> dict[Path, list[_Output]]:
-        """The outputs of every file: those whose first source stands in it."""
+        """The outputs that go into each file: those whose first source is in it."""
         plan: dict[Path, list[_Output]] = {}
         for output in outputs:
             plan.setdefault(self.path_of[output.sources[0]], []).append(output)
@@ -451,7 +450,7 @@ def _read_index(source: Path) -> dict | None:
 
 
 def _is_file_name(file: object) -> bool:
-    """What is written for it then lies in the target's folder, each under a name of its own."""
+    """Whether it is a name without a folder, so that the file is written into the target's folder, under a name of its own."""
     return isinstance(file, str) and file not in ("", ".", "..", _INDEX) and not set(file) & {"/", os.sep, "\0"}
 
 
@@ -479,10 +478,10 @@ def _copy_others(paths: list[Path], folder: Path, report) -> None:
 
 
 def _write(path: Path, outputs: list[_Output], tensors: _Tensors, metadata: Mapping[str, str] | None) -> None:
-    """A safetensors file, one tensor after the other; the library writes only what is in memory as a whole.
+    """Write a safetensors file one tensor after the other; the library can only write tensors that are all in memory.
 
-    The format: the header's length in 8 bytes, the header as JSON, filled up with spaces to a multiple of 8 bytes, the
-    data. As in the library's files the widest dtypes come first, so that every tensor is aligned.
+    The format is the header's length in 8 bytes, the header as JSON, padded with spaces to a multiple of 8 bytes, and the data. As
+    in the library's files the widest dtypes come first, so that every tensor is aligned.
     """
     width_of = {output.name: tensors[output.sources[0]].element_size() for output in outputs}
     outputs = sorted(outputs, key=lambda output: (-width_of[output.name], output.name))

@@ -1,16 +1,16 @@
 """TransformerEngine's MoE permutation functions by name and signature, on gbmoe's operators; and a chunk sort that pads.
 
 TransformerEngine need not be installed. Everything here runs on CPU and CUDA, is differentiable in rows and probabilities,
-gives the same bits on every run, sums in float32 (float64 for float64) in slot order and rounds once. Rows that hold no token
-are zero, probabilities and gradients included. Whatever the maps hold, no row outside the result is touched: a slot whose row
+gives the same bits on every run, sums in float32 (float64 for float64) in slot order and rounds once. Rows without a token
+are zero, and so are their probabilities and gradients. Whatever the maps hold, no row outside the result is touched: a slot whose row
 would lie behind the last one is dropped. The values of sizes and indices are checked where they are on the CPU; on a device that
-would be a host wait.
+would need a host wait.
 
-Host waits: none, except where a result's row count is asked of the device; those are named below.
+The host does not wait, except where a result's number of rows must be read from the device; the functions below say so.
 
 Rows may be bfloat16, float16, float32 or float64; functions that only move rows also take float8_e4m3fn, float8_e5m2 and uint8
-(a payload), which travel as bytes and are not differentiable. Probabilities may be any of the first four beside any rows, and
-their gradients have their dtype.
+(a payload), which are moved as bytes and are not differentiable. Probabilities may have any of the first four dtypes with any rows, and
+their gradients have the same dtype.
 
 Shape suffixes: T tokens, E experts, K slots a token, M = 2 * E + 1, H hidden, P permuted rows, S chunks, G groups of chunks.
 
@@ -27,11 +27,13 @@ import warnings
 
 import torch
 
-from gbmoe import routing
+from gbmoe import plan
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define
+from gbmoe._define_operator import define
 from gbmoe.kernels import map_slots
-from gbmoe.ops.permute import FLOAT8, _gather, _map_slots, _scatter
+from gbmoe.ops.permute import FLOAT8, gather_slots, make_slot_map, scatter_slots
+from gbmoe.slot_map import SlotMap
+from gbmoe.tuning import permutation
 
 __all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
            "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
@@ -45,32 +47,32 @@ _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, *_IDS)
 def mask_row_map(mask_TE: torch.Tensor) -> torch.Tensor:
     """Rows of a mask's tokens, int32 [T,2E+1], without padding and without a host wait.
 
-    Of token t, routed to n experts: entries 0 .. n-1 are its rows in ascending order of the experts, entries E .. E+n-1 those
-    experts, the last entry is n. The other entries are -1.
+    For a token that is routed to n experts, entries 0 .. n-1 are its rows in ascending order of the experts, entries E .. E+n-1 are
+    those experts, and the last entry is n. The other entries are -1.
     """
     return _mask_rows(mask_TE, None, None)[0]
 
 
-_CHUNKS = 128  # at most so many chunks of tokens, one per CTA of csrc/row_map.cu: every CTA reads the counts of all chunks
-
-
 def _kernels_serve(mask_TE):
-    return mask_TE.size(1) >= 1 and routing.kernels_serve(mask_TE.device, mask_TE.size(1))
+    return mask_TE.size(1) >= 1 and plan.kernels_serve(mask_TE.device, mask_TE.size(1))
 
 
 def _mask_rows_kernel(mask_TE, pad_offsets_E, rows):
-    """(row_id_map [T,M], row_of_slot [T,E], slot_of_row [P]); without `rows`, which is P, the last two are empty."""
+    """(row_id_map [T,M], row_of_slot [T,E], slot_of_row [P]), P being `rows`; with None the last two are empty."""
     tokens, experts = mask_TE.shape
     if not _kernels_serve(mask_TE):
         map_TM = _mask_row_map_reference(mask_TE)
-        slots = (map_TM.new_empty(0), map_TM.new_empty(0))
-        return map_TM, *(slots if rows is None else map_slots(*_columns(map_TM), pad_offsets_E, None, rows))
+        if rows is None:
+            return map_TM, map_TM.new_empty(0), map_TM.new_empty(0)
+        row_TE, column_TE, count_T = _columns(map_TM)
+        return map_TM, *map_slots(row_TE, columns_TK=column_TE, counts_T=count_T, pad_offsets_E=pad_offsets_E, rows=rows)
 
     def new(*shape):
         return torch.empty(shape, dtype=torch.int32, device=mask_TE.device)
 
     map_TM, slots = new(tokens, 2 * experts + 1), None if rows is None else (new(tokens, experts), new(rows))
-    torch.ops.gbmoe_cuda.mask_row_map(mask_TE.contiguous(), pad_offsets_E, new(_CHUNKS, experts), map_TM, *(slots or (None, None)))
+    counts_by_chunk = new(permutation.MOST_CHUNKS, experts)
+    torch.ops.gbmoe_cuda.mask_row_map(mask_TE.contiguous(), pad_offsets_E, counts_by_chunk, map_TM, *(slots or (None, None)))
     return map_TM, *(slots or (new(0), new(0)))
 
 
@@ -87,7 +89,7 @@ def _mask_row_map_reference(mask_TE):
     row_TE = mask_TE.cumsum(0) + (count_E.cumsum(0) - count_E - 1)
     place_TE = mask_TE.cumsum(1) - 1
     map_TM = torch.full((tokens, 2 * experts + 1), -1, dtype=torch.int32, device=mask_TE.device)
-    # What is not routed goes to the last entry, which the count overwrites.
+    # Pairs that are not routed write to the last entry, which the count overwrites.
     map_TM.scatter_(1, torch.where(mask_TE, place_TE, 2 * experts), row_TE.int())
     expert_E = torch.arange(experts, dtype=torch.int32, device=mask_TE.device)
     map_TM.scatter_(1, torch.where(mask_TE, place_TE + experts, 2 * experts), expert_E.expand(tokens, experts))
@@ -110,9 +112,9 @@ def moe_permute(
     Args:
         inp: [T,H].
         routing_map: [T,E] or [T,K] as `map_type` says: bool or integer, int32 or int64; on inp's device.
-        num_out_tokens: P. Rows behind the routed ones are zero; slots whose rows are not below P are dropped. A mask's -1
-            counts the routed slots, which waits for the device once; ids' -1 and 0 stand for T * K.
-        max_token_num: accepted and of no effect; nothing here keeps a workspace.
+        num_out_tokens: P. Rows behind the routed ones are zero; slots whose rows are not below P are dropped. With a mask, -1
+            means the number of routed slots, for which the host waits once; with ids, -1 and 0 mean T * K.
+        max_token_num: accepted without effect; nothing here keeps a workspace.
         map_type: 'mask' or 'index'.
     """
     name = "moe_permute"
@@ -129,9 +131,9 @@ def moe_permute(
     order_R = torch.argsort(torch.where(dropped_R, torch.iinfo(id_R.dtype).max, id_R), stable=True)
     row_R = torch.empty_like(id_R, dtype=torch.int32)
     row_R.scatter_(0, order_R, torch.arange(id_R.numel(), dtype=torch.int32, device=inp.device))
-    row_of_slot_TK, slot_of_row_P = _dense_slots(torch.where(dropped_R, -1, row_R).view(routing_map.shape), rows)
-    out_PH, _ = _move(inp, row_of_slot_TK, slot_of_row_P)
-    return out_PH, row_of_slot_TK.t().reshape(-1)
+    slots = make_slot_map(torch.where(dropped_R, -1, row_R).view(routing_map.shape), rows=rows)
+    out_PH, _ = _move(inp, slots)
+    return out_PH, slots.row_of_slot_TK.t().reshape(-1)
 
 
 def moe_permute_with_probs(
@@ -155,13 +157,13 @@ def moe_permute_and_pad_with_probs(
     Args:
         inp, probs, routing_map: as in moe_permute_with_probs.
         tokens_per_expert: int32 or int64 [E], the sums of the mask's columns. On the CPU there is no host wait; on a device
-            there is one, which reads it for the result's row count. Compared with the mask on the CPU only.
-        align_size: 16, 32, 128, 256 or any other positive number; 0 pads nothing.
+            there is one, to read the number of the result's rows. Only on the CPU is it compared with the mask.
+        align_size: 16, 32, 128, 256 or any other positive number; 0 does not pad.
 
     Returns:
-        out [P,H], permuted_probs [P], row_id_map int32 [T,M] (its rows are those without padding), pad_offsets int64 [E], what
-        moe_unpermute adds to an expert's rows, None where nothing was padded, and target_tokens_per_expert int64 [E], the
-        padded counts, P their sum. All on inp's device.
+        out [P,H]; permuted_probs [P]; row_id_map int32 [T,M], whose rows do not count padding; pad_offsets int64 [E], which
+        moe_unpermute adds to an expert's rows, or None where nothing was padded; and target_tokens_per_expert int64 [E], the padded
+        counts, whose sum is P. All on inp's device.
     """
     name = "moe_permute_and_pad_with_probs"
     _check_permute(name, inp, probs, routing_map)
@@ -181,8 +183,8 @@ def moe_permute_and_pad_with_probs(
     padded = rows != int(count_E.sum())
     target_E, pad_offsets_E = torch.stack((target_E, pad_offsets_E)).to(inp.device, non_blocking=True)
     pad_offsets_E = pad_offsets_E if padded else None
-    row_id_map_TM, *slots = _mask_rows(routing_map, pad_offsets_E, rows)
-    out_PH, probs_P = _move(inp, *slots, *_columns(row_id_map_TM)[1:], probs)  # type: ignore[call-arg]
+    row_id_map_TM, slots = _permutation_of_mask(routing_map, pad_offsets_E, rows)
+    out_PH, probs_P = _move(inp, slots, probs)
     return out_PH, probs_P, row_id_map_TM, pad_offsets_E, target_E
 
 
@@ -195,20 +197,21 @@ def moe_unpermute(
 
     Args:
         inp: [P,H], bfloat16, float16, float32 or float64. Rows that no slot names are not read and get zero gradients.
-        row_id_map: what the permutation of the same map_type returned. With 'index' also a chunk sort's: it is undone.
-        merging_probs: [T,E] beside a mask's map, [T,K] beside ids'; None counts every slot once. Entries that are not routed
+        row_id_map: the map that the permutation with the same map_type returned. With 'index' it may be a chunk sort's, which is
+            then undone.
+        merging_probs: [T,E] for a mask's map, [T,K] for that of ids; None gives every slot the weight one. Entries that are not routed
             are never read and get zero gradients.
-        restore_shape: (T,H). A mask's map knows T; ids without merging_probs need it to sum their K slots: without both, the
-            map's K * T entries are taken as one slot each, as TransformerEngine takes them.
+        restore_shape: (T,H). It is needed for a map of ids without merging_probs, to know which K slots are summed: without both, each
+            of the map's K * T entries is a token of its own, as in TransformerEngine.
         map_type: 'mask' or 'index'.
-        probs: merging_probs' former name, deprecated.
-        pad_offsets: int32 or int64 [E] of moe_permute_and_pad_with_probs; None where nothing was padded. Masks only.
+        probs: the former name of merging_probs, deprecated.
+        pad_offsets: int32 or int64 [E], as moe_permute_and_pad_with_probs returned it; None where nothing was padded. Only with masks.
     """
     name = "moe_unpermute"
     _check_map_type(name, map_type)
     _check_rows(name, inp, FLOATING)
     if probs is not None:
-        require(merging_probs is None, name, "probs", "None beside merging_probs", "both")
+        require(merging_probs is None, name, "probs", "None together with merging_probs", "both")
         warnings.warn("moe_unpermute: probs is deprecated, use merging_probs", DeprecationWarning, stacklevel=2)
         merging_probs = probs
     map_rank = 2 if map_type == "mask" else 1
@@ -223,7 +226,7 @@ def moe_unpermute(
         if pad_offsets is not None:
             require_tensor(pad_offsets, name, "pad_offsets", rank=1, dtypes=_IDS, device=inp.device)
             _check_shape(name, "pad_offsets", pad_offsets, (experts,))
-        slots = _mask_slots(row_id_map.contiguous(), pad_offsets, inp.size(0))
+        slots = _slots_of_mask(row_id_map.contiguous(), pad_offsets, inp.size(0))
     else:
         require(pad_offsets is None, name, "pad_offsets", "None with map_type 'index'", "a tensor")
         entries = row_id_map.numel()
@@ -236,11 +239,11 @@ def moe_unpermute(
             require(tokens * top_k == entries, name, "restore_shape", f"a divisor of row_id_map's {entries} entries", tokens)
         else:
             tokens, top_k = entries, 1
-        slots = (*_dense_slots(row_id_map.view(top_k, tokens).t().contiguous(), inp.size(0)), None, None)
+        slots = make_slot_map(row_id_map.view(top_k, tokens).t().contiguous(), rows=inp.size(0))
     if restore_shape is not None:
         expected = (tokens, inp.size(1))
         require(tuple(restore_shape) == expected, name, "restore_shape", f"{expected}", tuple(restore_shape))
-    return _scatter(inp, *slots, merging_probs)
+    return scatter_slots(inp, slots, weights=merging_probs)
 
 
 def _permute_mask(name, inp, probs, routing_map, num_out_tokens):
@@ -248,41 +251,41 @@ def _permute_mask(name, inp, probs, routing_map, num_out_tokens):
     rows = _row_count(name, num_out_tokens)
     if rows < 0:
         row_id_map_TM = mask_row_map(routing_map)
-        slots = _mask_slots(row_id_map_TM, None, int(row_id_map_TM[:, -1].sum()))
+        slots = _slots_of_mask(row_id_map_TM, None, int(row_id_map_TM[:, -1].sum()))
     else:
-        row_id_map_TM, *slots = _mask_rows(routing_map, None, rows)
-        slots += _columns(row_id_map_TM)[1:]
-    out_PH, probs_P = _move(inp, *slots, probs)
+        row_id_map_TM, slots = _permutation_of_mask(routing_map, None, rows)
+    out_PH, probs_P = _move(inp, slots, probs)
     return out_PH, probs_P, row_id_map_TM
 
 
 def _columns(row_id_map_TM):
-    """What a mask's map consists of: rows [T,E], experts [T,E] and counts [T]."""
+    """The parts of a mask's map: rows [T,E], experts [T,E] and counts [T]."""
     experts = row_id_map_TM.size(1) // 2
     return row_id_map_TM[:, :experts], row_id_map_TM[:, experts:-1], row_id_map_TM[:, -1]
 
 
-def _mask_slots(row_id_map_TM, pad_offsets_E, rows):
-    """A mask's map in the form of the operators: row_of_slot [T,E], slot_of_row [P], columns [T,E], counts [T]."""
+def _permutation_of_mask(mask_TE, pad_offsets_E, rows) -> tuple[torch.Tensor, SlotMap]:
+    """A mask's map, and the same as a SlotMap, made by one operator."""
+    row_id_map_TM, row_of_slot_TE, slot_of_row_P = _mask_rows(mask_TE, pad_offsets_E, rows)
+    _, column_TE, count_T = _columns(row_id_map_TM)
+    return row_id_map_TM, SlotMap(row_of_slot_TK=row_of_slot_TE, slot_of_row_P=slot_of_row_P, columns_TK=column_TE, counts_T=count_T)
+
+
+def _slots_of_mask(row_id_map_TM, pad_offsets_E, rows) -> SlotMap:
     row_TE, column_TE, count_T = _columns(row_id_map_TM)
-    return *_map_slots(row_TE, column_TE, count_T, pad_offsets_E, None, rows), column_TE, count_T
+    return make_slot_map(row_TE, rows=rows, columns_TK=column_TE, counts_T=count_T, pad_offsets_E=pad_offsets_E)
 
 
-def _dense_slots(row_TK, rows):
-    """row_of_slot [T,K], without rows that are not below `rows`, and slot_of_row [P]."""
-    return _map_slots(row_TK, None, None, None, None, rows)
-
-
-def _move(inp, row_of_slot, slot_of_row, columns=None, counts=None, probs=None):
-    """(out [P,H], probs [P] or None). Beside a mask a probability of 0 clears its row."""
-    as_bytes, drop_zero_probs = inp.dtype in _BYTES, columns is not None
+def _move(inp, slots: SlotMap, probs=None):
+    """(out [P,H], probs [P] or None). With a mask, a probability of 0 makes its row zeros."""
+    as_bytes, of_mask = inp.dtype in _BYTES, slots.columns_TK is not None
     rows = inp.detach().view(torch.uint8) if as_bytes else inp
-    out, probs_P = _gather(rows, row_of_slot, slot_of_row, columns, counts, None, probs, drop_zero_probs and probs is not None)
+    out, probs_P = gather_slots(rows, slots, probs=probs, drop_zero_probs=of_mask and probs is not None)
     return out.view(inp.dtype) if as_bytes else out, None if probs is None else probs_P
 
 
 def _padded(counts, align):
-    """(counts rounded up to `align`, padding before each)."""
+    """(counts rounded up to multiples of `align`, the padding in front of each)."""
     target = counts if align == 0 else (counts + (align - 1)) // align * align
     padding = target - counts
     return target, padding.cumsum(0) - padding
@@ -292,7 +295,7 @@ def _padded(counts, align):
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """Cut rows into chunks and join these in another order: [T,H] to [T,H], chunk sorted_index[i] at place i.
+    """Divide rows into chunks and join these in another order: [T,H] to [T,H], where the i-th chunk of the result is sorted_index[i].
 
     Args:
         inp: [T,H].
@@ -300,8 +303,8 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
         sorted_index: int32 or int64 [S], a permutation of the chunks. Both on the CPU or on inp's device; no host wait.
 
     Raises:
-        ValueError: on the CPU, for a negative size, sizes whose sum is more than T, or an index that is no permutation. On a
-            device such tables are not found, and rows are lost or come out as anything.
+        ValueError: on the CPU, for a negative size, sizes whose sum is more than T, or an index that is not a permutation. On a
+            device this is not checked, and rows may be lost or hold anything.
     """
     return _sort_chunks("moe_sort_chunks_by_index", inp, None, split_sizes, sorted_index)[0]
 
@@ -319,10 +322,10 @@ def moe_sort_chunks_and_pad_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor | None, split_sizes: torch.Tensor, sorted_index: torch.Tensor, align_size: int,
     num_groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Sort chunks and pad what belongs to one expert, in one pass. Not in TransformerEngine, whose callers pad separately.
+    """Sort chunks and pad the rows of each expert, in one pass. TransformerEngine has no such function; its callers pad separately.
 
     After an all-to-all a rank holds one chunk for each pair of sender and local expert. Sorted by expert, every S / num_groups
-    chunks in a row belong to one local expert: these groups are padded with zeros to multiples of `align_size`.
+    consecutive chunks belong to one local expert; these groups are padded with zeros to multiples of `align_size`.
     `moe_unpermute(out, row_id_map, map_type='index')` removes the padding and restores the order of inp.
 
     Args:
@@ -330,12 +333,12 @@ def moe_sort_chunks_and_pad_by_index_with_probs(
         probs: [T], on inp's device, or None.
         split_sizes, sorted_index: as in moe_sort_chunks_by_index. Where both are on the CPU there is no host wait, otherwise
             one, for the result's row count.
-        align_size: a positive number; 0 pads nothing.
-        num_groups: G, local experts; divides S.
+        align_size: a positive number; 0 does not pad.
+        num_groups: G, the number of local experts; divides S.
 
     Returns:
-        out [P,H], permuted_probs [P] or None, row_id_map int32 [T] (padding included), target_rows_per_group int64 [G], P their
-        sum, on inp's device.
+        out [P,H], permuted_probs [P] or None, row_id_map int32 [T] (padding included) and target_rows_per_group int64 [G], whose sum
+        is P, on inp's device.
     """
     name = "moe_sort_chunks_and_pad_by_index_with_probs"
     require(isinstance(num_groups, int) and num_groups >= 1, name, "num_groups", "an int of at least 1", num_groups)
@@ -365,24 +368,23 @@ def _sort_chunks(name, inp, probs, split_sizes, sorted_index, groups=None, align
     else:
         rows, target_G = int(target_G.sum()), target_G.to(inp.device, non_blocking=True)
         require(0 <= rows < 2**31, name, "split_sizes", "sizes whose padded sum is at least 0 and below 2**31", rows)
-    row_of_slot_T1, slot_of_row_P = _dense_slots(row_T.unsqueeze(1), rows)
-    probs_T1 = None if probs is None else probs.unsqueeze(1)
-    out_PH, probs_P = _move(inp, row_of_slot_T1, slot_of_row_P, probs=probs_T1)
-    return out_PH, probs_P, row_of_slot_T1.squeeze(1), target_G
+    slots = make_slot_map(row_T.unsqueeze(1), rows=rows)
+    out_PH, probs_P = _move(inp, slots, None if probs is None else probs.unsqueeze(1))
+    return out_PH, probs_P, slots.row_of_slot_TK.squeeze(1), target_G
 
 
-_NOWHERE = -2**31  # the place of a chunk that no index names: no row of it is below 2**31, and so all are negative
+_NOWHERE = -2**31  # the first row of a chunk that no index names: all of its rows are then negative
 
 
 def _chunk_rows_kernel(inp, split_sizes, sorted_index, groups, align, name):
-    """(row of each row of inp, int32 [T], rows of each group with its padding, int64 [G], where the tables are)."""
+    """(the new row of each row of inp, int32 [T]; the rows of each group with padding, int64 [G], on the device of the tables)."""
     _check_chunks(name, inp.size(0), split_sizes, sorted_index)
-    # Tables of S entries, made on the CPU where both arguments are there.
+    # Tables of S entries are made on the CPU if both arguments are there.
     place = split_sizes.device if split_sizes.device == sorted_index.device else inp.device
     size_S, index_S = split_sizes.to(place, torch.int64), sorted_index.to(place, torch.int64)
     chunks = size_S.numel()
     if place.type != "cpu":
-        index_S = index_S.clamp(0, chunks - 1)  # torch would end the process' CUDA context
+        index_S = index_S.clamp(0, chunks - 1)  # an index out of range would destroy the process's CUDA context
     sorted_S = size_S[index_S]
     start_S, target_G = sorted_S.cumsum(0) - sorted_S, size_S.new_empty(groups)
     if groups:
@@ -399,11 +401,11 @@ def _chunk_rows_kernel(inp, split_sizes, sorted_index, groups, align, name):
 
 
 def _check_chunks(name, rows, split_sizes, sorted_index):
-    # Inside the operator, where the values are, so that a compiled graph checks them too.
+    # Called inside the operator, which has the values, so that a compiled graph checks them too.
     if split_sizes.device.type == "cpu":
         low, high = split_sizes.aminmax()
         require(int(low) >= 0, name, "split_sizes", "no negative size", int(low))
-        # Each as well, since the sum of some may wrap around.
+        # The largest size is compared too, because the sum may overflow.
         total = max(int(high), int(split_sizes.sum()))
         require(total <= rows, name, "split_sizes", lambda: f"a sum of at most inp.size(0) == {rows}", total)
     if sorted_index.device.type == "cpu":
@@ -450,7 +452,7 @@ def _check_map_type(name, map_type) -> None:
 
 
 def _row_count(name, num_out_tokens) -> int:
-    """num_out_tokens as an int; callers pass integers, 0-d tensors (read back where they are on a device) and None for -1."""
+    """num_out_tokens as an int. Callers pass integers, 0-d tensors (which are read back from a device) and None, which means -1."""
     rows = -1 if num_out_tokens is None else operator.index(num_out_tokens)
     require(rows >= -1, name, "num_out_tokens", "at least -1", rows)
     return rows

@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="gbmoe")
     model.set_experts_implementation("eager")   # and back: "gbmoe"
 
-It serves every model whose experts dispatch through transformers' ExpertsInterface: gated and plain experts, biases,
+It works for every model whose experts dispatch through transformers' ExpertsInterface: gated and plain experts, biases,
 weights [E,out,in] and transposed [E,in,out], concatenated and interleaved gates (the model's own gate function is
-called), a norm behind the experts, and transformers' expert parallelism. Parameters stay where and as they are: nothing
-is copied, transposed or renamed, and checkpoints do not change.
+called), a norm after the experts, and transformers' expert parallelism. Parameters are not copied, transposed or renamed, and
+checkpoints do not change.
 
 Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden (twice that before a gate),
 P rows of the plan, N columns, B columns of ones.
@@ -28,12 +28,12 @@ from gbmoe._checks import FLOATING, require
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.experts import plan_sizes
 from gbmoe.ops.gmm import computed_dtype, grouped
-from gbmoe.routing import RoutingPlan
+from gbmoe.plan import RoutingPlan
 
 __all__ = ["experts_forward", "register"]
 
 _NAME = 'experts_implementation="gbmoe"'
-# Columns of the ones that stand for a bias in a product; the engines' row lengths are multiples of 16 bytes.
+# Biases are added by a product with a matrix of ones, of this many columns, because engines need rows of multiples of 16 bytes.
 _BIAS_WIDTH = 8
 
 
@@ -41,7 +41,7 @@ def register() -> None:
     """Add "gbmoe" to the experts implementations of the installed transformers. Calling it again changes nothing.
 
     Raises:
-        ImportError: without transformers 5.8 or newer, or where that cannot be imported; with the cause.
+        ImportError: without transformers 5.8 or newer, or where it cannot be imported; the message has the cause.
     """
     try:
         from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
@@ -49,7 +49,7 @@ def register() -> None:
     except ImportError as error:
         raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     ExpertsInterface.register("gbmoe", experts_forward)
-    # Float8 experts look in a table of their own: found there too, the function says what is wrong with them.
+    # Float8 experts use a table of their own. The function is registered there too, so that it can say why it does not take them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
 
 
@@ -58,7 +58,7 @@ def _why_not_importable(error: ImportError) -> str:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         version = None
-    if version is None:  # not there; or a checkout on the path, of any version, that another package's absence stops
+    if version is None:  # not installed; or a checkout on the path that cannot be imported because another package is missing
         unfit = (error.name or "").partition(".")[0] == "transformers"
     else:
         unfit = tuple(map(int, re.findall(r"\d+", version)[:2])) < (5, 8)
@@ -72,7 +72,7 @@ def _why_not_importable(error: ImportError) -> str:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The experts of a transformers model; what transformers calls in place of the experts module's own forward.
+    """The experts of a transformers model. transformers calls this instead of the experts module's own forward.
 
     Differentiable in the hidden states, the router's weights and every parameter. An id outside [0,E), such as the
     sentinel of transformers' expert parallelism, drops its slot: it adds nothing, its gradients are zero, and its row
@@ -98,13 +98,13 @@ def experts_forward(
     up, down, *biases = (_plain(self, name) for name in names)
     up_bias, down_bias = biases or (None, None)
 
-    # Under autocast before the tokens are copied, to move half the bytes.
+    # Cast under autocast before the tokens are copied, so that half as many bytes are moved.
     x_TH = hidden_states.to(computed_dtype(hidden_states))
     plan = RoutingPlan.from_experts(top_k_index, up.size(0), check="none")
-    # Of each product by itself: its row lengths decide which engine takes it, and so where that wants the sizes.
+    # Separately for each product, because its row lengths decide which engine computes it and where that engine needs the sizes.
     up_sizes_E, down_sizes_E = (plan_sizes(plan, x_TH, w.transpose(1, 2) if self.is_transposed else w, "auto") for w in (up, down))
-    # Rows of dropped slots hold anything. Where the gradient of another parameter (of a norm, of an activation) sums
-    # over rows, they must be zero.
+    # Rows of dropped slots may hold anything. If the gradient of another parameter (of a norm or an activation) sums over rows, they
+    # must be zero.
     sums_over_rows = any(name not in names for name, _ in self.named_parameters())
     live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if sums_over_rows else None
 
@@ -117,7 +117,7 @@ def experts_forward(
 
 
 def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """The parameter of that name, where it holds the numbers to multiply by."""
+    """The parameter `name`. Raises TypeError where it does not hold plain numbers to multiply by."""
     tensor = getattr(module, name)
     usable = tensor.dtype in FLOATING and not is_traceable_wrapper_subclass(tensor)
     require(usable, _NAME, f"{type(module).__name__}.{name}", "a plain tensor of bfloat16, float16, float32 or float64"
@@ -127,10 +127,10 @@ def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1):
-    """rows @ weight[e] + bias[e] with e the row's expert: [P,N]."""
+    """rows @ weight[e] + bias[e], [P,N], with e the expert of each row."""
     out_PN = _grouped(rows_P, weight, sizes_E, not is_transposed)
     if bias_EN is not None:
-        # As a product with ones: its gradient is then a grouped product as well, which sums in float32 and in a fixed
+        # The bias is added by a product with ones. Then its gradient is a grouped product too, which sums in float32 and in a fixed
         # order, and does not read the rows of dropped slots.
         ones_PB = rows_P.new_ones(rows_P.size(0), _BIAS_WIDTH)
         out_PN.add_(_grouped(ones_PB, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, _BIAS_WIDTH - 1)), sizes_E, False))
@@ -138,9 +138,9 @@ def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1):
 
 
 def _grouped(a, b, sizes_E, trans_b):
-    return grouped(a, b, sizes_E, False, trans_b, engine="auto")  # dropped slots leave rows that no group owns
+    return grouped(a, b, sizes_E, False, trans_b, engine="auto")  # the groups do not fill all rows where slots are dropped
 
 
 def _live(live_P1, rows):
-    """The rows with zeros for those of no slot; all as they are where live_P1 is None."""
+    """The rows, with zeros in those without a slot; unchanged where live_P1 is None."""
     return rows if live_P1 is None else torch.where(live_P1, rows, 0)

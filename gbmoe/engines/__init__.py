@@ -1,7 +1,7 @@
-"""The engines and the table that chooses one.
+"""The engines, and the choice of one.
 
-`engine="auto"` takes the first engine of the table's row that is available and does not refuse the operands, and
-`reference` where there is none. A name forces that engine and raises where it cannot serve.
+`engine="auto"` takes the first engine in the order of tuning.engine_order that is available and does not refuse the operands, or
+`reference` where there is none. A name forces that engine, and raises where it cannot compute the product.
 """
 
 from __future__ import annotations
@@ -13,27 +13,39 @@ from typing import Any
 import torch
 
 from gbmoe._checks import require
-from gbmoe.engines import tuning
-from gbmoe.engines.base import Engine, Problem
+from gbmoe.engines.base import Engine, Problem, known
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
-from gbmoe.engines.hopper import Hopper
-from gbmoe.engines.reference import Reference
+from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
+from gbmoe.engines.plain_torch import Reference
 from gbmoe.engines.torch_grouped import TorchGrouped
+from gbmoe.tuning import grouped_gemm as tuning
 
-ENGINES: dict[str, Engine] = {e.name: e for e in (Hopper(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+ENGINES: dict[str, Engine] = {e.name: e for e in (
+    Hopper(), HopperBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
 
 
 def names() -> list[str]:
-    """What `engine=` takes."""
+    """The values that `engine=` takes."""
     return ["auto", *ENGINES]
+
+
+def batch_invariant(engine: str) -> str:
+    """The engine that stands for `engine` where a row's bits are to be the same whatever other rows there are.
+
+    Raises:
+        ValueError: for an engine that is not "auto" and whose bits may depend on them.
+    """
+    pinned = HopperBatchInvariant.name
+    require(engine in ("auto", Hopper.name, pinned), "batch_invariant", "engine", f"auto, {Hopper.name} or {pinned}", repr(engine))
+    return pinned
 
 
 def _unavailable(engine: str, device: torch.device) -> str | None:
     return ENGINES[engine].unavailable(device)
 
 
-# torch.compile asks and does not trace: the answer may take building and loading the extension. This is the mark that
-# torch.compiler.assume_constant_result leaves, without the second that calling it adds to an import.
+# torch.compile calls this function instead of tracing it, because the answer may need the extension to be built and loaded. The
+# attribute is what torch.compiler.assume_constant_result sets; calling that would add a second to the import.
 _unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -41,16 +53,16 @@ _MEMORIES: list[Any] = []
 
 
 def remembered(function: Callable) -> Callable:
-    """`function`, of devices, dtypes, names and sizes, with a memory: what an engine says of a device does not change.
+    """Cache a function of devices, dtypes, names and sizes: what an engine says of a device does not change.
 
-    A layer's step asks half a dozen times, at some 15 us each.
+    A layer's step asks half a dozen times, and each answer takes some 15 us.
     """
     memory = functools.lru_cache(maxsize=1024)(function)
     _MEMORIES.append(memory)
 
     @functools.wraps(function)
     def ask(*args):
-        # A compiler traces the choice, and sizes that it does not know have no hash; those that torch.jit traces are tensors.
+        # A compiler traces the choice itself: sizes that it does not know have no hash, and sizes under torch.jit are tensors.
         if torch.compiler.is_compiling() or any(isinstance(a, (torch.SymInt, torch.Tensor)) for a in args):
             return function(*args)
         return memory(*args)
@@ -59,14 +71,14 @@ def remembered(function: Callable) -> Callable:
 
 
 def forget() -> None:
-    """Ask every engine anew."""
+    """Empty the cache, so that every engine is asked again."""
     for memory in _MEMORIES:
         memory.cache_clear()
 
 
 def select(engine: str, problem: Problem) -> Engine:
-    """The engine for this product. Raises ValueError for an unknown name or a forced engine that cannot serve."""
-    p = problem  # by fields, each of which `remembered` looks at
+    """The engine for this product. Raises ValueError for an unknown name, or an engine that is named and cannot compute it."""
+    p = problem  # passed on field by field, because `remembered` looks at each argument
     return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.variable_k, p.sizes_on_host)
 
 
@@ -76,6 +88,8 @@ def _select(engine: str, *of_problem) -> Engine:
     require(engine in ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}", repr(engine))
     if engine != "auto":
         chosen = ENGINES[engine]
+        if engine == HopperBatchInvariant.name and known(problem.rows == 0):
+            return ENGINES["reference"]  # a batch of nothing is a batch, too, and has no bits that could differ
         reason = _unavailable(engine, problem.device) or chosen.refuses(problem)
         if reason is not None:
             raise ValueError(f"gmm: engine {engine!r} cannot serve this product: {reason}")
@@ -89,16 +103,16 @@ def _select(engine: str, *of_problem) -> Engine:
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
             *, engine: str = "auto", out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-    """The grouped product by the engine that `engine` names or stands for; see Engine.gmm for its shapes, out and accumulate.
+    """The grouped product by the engine that `engine` names or "auto" chooses; see Engine.gmm for shapes, out and accumulate.
 
-    Without autograd, checks of sizes or a demand that the groups fill a: what operators call inside. Rows behind the last group are
-    neither read nor written.
+    Operators call this inside. It has no autograd, does not check the sizes, and lets the groups have fewer rows than a; rows behind the
+    last group are neither read nor written.
     """
     return select(engine, Problem.of(a, b, sizes, trans_a, trans_b)).product(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
 class _ByProduct(Engine):
-    """The engine that "auto", or a name, stands for where it may be another one for every product."""
+    """An engine that chooses the engine of every product separately."""
 
     def __init__(self, name: str):
         self.name = name
@@ -109,7 +123,7 @@ class _ByProduct(Engine):
 
 
 def for_experts(engine: str, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor, sizes_E: torch.Tensor) -> Engine:
-    """The engine that computes a layer's experts, over P = `rows` rows of the plan: one for all, or by product where they differ."""
+    """The engine that computes a layer's experts with P = `rows` rows: one for all products, or one that chooses for each product."""
     return _for_experts(engine, x_TH.device, x_TH.dtype, rows, *w1_EFH.shape, sizes_E.device.type == "cpu")
 
 
@@ -121,5 +135,5 @@ def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> 
 
 
 def availability(device: torch.device) -> dict[str, str | None]:
-    """For every engine None where it runs on `device`, else the reason why not."""
+    """For every engine, None if it runs on `device`, otherwise the reason why not."""
     return {name: engine.unavailable(device) for name, engine in ENGINES.items()}

@@ -1,8 +1,8 @@
 """What an engine is: one way to compute grouped products, and with them the experts of a layer.
 
-Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns; of a layer T tokens, K slots a token, H hidden, F ffn
-hidden, P padded rows of the plan. Group e owns sizes[e] consecutive rows; rows
-behind the last group belong to nobody and are neither read nor, in the result, defined.
+Shape suffixes of a product: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
+H hidden, F ffn hidden, P padded rows of the plan. Group e has sizes[e] consecutive rows. Rows behind the last group belong to no group:
+they are not read, and in the result they are undefined.
 
     variable m:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
     variable k:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
@@ -16,10 +16,12 @@ import torch
 
 from gbmoe import kernels
 from gbmoe._checks import require
+from gbmoe.kernels.alignment import aligned
+from gbmoe.slot_map import SlotMap
 
 
 def known(condition: bool) -> bool:
-    """`condition`, or False where it hangs on a size that only the data will tell a compiled graph."""
+    """`condition`, or False where a compiled graph cannot know it because it depends on a size that only the data determine."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -35,9 +37,9 @@ def result_shape(a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, t
 
 @dataclass(frozen=True)
 class Problem:
-    """What a grouped product is, apart from its data: enough to choose an engine before there are operands.
+    """A grouped product without its data: enough to choose an engine before there are operands.
 
-    sizes_on_host: the rows of each group are known there, so that an engine that wants them there waits for nothing.
+    sizes_on_host: the sizes are on the host, so that an engine that needs them there does not have to wait.
     """
 
     device: torch.device
@@ -57,14 +59,14 @@ class Problem:
 
 
 class GatheredRows:
-    """The rows of tokens in the order of a plan's rows, [P,H]: gathered when somebody first asks for them, and kept then.
+    """The rows of tokens in the order of a plan's rows, [P,H]. They are gathered when rows_PH() is first called, and then kept.
 
-    An engine that picks rows inside its kernels reads the tokens instead.
+    An engine whose kernels gather reads tokens_TH instead. That is None where the rows came from other ranks, and are gathered already.
     """
 
-    def __init__(self, tokens_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor):
-        self.tokens_TH, self.row_of_slot_TK, self.slot_of_row_P = tokens_TH, row_of_slot_TK, slot_of_row_P
-        self._rows_PH: torch.Tensor | None = None
+    def __init__(self, tokens_TH: torch.Tensor | None, slots: SlotMap, rows_PH: torch.Tensor | None = None):
+        self.tokens_TH, self.slots = tokens_TH, slots
+        self._rows_PH = rows_PH
 
     @property
     def are_gathered(self) -> bool:
@@ -72,67 +74,71 @@ class GatheredRows:
 
     def rows_PH(self) -> torch.Tensor:
         if self._rows_PH is None:
-            self._rows_PH, _ = kernels.gather(self.tokens_TH, self.row_of_slot_TK, self.slot_of_row_P)
+            assert self.tokens_TH is not None  # without tokens, the rows were given
+            self._rows_PH, _ = kernels.gather(self.tokens_TH, self.slots)
         return self._rows_PH
+
+    def forget(self) -> None:
+        """Free the memory of the gathered rows, if they can be gathered again."""
+        if self.tokens_TH is not None:
+            self._rows_PH = None
 
 
 class Engine:
     """A stateless way to compute the experts of a layer; one instance each in gbmoe.engines.ENGINES.
 
-    An engine brings `gmm`, the grouped product. What a layer asks for, `up`, `down` and their gradients, is composed here of the
-    gather, that product and the activation; an engine with kernels that do several of these at once overrides it.
+    An engine has to define `gmm`, the grouped product. The methods that a layer calls, `up`, `down` and their gradients, are composed
+    here of the gather, that product and the activation; an engine with kernels that fuse several of these overrides them.
 
     Attributes:
         name: what `engine=` takes.
-        needs_host_sizes: True where `gmm` reads the sizes on the host; given device sizes it waits for them.
+        needs_host_sizes: True if `gmm` reads the sizes on the host; given sizes on the device, it then waits for them.
     """
 
     name: str
     needs_host_sizes: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
-        """None where this engine runs on `device`, else why not. Loads the extension if that is what it needs."""
+        """None if this engine runs on `device`, otherwise the reason why not. Loads the extension if the engine needs it."""
         return None
 
     def refuses(self, problem: Problem) -> str | None:
-        """None where this engine takes operands of that dtype and those shapes, else why not."""
+        """None if this engine takes operands of the problem's dtype and shapes, otherwise the reason why not."""
         return None
 
     def gmm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool,
             out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-        """Compute the product of a and b, of one dtype on one device, contiguous and aligned to 16 bytes.
+        """Compute the product of a and b, which have one dtype, are on one device, contiguous, and aligned to 16 bytes.
 
         Args:
             sizes: rows of each group, integer [E], on the host or on the device of a.
-            out: contiguous result to write to; allocated where absent.
+            out: contiguous tensor for the result; allocated where it is None.
             accumulate: add to `out` instead of overwriting it (out must be given).
         """
         raise TypeError(f"{type(self).__name__} does not say how it computes a grouped product")
 
     def product(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
                 out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-        """`gmm` of operands of any layout: a transposed view of a stack of matrices is the other layout, not a copy."""
+        """`gmm` for operands with any strides. A transposed view of a stack of matrices is passed on by trans_b, without a copy."""
         require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
         if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
             b, trans_b = b.transpose(1, 2), not trans_b
-        # Kernels choose 16-byte accesses by the row length alone.
-        return self.gmm(kernels.aligned(a), kernels.aligned(b), sizes, trans_a, trans_b, out, accumulate)
+        # Kernels decide by the row length alone whether to access 16 bytes at a time, so the operands must be aligned.
+        return self.gmm(aligned(a), aligned(b), sizes, trans_a, trans_b, out, accumulate)
 
-    # What follows takes a plan's maps, row_of_slot_TK and slot_of_row_P, int32, and sizes_E, its rows of each expert with their
-    # padding; weights as [E,F,H], v1 only for a GLU; `activation` a name in reference.ACTIVATIONS. Rows behind the last expert may
-    # hold anything on the way in, and do on the way out.
+    # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H], and v1 is
+    # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the
+    # arguments, and do so in the results.
 
-    def up(self, x_TH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: torch.Tensor, w1_EFH: torch.Tensor,
-           v1_EFH: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
+    def up(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
            ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """a = act(h), or act(h) * g, with h = x @ w1[e].T and g = x @ v1[e].T: (a, h, g) [P,F].
 
         h and g are rounded for storage before a is computed from them; they are None unless `save`, and g without v1.
         """
-        xp_PH, _ = kernels.gather(x_TH, row_of_slot_TK, slot_of_row_P)
-        h_PF = self.product(xp_PH, w1_EFH, sizes_E, trans_b=True)
-        g_PF = None if v1_EFH is None else self.product(xp_PH, v1_EFH, sizes_E, trans_b=True)
-        del xp_PH
+        h_PF = self.product(x.rows_PH(), w1_EFH, sizes_E, trans_b=True)
+        g_PF = None if v1_EFH is None else self.product(x.rows_PH(), v1_EFH, sizes_E, trans_b=True)
+        x.forget()
         a_PF = kernels.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
@@ -143,37 +149,37 @@ class Engine:
     def down_backward(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,
                       g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str,
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """With d = dz @ w2[e].T and the row's router weight w, 1 without weights: (w a, dh, dg, dweights).
+        """(w a, dh, dg, dweights), with d = dz @ w2[e].T and w the row's router weight, or 1 without weights.
 
         a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F] with zeros in an expert's rows without a slot; dweights
-        [T,K] is <a, d>, 0 for a slot without a row. dg is None without g, dweights without weights. The formulas stand at the top
-        of csrc/activation_kernels.cu.
+        [T,K] is <a, d>, and 0 for a slot without a row. dg is None without g, dweights is None without weights. The formulas are
+        derived at the top of csrc/activation_kernels.cu.
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
-        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slot_of_row_P, weights_TK, activation)
+        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
         return a_PF, d_PF, None if g_PF is None else dg_PF, None if weights_TK is None else dweights_TK
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:
-        """dx = dh @ w1[e], with a gate + dg @ v1[e], [P,H]."""
+        """dx = dh @ w1[e], [P,H]; for a GLU dx = dh @ w1[e] + dg @ v1[e]."""
         dx_PH = self.product(dh_PF, w1_EFH, sizes_E)
         if v1_EFH is not None and dg_PF is not None:
             self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)
         return dx_PH
 
     def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> torch.Tensor:
-        """left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
+        """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
         return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
 
 
 def host_sizes(sizes: torch.Tensor) -> torch.Tensor:
-    """sizes as contiguous int64 on the CPU; waits for the device where they are there."""
+    """The sizes as contiguous int64 on the CPU; waits for the device if they are there."""
     return sizes.to("cpu", torch.int64).contiguous()
 
 
 def device_sizes(sizes: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """sizes contiguous on `device`, without a wait; whoever rewrites them afterwards does not change the result."""
+    """The sizes, contiguous on `device`, without a wait. If the caller rewrites sizes on the host afterwards, the result is the same."""
     if sizes.device.type == "cpu":
-        # A copy from pinned memory reads it later than this returns. A clone is not pinned, and is staged before.
+        # A copy from pinned memory may read it after this function has returned. A clone is not pinned, and is read before.
         sizes = sizes.clone()
     return sizes.to(device, non_blocking=True).contiguous()

@@ -25,7 +25,7 @@ class _Cublas(Engine):
 
 
 class CublasLoop(_Cublas):
-    """At dense speed where every group has thousands of rows; pays a launch a group where they are small."""
+    """One cublasGemmEx for every group: as fast as a dense product where groups have thousands of rows, slow where they are small."""
 
     name = "cublas_loop"
 
@@ -34,7 +34,7 @@ class CublasLoop(_Cublas):
 
 
 class CublasGrouped(_Cublas):
-    """One launch for all groups, but without a Hopper kernel in cuBLAS 13: right everywhere, seldom fastest."""
+    """One cublasGemmGroupedBatchedEx for all groups. cuBLAS 13 has no Hopper kernel for it, so it is seldom the fastest."""
 
     name = "cublas_grouped"
 

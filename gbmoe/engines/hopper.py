@@ -6,16 +6,18 @@ Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
-from gbmoe import extension, kernels, reference
-from gbmoe.engines import tuning
-from gbmoe.engines.base import Engine, device_sizes, known, result_shape
-from gbmoe.kernels import aligned
+from gbmoe import extension, kernels
+from gbmoe.engines.base import Engine, GatheredRows, device_sizes, known, result_shape
+from gbmoe.kernels import plain_torch
+from gbmoe.kernels.alignment import aligned
+from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last
+_MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last one
 
 
 @functools.cache
@@ -24,9 +26,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class Hopper(Engine):
-    """Near dense speed from a few hundred rows a group on, and no host wait."""
+    """gbmoe's own kernels: nearly as fast as a dense product from a few hundred rows a group on, and without a host wait."""
 
     name = "hopper"
+    # Whether the products of forward have one configuration for any number of rows.
+    batch_invariant = False
 
     def unavailable(self, device):
         if device.type != "cuda":
@@ -44,7 +48,7 @@ class Hopper(Engine):
     def refuses(self, problem):
         if problem.dtype not in _DTYPES:
             return f"takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
-        # Tensor maps want rows that start at multiples of 16 bytes.
+        # TMA's tensor maps need rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
             return f"takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
         sizes = (problem.rows, problem.groups, problem.inner, problem.columns)
@@ -64,29 +68,31 @@ class Hopper(Engine):
         if trans_a:
             _weight_gradient_gemm(a, b, sizes, product)
         else:
-            _rows_gemm(a, b, None, None, sizes, trans_b, product)
+            _rows_gemm(a, b, None, None, sizes, trans_b, product, self.batch_invariant)
         return out.add_(product) if accumulate else product
 
-    def up(self, x_TH, row_of_slot_TK, slot_of_row_P, w1_EFH, v1_EFH, sizes_E, activation, save):
-        x_TH, w1_EFH, v1_EFH = aligned(x_TH), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
-        if _config(x_TH, w1_EFH, activation).gather_up:
-            return up_gemm(x_TH, slot_of_row_P, row_of_slot_TK.size(1), w1_EFH, v1_EFH, sizes_E, activation, save)
-        xp_PH, _ = kernels.gather(x_TH, row_of_slot_TK, slot_of_row_P)
-        return up_gemm(xp_PH, None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
+    def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
+        w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
+        if _config(x, w1_EFH, activation).gather_up:
+            return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save,
+                           self.batch_invariant)
+        result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save, self.batch_invariant)
+        x.forget()
+        return result
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
-        config = _config(dz.tokens_TH, w2_EFH, activation)
+        config = _config(dz, w2_EFH, activation)
         if config.gather_down_backward and w2_EFH.is_contiguous():
-            d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slot_of_row_P, dz.row_of_slot_TK.size(1), aligned(w2_EFH), sizes_E)
-            a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slot_of_row_P, weights_TK, activation)
+            d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, aligned(w2_EFH), sizes_E)
+            a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
             return a_PF, d_PF, None if g_PF is None else dg_PF, None if weights_TK is None else dweights_TK
         if config.fuse_activation_gradient and w2_EFH.is_contiguous():
             return down_backward_gemm(aligned(dz.rows_PH()), aligned(w2_EFH), sizes_E, aligned(h_PF),
-                                      None if g_PF is None else aligned(g_PF), dz.slot_of_row_P, weights_TK, activation)
+                                      None if g_PF is None else aligned(g_PF), dz.slots.slot_of_row_P, weights_TK, activation)
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
-        """Both products in one sum, rounded once."""
+        """Both products in one GEMM, so that their sum is rounded once."""
         if v1_EFH is None:
             dg_PF = None
         else:
@@ -95,30 +101,48 @@ class Hopper(Engine):
         return _rows_gemm(aligned(dh_PF), aligned(w1_EFH), dg_PF, v1_EFH, sizes_E, False, dx_PH)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
-        if rows.are_gathered or not tuning.experts(rows.tokens_TH.size(1), left_PF.size(1), "",
-                                                   rows.tokens_TH.nbytes).gather_weight_gradient:
+        tokens_TH = rows.tokens_TH
+        if rows.are_gathered or not tuning.experts(tokens_TH.size(1), left_PF.size(1), "", tokens_TH.nbytes).gather_weight_gradient:
             return super().weight_gradient(left_PF, rows, sizes_E)
-        return weight_gradient_gemm_gathered(left_PF, aligned(rows.tokens_TH), rows.slot_of_row_P, rows.row_of_slot_TK.size(1), sizes_E)
+        return weight_gradient_gemm_gathered(left_PF, aligned(tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
 
 
-def _config(tokens_TH: torch.Tensor, w_EFH: torch.Tensor, activation: str) -> tuning.ExpertsConfig:
-    return tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, tokens_TH.nbytes)
+class HopperBatchInvariant(Hopper):
+    """The same kernels, of which those of forward give a row the same bits whatever other rows there are, and however many.
+
+    What could tell is pinned: the configuration does not depend on the number of rows or on the groups, no sum is split along K, and
+    no other engine takes its place. A row's place in its tile and in its group does not count: each row of a tile is summed up by
+    itself, k-block after k-block. Gradients are computed as `hopper` computes them, but for products that `gmm` differentiates through,
+    which are products of this engine.
+    """
+
+    name = "hopper_batch_invariant"
+    batch_invariant = True
+
+
+def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.ExpertsConfig:
+    """The configuration for these rows; no GEMM gathers where they are gathered already."""
+    if rows.are_gathered or rows.tokens_TH is None:
+        config = tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, 0)
+        return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False)
+    return tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, rows.tokens_TH.nbytes)
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels
 #
-# Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device; weights [E,F,H] as MegaBlocks has them; sizes
-# integer [E], on the host or the device. slot_of_row is int32 [P]: a GEMM that gathers takes row r from token slot_of_row[r] // top_k,
-# or zeros where that is no slot.
+# Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], as in MegaBlocks. Sizes are
+# integers [E], on the host or the device. slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k,
+# and takes zeros where a row has no slot.
 
 
-def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
+def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save, batch_invariant=False):
     """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only."""
     a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    sizes, index = device_sizes(sizes, x.device), reference.ACTIVATION_INDEX[activation]
-    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None)
+    sizes, index = device_sizes(sizes, x.device), plain_torch.ACTIVATION_INDEX[activation]
+    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None,
+                            batch_invariant=batch_invariant)
     tiling, workspace = (config.cluster_n, config.panel, config.even_panels), _workspace(x, sizes, config)
     if v1_EFH is None:
         torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, workspace, a_PF, h_PF)
@@ -128,7 +152,7 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
 
 
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
-    """x[token of row] @ w[e].T, [P,F]; zeros in rows without a slot."""
+    """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
     torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
                                               tuning.GATHERED_ROWS.panel, product_PF)
@@ -136,7 +160,8 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
 
 
 def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
-    """a[rows of e].T @ x[token of row], [E,F,H], where rows without a slot count as zeros of x; a may hold anything behind them."""
+    """out[e] = a[rows of e].T @ x[token of row], [E,F,H]. Rows without a slot count as zero rows of x. a may hold anything behind the
+    last group."""
     product_EFH, sizes = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)), device_sizes(sizes, x_TH.device)
     config = tuning.weight_gradient_gemm(a_PF.size(0), *product_EFH.shape, gathered=True)
     split = config.split
@@ -147,30 +172,31 @@ def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
 
 
 def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
-    """Engine.down_backward of gathered rows dz [P,H]; d is rounded to their dtype in between. weights of any floating dtype."""
+    """Engine.down_backward for gathered rows dz [P,H], where d is rounded to their dtype in between; weights have any floating dtype."""
     a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     dweights_TK = dots_CP = None
     if weights_TK is not None:
         dweights_TK = weights_TK.new_zeros(weights_TK.shape)
         weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
-        dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # by 64 columns
+        dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
     config = tuning.down_backward_gemm(h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, reference.ACTIVATION_INDEX[activation],
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
         config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 
-def _rows_gemm(a, b, a2, b2, sizes, trans_b, out):
+def _rows_gemm(a, b, a2, b2, sizes, trans_b, out, batch_invariant=False):
     """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded."""
-    config = tuning.rows_gemm(a.size(0), sizes.numel(), a.size(1) * (1 if a2 is None else 2), out.size(1))
+    inner = a.size(1) * (1 if a2 is None else 2)
+    config = tuning.rows_gemm(a.size(0), sizes.numel(), inner, out.size(1), batch_invariant=batch_invariant)
     launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
     return out
 
 
 def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
-    """The same by a configuration that is given; sizes on the device."""
+    """_rows_gemm with a given configuration, and sizes on the device."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
         a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config),
@@ -178,7 +204,7 @@ def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) ->
 
 
 def _weight_gradient_gemm(a, b, sizes, out):
-    """out[e] = a[rows of e].T @ b[rows of e], or out[e] += that where out is float32."""
+    """out[e] = a[rows of e].T @ b[rows of e]; where out is float32 the product is added to it instead."""
     sizes = device_sizes(sizes, a.device)
     config = tuning.weight_gradient_gemm(a.size(0), *out.shape, gathered=False)
     split = config.split
@@ -189,7 +215,7 @@ def _weight_gradient_gemm(a, b, sizes, out):
 
 
 def _workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfig) -> torch.Tensor | None:
-    """Memory for the counter of tiles and the partial sums of split-K, or None where the GEMM has neither."""
+    """Memory for the tile counter and the partial sums of split-K, or None where the GEMM uses neither."""
     if not config.tile_counter:
         return None
     return like.new_empty(_workspace_bytes(like.device, sizes.numel(), config.split.per_sm), dtype=torch.uint8)

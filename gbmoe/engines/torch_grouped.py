@@ -1,4 +1,4 @@
-"""torch.nn.functional.grouped_mm: CUTLASS on Hopper, the sizes stay on the device."""
+"""torch.nn.functional.grouped_mm, which uses CUTLASS on Hopper; the sizes stay on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TorchGrouped(Engine):
     def refuses(self, problem):
         if problem.dtype != torch.bfloat16:
             return f"torch's grouped product takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
-        # Its tensor maps want rows that start at multiples of 16 bytes.
+        # Its tensor maps need rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
             return f"torch's grouped product takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
         if problem.groups >= 1024:
@@ -38,7 +38,7 @@ class TorchGrouped(Engine):
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         sizes = device_sizes(sizes, a.device)
-        # Bounded, because the sizes may be a caller's who overwrote them, and torch's kernel trusts them.
+        # Clamped, because a caller may have overwritten the sizes, and torch's kernel trusts them.
         ends = sizes.clamp(min=0).cumsum(0).clamp_(max=a.size(0)).int()
         if trans_a:
             product = F.grouped_mm(a.t(), b, offs=ends)

@@ -1,15 +1,16 @@
 """The layers, with MegaBlocks' names."""
 
 from gbmoe.layers.arguments import Arguments, from_megatron
-from gbmoe.layers.dmoe import (
-    ParallelDroplessMLP,
+from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
+from gbmoe.layers.losses import (
     batched_load_balancing_loss,
+    batched_router_zloss,
     clear_load_balancing_loss,
-    dMoE,
+    clear_router_zloss,
     get_load_balancing_loss,
     save_load_balancing_loss,
 )
-from gbmoe.layers.router import LearnedRouter, batched_router_zloss, clear_router_zloss
+from gbmoe.layers.router import LearnedRouter
 
 __all__ = [
     "Arguments", "LearnedRouter", "ParallelDroplessMLP", "batched_load_balancing_loss", "batched_router_zloss",

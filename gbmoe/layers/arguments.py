@@ -26,14 +26,32 @@ def default_device() -> torch.device:
 
 @dataclasses.dataclass
 class Arguments:
-    """What a layer is built from; mirrors megablocks.layers.arguments.Arguments field by field.
+    """The arguments of a layer; mirrors megablocks.layers.arguments.Arguments field by field.
 
     Differences: `device` falls back to the CPU, and may be "meta" (with mlp_impl "gbmoe" forward and backward give shapes there);
     `mlp_impl` is "gbmoe" (the grouped products), "bmm" (every expert padded to the largest, torch.bmm) or "reference" (a plain
     loop over the experts); `engine` names the engine of the grouped products (gbmoe.engines). fp16 wins over bf16; with both
     False parameters have torch's default dtype.
 
-    moe_capacity_factor is kept for its name: the layers here drop no token.
+    moe_capacity_factor exists for compatibility and has no effect: the layers here drop no token.
+
+    For experts that are spread over ranks:
+
+    - `expert_parallel_exact` asks for the bits of a single process; one row for every slot then travels back.
+    - `expert_parallel_ranks_per_node` is the number of the group's ranks on each node, so that a row crosses to another node once.
+      None takes LOCAL_WORLD_SIZE, which torchrun sets; 1 treats all ranks as equally near.
+    - `expert_parallel_chunks` divides each rank's experts into chunks; the rows of one travel while the one before it computes. 0 or
+      None leaves the number to gbmoe, see gbmoe.parallel.automatic_chunks.
+    - `expert_parallel_transport` is "auto", "peer_memory" (ranks of one node map each other's memory) or "exchange"
+      (torch.distributed's all-to-all).
+    - `expert_parallel_rows` bounds the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits
+      for the device, and a CUDA graph can record the step. Rows beyond the bound are dropped, which a later step reports.
+
+    Constructing such a layer is collective over the group: it compares the ranks' arguments.
+
+    `batch_invariant` asks for a layer whose output for a token has the same bits whatever other tokens are in the batch and however many,
+    router included; forward. It takes the engine `hopper`, a plain linear router, and neither a shared expert nor experts spread over
+    ranks.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -95,6 +113,14 @@ class Arguments:
 
     # Not in MegaBlocks.
     engine: str = "auto"
+    batch_invariant: bool = False
+    # Expert parallelism: the bits of a single process; the ranks of the group on each node; the chunks of a rank's experts.
+    expert_parallel_exact: bool = False
+    expert_parallel_ranks_per_node: int | None = None
+    expert_parallel_chunks: int | None = 1
+    # How rows travel; and a bound of a rank's rows, as a multiple of their mean, with which the host need not wait for their number.
+    expert_parallel_transport: str = "auto"
+    expert_parallel_rows: float | None = None
 
     def __post_init__(self):
         for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers"):
@@ -103,16 +129,35 @@ class Arguments:
         require(self.moe_top_k <= self.moe_num_experts, "Arguments", "moe_top_k",
                 f"at most moe_num_experts == {self.moe_num_experts}", self.moe_top_k)
         require(self.mlp_type in MLP_TYPES, "Arguments", "mlp_type", f"one of {', '.join(MLP_TYPES)}", repr(self.mlp_type))
-        hint = " (MegaBlocks' own; 'gbmoe' takes its place)" if self.mlp_impl in ("grouped", "sparse") else ""
+        hint = " (one of MegaBlocks'; use 'gbmoe' instead)" if self.mlp_impl in ("grouped", "sparse") else ""
         require(self.mlp_impl in MLP_IMPLS, "Arguments", "mlp_impl", f"one of {', '.join(MLP_IMPLS)}", repr(self.mlp_impl) + hint)
         require(self.engine in engines.names(), "Arguments", "engine", f"one of {', '.join(engines.names())}", repr(self.engine))
+        if self.batch_invariant:
+            self._check_batch_invariant()
+        for name, least in (("expert_parallel_ranks_per_node", 1), ("expert_parallel_chunks", 0)):
+            value = getattr(self, name)
+            require(value is None or (isinstance(value, int) and value >= least), "Arguments", name,
+                    f"None or an int of at least {least}", repr(value))
+        transports = ("auto", "peer_memory", "exchange")
+        require(self.expert_parallel_transport in transports, "Arguments", "expert_parallel_transport",
+                f"one of {', '.join(transports)}", repr(self.expert_parallel_transport))
+        rows = self.expert_parallel_rows
+        require(rows is None or (isinstance(rows, (int, float)) and rows > 0), "Arguments", "expert_parallel_rows",
+                "None or a positive number, how many times the mean", repr(rows))
+        require(rows is None or not self.expert_parallel_exact, "Arguments", "expert_parallel_rows",
+                "None together with expert_parallel_exact, which cannot drop rows", repr(rows))
         require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable", repr(self.activation_fn))
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
 
+    def _check_batch_invariant(self):
+        engines.batch_invariant(self.engine)
+        for name, expected in (("mlp_impl", "gbmoe"), ("shared_expert", False), ("moe_expert_model_parallelism", False)):
+            require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside batch_invariant", repr(getattr(self, name)))
+
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the parameters."""
+        """The dtype of the parameters."""
         if self.fp16:
             return torch.float16
         return torch.bfloat16 if self.bf16 else torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""The shared expert: a dense MLP or GLU that every token passes; mirrors megablocks.layers.mlp.SharedMLP and SharedGLU."""
+"""The shared expert: a dense MLP or GLU for every token; mirrors megablocks.layers.mlp.SharedMLP and SharedGLU."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from gbmoe.layers.arguments import Arguments
 
 
 class SharedMLP(torch.nn.Module):
-    """down_proj(act(up_proj(x))), of linear layers of class args.fc_cls with args.fc_kwargs."""
+    """down_proj(act(up_proj(x))), with linear layers of class args.fc_cls, made with args.fc_kwargs."""
 
     def __init__(self, args: Arguments):
         super().__init__()
         self.args = args
         self.fc_kwargs: dict[str, Any] = {"bias": args.bias, "device": args.device}
-        # MegaBlocks leaves the layers in torch's default dtype, where a half-precision input then fails.
+        # MegaBlocks leaves the layers in torch's default dtype, so that a half-precision input fails.
         if "dtype" in inspect.signature(args.fc_cls).parameters:
             self.fc_kwargs["dtype"] = args.dtype
         self.fc_kwargs.update(args.fc_kwargs)
         self.up_proj = args.fc_cls(args.hidden_size, args.shared_expert_hidden_size, **self.fc_kwargs)
         self.act = args.activation_fn
         self.down_proj = args.fc_cls(args.shared_expert_hidden_size, args.hidden_size, **self.fc_kwargs)
-        self.down_proj._is_residual = True  # llm-foundry's initialisation looks for it
+        self.down_proj._is_residual = True  # llm-foundry's initialisation reads this attribute
 
     def add_experts_sharedexpert(self, shared_expert_out: torch.Tensor, expert_out: torch.Tensor) -> torch.Tensor:
-        """Their sum; with shared_expert_weighted_sum their mean over the K + 1 experts a token meets."""
+        """The sum of both outputs; with shared_expert_weighted_sum their mean over the K + 1 experts of a token."""
         if self.args.shared_expert_weighted_sum:
             experts = self.args.moe_top_k + 1
             return (shared_expert_out / experts).add(expert_out, alpha=self.args.moe_top_k / experts)

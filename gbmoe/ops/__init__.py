@@ -1,10 +1,11 @@
-"""The operators, one file each: route, gmm, the padded gather and scatter, expert_mlp."""
+"""The operators, one file each: route, gmm, the padded gather and scatter, expert_mlp, grouped_mlp."""
 
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
+from gbmoe.ops.grouped_mlp import grouped_mlp
 from gbmoe.ops.permute import padded_gather, padded_scatter
-from gbmoe.ops.route import Routing, route
+from gbmoe.ops.router_softmax_topk import Routing, route
 
-from gbmoe.ops import flops  # noqa: F401  # isort: skip (behind the operators that it says the costs of)
+from gbmoe.ops import flops  # noqa: F401  # isort: skip (after the operators, for which it registers FLOP formulas)
 
-__all__ = ["Routing", "expert_mlp", "gmm", "padded_gather", "padded_scatter", "route"]
+__all__ = ["Routing", "expert_mlp", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route"]

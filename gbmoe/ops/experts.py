@@ -2,8 +2,8 @@
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan.
 
-Saved for backward are x, the pre-activations h (and g) and the plan: x's rows are gathered again, the activation is
-computed again, and the router weights' gradient comes from the activation, so that the experts' output y is not needed
+Saved for backward are x, the pre-activations h (and g) and the plan. Backward gathers x's rows again and computes the activation
+again; it computes the router weights' gradient from the activation, so that the experts' output y is not needed
 (csrc/activation_kernels.cu has the formulas).
 """
 
@@ -19,16 +19,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as modules
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import engines, reference
+from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._library import define, is_transformed, is_watched
+from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
 from gbmoe.engines.base import GatheredRows, Problem
-from gbmoe.kernels import scatter
+from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
+from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
-from gbmoe.routing import RoutingPlan
+from gbmoe.plan import RoutingPlan
+from gbmoe.slot_map import SlotMap
 
-# Modules that have a kernel, with the method that they compute by, and functions.
+# Modules and functions for which there are kernels; modules with the forward method that the kernels stand for.
 _MODULES = {torch.nn.SiLU: ("silu", torch.nn.SiLU.forward), torch.nn.ReLU: ("relu", torch.nn.ReLU.forward),
             torch.nn.Identity: ("identity", torch.nn.Identity.forward), torch.nn.GELU: ("gelu", torch.nn.GELU.forward)}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
@@ -36,20 +38,20 @@ _GELUS = {"tanh": "gelu_tanh", "none": "gelu"}  # by `approximate`
 
 
 def activation_name(activation: str | Callable) -> str | None:
-    """The name in reference.ACTIVATIONS of an activation that has a kernel; None for any other callable.
+    """The name in plain_torch.ACTIVATIONS of an activation that has a kernel; None for any other callable.
 
-    Only what is exactly torch's own counts: no subclass, and no module that has hooks or a `forward` of its own.
+    Only torch's own functions and modules count: no subclass, and no module that has hooks or a `forward` of its own.
     """
     if isinstance(activation, str):
-        require(activation in reference.ACTIVATIONS, "expert_mlp", "activation",
-                f"a callable or one of {', '.join(reference.ACTIVATIONS)}", repr(activation))
+        require(activation in plain_torch.ACTIVATIONS, "expert_mlp", "activation",
+                f"a callable or one of {', '.join(plain_torch.ACTIVATIONS)}", repr(activation))
         return activation
     if type(activation) is partial:
         known = activation.func is F.gelu and not activation.args and set(activation.keywords) <= {"approximate"}
         return _GELUS.get(activation.keywords.get("approximate", "none")) if known else None
     if isinstance(activation, torch.nn.Module) and type(activation) in _MODULES:
         name, forward = _MODULES[type(activation)]
-        # A bound method's __func__ would say the same, but not to torch.compile.
+        # Comparing a bound method's __func__ would do the same, but torch.compile cannot trace it.
         if _is_hooked(activation) or "forward" in activation.__dict__ or type(activation).forward is not forward:
             return None
         return _GELUS.get(str(activation.approximate)) if name == "gelu" else name
@@ -67,7 +69,7 @@ def _is_hooked(module: torch.nn.Module) -> bool:
 def expert_mlp(
     x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
-    recompute_activation: bool = True,
+    recompute_activation: bool = True, batch_invariant: bool = False,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -76,15 +78,20 @@ def expert_mlp(
 
     Args:
         x_TH: [T,H], bfloat16, float16, float32 or float64.
-        plan: of the router's choice, on the device of x.
+        plan: the plan of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x).
-        weights_TK: router weights [T,K], any floating dtype; None counts every slot once.
+        weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which may
-            hold parameters and may write to its argument; torch's own functions and modules of those names are recognised and
+            hold parameters and may write to its argument. Torch's own functions and modules of those names are recognised and
             take the fused path, unless they have hooks or are altered.
-        engine: of the grouped products; see gbmoe.engines.
-        recompute_activation: for other callables: save the pre-activation and call the activation again in backward (True),
-            as torch.utils.checkpoint does, or keep its graph (False). The fused path always recomputes.
+        engine: the engine of the grouped products; see gbmoe.engines.
+        recompute_activation: for callables without a kernel: save the pre-activation and call the activation again in backward
+            (True), as torch.utils.checkpoint does, or keep its graph (False). The fused path always recomputes. With True, a callable
+            that writes to its argument costs a copy, one more product and one more call. A write that torch does not see (through
+            .data, or by a kernel that does not declare it) makes the saved pre-activation wrong.
+        batch_invariant: a token's output has the same bits whatever other tokens there are, however many, and however they are routed.
+            The engine `hopper` does this; with another one ValueError says why not. With a callable without a kernel it holds if the
+            callable does so, too. It is about forward; gradients of weights are sums over tokens.
 
     Returns:
         [T,H], dtype of x.
@@ -100,26 +107,28 @@ def expert_mlp(
         torch.Size([6, 16])
     """
     _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
+    engine = engines.batch_invariant(engine) if batch_invariant else engine
     sizes = plan_sizes(plan, x_TH, w1_EFH, engine)
     name = activation_name(activation)
     if name is None:
         return _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
-    save = torch.is_grad_enabled() and (is_transformed() or any(t is not None and t.requires_grad for t in tensors))
-    return _expert_mlp(x_TH, weights_TK, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH,
-                       name, engine, save)[0]
+    save = torch.is_grad_enabled() and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
+    row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
+    return _expert_mlp(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, name, engine, save)[0]
 
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
-    """The plan's rows per expert where the engine wants them: on the host, at one wait a plan, or on the device."""
+    """The plan's rows per expert: on the host, at the cost of one wait for each plan, if the engine needs them there, or on the device."""
     if x_TH.is_meta:
         return plan.padded_counts_E
-    wanted = _wants_host_sizes(engine, x_TH.device, computed_dtype(x_TH), plan.num_rows, *w_EFH.shape, plan.has_host_sizes)
+    wanted = wants_host_sizes(engine, x_TH.device, computed_dtype(x_TH), plan.num_rows, *w_EFH.shape, plan.has_host_sizes)
     return plan.host_sizes() if wanted else plan.padded_counts_E
 
 
 @engines.remembered
-def _wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> bool:
+def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> bool:
+    """Whether the engine of a layer with `rows` rows and weights [experts,ffn,hidden] reads its sizes on the host."""
     problems = (Problem(device, dtype, rows, experts, hidden, ffn, variable_k, on_host) for variable_k in (False, True))
     return any(engines.select(engine, problem).needs_host_sizes for problem in problems)
 
@@ -146,16 +155,37 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- fused operator
+#
+# Without row_of_slot the tokens are in expert order, one slot each: row r is token r, or nobody's. They are not gathered then, and
+# without weights what would be scattered is the result, but for the rows of nobody.
+
+
+def _slot_map(row_of_slot, slot_of_row):
+    # One that keeps every row in its place is its own inverse.
+    return SlotMap(row_of_slot_TK=slot_of_row.unsqueeze(1) if row_of_slot is None else row_of_slot, slot_of_row_P=slot_of_row)
+
+
+def _gathered(tokens_TH, row_of_slot, slots):
+    return GatheredRows(tokens_TH, slots) if row_of_slot is not None else GatheredRows(None, slots, aligned(tokens_TH))
+
+
+def _scattered(rows_PH, row_of_slot, slots, weights=None):
+    """Each token's sum; `rows_PH` are this function's to overwrite."""
+    if row_of_slot is not None or weights is not None:
+        return scatter(rows_PH, slots, weights=weights)
+    clear_rows_without_slot(slots.slot_of_row_P, rows_PH)
+    return rows_PH
 
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
     """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
-    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
-    a_PF, h_PF, g_PF = experts.up(x, row_of_slot, slot_of_row, w1, v1, sizes, activation, save)
+    slots = _slot_map(row_of_slot, slot_of_row)
+    experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
+    a_PF, h_PF, g_PF = experts.up(_gathered(x, row_of_slot, slots), w1, v1, sizes, activation, save)
     y_PH = experts.down(a_PF, w2, sizes)
     del a_PF
-    out_TH = scatter(y_PH, row_of_slot, weights=weights)
-    return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF))  # no two the same: an operator's may not be
+    out_TH = _scattered(y_PH, row_of_slot, slots, weights)
+    return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF))  # separate tensors: an operator's may not alias
 
 
 def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
@@ -165,7 +195,7 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activ
 
 @dataclass(frozen=True)
 class _Needs:
-    """Which gradients are wanted."""
+    """Which gradients are needed."""
     x: bool
     weights: bool
     w1: bool
@@ -176,25 +206,26 @@ class _Needs:
 def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, need: _Needs) -> tuple[torch.Tensor | None, ...]:
     """Returns (dx, dweights, dw1, dw2, dv1), each None where it is not needed.
 
-    `saved` is what forward saved and is emptied: whoever has no other reference to the pre-activations sets their memory free
-    as soon as they have been used. The order of the steps keeps as little as can be at a time: at most five [P,F], a 32nd of one
-    and one [P,H], or two [P,F], one [P,H] (two where `accumulate` takes a product apart) and two of the weights' gradients, or
-    one [P,F], one [P,H] and all three.
+    `saved` is the list of the tensors that forward saved. It is emptied, so that the memory of the pre-activations is freed as soon
+    as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
+    is in use at a time: at most five [P,F], a 32nd of one and one [P,H]; or two [P,F], one [P,H] (two where an engine cannot
+    accumulate into a product) and two of the weights' gradients; or one [P,F], one [P,H] and all three weights' gradients.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
     dx = dw1 = dw2 = dv1 = None
     g = None if v1 is None else g
-    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
-    dz = GatheredRows(grad, row_of_slot, slot_of_row)
+    slots = _slot_map(row_of_slot, slot_of_row)
+    experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
+    dz = _gathered(grad, row_of_slot, slots)
     a_PF, dh_PF, dg_PF, dweights = experts.down_backward(dz, w2, sizes, h, g, weights, activation)
     del h, g
     if need.w2:
         dw2 = experts.weight_gradient(a_PF, dz, sizes)
     del a_PF, dz
     if need.x:
-        dx = scatter(experts.up_backward(dh_PF, w1, dg_PF, v1, sizes), row_of_slot)
-    xp = GatheredRows(x, row_of_slot, slot_of_row)
+        dx = _scattered(experts.up_backward(dh_PF, w1, dg_PF, v1, sizes), row_of_slot, slots)
+    xp = _gathered(x, row_of_slot, slots)
     if need.v1 and dg_PF is not None:
         dv1 = experts.weight_gradient(dg_PF, xp, sizes)
     del dg_PF
@@ -207,7 +238,7 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
               need_x, need_weights, need_w1, need_w2, need_v1):
     grads = _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g], activation, engine,
                        _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
-    return tuple(grad.new_empty(0) if t is None else t for t in grads)  # no two the same: an operator's results may not be
+    return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
@@ -218,7 +249,7 @@ def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1
 
 def _setup_context(ctx, inputs, output):
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save = inputs
-    require(save, "expert_mlp", "save", "True where a gradient is wanted", save)
+    require(save, "expert_mlp", "save", "True where a gradient is needed", save)
     _, h, g = output
     ctx.mark_non_differentiable(h, g)
     ctx.set_materialize_grads(False)
@@ -232,11 +263,11 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
-    if torch.is_grad_enabled() or is_watched(grad, *saved):  # or differentiated again
+    if torch.is_grad_enabled() or is_watched(grad, *saved):  # the operator, because something watches or differentiates again
         computed = _expert_mlp_backward(grad, *saved, ctx.activation, ctx.engine, *wanted.values())
     else:
-        # Not through the operator, whose caller would hold the pre-activations to its end. Autograd lets go of what it saved
-        # here unless it was asked to retain the graph.
+        # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
+        # unless it was asked to retain the graph.
         ctx.maybe_clear_saved_tensors()
         computed = _gradients(grad, saved, ctx.activation, ctx.engine, _Needs(*wanted.values()))
     for (position, needed), value in zip(wanted.items(), computed):
@@ -245,14 +276,14 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
 
 
 _expert_mlp = define(
-    "expert_mlp(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
+    "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
     " Tensor? v1, str activation, str engine, bool save) -> (Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 _expert_mlp_backward = define(
-    "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor sizes,"
+    "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes,"
     " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, str activation, str engine, bool need_x, bool need_weights,"
     " bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
@@ -260,53 +291,159 @@ _expert_mlp_backward = define(
 )
 
 
+class _RowsBeforeWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine):
+        save = any(ctx.needs_input_grad)
+        y_TH, h_PF, g_PF = _expert_mlp(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save)
+        ctx.activation, ctx.engine = activation, engine
+        ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, h_PF, g_PF)
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TH):
+        needs = ctx.needs_input_grad
+        wanted = [needs[position] for position in (0, 1, 5, 6, 7)]
+        computed = _expert_mlp_backward(grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, *wanted)
+        dx, dweights, dw1, dw2, dv1 = (grad if wants else None for grad, wants in zip(computed, wanted))
+        return dx, dweights, None, None, None, dw1, dw2, dv1, None, None
+
+
+def rows_before_weights(x_TH: torch.Tensor, plan: RoutingPlan, weights_T1: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
+                        v1_EFH: torch.Tensor | None, activation: str | Callable, engine: str) -> torch.Tensor:
+    """expert_mlp with one slot a token, without weighing: the caller weighs the rows where it sums them, in expert_mlp's order.
+
+    The gradient that the caller passes back for a row must be that of the weighed row. Then every gradient has the same bits as
+    expert_mlp's own; they would differ if rows were weighed and rounded before they are passed back.
+
+    Args:
+        weights_T1: the router weight of each token's slot, which gets its gradient here.
+        activation: one that activation_name recognises.
+    """
+    _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_T1)
+    x_TH, w1_EFH, w2_EFH = (t.to(computed_dtype(t)) for t in (x_TH, w1_EFH, w2_EFH))
+    v1_EFH = None if v1_EFH is None else v1_EFH.to(computed_dtype(v1_EFH))
+    return _RowsBeforeWeights.apply(x_TH, weights_T1, plan.row_of_slot_TK, plan.slot_of_row_P, plan_sizes(plan, x_TH, w1_EFH, engine),
+                                    w1_EFH, w2_EFH, v1_EFH, activation_name(activation), engine)
+
+
 # --------------------------------------------------------------------------------------------------------- any callable
 
 
 def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute):
-    """The same from the separate operators, with an activation that only Python knows."""
-    xp_PH = padded_gather(x_TH, plan)
-    h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
-    g_PF = None if v1_EFH is None else _grouped(xp_PH, v1_EFH, sizes, True, engine)
-    live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0
-    recompute = recompute and torch.is_grad_enabled()
+    """expert_mlp composed of separate operators, for an activation without a kernel.
 
-    def activated(h_PF, g_PF):
-        # Rows without a slot hold anything, in h, in g and in the gradient that comes back; gradients of what the activation captures
-        # sum over all rows. What it gets is also a copy, which it may overwrite: h is saved.
+    Rows without a slot may hold anything in h, in g and in the gradient that comes back. The gradients of tensors that the activation
+    captures sum over all rows, so the activation is given zeros in those rows, and gradients of zero.
+    """
+    recompute = recompute and torch.is_grad_enabled()
+    compiled = torch.compiler.is_compiling()
+    in_place = plan.is_in_expert_order and not compiled
+    xp_PH = _RowsInPlace.apply(x_TH, plan.slot_of_row_P) if in_place else padded_gather(x_TH, plan)
+    masks = compiled or plan.pads_within_experts
+    live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if masks else None
+
+    def masked(h_PF, g_PF):
+        # The activation is given a copy, which it may overwrite, because h is saved.
         a_PF = torch.where(live_P1, activation(torch.where(live_P1, h_PF, 0)), 0)
         return a_PF if g_PF is None else a_PF * g_PF
 
-    if torch.compiler.is_compiling():
-        # A compiler sees forward and backward at once: marked like this it computes the activation again, and no product.
-        a_PF = checkpoint(activated, h_PF, g_PF, use_reentrant=False) if recompute else activated(h_PF, g_PF)
+    if compiled:
+        # A compiler fuses torch.where with the activation, and sees forward and backward at once: with this mark it computes the
+        # activation again in backward, but no product.
+        h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
+        g_PF = None if v1_EFH is None else _grouped(xp_PH, v1_EFH, sizes, True, engine)
+        a_PF = checkpoint(masked, h_PF, g_PF, use_reentrant=False) if recompute else masked(h_PF, g_PF)
         y_PH = _grouped(a_PF, w2_EFH, sizes, False, engine)
     else:
-        w2_EFH, calls = w2_EFH.to(computed_dtype(w2_EFH)), 0
-
-        def activated_product(h_PF, g_PF):
-            # Called again, in backward, it is for what it saves and not for the product.
-            nonlocal calls
-            calls += 1
-            a_PF = activated(h_PF, g_PF)
-            return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, engine, calls == 1)
-
-        y_PH = checkpoint(activated_product, h_PF, g_PF, use_reentrant=False) if recompute else activated_product(h_PF, g_PF)
+        y_PH = _composed_eagerly(xp_PH, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activation, engine, recompute,
+                                 masked if masks else None)
     return padded_scatter(y_PH, plan, weights_TK)
+
+
+def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activation, engine, recompute, masked):
+    """y [P,H]. `masked` computes the activation where rows without a slot lie among an expert's rows, and is None elsewhere.
+
+    If all rows without a slot lie behind the last expert, no product reads them. They are set to zero for the activation alone, in
+    place, in a product's result that nothing else refers to, which takes no pass over [P,F] beyond the activation's own.
+
+    If they lie among an expert's rows, the products of the weights' gradients read them: act(0) in a and in dg, its slope at 0 in dh.
+    These are multiplied by zeros, but a NaN or an infinity times zero is NaN. The activation's result, and the gradient that it hands
+    back, may be its own memory, which must not be written to. So `masked` makes copies.
+    """
+    w2_EFH = w2_EFH.to(computed_dtype(w2_EFH))
+    cleared_P = slot_of_row_P if masked is None else None
+    overwrites = computed = False
+
+    def up(w_EFH):
+        h_PF = _grouped(xp_PH, w_EFH, sizes, True, engine)
+        if cleared_P is not None:
+            with torch.no_grad():  # gradients need no change, because those of these rows are not used
+                _clear_rows_without_slot(cleared_P, h_PF)
+        return h_PF
+
+    def activated(h_PF, g_PF):
+        a_PF = activation(h_PF.clone() if overwrites else h_PF)
+        return a_PF if g_PF is None else a_PF * g_PF
+
+    def activated_product(h_PF, g_PF):
+        # When it is called again in backward, only the tensors that it saves are needed, not the product.
+        nonlocal overwrites, computed
+        first, version = not computed, h_PF._version if recompute else None
+        a_PF = (masked or activated)(h_PF, g_PF)
+        if recompute and first and h_PF._version != version:
+            overwrites = True
+            return None
+        computed = True
+        return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, cleared_P, engine, first)
+
+    g_PF = None if v1_EFH is None else up(v1_EFH)
+    if not recompute:
+        return activated_product(up(w1_EFH), g_PF)
+    y_PH = checkpoint(activated_product, up(w1_EFH), g_PF, use_reentrant=False)
+    if y_PH is None:
+        # The activation has overwritten the pre-activation, which backward needs. So that is computed once more, and copied this time.
+        y_PH = checkpoint(activated_product, up(w1_EFH), g_PF, use_reentrant=False)
+    return y_PH
 
 
 def _grouped(a, b, sizes, trans_b, engine):
     return grouped(a, b, sizes, False, trans_b, engine=engine)
 
 
-class _DownProduct(torch.autograd.Function):
-    """a @ w2; without `compute` the result is undefined, and what counts is that a and w2 are saved."""
+_clear_rows_without_slot = define(
+    "clear_rows_without_slot(Tensor slot_of_row, Tensor(a!) rows) -> ()",
+    reference=clear_rows_without_slot, fake=lambda slot_of_row, rows: None,
+)
+
+
+class _RowsInPlace(torch.autograd.Function):
+    """x [P,H] as it is, where padded_gather would copy each row to its own place; its gradient is zeros where a row has no slot."""
 
     @staticmethod
-    def forward(ctx, a_PF, w2_EFH, sizes, engine, compute):
+    def forward(ctx, x_PH, slot_of_row_P):
+        ctx.save_for_backward(slot_of_row_P)
+        return x_PH.view_as(x_PH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_PH):
+        (slot_of_row_P,) = ctx.saved_tensors
+        return torch.where(slot_of_row_P.unsqueeze(1) >= 0, grad_PH, 0), None
+
+
+class _DownProduct(torch.autograd.Function):
+    """a @ w2. Without `compute` only a and w2 are saved, and the result is undefined.
+
+    With `slot_of_row` the gradient of a is zero where a row has no slot.
+    """
+
+    @staticmethod
+    def forward(ctx, a_PF, w2_EFH, sizes, slot_of_row_P, engine, compute):
         need_a, need_w2 = ctx.needs_input_grad[:2]
         ctx.engine = engine
-        ctx.save_for_backward(a_PF if need_w2 else None, w2_EFH if need_a else None, sizes)
+        ctx.save_for_backward(a_PF if need_w2 else None, w2_EFH if need_a else None, sizes, slot_of_row_P)
         if not compute:
             return a_PF.new_empty(1, 1).expand(a_PF.size(0), w2_EFH.size(2))
         return _grouped(a_PF, w2_EFH, sizes, False, engine)
@@ -314,7 +451,12 @@ class _DownProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_PH):
-        a_PF, w2_EFH, sizes = ctx.saved_tensors
+        a_PF, w2_EFH, sizes, slot_of_row_P = ctx.saved_tensors
         grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine)
+        if grad_a is not None and slot_of_row_P is not None:
+            if may_be_batched(grad_a):
+                grad_a = torch.where(slot_of_row_P.unsqueeze(1) >= 0, grad_a, 0)
+            else:
+                _clear_rows_without_slot(slot_of_row_P, grad_a)
         grad_w2 = None if a_PF is None else grouped(a_PF, grad_PH, sizes, True, engine=ctx.engine)
-        return grad_a, grad_w2, None, None, None
+        return grad_a, grad_w2, None, None, None, None

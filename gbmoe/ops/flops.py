@@ -1,8 +1,8 @@
-"""What torch.utils.flop_counter counts of the operators that multiply matrices, by its own convention: 2 * M * N * K a product.
+"""Formulas by which torch.utils.flop_counter counts the operators that multiply matrices, as it counts torch's: 2 * M * N * K a product.
 
-Which rows a group has only the device knows, and shapes are all that a formula gets: counted are all T * K slots of a plan,
-whether or not they are dropped, without its padding; of `gmm`, all rows of a. What the activation, the router weights and the
-permutation compute is not counted, as torch counts no elementwise operators.
+A formula is given shapes only, and the rows of each group are known only on the device. So it counts all T * K slots of a plan,
+dropped or not, without padding, and for `gmm` all rows of a. The activation, the router weights and the permutation are not counted,
+as torch does not count elementwise operators.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
@@ -22,20 +22,20 @@ def _gmm(a, b, batch_sizes, trans_a, trans_b, *_, out_shape=None, **__) -> int:
     return 2 * prod(a) * columns
 
 
-def _product(row_of_slot_TK, w1_EFH) -> int:
-    """One product between all slots and their experts' weights, or one weight's gradient: they cost the same."""
-    return 2 * prod(row_of_slot_TK) * prod(w1_EFH[1:])
+def _product(row_of_slot_TK, slot_of_row_P, w1_EFH) -> int:
+    """One product of all slots with their experts' weights; the gradient of one weight counts the same."""
+    return 2 * prod(slot_of_row_P if row_of_slot_TK is None else row_of_slot_TK) * prod(w1_EFH[1:])
 
 
 def _expert_mlp(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *_, out_shape=None, **__) -> int:
-    return (2 if v1 is None else 3) * _product(row_of_slot, w1)
+    return (2 if v1 is None else 3) * _product(row_of_slot, slot_of_row, w1)
 
 
 def _expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
                          need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None, **__) -> int:
-    # The activation's gradient always, dx through w1 and v1, and the weights' gradients.
+    # The activation's gradient, which is always computed, dx through w1 and v1, and the weights' gradients.
     products = 1 + (need_x and (1 if v1 is None else 2)) + need_w1 + need_w2 + (v1 is not None and need_v1)
-    return products * _product(row_of_slot, w1)
+    return products * _product(row_of_slot, slot_of_row, w1)
 
 
 # ----------------------------------------------------------------------------------------------------------- registration
@@ -45,12 +45,12 @@ _COUNTER = "torch.utils.flop_counter"
 
 def _register(counter) -> None:
     for name, formula in (("gmm", _gmm), ("expert_mlp", _expert_mlp), ("expert_mlp_backward", _expert_mlp_backward)):
-        for of_host in ("", "_by_host"):  # see _library.define
+        for of_host in ("", "_by_host"):  # see _define_operator.define
             counter.register_flop_formula(getattr(torch.ops.gbmoe, name + of_host))(formula)
 
 
 class _AtItsImport(MetaPathFinder):
-    """Registers the formulas when somebody else imports the counter: it imports triton, which takes longer than all of gbmoe."""
+    """Registers the formulas when something imports the counter. Importing it here would import triton, which takes longer than gbmoe."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != _COUNTER:

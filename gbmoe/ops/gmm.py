@@ -11,12 +11,12 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._library import define
+from gbmoe._define_operator import define
 from gbmoe.engines.base import Problem, result_shape
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
-        *, engine: str = "auto") -> torch.Tensor:
+        *, engine: str = "auto", batch_invariant: bool = False) -> torch.Tensor:
     """One matrix product a group: rows batch_sizes[0] of a with b[0], the next batch_sizes[1] with b[1], and so on.
 
     Mirrors grouped_gemm.ops.gmm (and its backend's trans_a), with more dtypes and with checks. Differentiable in a and b;
@@ -26,15 +26,17 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         a: [M,K]. bfloat16, float16, float32 (follows torch.backends.cuda.matmul.allow_tf32) or float64; any device, any
             strides. Sums are kept in float32 (float64 for float64).
         b: [E,K,N], or [E,N,K] with trans_b; with trans_a [M,N]. Dtype and device of a.
-        batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are fine.
-            Engines that need them on the host wait for the device where they are there; the others assert them on it. Those
-            on the host may be rewritten once gmm has returned, those on the device not before backward.
+        batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are allowed.
+            If they are on the device, engines that need them on the host wait for it, and the others check them by an assertion on the
+            device. Sizes on the host may be rewritten once gmm has returned, sizes on the device only after backward.
         trans_a: variable k: out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
         engine: "auto", or one of gbmoe.engines.ENGINES.
+        batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups:
+            of the engine `hopper`, in one configuration, or ValueError says why not. Not for trans_a, which sums over rows.
 
     Returns:
-        [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. On `hopper` a group's bits may
-        depend on the other groups' sizes, which decide where long sums are cut into parts.
+        [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. With the engine `hopper` a group's
+        bits may depend on the other groups' sizes, which decide where long sums are split (split-K).
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -46,6 +48,9 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     """
     check_arguments(a, b, batch_sizes, trans_a, trans_b)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
+    if batch_invariant:
+        require(not trans_a, "gmm", "batch_invariant", "False with trans_a, which sums over rows", batch_invariant)
+        engine = engines.batch_invariant(engine)
     problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
     if batch_sizes.device.type not in ("cpu", "meta") and engines.select(engine, problem).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)
@@ -53,7 +58,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
 
 
 def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
-    """Raise unless these are tensors that gmm takes; dtypes and inner dimensions that do not meet are the operator's to find."""
+    """Raise unless gmm takes these tensors. Whether dtypes and inner dimensions match is checked later, by the operator."""
     require_tensor(a, "gmm", "a", rank=2, dtypes=FLOATING)
     require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=FLOATING, device=a.device)
     require_tensor(batch_sizes, "gmm", "batch_sizes", rank=1, dtypes=(torch.int32, torch.int64))
@@ -66,7 +71,7 @@ def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor,
 
 
 def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that products of `tensor` are computed in: its own, or autocast's where that is on (float64 stays)."""
+    """The dtype in which products of `tensor` are computed: its own or, under autocast, autocast's (float64 stays)."""
     if autocast_enabled(tensor.device.type) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
@@ -74,7 +79,7 @@ def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 def check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
     if batch_sizes.device.type == "cpu":
-        sizes = batch_sizes.tolist()  # Python's sums do not wrap
+        sizes = batch_sizes.tolist()  # Python's sums do not overflow
         low, total = min(sizes, default=0), sum(sizes)
         require(low >= 0, "gmm", "batch_sizes", "no negative entry", low)
         require(total == rows, "gmm", "batch_sizes", lambda: f"sum(batch_sizes) == a.size(0) == {rows}", total)
@@ -87,16 +92,16 @@ _UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
 def _sizes_fill(sizes: torch.Tensor, rows: int) -> torch.Tensor:
-    """True, as a tensor on their device, where no size is negative and their sum is `rows`, which is less than 2**53.
+    """Whether no size is negative and their sum is `rows`, which is less than 2**53; a boolean tensor on the sizes' device.
 
-    A negative size counts as a huge one, and a float64 neither wraps nor comes down again to `rows` once a sum is beyond it; up to
-    there it is exact.
+    A negative size is replaced by a huge one. Sums in float64 are exact up to 2**53, do not overflow, and cannot return to `rows` once
+    they are beyond it.
     """
     return sizes.view(_UNSIGNED[sizes.dtype]).double().sum() == rows
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
-    # Inside the operator, behind the autocast rule: only here are the dtypes the ones that meet.
+    # Called inside the operator, after autocast's rule has cast the operands: only here the dtypes are those that are multiplied.
     require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     if trans_a:
         require(a.size(0) == b.size(0), "gmm", "b", lambda: f"b.size(0) == a.size(0) == {a.size(0)}", b.size(0))
@@ -108,7 +113,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: boo
 
 def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):
     check_operands(a, b, trans_a, trans_b)
-    if fills:  # where the values are, so that a compiled graph checks them too
+    if fills:  # checked inside the operator, which has the values, so that a compiled graph checks them too
         check_sizes(batch_sizes, a.size(0))
     return engines.product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
 
@@ -121,7 +126,7 @@ def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
 def _gmm_setup_context(ctx, inputs, output):
     a, b, batch_sizes, ctx.trans_a, ctx.trans_b, ctx.engine, fills = inputs
     need_a, need_b = ctx.needs_input_grad[:2]
-    # Unless they are a plan's, the sizes are the caller's, who may rewrite them in ways that autograd does not see: a collective does.
+    # Sizes that are not a plan's belong to the caller, who may rewrite them behind autograd's back, as a collective does.
     sizes = batch_sizes.clone() if fills else batch_sizes
     ctx.save_for_backward(a if need_b else None, b if need_a else None, sizes)
 
@@ -153,8 +158,9 @@ _gmm = define(
 
 def grouped(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
             *, engine: str) -> torch.Tensor:
-    """gmm for a plan's sizes, which are known to be right and need not fill the rows: differentiable, without checks of arguments.
+    """gmm for a plan's sizes, which are known to be right and may sum to less than the rows: differentiable, without checks.
 
-    Rows behind the last group are neither read nor written. `sizes` lie where the engine wants them (gbmoe.ops.experts.plan_sizes).
+    Rows behind the last group are neither read nor written. `sizes` are on the host or the device as the engine needs them
+    (gbmoe.ops.experts.plan_sizes).
     """
     return _gmm(a, b, sizes, trans_a, trans_b, engine, False)

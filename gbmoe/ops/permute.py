@@ -1,18 +1,20 @@
-"""padded_gather and padded_scatter: tokens to expert-major padded rows, and back.
+"""padded_gather and padded_scatter: tokens to expert-major padded rows, and back. gather_slots, scatter_slots and make_slot_map do the
+same with any SlotMap, for adapters, which have maps of their own.
 
 Shape suffixes: T tokens, K slots a token, H hidden, P padded rows of the plan, S scales a row.
 
-Under autocast both keep the dtype of what they move: casting is the business of the products around them.
+Under autocast they keep the dtype of the rows, which the products around them cast.
 """
 
 from __future__ import annotations
 
 import torch
 
+from gbmoe import kernels
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define
-from gbmoe.kernels import gather, map_slots, scatter, scatter_backward
-from gbmoe.routing import RoutingPlan
+from gbmoe._define_operator import define
+from gbmoe.plan import RoutingPlan
+from gbmoe.slot_map import SlotMap
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -24,7 +26,7 @@ def padded_gather(
     """Copy each token's row to the rows of its slots, expert-major: out[row] = x[token of row]. Padding rows are zero.
 
     Mirrors megablocks.ops.padded_gather. Differentiable in x, slot_scale and probs; the gradient of x sums a token's rows in
-    slot order in float32 (float64 for float64) and rounds once. Without a scale a copy: bit for bit, NaN included.
+    slot order in float32 (float64 for float64) and rounds once. Without a scale rows are copied bit for bit, NaN included.
 
     Args:
         x_TH: [T,H], bfloat16, float16, float32 or float64, on the plan's device; or float8_e4m3fn or float8_e5m2, which is
@@ -35,7 +37,7 @@ def padded_gather(
         row_scales_TS: scales that belong to the rows of a float8 x, [T,S], any floating dtype, returned in row order as [P,S].
 
     Returns:
-        out [P,H], dtype of x; with probs or row scales a tuple (out, probs_P, row_scales_PS) of those that were asked for.
+        out [P,H], dtype of x; with probs or row scales a tuple of out, probs_P and row_scales_PS, without those that were not given.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -49,31 +51,30 @@ def padded_gather(
     for argument, scalars in (("slot_scale", slot_scale_TK), ("probs", probs_TK)):
         if scalars is not None:
             check_slot_scalars(scalars, "padded_gather", argument, plan)
-    rows = (plan.row_of_slot_TK, plan.slot_of_row_P, None, None)
+    slots = plan.slot_map
     if x_TH.dtype in FLOAT8:
-        require(slot_scale_TK is None, "padded_gather", "slot_scale", "None beside a float8 x", "a tensor")
-        out, probs_P = _gather(x_TH.detach().view(torch.uint8), *rows, None, probs_TK, False)
+        require(slot_scale_TK is None, "padded_gather", "slot_scale", "None with a float8 x", "a tensor")
+        out, probs_P = gather_slots(x_TH.detach().view(torch.uint8), slots, probs=probs_TK)
         out = out.view(x_TH.dtype)
     else:
-        out, probs_P = _gather(x_TH, *rows, slot_scale_TK, probs_TK, False)
+        out, probs_P = gather_slots(x_TH, slots, scale=slot_scale_TK, probs=probs_TK)
     results = [out] if probs_TK is None else [out, probs_P]
     if row_scales_TS is not None:
         _check(row_scales_TS, "padded_gather", "row_scales", plan, plan.num_tokens, FLOATING)
-        results.append(_gather(row_scales_TS, *rows, None, None, False)[0])
+        results.append(gather_slots(row_scales_TS, slots)[0])
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def padded_scatter(y_PH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
     """Sum each token's rows, weighted, back to token order: out[t] = sum over j of weights[t,j] * y[row of slot (t,j)].
 
-    Mirrors megablocks.ops.padded_scatter, with one difference for the better: the sum is kept in float32 (float64 for
-    float64), in slot order, and rounded once. Differentiable in y and weights. A dropped slot adds nothing and gets zero
-    gradients, whatever its weight holds.
+    Mirrors megablocks.ops.padded_scatter, but the sum is kept in float32 (float64 for float64), in slot order, and rounded once.
+    Differentiable in y and weights. A dropped slot adds nothing and gets zero gradients, whatever its weight is.
 
     Args:
         y_PH: [P,H], bfloat16, float16, float32 or float64, on the plan's device.
         plan: where the rows are.
-        weights_TK: [T,K], any of those dtypes (float32 beside bfloat16 rows is usual); None counts every slot once.
+        weights_TK: [T,K], any of those dtypes (float32 with bfloat16 rows is usual); None gives every slot the weight one.
 
     Returns:
         [T,H], dtype of y.
@@ -84,7 +85,7 @@ def padded_scatter(y_PH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tens
     _check(y_PH, "padded_scatter", "y", plan, plan.num_rows, FLOATING)
     if weights_TK is not None:
         check_slot_scalars(weights_TK, "padded_scatter", "weights", plan)
-    return _scatter(y_PH, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, weights_TK)
+    return scatter_slots(y_PH, plan.slot_map, weights=weights_TK)
 
 
 def _check(rows, operator, argument, plan, expected, dtypes) -> None:
@@ -99,18 +100,87 @@ def check_slot_scalars(scalars_TK: torch.Tensor, operator: str, argument: str, p
     require(list(scalars_TK.shape) == expected, operator, argument, lambda: f"shape {expected}, one a slot", list(scalars_TK.shape))
 
 
+# ----------------------------------------------------------------------------------------------------------------- any map
+
+
+def gather_slots(
+    x_TH: torch.Tensor, slots: SlotMap, *, scale: torch.Tensor | None = None, probs: torch.Tensor | None = None,
+    drop_zero_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """padded_gather with any map: out[row] = scale * x[token of the row's slot], zeros in rows without a slot. No host wait.
+
+    Differentiable in x, scale and probs. Callers check shapes and dtypes, which are not checked here. Entries of the map may hold
+    anything: one outside its range counts as none.
+
+    Args:
+        x_TH: [T,H], bfloat16, float16, float32 or float64; or, without a scale, uint8, which is not differentiable.
+        slots: a map of T tokens and P rows, on the device of x.
+        scale: factor of each slot's row, any floating dtype; [T,K] or, for a ragged map, [T,C] with columns below C. Multiplied in
+            float32 (float64 for float64), rounded once.
+        probs: a probability of each slot, with such a shape and dtype; returned in row order.
+        drop_zero_probs: a row whose probability is exactly 0 is zeros and gives x no gradient.
+
+    Returns:
+        (out [P,H], dtype of x; probs [P], zero where a row has no slot, and empty where none were given).
+    """
+    return _gather(x_TH, *slots, scale, probs, drop_zero_probs)
+
+
+def scatter_slots(y_PH: torch.Tensor, slots: SlotMap, *, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """padded_scatter with any map: out[t] = sum over t's slots of weight * y[row of the slot]. No host wait.
+
+    The sum is kept in float32 (float64 for float64), in slot order, and rounded once. Differentiable in y and weights; a slot without
+    a row adds nothing and gets zero gradients, and rows without a slot are not read and get zero gradients. Callers check shapes and
+    dtypes, which are not checked here. Entries of the map may hold anything: one outside its range counts as none.
+
+    Args:
+        y_PH: [P,H], bfloat16, float16, float32 or float64.
+        slots: a map of P rows, on the device of y.
+        weights: any floating dtype; [T,K] or, for a ragged map, [T,C] with columns below C. None gives every slot the weight one.
+
+    Returns:
+        [T,H], dtype of y.
+    """
+    return _scatter(y_PH, *slots, weights)
+
+
+def make_slot_map(
+    row_TK: torch.Tensor, *, rows: int, columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
+    pad_offsets_E: torch.Tensor | None = None, probs: torch.Tensor | None = None,
+) -> SlotMap:
+    """The SlotMap of slots with these rows; rows outside [0, rows) count as none. No host wait.
+
+    Args:
+        row_TK: int32 [T,K], the row of each slot; the entries of a token are adjacent in memory.
+        rows: P.
+        columns_TK, counts_T: those of a ragged map, int32, on the same device; both or neither.
+        pad_offsets_E: int32 or int64; by a slot's column, a number to be added to its row.
+        probs: [T,K] or, for a ragged map, [T,C]; a slot whose probability is exactly 0 has no row.
+
+    Returns:
+        a map whose slot_of_row_P is 0 for rows that have a slot, because gathers and scatters read its sign only.
+    """
+    row_of_slot_TK, slot_of_row_P = _map_slots(row_TK, columns_TK, counts_T, pad_offsets_E, probs, rows)
+    return SlotMap(row_of_slot_TK=row_of_slot_TK, slot_of_row_P=slot_of_row_P, columns_TK=columns_TK, counts_T=counts_T)
+
+
 # -------------------------------------------------------------------------------------------------------------- operators
+
+
+def _map_slots_kernel(row, columns, counts, pad_offsets, probs, rows):
+    return kernels.map_slots(row, columns_TK=columns, counts_T=counts, pad_offsets_E=pad_offsets, probs=probs, rows=rows)
 
 
 _map_slots = define(
     "map_slots(Tensor row, Tensor? columns, Tensor? counts, Tensor? pad_offsets, Tensor? probs, SymInt rows) -> (Tensor, Tensor)",
-    reference=map_slots,
+    reference=_map_slots_kernel,
     fake=lambda row, columns, counts, pad_offsets, probs, rows: (row.new_empty(row.shape), row.new_empty(rows)),
 )
 
 
 def _gather_kernel(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs):
-    out, probs = gather(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs, clear_behind=True)
+    out, probs = kernels.gather(x, SlotMap(row_of_slot, slot_of_row, columns, counts), scale=scale, probs=probs,
+                                drop_zero_probs=drop_zero_probs, clear_behind=True)
     return out, x.new_empty(0) if probs is None else probs
 
 
@@ -120,30 +190,31 @@ def _gather_fake(x, row_of_slot, slot_of_row, columns, counts, scale, probs, dro
 
 
 def _gather_setup_context(ctx, inputs, output):
-    x, row_of_slot, slot_of_row, columns, counts, scale, probs, ctx.drop_zero_probs = inputs
+    x, *slots, scale, probs, ctx.drop_zero_probs = inputs
     need_scale = scale is not None and ctx.needs_input_grad[5]
-    # What the gradients read, beyond the map: the scale for x, x for the scale, the probabilities for which rows they zeroed.
-    ctx.save_for_backward(x if need_scale else None, row_of_slot, slot_of_row, columns, counts, scale, probs)
+    # Beside the map, the gradients read the scale (for x's), x (for the scale's), and probs, which tell the rows that were zeroed.
+    ctx.save_for_backward(x if need_scale else None, *slots, scale, probs)
     ctx.set_materialize_grads(False)
 
 
 def _gather_backward(ctx, grad_out, grad_probs_P):
-    x, row_of_slot, slot_of_row, columns, counts, scale, probs = ctx.saved_tensors
+    x, *slots, scale, probs = ctx.saved_tensors
+    slots = dependent = SlotMap(*slots)
     grad_x = grad_scale = grad_probs = None
     if grad_out is not None:
         if ctx.drop_zero_probs:
-            # Rows that a zero probability cleared do not depend on x.
-            row_of_slot_grad, _ = _map_slots(row_of_slot, columns, counts, None, probs, slot_of_row.size(0))
-        else:
-            row_of_slot_grad = row_of_slot
+            # Rows that were cleared because of a zero probability do not depend on x.
+            mapped = make_slot_map(slots.row_of_slot_TK, rows=slots.num_rows, columns_TK=slots.columns_TK, counts_T=slots.counts_T,
+                                   probs=probs)
+            dependent = slots._replace(row_of_slot_TK=mapped.row_of_slot_TK)
         if ctx.needs_input_grad[0]:
-            grad_x = _scatter(grad_out, row_of_slot_grad, slot_of_row, columns, counts, scale)
+            grad_x = scatter_slots(grad_out, dependent, weights=scale)
         if x is not None:
-            _, grad_scale = _scatter_backward_op(x, grad_out, row_of_slot_grad, slot_of_row, columns, counts, scale, False)
+            _, grad_scale = _scatter_backward_op(x, grad_out, *dependent, scale, False)
     if grad_probs_P is not None and probs is not None and ctx.needs_input_grad[6]:
-        # A slot's probability receives the entry of its row, which is 1 times it: a scatter's gradient of weights.
-        ones_T1 = grad_probs_P.new_ones(row_of_slot.size(0), 1)
-        _, grad_probs = _scatter_backward_op(ones_T1, grad_probs_P.unsqueeze(1), row_of_slot, slot_of_row, columns, counts, probs, False)
+        # A slot's probability receives the gradient of its row's entry: a scatter's gradient of weights, with y all ones.
+        ones_T1 = grad_probs_P.new_ones(slots.num_tokens, 1)
+        _, grad_probs = _scatter_backward_op(ones_T1, grad_probs_P.unsqueeze(1), *slots, probs, False)
     return grad_x, None, None, None, None, grad_scale, grad_probs, None
 
 
@@ -154,17 +225,26 @@ _gather = define(
 )
 
 
+def _scatter_kernel(y, row_of_slot, slot_of_row, columns, counts, weights):
+    return kernels.scatter(y, SlotMap(row_of_slot, slot_of_row, columns, counts), weights=weights)
+
+
 def _scatter_setup_context(ctx, inputs, output):
-    y, row_of_slot, slot_of_row, columns, counts, weights = inputs
+    y, *slots, weights = inputs
     need_weights = weights is not None and ctx.needs_input_grad[5]
-    ctx.save_for_backward(y if need_weights else None, row_of_slot, slot_of_row, columns, counts, weights)
+    ctx.save_for_backward(y if need_weights else None, *slots, weights)
 
 
 def _scatter_backward(ctx, grad):
-    y, row_of_slot, slot_of_row, columns, counts, weights = ctx.saved_tensors
+    y, *slots, weights = ctx.saved_tensors
     need_rows = ctx.needs_input_grad[0]
-    grad_y, grad_weights = _scatter_backward_op(grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows)
+    grad_y, grad_weights = _scatter_backward_op(grad, y, *SlotMap(*slots), weights, need_rows)
     return grad_y if need_rows else None, None, None, None, None, None if y is None else grad_weights
+
+
+def _scatter_backward_kernel(grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows):
+    return kernels.scatter_backward(
+        grad, y, SlotMap(row_of_slot, slot_of_row, columns, counts), weights=weights, need_rows=need_rows)
 
 
 def _scatter_backward_fake(grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows):
@@ -174,7 +254,7 @@ def _scatter_backward_fake(grad, y, row_of_slot, slot_of_row, columns, counts, w
 
 _scatter = define(
     "padded_scatter(Tensor y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? weights) -> Tensor",
-    reference=lambda y, row_of_slot, slot_of_row, columns, counts, weights: scatter(y, row_of_slot, columns, counts, weights),
+    reference=_scatter_kernel,
     fake=lambda y, row_of_slot, slot_of_row, columns, counts, weights: y.new_empty(row_of_slot.size(0), y.size(1)),
     setup_context=_scatter_setup_context, backward=_scatter_backward,
 )
@@ -182,7 +262,5 @@ _scatter = define(
 _scatter_backward_op = define(
     "padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts,"
     " Tensor? weights, bool need_rows) -> (Tensor, Tensor)",
-    reference=lambda grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows: scatter_backward(
-        grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows=need_rows),
-    fake=_scatter_backward_fake,
+    reference=_scatter_backward_kernel, fake=_scatter_backward_fake,
 )

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # the jobs read what is set here
-# Sourced by every job before anything else, with what submit.sh gave it: the checkout, the site file, the folder of
-# the run, the suite and options of `gbmoe bench` in one word. Afterwards the site's environment is active.
+# Every job sources this first, with the arguments that submit.sh gave the job: the checkout, the site file, the folder of the run, the
+# suite, and options of `gbmoe bench` in one word. Afterwards the site's environment is active.
 set -euo pipefail
 
 root=$1 site=$2 run=$3 suite=$4
@@ -12,13 +12,13 @@ source "$site"
 printf '== %(%F %T)T  %s, job %s%s, restart %s, on %s\n' -1 "$SLURM_JOB_NAME" "$SLURM_JOB_ID" \
   "${SLURM_ARRAY_TASK_ID:+ (task $SLURM_ARRAY_TASK_ID)}" "${SLURM_RESTART_COUNT:-0}" "$(hostname)"
 
-set +u  # modules and activate scripts read variables that nobody has set
+set +u  # modules and activate scripts read variables that are not set
 activate
 set -u
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_gpu}
 
-# Asked for by name: a node whose GPU is broken must fail, not measure its CPU.
+# The device is named explicitly, so that a node whose GPU is broken fails instead of measuring its CPU.
 device=cpu
 if ((gpus_per_node)); then
   device=cuda

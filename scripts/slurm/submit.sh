@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits build -> bench (an array) -> merge, and build -> train, and prints the jobs' numbers. README.md says more.
+# Submits the jobs build -> bench (an array) -> merge, and build -> train, and prints their numbers. README.md has the details.
 set -euo pipefail
 
 usage() {
@@ -7,12 +7,13 @@ usage() {
 usage: scripts/slurm/submit.sh SITE_FILE [options] [-- arguments of scripts/train_lm.py]
 
   --suite NAME   suite of `python -m gbmoe bench` (default: smoke)
-  --bench WORDS  more of its options in one word, e.g. --bench '--dtype fp16 --memory-limit 16'
+  --bench WORDS  further options of `gbmoe bench` in one word, e.g. --bench '--dtype fp16 --memory-limit 16'
   --tasks N      array tasks that share the suite's configurations (default: 8)
-  --nodes N      nodes of the training (default: 1)
-  --time LIMIT   of one training job; it goes back into the queue until the training has ended (default: 01:00:00)
+  --nodes N      number of nodes of the training (default: 1)
+  --expert-parallel  spread every layer's experts over the GPUs of all nodes of the training
+  --time LIMIT   time limit of one training job, which is requeued until the training has ended (default: 01:00:00)
   --run FOLDER   where results and logs go (default: runs/slurm/NAME)
-  --only JOBS    of build,bench,merge,train, with commas between them (default: all)
+  --only JOBS    submit only some of build,bench,merge,train, with commas between them (default: all)
   --dry-run      print the commands and submit nothing
 TEXT
 }
@@ -24,8 +25,9 @@ fail() {
 
 number() { [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "$1: expected a number greater than 0, got '$2'"; }
 
-root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)  # with CDPATH cd may go elsewhere, and prints where
+root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)  # with CDPATH set, cd may go to another folder and print it
 site='' suite=smoke bench='' tasks=8 nodes=1 time=01:00:00 run='' only=build,bench,merge,train dry_run=''
+expert_parallel=()
 while (($#)); do
   case $1 in
     --suite | --bench | --tasks | --nodes | --time | --run | --only)
@@ -33,6 +35,7 @@ while (($#)); do
       printf -v "${1#--}" %s "$2"
       shift 2
       ;;
+    --expert-parallel) expert_parallel=(--expert-parallel); shift ;;
     --dry-run) dry_run=yes; shift ;;
     -h | --help) usage; exit ;;
     --) shift; break ;;
@@ -44,7 +47,7 @@ while (($#)); do
       ;;
   esac
 done
-train_arguments=("$@")
+train_arguments=("${expert_parallel[@]}" "$@")
 
 [[ $site ]] || { usage >&2; fail "expected a site file; examples are in scripts/slurm/sites"; }
 [[ -r $site ]] || fail "expected a site file that can be read, got '$site'"
@@ -65,7 +68,7 @@ for name in every_job gpu_jobs cpu_jobs gpus_per_node cpus_per_gpu python; do
 done
 declare -F activate >/dev/null || fail "expected $site to define the function activate"
 
-# gpus N: the options for N GPUs of a node and the cores that go with them.
+# gpus N: sets `options` to those for N GPUs of a node and the cores that belong to them.
 gpus() {
   options=("${gpu_jobs[@]}" --cpus-per-task="$(($1 * cpus_per_gpu))")
   if ((gpus_per_node)); then options+=(--gres="gpu:${gpu_type:+$gpu_type:}$1"); fi
@@ -95,7 +98,7 @@ submit() {
   fi
 }
 
-# after CONDITION JOB: the dependency on a job, if it is submitted here.
+# after CONDITION JOB: prints the dependency on a job, if this command submits it.
 after() { if [[ ${ids[$2]:-} ]]; then echo "$1:${ids[$2]}"; fi; }
 
 if [[ ! $dry_run ]]; then mkdir -p "$run/logs"; fi
@@ -105,6 +108,6 @@ built=$(after afterok build)
 submit bench bench-%A_%a.log "$built" "${options[@]}" --array="0-$((tasks - 1))"
 submit merge merge-%j.log "$(after afterany bench)" "${cpu_jobs[@]}"
 gpus "$((gpus_per_node ? gpus_per_node : 1))"
-# One at a time of the same name: they share a checkpoint.
+# singleton: jobs of the same name run one at a time, because they share a checkpoint.
 submit train train-%j.log "${built:+$built,}singleton" "${options[@]}" --nodes="$nodes" --time="$time"
 if [[ ! $dry_run ]]; then echo "results and logs: $run"; fi

@@ -88,7 +88,7 @@ def file_of(header, data=b""):
 
 
 def zeros(**tensors):
-    """A file of tensors of zeros, dtype and shape of each under its name with __ for a dot."""
+    """A file of zero tensors; each keyword is a name, with __ for a dot, and its value a dtype and a shape."""
     header, data = {}, b""
     for name, (dtype, bits, shape) in tensors.items():
         count = 1
@@ -153,11 +153,11 @@ BROKEN = {
     "two values in a byte": (LAYER | {"experts__up_proj": ("F4", 4, [2, 4, 4]), "experts__down_proj": ("F4", 4, [2, 4, 4])},
                              "_proj: expected a dtype of whole bytes, got F4"),
     "six bits": (LAYER | {"experts__up_proj": ("F6_E2M3", 6, [2, 3, 4]), "experts__down_proj": ("F6_E2M3", 6, [2, 4, 3])},
-                 "_proj: expected what torch can hold, got F6_E2M3 of shape [2, "),
+                 "_proj: expected a tensor that torch can hold, got F6_E2M3 of shape [2, "),
     "six bits elsewhere": (PREFIXED | {"other": ("F6_E3M2", 6, [4])},
-                           "other: expected what torch can hold, got F6_E3M2 of shape [4]"),
+                           "other: expected a tensor that torch can hold, got F6_E3M2 of shape [4]"),
     "a size that torch has no number for": (PREFIXED | {"other": ("F32", 32, [2**63, 0])},
-                                            f"other: expected what torch can hold, got F32 of shape [{2**63}, 0]"),
+                                            f"other: expected a tensor that torch can hold, got F32 of shape [{2**63}, 0]"),
 }
 
 
@@ -184,7 +184,7 @@ def test_packed_tensors_beside_the_layers_are_taken_over(tmp_path):
     (b'{"weight_map": {"norm.weight": "a\\u0000b"}}', "expected a file's name"),
     (b'{"weight_map": {"norm.weight": "\\ud800"}}', "not JSON"),
     (b'{"weight_map": {"norm.weight": "folder"}}', "folder: expected a file"),
-    (b'{"weight_map": {}, "metadata": {"total_size": NaN}}', "not JSON: NaN is no number of JSON"),
+    (b'{"weight_map": {}, "metadata": {"total_size": NaN}}', "not JSON: NaN is not a number in JSON"),
     (b'{"weight_map": {}, "metadata": {"total_size": 1e999}}', "not JSON: 1e999 is too large"),
     (b'{"weight_map": ' + 100_000 * b'{"a": ', "not JSON"),
     (b'{"weight_map": {}, "metadata": ' + 900 * b"[" + 900 * b"]" + b"}", "not JSON: expected at most 50 levels"),

@@ -9,7 +9,8 @@ import torch
 
 import gbmoe
 from gbmoe import engines, extension
-from gbmoe.cli import machine, main
+from gbmoe.cli import describe_system, main
+from gbmoe.extension import loader
 from gbmoe.layers.arguments import default_device
 
 
@@ -40,9 +41,9 @@ def test_json_is_one_object_with_the_same_facts():
 def test_extension_says_what_it_was_built_against(tmp_path, monkeypatch, capsys):
     built = tmp_path / "_C.so"
     built.write_bytes(b"\x7fELF...\0libcublas.so.13\0libtorch_cuda.so\0")
-    monkeypatch.setattr(extension, "_AHEAD_OF_TIME", built)
+    monkeypatch.setattr(loader, "AHEAD_OF_TIME", built)
     monkeypatch.setattr(extension, "status", lambda: extension.Status(True, built, None))
-    described = machine.describe_extension()
+    described = describe_system.describe_extension()
     assert described["loaded"] and described["path"] == str(built) and described["compiled"] == "ahead of time"
     assert described["built_against"] == {"cuda_major": 13, "torch_at_least": "2.10"}
     assert main(["info"]) == 0

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from gbmoe import engines, reference, routing
-from gbmoe.cli import main, plain, verify
-from gbmoe.engines.reference import Reference
+from gbmoe import engines, plan
+from gbmoe.cli import main, verify
+from gbmoe.engines.plain_torch import Reference
+from gbmoe.kernels import plain_torch
+from gbmoe.testing import accuracy
 from tests.conftest import DEVICES
 
 
@@ -78,14 +80,14 @@ def test_fails_on_a_wrong_engine(fault, operator, message, monkeypatch, capsys):
 
 
 def test_fails_on_a_copy_that_is_off_by_the_last_bit(monkeypatch, capsys):
-    right = reference.padded_gather
+    right = plain_torch.padded_gather
     monkeypatch.setattr(verify, "DTYPES", {"fp32": torch.float32})
 
     def off(*args, **options):
         out, *probs = right(*args, **options)
         return out * (1 + 2**-23), *probs
 
-    monkeypatch.setattr(reference, "padded_gather", off)
+    monkeypatch.setattr(plain_torch, "padded_gather", off)
     assert main(["verify", "--device", "cpu"]) == 1
     assert any(line.startswith("FAIL: padded_gather, engine -, float32: out") for line in lines_of(capsys))
 
@@ -95,9 +97,9 @@ def test_fails_on_a_wrong_routing_plan(monkeypatch, capsys):
         row_of_slot, slot_of_row, *rest = right(*args)
         return row_of_slot, slot_of_row.flip(0), *rest
 
-    right = routing._routing_plan
+    right = plan._routing_plan
     monkeypatch.setattr(verify, "DTYPES", {})
-    monkeypatch.setattr(routing, "_routing_plan", unstable)
+    monkeypatch.setattr(plan, "_routing_plan", unstable)
     assert main(["verify", "--device", "cpu"]) == 1
     assert any(line.startswith("FAIL: routing plan") and "slot_of_row_P is wrong" in line for line in lines_of(capsys))
 
@@ -113,20 +115,20 @@ def test_an_engine_that_refuses_a_dtype_is_listed_not_failed(monkeypatch, capsys
 def test_limit_is_twice_the_yardstick(dtype):
     exact = {"out": torch.ones(8, dtype=torch.float64)}
     yardstick = {"out": torch.full((8,), 1 + 2**-6, dtype=dtype)}
-    assert plain.judge({"out": torch.full((8,), 1 + 2**-5, dtype=dtype)}, exact, yardstick).passed
-    assert not plain.judge({"out": torch.full((8,), 1 + 2**-5 + 2**-7, dtype=dtype)}, exact, yardstick).passed
-    assert not plain.judge({"out": torch.full((8,), float("nan"), dtype=dtype)}, exact, yardstick).passed
-    assert not plain.judge({"out": torch.ones(7, dtype=dtype)}, exact, yardstick).passed
+    assert accuracy.judge({"out": torch.full((8,), 1 + 2**-5, dtype=dtype)}, exact, yardstick).passed
+    assert not accuracy.judge({"out": torch.full((8,), 1 + 2**-5 + 2**-7, dtype=dtype)}, exact, yardstick).passed
+    assert not accuracy.judge({"out": torch.full((8,), float("nan"), dtype=dtype)}, exact, yardstick).passed
+    assert not accuracy.judge({"out": torch.ones(7, dtype=dtype)}, exact, yardstick).passed
 
 
 def test_nothing_passes_where_the_yardstick_overflows():
     exact, overflowed = {"out": torch.ones(8).double()}, {"out": torch.full((8,), float("inf"))}
-    assert not plain.judge({"out": torch.ones(8)}, exact, overflowed).passed
-    assert not plain.judge(overflowed, exact, overflowed).passed
+    assert not accuracy.judge({"out": torch.ones(8)}, exact, overflowed).passed
+    assert not accuracy.judge(overflowed, exact, overflowed).passed
 
 
 def test_one_wrong_group_among_many_is_seen():
     exact = torch.ones(1000, 4, 4, dtype=torch.float64)
     result = exact.float()
     result[7, 3] = 0.99
-    assert not plain.judge({"out": result}, {"out": exact}, {"out": exact.float() * (1 + 1e-4)}).passed
+    assert not accuracy.judge({"out": result}, {"out": exact}, {"out": exact.float() * (1 + 1e-4)}).passed

@@ -1,4 +1,4 @@
-"""Tests of the adapters, and what several of them need: maps that the CUDA kernels may trust, fresh processes."""
+"""Tests of the adapters, and what several of them share: a check of the maps that CUDA kernels trust, and fresh processes."""
 
 import importlib.util
 import json
@@ -9,13 +9,17 @@ import textwrap
 import pytest
 import torch
 
+from gbmoe.slot_map import SlotMap
 
-def assert_maps_agree(row_of_slot_TK, slot_of_row_P, columns_TK, counts_T):
-    """The kernels write where row_of_slot says and clear where slot_of_row is negative: both must name the same rows, once.
 
-    Plain PyTorch reads row_of_slot only, so that on a CPU no result would show a wrong slot_of_row.
+def assert_maps_agree(slots):
+    """Check that row_of_slot and slot_of_row name the same rows, each once: the kernels write rows by the first and clear by the second.
+
+    Plain PyTorch reads only row_of_slot, so that on a CPU no result would show a wrong slot_of_row.
     """
-    for tensor in (row_of_slot_TK, slot_of_row_P, columns_TK, counts_T):
+    row_of_slot_TK, slot_of_row_P, _, counts_T = slots
+    assert type(slots) is SlotMap
+    for tensor in slots:
         assert tensor is None or tensor.dtype == torch.int32
     assert row_of_slot_TK.numel() == 0 or row_of_slot_TK.size(1) == 1 or row_of_slot_TK.stride(1) == 1
     used_TK = row_of_slot_TK >= 0
@@ -26,16 +30,16 @@ def assert_maps_agree(row_of_slot_TK, slot_of_row_P, columns_TK, counts_T):
 
 
 def checked(operator):
-    """gbmoe::padded_gather or padded_scatter behind that check; left out while torch.compile traces."""
-    def call(rows, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, *rest):
+    """gather_slots or scatter_slots with assert_maps_agree before it; while torch.compile traces the check is left out."""
+    def call(rows, slots, **options):
         if not torch.compiler.is_compiling():
-            assert_maps_agree(row_of_slot_TK, slot_of_row_P, columns_TK, counts_T)
-        return operator(rows, row_of_slot_TK, slot_of_row_P, columns_TK, counts_T, *rest)
+            assert_maps_agree(slots)
+        return operator(rows, slots, **options)
     return call
 
 
 def in_a_fresh_process(code, hidden=()):
-    """What `code` leaves in the dict `seen`, run where none of the modules `hidden` can be imported."""
+    """Run `code` in a new process in which the modules `hidden` cannot be imported; return what it puts into the dict `seen`."""
     prologue = f"import json, sys\nsys.modules.update(dict.fromkeys({tuple(hidden)!r}))\nseen = {{}}\n"
     code = prologue + textwrap.dedent(code) + "\nprint(json.dumps(seen))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -47,6 +51,6 @@ MEGABLOCKS_NEEDS_A_GPU = importlib.util.find_spec("triton") is not None
 
 
 def skip_where_megablocks_needs_a_gpu(device):
-    """For tests that call MegaBlocks' own gathers and scatters: where Triton is installed they are written in it."""
+    """Skip a test that calls MegaBlocks' own gathers and scatters on a CPU where Triton is installed: they are Triton kernels there."""
     if MEGABLOCKS_NEEDS_A_GPU and torch.device(device).type == "cpu":
         pytest.skip("MegaBlocks' Triton kernels do not run on a CPU, and stand-ins are for where there is no Triton")

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import gbmoe
-from gbmoe import cases
 from gbmoe.compat import checkpoints
 from gbmoe.compat.checkpoints import convert_checkpoint, to_megablocks, to_transformers
+from gbmoe.testing import accuracy, exact_inputs
 from tests.conftest import FLOATS, dtype_id
 
 EXPERTS, HIDDEN, FFN = 4, 24, 40
@@ -32,7 +32,7 @@ def block(shapes=GLU, dtype=torch.float32, prefix=""):
     for seed, (name, shape) in enumerate(shapes.items()):
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         low, high = torch.iinfo(integers).min, torch.iinfo(integers).max
-        values = torch.randint(low, high, shape, dtype=integers, generator=cases.generator("cpu", seed))
+        values = torch.randint(low, high, shape, dtype=integers, generator=exact_inputs.generator("cpu", seed))
         tensors[prefix + name] = values.view(dtype)
     return tensors
 
@@ -222,7 +222,7 @@ def assert_computes_the_same(moe_block, arguments):
     layer = gbmoe.dMoE(arguments).double()
     layer.load_state_dict(to_megablocks(moe_block.double().state_dict()), strict=True)
     x = torch.randn(2, 7, arguments.hidden_size, dtype=torch.float64)
-    assert cases.relative_error(layer(x), moe_block(x)) < 1e-6  # transformers' routers compute in float32
+    assert accuracy.relative_error(layer(x), moe_block(x)) < 1e-6  # transformers' routers compute in float32
     assert_same(to_transformers(layer.state_dict()), dict(moe_block.state_dict()))
 
 
@@ -344,7 +344,7 @@ def test_a_sharded_checkpoint_keeps_its_files_and_metadata(save_file, tmp_path):
 @pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
 def test_from_pretrained_loads_what_was_converted(
         transformers, tmp_path, model_type, options, separate, max_shard_size):
-    """What save_pretrained writes, to MegaBlocks' layout and back in both of the forms that transformers loads."""
+    """Files that save_pretrained wrote are converted to MegaBlocks' layout, and back to both forms that transformers loads."""
     original = tiny(transformers, model_type, **options)
     original.save_pretrained(tmp_path / "saved", max_shard_size=max_shard_size)
     assert (tmp_path / "saved" / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gbmoe import cases
 from gbmoe.compat import grouped_gemm
 from gbmoe.compat.grouped_gemm import backend, ops
+from gbmoe.testing import accuracy, exact_inputs, moe_shapes
 from tests.compat import in_a_fresh_process
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -30,22 +30,22 @@ def by_hand(a, b, sizes, trans_a=False, trans_b=False):
 def operands(sizes, trans_a, trans_b, dtype, device):
     rows, groups = sum(sizes), len(sizes)
     shape = (rows, COLUMNS) if trans_a else (groups, COLUMNS, INNER) if trans_b else (groups, INNER, COLUMNS)
-    return (cases.exact_values(rows, INNER, dtype=dtype, device=device, seed=1),
-            cases.exact_values(*shape, dtype=dtype, device=device, seed=2))
+    return (exact_inputs.exact_values(rows, INNER, dtype=dtype, device=device, seed=1),
+            exact_inputs.exact_values(*shape, dtype=dtype, device=device, seed=2))
 
 
 def on(place, sizes, device):
     return torch.tensor(sizes, device="cpu" if place == "host" else device)
 
 
-@pytest.mark.parametrize("sizes", cases.GROUP_SIZES.values(), ids=cases.GROUP_SIZES)
+@pytest.mark.parametrize("sizes", moe_shapes.GROUP_SIZES.values(), ids=moe_shapes.GROUP_SIZES)
 @pytest.mark.parametrize("trans_b", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_gmm_and_its_gradients(device, sizes, trans_b, dtype, place):
     a, b = (t.requires_grad_() for t in operands(sizes, False, trans_b, dtype, device))
-    grad = cases.exact_values(sum(sizes), COLUMNS, dtype=dtype, device=device, seed=3)
-    cases.poison(device)
+    grad = exact_inputs.exact_values(sum(sizes), COLUMNS, dtype=dtype, device=device, seed=3)
+    exact_inputs.poison(device)
     out = ops.gmm(a, b, on(place, sizes, device), trans_b)
     results = (out.detach(), *torch.autograd.grad(out, (a, b), grad))
 
@@ -141,7 +141,7 @@ def test_the_modules_are_reached_on_every_way():
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_the_autograd_function_is_gmm(device, sizes, trans_b, dtype, place):
     a, b = (t.requires_grad_() for t in operands(sizes, False, trans_b, dtype, device))
-    grad = cases.exact_values(sum(sizes), COLUMNS, dtype=dtype, device=device, seed=3)
+    grad = exact_inputs.exact_values(sum(sizes), COLUMNS, dtype=dtype, device=device, seed=3)
     found, expected = (function(a, b, on(place, sizes, device), trans_b) for function in (ops.GroupedGemm.apply, ops.gmm))
     assert torch.equal(found, expected)
     for result, wanted in zip(*(torch.autograd.grad(out, (a, b), grad) for out in (found, expected))):
@@ -164,7 +164,7 @@ def test_the_autograd_function_is_differentiable_twice(device, trans_b):
 
 
 def test_the_autograd_function_is_not_cast(device):
-    """Neither forward nor where backward runs under autocast: saved operands and gradient meet in one dtype."""
+    """Neither forward nor a backward that runs under autocast casts: saved operands and gradient have the same dtype."""
     a, b = (t.requires_grad_() for t in operands((16, 16), False, False, torch.float32, device))
     with torch.autocast(device.type, dtype=torch.bfloat16):
         out = ops.GroupedGemm.apply(a, b, on("host", (16, 16), device), False)
@@ -206,19 +206,19 @@ def test_the_extension_of_grouped_gemm_writes_to_its_third_argument(device):
 @pytest.mark.parametrize("tokens, experts, top_k", [(64, 8, 2), (33, 5, 3), (16, 4, 1), (0, 8, 2)])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=dtype_id)
 def test_permute_and_unpermute(device, tokens, experts, top_k, ids_dtype):
-    x = cases.exact_values(tokens, 16, dtype=torch.float32, device=device, seed=1).requires_grad_()
-    ids = cases.expert_ids(tokens, experts, top_k, device=device, seed=2)
-    probs = cases.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3).requires_grad_()
+    x = exact_inputs.exact_values(tokens, 16, dtype=torch.float32, device=device, seed=1).requires_grad_()
+    ids = exact_inputs.expert_ids(tokens, experts, top_k, device=device, seed=2)
+    probs = exact_inputs.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3).requires_grad_()
     order = ids.flatten().argsort(stable=True)
     rows, row_id_map = ops.permute(x, ids.to(ids_dtype))
     assert torch.equal(rows, x[order // top_k])
     assert row_id_map.dtype == torch.int32
     assert torch.equal(row_id_map.view(top_k, tokens).t().reshape(-1).long(), order.argsort())
-    grad = cases.exact_values(*rows.shape, dtype=torch.float32, device=device, seed=4)
+    grad = exact_inputs.exact_values(*rows.shape, dtype=torch.float32, device=device, seed=4)
     grad_x, = torch.autograd.grad(rows, x, grad)
     torch.testing.assert_close(grad_x, torch.zeros_like(x).index_add(0, order // top_k, grad))
 
-    y = cases.exact_values(tokens * top_k, 16, dtype=torch.float32, device=device, seed=5).requires_grad_()
+    y = exact_inputs.exact_values(tokens * top_k, 16, dtype=torch.float32, device=device, seed=5).requires_grad_()
     out = ops.unpermute(y, row_id_map, probs)
     expected = (y[order.argsort()].view(tokens, top_k, 16) * probs.unsqueeze(-1)).sum(1)
     torch.testing.assert_close(out, expected)
@@ -248,9 +248,9 @@ def test_permute_drops_what_does_not_fit():
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_as_olmo_core_calls_it(device, place):
     """Float32 weights [E*F,H] cast to bfloat16 a call; sizes int64, wherever they are."""
-    w1, w2, w3 = (cases.exact_values(4 * 64, 32, dtype=torch.float32, device=device, seed=seed, scale=0.25)
+    w1, w2, w3 = (exact_inputs.exact_values(4 * 64, 32, dtype=torch.float32, device=device, seed=seed, scale=0.25)
                   .requires_grad_() for seed in (1, 2, 3))
-    x = cases.exact_values(20, 32, dtype=torch.float32, device=device, seed=4)
+    x = exact_inputs.exact_values(20, 32, dtype=torch.float32, device=device, seed=4)
     sizes = on(place, (7, 0, 12, 1), device)
 
     def gmm(x, w, trans_b=False):
@@ -260,18 +260,18 @@ def test_as_olmo_core_calls_it(device, place):
     out.float().square().sum().backward()
     parts = zip(x.split([7, 0, 12, 1]), *(w.detach().view(4, 64, 32) for w in (w1, w2, w3)))
     expected = torch.cat([(F.silu(rows @ w1.t()) * (rows @ w3.t())) @ w2 for rows, w1, w2, w3 in parts])
-    assert cases.relative_error(out, expected) < 2e-2
+    assert accuracy.relative_error(out, expected) < 2e-2
     assert all(w.grad.dtype == torch.float32 and bool(w.grad.isfinite().all()) for w in (w1, w2, w3))
 
 
 def test_as_nanotron_calls_it(device):
     """permute by int32 ids, two products with sizes moved to the CPU, unpermute by float32 weights."""
     dtype = torch.bfloat16
-    x = cases.exact_values(20, 32, dtype=dtype, device=device, seed=1).requires_grad_()
-    gate_up = cases.exact_values(4, 32, 128, dtype=dtype, device=device, seed=2, scale=0.25).requires_grad_()
-    down = cases.exact_values(4, 64, 32, dtype=dtype, device=device, seed=3, scale=0.25).requires_grad_()
-    ids = cases.expert_ids(20, 4, 2, device=device, seed=4)
-    weights = torch.rand(20, 2, generator=cases.generator(device, 5), device=device, requires_grad=True)
+    x = exact_inputs.exact_values(20, 32, dtype=dtype, device=device, seed=1).requires_grad_()
+    gate_up = exact_inputs.exact_values(4, 32, 128, dtype=dtype, device=device, seed=2, scale=0.25).requires_grad_()
+    down = exact_inputs.exact_values(4, 64, 32, dtype=dtype, device=device, seed=3, scale=0.25).requires_grad_()
+    ids = exact_inputs.expert_ids(20, 4, 2, device=device, seed=4)
+    weights = torch.rand(20, 2, generator=exact_inputs.generator(device, 5), device=device, requires_grad=True)
     rows, mapping = ops.permute(x, ids.int())
     sizes = torch.bincount(ids.flatten(), minlength=4).to("cpu")
     gate, up = ops.gmm(rows, gate_up, sizes, trans_b=False).split(64, dim=-1)
@@ -284,7 +284,7 @@ def test_as_nanotron_calls_it(device):
 
     y_TEH = torch.stack([expert(e, x.double()) for e in range(4)], 1)
     expected = (y_TEH.gather(1, ids.unsqueeze(-1).expand(-1, -1, 32)) * weights.unsqueeze(-1)).sum(1)
-    assert cases.relative_error(out, expected) < 2e-2
+    assert accuracy.relative_error(out, expected) < 2e-2
     assert all(t.grad is not None and bool(t.grad.isfinite().all()) for t in (x, gate_up, down, weights))
 
 

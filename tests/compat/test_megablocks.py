@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from gbmoe import cases
 from gbmoe.compat import grouped_gemm
 from gbmoe.compat.megablocks import register
-from gbmoe.routing import RoutingPlan
+from gbmoe.plan import RoutingPlan
+from gbmoe.testing import accuracy, exact_inputs
 from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_megablocks_needs_a_gpu
 from tests.conftest import assert_as_accurate_as, dtype_id
 
@@ -38,7 +38,7 @@ SIZES = dict(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)
 
 @pytest.fixture(autouse=True)
 def grouped_gemm_in_any_dtype(monkeypatch):
-    """Where the real one is installed MegaBlocks has found it; that one takes bfloat16 only."""
+    """Let MegaBlocks use gbmoe's grouped_gemm, because the real one, where it is installed, takes bfloat16 only."""
     monkeypatch.setattr(grouped_gemm_util, "ops", grouped_gemm.ops)
     monkeypatch.setattr(grouped_gemm_util, "backend", grouped_gemm.backend)
 
@@ -67,8 +67,8 @@ def make(impl, device="cpu", dtype=torch.float32, seed=0, **fields):
         torch.set_default_dtype(before)
     with torch.no_grad():
         for place, (_, parameter) in enumerate(sorted(layer.named_parameters())):
-            parameter.copy_(cases.exact_values(*parameter.shape, dtype=dtype, device=device, seed=seed + place,
-                                               scale=0.25))
+            parameter.copy_(exact_inputs.exact_values(*parameter.shape, dtype=dtype, device=device, seed=seed + place,
+                                                      scale=0.25))
     return layer, args
 
 
@@ -113,14 +113,14 @@ def run_layer(layer, args, x, grad):
     losses = moe.batched_load_balancing_loss(args)
     if args.moe_zloss_weight:
         losses = losses + router.batched_router_zloss(args).sum()
-    cases.poison(x.device)
+    exact_inputs.poison(x.device)
     torch.autograd.backward([out, losses], [grad, torch.ones_like(losses)])
     gradients = {n: p.grad for n, p in layer.named_parameters()}
     return {"out": out.detach(), "losses": losses.detach(), "x": x.grad, **gradients}
 
 
 def run_dense(layer, args, x, grad, ids_TK):
-    """The same of the dense layer, in float64."""
+    """The same results of the dense layer, in float64."""
     x = x.detach().double().clone().requires_grad_()
     parameters = {n: p.detach().double().clone().requires_grad_() for n, p in layer.named_parameters()}
     out, losses = dense(x, parameters, args, ids_TK)
@@ -138,8 +138,8 @@ def test_results_and_gradients_are_those_of_a_dense_layer(device, mlp_type, acti
     fields = dict(device=device, dtype=dtype, mlp_type=mlp_type, activation_fn=activation,
                   memory_optimized_mlp=memory_optimized, moe_normalize_expert_weights=1, moe_zloss_weight=1e-2,
                   shared_expert=True, shared_expert_weighted_sum=True, return_bias=False)
-    x = cases.exact_values(12, 2, 32, dtype=dtype, device=device, seed=1)
-    grad = cases.exact_values(12, 2, 32, dtype=dtype, device=device, seed=2)
+    x = exact_inputs.exact_values(12, 2, 32, dtype=dtype, device=device, seed=1)
+    grad = exact_inputs.exact_values(12, 2, 32, dtype=dtype, device=device, seed=2)
     results = {}
     for impl in ("gbmoe", "grouped"):
         layer, args = make(impl, **fields)
@@ -153,8 +153,8 @@ def test_results_and_gradients_are_those_of_a_dense_layer(device, mlp_type, acti
 def test_experts_and_top_k(device, experts, top_k):
     layer, args = make("gbmoe", device, torch.float64, moe_num_experts=experts, moe_top_k=top_k, bias=False,
                        ffn_hidden_size=128)
-    x = cases.exact_values(7, 3, 32, dtype=torch.float64, device=device, seed=1)
-    grad = cases.exact_values(7, 3, 32, dtype=torch.float64, device=device, seed=2)
+    x = exact_inputs.exact_values(7, 3, 32, dtype=torch.float64, device=device, seed=1)
+    grad = exact_inputs.exact_values(7, 3, 32, dtype=torch.float64, device=device, seed=2)
     exact = run_dense(layer, args, x, grad, layer.router(x)[2])
     for what, result in run_layer(layer, args, x, grad).items():
         torch.testing.assert_close(result, exact[what], msg=lambda text: f"{what}: {text}")
@@ -220,7 +220,7 @@ def test_uniform_expert_assignment(device):
 @pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
 def test_autocast_from_float32_parameters(device, mlp_type):
     skip_where_megablocks_needs_a_gpu(device)
-    x = cases.exact_values(9, 2, 32, dtype=torch.float32, device=device, seed=1)
+    x = exact_inputs.exact_values(9, 2, 32, dtype=torch.float32, device=device, seed=1)
     results = {}
     for impl in ("gbmoe", "grouped"):
         layer, args = make(impl, device, mlp_type=mlp_type)
@@ -231,7 +231,7 @@ def test_autocast_from_float32_parameters(device, mlp_type):
         results[impl] = {"out": out.detach(), **{n: p.grad for n, p in layer.named_parameters() if p.grad is not None}}
         assert all(p.grad.dtype == torch.float32 for n, p in layer.named_parameters() if n != "experts.bias")
     for what, result in results["gbmoe"].items():
-        assert cases.relative_error(result, results["grouped"][what]) < 2e-2, what
+        assert accuracy.relative_error(result, results["grouped"][what]) < 2e-2, what
 
 
 @pytest.mark.parametrize("activation", [F.silu, F.mish], ids=["silu", "mish"])
@@ -240,8 +240,8 @@ def test_memory_optimised_with_frozen_weights_or_input(device, activation, froze
     """MegaBlocks' own memory-optimised layers raise here, and write over the gradient that comes in."""
     fields = dict(device=device, mlp_type="glu", memory_optimized_mlp=True, activation_fn=activation, bias=False)
     layer, args = make("gbmoe", **fields)
-    x = cases.exact_values(9, 2, 32, dtype=torch.float32, device=device, seed=1)
-    grad = cases.exact_values(9, 2, 32, dtype=torch.float32, device=device, seed=2)
+    x = exact_inputs.exact_values(9, 2, 32, dtype=torch.float32, device=device, seed=1)
+    grad = exact_inputs.exact_values(9, 2, 32, dtype=torch.float32, device=device, seed=2)
     expected = run_layer(layer, args, x, grad.clone())
     moe.clear_load_balancing_loss()
     layer, args = make("gbmoe", **fields)
@@ -277,7 +277,7 @@ def test_megablocks_own_permutation_and_products_are_not_called(device, monkeypa
 @pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
 @pytest.mark.parametrize("counts_on", ["host", "device"])
 def test_the_registrys_class_takes_sorted_rows(device, mlp_type, counts_on):
-    """As every class of it: forward(x, tokens_per_expert), which MegaBlocks' permute_and_compute calls, too."""
+    """Like every class of the registry it has forward(x, tokens_per_expert), which MegaBlocks' permute_and_compute calls too."""
     skip_where_megablocks_needs_a_gpu(device)
     rows = torch.randn(10, 32, device=device)
     counts = torch.tensor([3, 0, 6, 1], device="cpu" if counts_on == "host" else device)
@@ -365,7 +365,7 @@ def make_parallel(impl, parallel, mlp_type, experts):
 
 
 def parallel_inputs(world):
-    return torch.randn(world, 6, 2, 16, generator=cases.generator("cpu", 7))
+    return torch.randn(world, 6, 2, 16, generator=exact_inputs.generator("cpu", 7))
 
 
 def test_expert_parallelism_is_that_of_grouped_and_of_one_process(tmp_path):
@@ -395,7 +395,7 @@ def test_expert_parallelism_is_that_of_grouped_and_of_one_process(tmp_path):
 
 @pytest.mark.gpu
 def test_expert_parallelism_waits_no_more_often_than_grouped(tmp_path):
-    """At a size where "auto" takes cuBLAS, which wants the sizes on the host."""
+    """The size is one at which "auto" takes cuBLAS, which needs the sizes on the host."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         waits = {}

@@ -12,8 +12,8 @@ import importlib.util
 import pytest
 import torch
 
-from gbmoe import cases
 from gbmoe.compat.megablocks import ops, register
+from gbmoe.testing import exact_inputs
 from tests.compat import skip_where_megablocks_needs_a_gpu
 
 if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("stk") is None:
@@ -30,7 +30,7 @@ SHAPES = [(4, 2, 2, 1), (64, 1, 64, 4), (128, 96, 4, 1), (33, 8, 5, 3)]
 
 def routed(tokens, experts, top_k, device):
     """indices, bin_ids, bins and padded_bins, by MegaBlocks' own sort, histogram and cumsum."""
-    ids = torch.randint(experts, (tokens * top_k,), generator=cases.generator(device, 1), device=device).int()
+    ids = torch.randint(experts, (tokens * top_k,), generator=exact_inputs.generator(device, 1), device=device).int()
     bin_ids, indices = theirs.sort(ids, 6)
     counts = theirs.histogram(ids, experts)
     return indices, bin_ids, theirs.inclusive_cumsum(counts, 0), theirs.inclusive_cumsum(theirs.round_up(counts, 16), 0)
@@ -39,7 +39,7 @@ def routed(tokens, experts, top_k, device):
 def values_and_gradients(function, *inputs):
     leaves = [t.clone().requires_grad_() for t in inputs]
     out = function(*leaves)
-    grad = cases.exact_values(*out.shape, dtype=out.dtype, device=out.device, seed=9)
+    grad = exact_inputs.exact_values(*out.shape, dtype=out.dtype, device=out.device, seed=9)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
@@ -49,8 +49,8 @@ def test_gathers_and_scatters(device, shape, kind):
     skip_where_megablocks_needs_a_gpu(device)
     tokens, hidden, experts, top_k = shape
     indices, bin_ids, bins, padded_bins = routed(tokens, experts, top_k, device)
-    x = cases.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=2)
-    weights = cases.exact_values(tokens * top_k, dtype=torch.float32, device=device, seed=3)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=2)
+    weights = exact_inputs.exact_values(tokens * top_k, dtype=torch.float32, device=device, seed=3)
     # Half the capacity that all would need, so that slots are dropped.
     capacity = max(1, tokens * top_k // experts // 2)
 
@@ -74,7 +74,7 @@ def test_gathers_and_scatters(device, shape, kind):
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
 def test_sort_histogram_and_cumsums(device, dtype):
-    x = torch.randint(100, (1000,), generator=cases.generator(device, 1), device=device).to(dtype)
+    x = torch.randint(100, (1000,), generator=exact_inputs.generator(device, 1), device=device).to(dtype)
     for end_bit in (None, 7):
         values, order = theirs.sort(x, end_bit)
         expected = x.sort(stable=True)
@@ -92,10 +92,10 @@ def test_sort_histogram_and_cumsums(device, dtype):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_replicate(device, batch):
     counts = torch.tensor([3, 0, 5, 1], device=device)
-    x = cases.exact_values(batch, 4, dtype=torch.float16, device=device, seed=1)
+    x = exact_inputs.exact_values(batch, 4, dtype=torch.float16, device=device, seed=1)
     bins = counts.cumsum(0).int()
     out, grad_x = values_and_gradients(lambda x: theirs.replicate(x, bins, 9), x)
-    grad = cases.exact_values(batch, 9, dtype=torch.float16, device=device, seed=9)
+    grad = exact_inputs.exact_values(batch, 9, dtype=torch.float16, device=device, seed=9)
     assert torch.equal(out, x.repeat_interleave(counts, 1))
     expected = torch.stack([part.double().sum(1) for part in grad.split(counts.tolist(), 1)], 1)
     assert torch.equal(grad_x, expected.half())

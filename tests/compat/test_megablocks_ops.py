@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gbmoe import cases
 from gbmoe.compat.megablocks import kernels, ops
+from gbmoe.testing import exact_inputs
 from tests.compat import checked
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -26,8 +26,8 @@ Routed = namedtuple("Routed", "ids indices bin_ids bins padded_bins")
 @pytest.fixture(autouse=True)
 def maps_agree(monkeypatch):
     """Every call of an operator in these tests gets its maps checked."""
-    monkeypatch.setattr(ops, "_gather", checked(ops._gather))
-    monkeypatch.setattr(ops, "_scatter", checked(ops._scatter))
+    monkeypatch.setattr(ops, "gather_slots", checked(ops.gather_slots))
+    monkeypatch.setattr(ops, "scatter_slots", checked(ops.scatter_slots))
 
 
 def route(ids_R, experts, align=128):
@@ -38,11 +38,11 @@ def route(ids_R, experts, align=128):
 
 
 def random_ids(tokens, experts, top_k, device):
-    return torch.randint(experts, (tokens * top_k,), generator=cases.generator(device, tokens + experts), device=device).int()
+    return torch.randint(experts, (tokens * top_k,), generator=exact_inputs.generator(device, tokens + experts), device=device).int()
 
 
 def slots_of_rows(routed, rows, first_rows_E, capacity=None):
-    """For each row its slot or -1, by hand: the slots of expert e in order from row first_rows_E[e]."""
+    """The slot of each row or -1, made by hand: the slots of expert e stand in order from row first_rows_E[e] on."""
     slot_of_row = [-1] * rows
     for e, first in enumerate(first_rows_E):
         for place, slot in enumerate((routed.ids == e).nonzero().flatten().tolist()[:capacity]):
@@ -91,10 +91,10 @@ def test_gather_and_scatter(device, shape, dtype, padded):
     bins = (routed.bins, routed.padded_bins) if padded else (routed.bins,)
     gather, scatter = (ops.padded_gather, ops.padded_scatter) if padded else (ops.gather, ops.scatter)
 
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
-    y = cases.exact_values(ends[-1], hidden, dtype=dtype, device=device, seed=2)
-    grad = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
-    cases.poison(device)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
+    y = exact_inputs.exact_values(ends[-1], hidden, dtype=dtype, device=device, seed=2)
+    grad = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
+    exact_inputs.poison(device)
     out, _ = check_against_plain(lambda x: gather(x, routed.indices, routed.bin_ids, *bins, top_k),
                                  lambda x: plain_gather(x, slot_of_row, top_k), [x], y)
     assert torch.equal(out[slot_of_row >= 0], x[slot_of_row[slot_of_row >= 0] // top_k])
@@ -102,7 +102,7 @@ def test_gather_and_scatter(device, shape, dtype, padded):
 
     for weights_dtype in {None, dtype, torch.float32}:
         inputs = [y] if weights_dtype is None else \
-            [y, cases.exact_values(tokens * top_k, dtype=weights_dtype, device=device, seed=4)]
+            [y, exact_inputs.exact_values(tokens * top_k, dtype=weights_dtype, device=device, seed=4)]
         results = check_against_plain(
             lambda y, w=None: scatter(y, routed.indices, routed.bin_ids, w, *bins, top_k),
             lambda y, w=None: plain_scatter(y, w, slot_of_row, tokens, top_k), inputs, grad)
@@ -116,11 +116,11 @@ def test_binned_gather_and_scatter(device, shape, dtype):
     capacity = tokens * top_k // experts  # factor 1, so that unlucky experts drop slots
     routed = route(random_ids(tokens, experts, top_k, device), experts)
     slot_of_row = slots_of_rows(routed, experts * capacity, [e * capacity for e in range(experts)], capacity)
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
-    y = cases.exact_values(experts, capacity, hidden, dtype=dtype, device=device, seed=2)
-    grad = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
-    weights = cases.exact_values(tokens * top_k, dtype=dtype, device=device, seed=4)
-    cases.poison(device)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
+    y = exact_inputs.exact_values(experts, capacity, hidden, dtype=dtype, device=device, seed=2)
+    grad = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
+    weights = exact_inputs.exact_values(tokens * top_k, dtype=dtype, device=device, seed=4)
+    exact_inputs.poison(device)
     out, _ = check_against_plain(
         lambda x: ops.binned_gather(x, routed.indices, routed.bins, capacity, top_k),
         lambda x: plain_gather(x, slot_of_row, top_k).view(experts, capacity, hidden), [x], y)
@@ -201,7 +201,7 @@ def test_repeats_give_the_same_bits(device):
 @pytest.mark.parametrize("most", [None, 128])
 def test_sort(device, size, dtype, most):
     most = most or torch.iinfo(dtype).max
-    x = torch.randint(most, (size,), generator=cases.generator(device, size), device=device).to(dtype)
+    x = torch.randint(most, (size,), generator=exact_inputs.generator(device, size), device=device).to(dtype)
     for end_bit in (None, math.ceil(math.log2(most))):
         values, indices = ops.sort(x, end_bit)
         expected = torch.sort(x, stable=True)
@@ -219,7 +219,7 @@ def test_sort_reads_the_low_bits_only(device):
 @pytest.mark.parametrize("dtype", INTS, ids=dtype_id)
 @pytest.mark.parametrize("bins", [1, 128, 1024])
 def test_histogram(device, shape, dtype, bins):
-    x = torch.randint(-3, bins + 3, shape, generator=cases.generator(device, bins), device=device).to(dtype)
+    x = torch.randint(-3, bins + 3, shape, generator=exact_inputs.generator(device, bins), device=device).to(dtype)
     out = ops.histogram(x, bins)
     assert out.dtype == torch.int32 and out.is_contiguous()
     assert torch.equal(out, (x.unsqueeze(-1) == torch.arange(bins, device=device)).sum(-2).int())
@@ -228,7 +228,7 @@ def test_histogram(device, shape, dtype, bins):
 @pytest.mark.parametrize("shape", [(1, 32), (2, 1024), (128, 64), (3, 1), (40,), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", INTS, ids=dtype_id)
 def test_cumsums(device, shape, dtype):
-    x = torch.randint(2, shape, generator=cases.generator(device, 5), device=device).to(dtype)
+    x = torch.randint(2, shape, generator=exact_inputs.generator(device, 5), device=device).to(dtype)
     expected = torch.cumsum(x.long(), -1).to(dtype)
     for out, values in ((ops.inclusive_cumsum(x, 1), expected), (ops.exclusive_cumsum(x, 1), expected - x)):
         assert out.dtype == dtype and torch.equal(out, values)
@@ -244,14 +244,14 @@ def test_cumsum_of_one_element_is_0_d(device):
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int16, torch.int32], ids=dtype_id)
 def test_replicate(device, case, dtype):
     outputs, centers, batch = case
-    counts = ops.histogram(torch.randint(centers, (outputs,), generator=cases.generator(device, 1), device=device), centers)
+    counts = ops.histogram(torch.randint(centers, (outputs,), generator=exact_inputs.generator(device, 1), device=device), centers)
     bins = ops.inclusive_cumsum(counts, 0)
-    x = cases.exact_values(batch, centers, dtype=torch.float32, device=device, seed=2)
+    x = exact_inputs.exact_values(batch, centers, dtype=torch.float32, device=device, seed=2)
     x = x.to(dtype) if dtype.is_floating_point else (x * 64).to(dtype)
     out = ops.replicate(x, bins, outputs)
     assert torch.equal(out, x.repeat_interleave(counts.long(), 1))
     if dtype.is_floating_point:
-        grad = cases.exact_values(batch, outputs, dtype=dtype, device=device, seed=3)
+        grad = exact_inputs.exact_values(batch, outputs, dtype=dtype, device=device, seed=3)
         check_against_plain(lambda x: ops.replicate(x, bins, outputs), lambda x: x.repeat_interleave(counts.long(), 1), [x],
                             grad)
 
@@ -366,18 +366,19 @@ def test_bins_that_would_lose_rows_are_found_in_a_graph_too():
         compiled(BINS + 1)
 
 
+@pytest.mark.memcheck
 @pytest.mark.gpu
 @pytest.mark.parametrize("indices", [[0, 0, 1, 2], [4, -1, 2, 1], [2**31 - 1, -2**31, 0, 3]], ids=str)
 @pytest.mark.parametrize("bins", [[2, 4], [4, 2], [-7, 4], [2**31 - 1, 5], [5, 9]], ids=str)
 def test_indices_and_bins_on_a_device_touch_nothing_outside(monkeypatch, indices, bins):
-    """There they are not looked at; what comes out is one of x's rows everywhere, or zeros."""
+    """On a device their values are not checked; every row of the result is one of x's rows, or zero."""
     monkeypatch.undo()  # such maps name a row twice
     indices, bins = (torch.tensor(t, dtype=torch.int32, device="cuda") for t in (indices, bins))
     bin_ids, padded_bins = IDS.cuda(), torch.tensor([3, 8], device="cuda")
     around = torch.full((22, 8), float("nan"), device="cuda")
     x = around[10:12].copy_(torch.tensor([[1.0], [2.0]], device="cuda")).requires_grad_()
     weights = torch.ones(4, device="cuda", requires_grad=True)
-    cases.poison("cuda")
+    exact_inputs.poison("cuda")
     for rows, out in (
         (lambda: ops.gather(x, indices, bin_ids, bins, 2), lambda y: ops.scatter(y, indices, bin_ids, weights, bins, 2)),
         (lambda: ops.padded_gather(x, indices, bin_ids, bins, padded_bins, 2),

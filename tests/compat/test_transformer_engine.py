@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gbmoe import cases
 from gbmoe.compat import transformer_engine as te
+from gbmoe.testing import exact_inputs
 from tests.compat import checked
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -20,13 +20,13 @@ SHAPES = [(64, 8, 40, 2), (64, 16, 24, 5), (48, 64, 16, 6), (33, 7, 7, 2), (1, 1
 @pytest.fixture(autouse=True)
 def maps_agree(monkeypatch):
     """Every call of an operator in these tests gets its maps checked."""
-    monkeypatch.setattr(te, "_gather", checked(te._gather))
-    monkeypatch.setattr(te, "_scatter", checked(te._scatter))
+    monkeypatch.setattr(te, "gather_slots", checked(te.gather_slots))
+    monkeypatch.setattr(te, "scatter_slots", checked(te.scatter_slots))
 
 
 def random_mask(tokens, experts, top_k, device, seed=0):
     """TransformerEngine's ragged masks, tokens * top_k entries anywhere, with a token of all experts and one of none."""
-    places = torch.randperm(tokens * experts, generator=cases.generator(device, seed), device=device)
+    places = torch.randperm(tokens * experts, generator=exact_inputs.generator(device, seed), device=device)
     mask = (places < tokens * top_k).view(tokens, experts)
     if tokens > 4:
         mask[2], mask[3] = True, False
@@ -35,7 +35,7 @@ def random_mask(tokens, experts, top_k, device, seed=0):
 
 def random_probs(mask, dtype, seed=1):
     """Multiples of 1/64 above 0 where routed, NaN elsewhere: what nobody may read."""
-    probs = cases.exact_values(*mask.shape, dtype=dtype, device=mask.device, seed=seed).abs() + 1 / 64
+    probs = exact_inputs.exact_values(*mask.shape, dtype=dtype, device=mask.device, seed=seed).abs() + 1 / 64
     return torch.where(mask, probs, float("nan"))
 
 
@@ -45,7 +45,7 @@ def padded_counts(mask, align):
 
 
 def rows_of_mask(mask, align):
-    """By hand: (token, expert) of each row, -1 for padding; expert-major, tokens ascending."""
+    """(token, expert) of each row, made by hand, with -1 for padding; rows are expert-major with ascending tokens."""
     token_of_row, expert_of_row = [], []
     for e, target in enumerate(padded_counts(mask, align).tolist()):
         tokens = mask[:, e].nonzero().flatten().tolist()
@@ -128,7 +128,7 @@ def test_row_map(device, shape):
 @pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
 def test_maps_are_the_reference_s(device, tokens, experts, density):
     """Map, slots and padded slots of masks of every dtype and layout, against plain PyTorch on the CPU."""
-    drawn = torch.rand(tokens, experts, generator=cases.generator("cpu", 1)) < density
+    drawn = torch.rand(tokens, experts, generator=exact_inputs.generator("cpu", 1)) < density
     pad_offsets = torch.arange(experts) * 3
     rows = int(drawn.sum()) + 3 * experts - 2  # the last expert's last rows may lie behind
     expected_map = te._mask_row_map_reference(drawn)
@@ -139,7 +139,7 @@ def test_maps_are_the_reference_s(device, tokens, experts, density):
         mask = mask.to(device)
         mask = mask.t().contiguous().t() if i % 2 else mask
         for pad in (None, pad_offsets):
-            cases.poison(device)
+            exact_inputs.poison(device)
             row_map, row_of_slot, slot_of_row = te._mask_rows(mask, None if pad is None else pad.to(device), rows)
             padded_TE = torch.where(used_TE, row_TE if pad is None else row_TE + pad[te._columns(expected_map)[1]].int(), -1)
             padded_TE = torch.where(padded_TE < rows, padded_TE, -1)
@@ -150,6 +150,7 @@ def test_maps_are_the_reference_s(device, tokens, experts, density):
             assert torch.equal(slot_of_row.cpu(), expected_P)
 
 
+@pytest.mark.memcheck
 def test_a_map_that_leads_outside_touches_nothing(device):
     x = torch.randn(9, 8, device=device, requires_grad=True)
     row_map = torch.tensor([[0, 99, -5, 1, 2, 0, 3],  # rows that are not there
@@ -175,12 +176,12 @@ def test_permute_and_unpermute_a_mask(device, shape, dtype, probs_kind):
     mask = random_mask(tokens, experts, top_k, device)
     token_P, expert_P = rows_of_mask(mask, 0)
     rows = token_P.numel()
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
-    y = cases.exact_values(rows, hidden, dtype=dtype, device=device, seed=2)
-    grad = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
+    y = exact_inputs.exact_values(rows, hidden, dtype=dtype, device=device, seed=2)
+    grad = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
     probs = [] if probs_kind == "none" else [random_probs(mask, dtype if probs_kind == "same" else torch.float32)]
-    grad_probs = [cases.exact_values(rows, dtype=p.dtype, device=device, seed=4) for p in probs]
-    cases.poison(device)
+    grad_probs = [exact_inputs.exact_values(rows, dtype=p.dtype, device=device, seed=4) for p in probs]
+    exact_inputs.poison(device)
 
     def permute(x, p=None):
         if p is None:
@@ -210,15 +211,15 @@ def test_permute_and_pad(device, shape, align, dtype):
     mask = random_mask(tokens, experts, top_k, device)
     token_P, expert_P = rows_of_mask(mask, align)
     rows = token_P.numel()
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
     probs = random_probs(mask, torch.float32)
-    y = cases.exact_values(rows, hidden, dtype=dtype, device=device, seed=2)
+    y = exact_inputs.exact_values(rows, hidden, dtype=dtype, device=device, seed=2)
     y[token_P < 0] = float("nan")  # in forward as in backward, nobody may read the padding
-    grad_probs = cases.exact_values(rows, dtype=torch.float32, device=device, seed=4)
+    grad_probs = exact_inputs.exact_values(rows, dtype=torch.float32, device=device, seed=4)
     grad_probs[token_P < 0] = float("nan")
-    grad = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
+    grad = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
     counts = mask.sum(0).cpu()
-    cases.poison(device)
+    exact_inputs.poison(device)
 
     leaves = [x.clone().requires_grad_(), probs.clone().requires_grad_()]
     out, probs_P, row_id_map, pad_offsets, target = te.moe_permute_and_pad_with_probs(*leaves, mask, counts, align)
@@ -301,7 +302,7 @@ def test_nan_of_an_expert_stays_with_its_tokens(device):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8], ids=dtype_id)
 def test_bytes_travel_as_they_are(device, dtype):
     mask = random_mask(40, 8, 2, device)
-    payload = torch.randint(256, (40, 32), generator=cases.generator(device, 1), device=device).to(torch.uint8)
+    payload = torch.randint(256, (40, 32), generator=exact_inputs.generator(device, 1), device=device).to(torch.uint8)
     probs = random_probs(mask, torch.float32)
     probs[2, 3] = 0.0
     probs.requires_grad_()
@@ -317,6 +318,7 @@ def test_bytes_travel_as_they_are(device, dtype):
     assert torch.equal(sorted_rows.view(torch.uint8), payload.roll(30, 0))
 
 
+@pytest.mark.memcheck
 def test_rows_behind_and_slots_beyond_num_out_tokens(device):
     mask = random_mask(20, 4, 2, device)
     x = torch.randn(20, 8, device=device, requires_grad=True)
@@ -352,21 +354,21 @@ def test_padded_rows_that_inp_lacks_count_as_dropped(device):
 @pytest.mark.parametrize("dropped", ["none", "ids", "capacity"])
 def test_permute_and_unpermute_ids(device, shape, dtype, dropped):
     tokens, experts, hidden, top_k = shape
-    ids = cases.expert_ids(tokens, experts, top_k, device=device, seed=1)
+    ids = exact_inputs.expert_ids(tokens, experts, top_k, device=device, seed=1)
     if dropped == "ids" and tokens > 4:
         ids[1], ids[3, 0] = -1, -1
     slot_P = torch.tensor([s for e in range(experts) for s in (ids.flatten() == e).nonzero().flatten().tolist()],
                           dtype=torch.int64, device=device)
     num_out_tokens = -1 if dropped == "none" else slot_P.numel() * (3 if dropped == "capacity" else 4) // 4
     slot_P = slot_P[:num_out_tokens] if num_out_tokens > 0 else slot_P
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=2)
-    probs = cases.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=2)
+    probs = exact_inputs.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3)
     gone = torch.ones(tokens * top_k, dtype=torch.bool, device=device)
     gone[slot_P] = False
     probs[gone.view(tokens, top_k)] = float("nan")
-    y = cases.exact_values(slot_P.numel(), hidden, dtype=dtype, device=device, seed=4)
-    grad = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=5)
-    cases.poison(device)
+    y = exact_inputs.exact_values(slot_P.numel(), hidden, dtype=dtype, device=device, seed=4)
+    grad = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=5)
+    exact_inputs.poison(device)
 
     out, row_id_map = te.moe_permute(x, ids.int(), num_out_tokens, map_type="index")
     assert torch.equal(out, x[slot_P // top_k])
@@ -398,7 +400,7 @@ def test_ids_without_probs_and_shape_count_every_slot_by_itself(device):
 
 def random_chunks(tokens, ranks, experts, seed=0):
     """Sizes of ranks * experts chunks, rank-major, and the order that puts an expert's chunks side by side."""
-    chunk_T = torch.randint(ranks * experts, (tokens,), generator=cases.generator("cpu", seed))
+    chunk_T = torch.randint(ranks * experts, (tokens,), generator=exact_inputs.generator("cpu", seed))
     sizes = torch.bincount(chunk_T, minlength=ranks * experts)
     return sizes.int(), torch.arange(ranks * experts).view(ranks, experts).T.flatten().int()
 
@@ -414,8 +416,8 @@ def plain_sort(x, sizes, order):
 def test_sort_chunks(device, case, dtype, align):
     tokens, ranks, experts = case
     sizes, order = random_chunks(tokens, ranks, experts)
-    x = cases.exact_values(tokens, 12, dtype=dtype, device=device, seed=1)
-    probs = cases.exact_values(tokens, dtype=torch.float32, device=device, seed=2)
+    x = exact_inputs.exact_values(tokens, 12, dtype=dtype, device=device, seed=1)
+    probs = exact_inputs.exact_values(tokens, dtype=torch.float32, device=device, seed=2)
     counts = sizes[order.long()].view(experts, ranks).sum(1).tolist()
     targets = [-(-n // align) * align if align else n for n in counts]
 
@@ -426,9 +428,9 @@ def test_sort_chunks(device, case, dtype, align):
     def plain(x, probs):
         return pad(plain_sort(x, sizes, order)), pad(plain_sort(probs, sizes, order))
 
-    grads = [cases.exact_values(sum(targets), 12, dtype=dtype, device=device, seed=3),
-             cases.exact_values(sum(targets), dtype=torch.float32, device=device, seed=4)]
-    cases.poison(device)
+    grads = [exact_inputs.exact_values(sum(targets), 12, dtype=dtype, device=device, seed=3),
+             exact_inputs.exact_values(sum(targets), dtype=torch.float32, device=device, seed=4)]
+    exact_inputs.poison(device)
     if align is None:
         def sort(x, p):
             return te.moe_sort_chunks_by_index_with_probs(x, p, sizes, order)
@@ -506,19 +508,20 @@ def test_tables_that_would_lose_rows_are_found_in_a_graph_too():
         compiled(x, torch.tensor([4, 7]), order)
 
 
+@pytest.mark.memcheck
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes, order", [
     *((sizes, order) for sizes, order, _ in WRONG_TABLES[:2] + WRONG_TABLES[3:]),
     ([4, 4, 2], [2**40, -2**40, 7]), ([2**31 + 3, -2**31, 5], [2, 1, 0]), ([10**6, -10**6, 10], [2, 0, 1]),
 ])
 def test_tables_on_a_device_touch_nothing_outside(monkeypatch, sizes, order):
-    """There they are not looked at; what comes out is one of inp's rows everywhere, or zeros."""
+    """On a device their values are not checked; every row of the result is one of inp's rows, or zero."""
     monkeypatch.undo()  # such maps name a row twice
     tables = torch.tensor(sizes, device="cuda"), torch.tensor(order, device="cuda")
     around = torch.full((30, 8), float("nan"), device="cuda")
     x = around[10:20].copy_(torch.arange(1.0, 11, device="cuda").unsqueeze(1)).requires_grad_()
     for sort in SORTS:
-        cases.poison("cuda")
+        exact_inputs.poison("cuda")
         try:
             out = sort(x, *tables)
         except ValueError as error:  # the padded sort has the number of rows read back
@@ -555,7 +558,7 @@ def there_and_back(x, probs, mask, rows):
 
 def there_and_back_inputs(seed, device="cuda"):
     mask = random_mask(200, 16, 4, device, seed)
-    x = torch.randn(200, 40, generator=cases.generator(device, seed), device=device).bfloat16()
+    x = torch.randn(200, 40, generator=exact_inputs.generator(device, seed), device=device).bfloat16()
     return x.requires_grad_(), random_probs(mask, torch.float32, seed).requires_grad_(), mask
 
 
@@ -658,7 +661,7 @@ MAP = te.mask_row_map(MASK)
     (lambda: te.moe_unpermute(X, MAP[:, :4]), r"moe_unpermute: row_id_map: expected 2 \* E \+ 1 columns, got 4"),
     (lambda: te.moe_unpermute(X, MAP, PROBS[:2]), r"moe_unpermute: merging_probs: expected shape \[3, 2\], got \[2, 2\]"),
     (lambda: te.moe_unpermute(X, MAP, PROBS, probs=PROBS),
-     "moe_unpermute: probs: expected None beside merging_probs, got both"),
+     "moe_unpermute: probs: expected None together with merging_probs, got both"),
     (lambda: te.moe_unpermute(X, MAP, restore_shape=(3, 5)), r"moe_unpermute: restore_shape: expected \(3, 4\), got \(3, 5\)"),
     (lambda: te.moe_unpermute(X, MAP, pad_offsets=SIZES[:1]),
      r"moe_unpermute: pad_offsets: expected shape \[2\], got \[1\]"),

@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gbmoe import cases, engines
+from gbmoe import engines
 from gbmoe.compat import transformers as adapter
+from gbmoe.testing import accuracy, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 transformers = pytest.importorskip("transformers", minversion="5.8", reason="needs transformers 5.8 or newer")
@@ -77,7 +78,7 @@ def build(model_type, dtype=torch.float64, **overrides):
 
 
 def token_ids(*shape):
-    return torch.randint(3, VOCABULARY, shape, generator=cases.generator("cpu", 1))
+    return torch.randint(3, VOCABULARY, shape, generator=exact_inputs.generator("cpu", 1))
 
 
 def forward_and_gradients(model, implementation, ids):
@@ -102,7 +103,7 @@ def test_logits_and_every_gradient_are_those_of_eager(model_type, calls):
     assert len(experts) == layers * (4 if model_type == "gpt_oss" else 2)
     for name, value in expected.items():
         # Attention and norms compute in float32 wherever the models say so, with the same inputs but for the last bits.
-        assert cases.relative_error(found[name], value) < 1e-6, name
+        assert accuracy.relative_error(found[name], value) < 1e-6, name
         assert value.abs().max() > 0, name
 
 
@@ -149,7 +150,7 @@ def test_switches_back_and_forth_and_saves_the_same_parameters(calls, tmp_path):
         tmp_path, experts_implementation="gbmoe", dtype=torch.float64)
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
-    assert cases.relative_error(loaded(ids).logits, model(ids).logits) < 1e-12
+    assert accuracy.relative_error(loaded(ids).logits, model(ids).logits) < 1e-12
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
@@ -160,9 +161,9 @@ def test_compiles_without_a_graph_break(model_type):
     model.zero_grad()
     out = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids)
     out.loss.backward()
-    assert cases.relative_error(out.logits.detach(), expected["logits"]) < 1e-9
+    assert accuracy.relative_error(out.logits.detach(), expected["logits"]) < 1e-9
     for name, parameter in model.named_parameters():
-        assert cases.relative_error(parameter.grad, expected[name]) < 1e-9, name
+        assert accuracy.relative_error(parameter.grad, expected[name]) < 1e-9, name
 
 
 @pytest.mark.gpu
@@ -185,7 +186,7 @@ def test_generates_from_cuda_graphs(model_type, dtype):
         assert logits.shape == torch.stack(right.logits).shape and torch.isfinite(logits).all()
         if dtype == torch.float32:  # of bfloat16 the last bits may choose other experts and tokens
             assert torch.equal(got.sequences, right.sequences)
-            assert cases.relative_error(logits, torch.stack(right.logits)) < 1e-3
+            assert accuracy.relative_error(logits, torch.stack(right.logits)) < 1e-3
 
 
 @pytest.mark.gpu
@@ -203,10 +204,10 @@ def test_trains_from_cuda_graphs(model_type):
         torch.compiler.cudagraph_mark_step_begin()
         out = compiled(ids, labels=ids)
         out.loss.backward()
-        assert cases.relative_error(out.logits.detach(), expected["logits"]) < 1e-3
+        assert accuracy.relative_error(out.logits.detach(), expected["logits"]) < 1e-3
         for name, parameter in model.named_parameters():
             if name in expected:
-                assert cases.relative_error(parameter.grad, expected[name]) < 1e-3, name
+                assert accuracy.relative_error(parameter.grad, expected[name]) < 1e-3, name
 
 
 # -------------------------------------------------------------------------------------------- the experts by themselves
@@ -222,13 +223,13 @@ class Experts(torch.nn.Module):
         self.num_experts, self.act_fn = experts, config.act_fn
         self.up_name = "gate_up_proj" if config.has_gate else "up_proj"
         for index, (name, inner, outer) in enumerate(((self.up_name, hidden, columns), ("down_proj", ffn, hidden))):
-            values = cases.exact_values(experts, outer, inner, dtype=config.dtype, device=config.device, seed=index,
-                                        scale=cases.fan_in_scale(inner))
+            values = exact_inputs.exact_values(experts, outer, inner, dtype=config.dtype, device=config.device, seed=index,
+                                               scale=exact_inputs.fan_in_scale(inner))
             if config.is_transposed:
                 values = values.transpose(1, 2).contiguous()
             self.register_parameter(name, torch.nn.Parameter(values))
             if config.has_bias:
-                bias = cases.exact_values(experts, outer, dtype=config.dtype, device=config.device, seed=9 + index)
+                bias = exact_inputs.exact_values(experts, outer, dtype=config.dtype, device=config.device, seed=9 + index)
                 self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias))
         if config.has_norm:
             self.post_expert_norm = torch.nn.RMSNorm(hidden, eps=1e-5, dtype=config.dtype, device=config.device)
@@ -270,19 +271,19 @@ def make_experts(dtype, device, *, cls=Experts, shape=(5, 24, 40), act_fn=F.silu
 
 
 def inputs(dtype, device, *, tokens=50, experts=5, top_k=2, hidden=24):
-    x_TH = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
-    weights_TK = cases.exact_values(tokens, top_k, dtype=dtype, device=device, seed=4)
-    ids_TK = cases.expert_ids(tokens, experts - 1, top_k, device=device, seed=5)  # the last expert stays empty
+    x_TH = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3)
+    weights_TK = exact_inputs.exact_values(tokens, top_k, dtype=dtype, device=device, seed=4)
+    ids_TK = exact_inputs.expert_ids(tokens, experts - 1, top_k, device=device, seed=5)  # the last expert stays empty
     return x_TH, ids_TK, weights_TK
 
 
 def run_experts(experts, implementation, x_TH, ids_TK, weights_TK, grad_TH=None):
     experts.config._experts_implementation = implementation
     leaves = {"x": x_TH.detach().clone().requires_grad_(), "weights": weights_TK.detach().clone().requires_grad_()}
-    cases.poison(x_TH.device)
+    exact_inputs.poison(x_TH.device)
     out = experts(leaves["x"], ids_TK, leaves["weights"])
     if grad_TH is None:
-        grad_TH = cases.exact_values(*out.shape, dtype=out.dtype, device=out.device, seed=6)
+        grad_TH = exact_inputs.exact_values(*out.shape, dtype=out.dtype, device=out.device, seed=6)
     wanted = leaves | dict(experts.named_parameters())
     return {"out": out.detach(), **dict(zip(wanted, torch.autograd.grad(out, list(wanted.values()), grad_TH)))}
 
@@ -327,7 +328,7 @@ def test_sentinels_add_nothing_and_get_zero_gradients(layout, device):
     x_TH, ids_TK, weights_TK = inputs(torch.float64, device)
     experts = make_experts(torch.float64, device, **layout_options(layout, torch.float64, device))
     experts._is_expert_parallel = True
-    here_TK = torch.rand(ids_TK.shape, generator=cases.generator(device, 7), device=device) < 0.5
+    here_TK = torch.rand(ids_TK.shape, generator=exact_inputs.generator(device, 7), device=device) < 0.5
     here_TK[0], gone_T = False, ~here_TK.any(1)
     assert gone_T.sum() > 1
     ids_TK = torch.where(here_TK, ids_TK, experts.num_experts)
@@ -336,7 +337,7 @@ def test_sentinels_add_nothing_and_get_zero_gradients(layout, device):
     expected = run_experts(experts, "eager", x_TH, ids_TK, weights_TK)
     found = run_experts(experts, "gbmoe", poisoned_TH, ids_TK, poisoned_TK)
     for name, value in expected.items():
-        assert cases.relative_error(found[name], value) < 1e-12, name
+        assert accuracy.relative_error(found[name], value) < 1e-12, name
     for name in ("out", "x"):
         assert (found[name][gone_T] == 0).all()
     assert (found["weights"][~here_TK] == 0).all()
@@ -347,11 +348,11 @@ def test_sentinels_add_nothing_and_get_zero_gradients(layout, device):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=dtype_id)
 @pytest.mark.parametrize("tokens, top_k", [(0, 2), (1, 1), (7, 5)])
 def test_few_tokens_and_wide_weights(tokens, top_k, index_dtype, device):
-    """No token, one, every expert for each; the router's weights in float32 beside bfloat16 rows."""
+    """No token, one token, and every expert for each token; router weights in float32 with rows in bfloat16."""
     experts = make_experts(torch.bfloat16, device, has_bias=True)
-    x_TH = cases.exact_values(tokens, 24, dtype=torch.bfloat16, device=device, seed=3)
-    ids_TK = cases.expert_ids(tokens, 5, top_k, device=device, seed=5)
-    weights_TK = torch.rand(tokens, top_k, generator=cases.generator(device, 6), device=device)
+    x_TH = exact_inputs.exact_values(tokens, 24, dtype=torch.bfloat16, device=device, seed=3)
+    ids_TK = exact_inputs.expert_ids(tokens, 5, top_k, device=device, seed=5)
+    weights_TK = torch.rand(tokens, top_k, generator=exact_inputs.generator(device, 6), device=device)
     found = run_experts(experts, "gbmoe", x_TH, ids_TK.to(index_dtype), weights_TK)
     baseline = run_experts(experts, "eager", x_TH, ids_TK, weights_TK)
     exact = make_experts(torch.float64, device, has_bias=True)
@@ -405,7 +406,7 @@ def test_frozen_parameters_and_inference(device):
     experts.requires_grad_(False)
     experts.down_proj.requires_grad_()
     out = experts(x_TH, ids_TK, weights_TK)
-    out.backward(cases.exact_values(*out.shape, dtype=out.dtype, device=device, seed=6))
+    out.backward(exact_inputs.exact_values(*out.shape, dtype=out.dtype, device=device, seed=6))
     assert torch.equal(experts.down_proj.grad, expected["down_proj"])
     assert all(p.grad is None for name, p in experts.named_parameters() if name != "down_proj")
 
@@ -438,7 +439,7 @@ def on_two_ranks(rank, store, results):
         assert whole.keys() == expected.keys()
         sharded = [value for name, value in found.items() if ".experts." in name]
         assert all(value.to_local().size(0) == 4 for value in sharded)
-        errors[arrangement] = max(cases.relative_error(whole[name], value) for name, value in expected.items())
+        errors[arrangement] = max(accuracy.relative_error(whole[name], value) for name, value in expected.items())
     results[rank] = errors
     dist.destroy_process_group()
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from gbmoe import cases, engines
+from gbmoe import engines
 from gbmoe.engines.base import Problem
+from gbmoe.testing import exact_inputs
 
 CPU = torch.device("cpu")
 
@@ -15,7 +16,7 @@ def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, col
 
 def test_every_engine_says_yes_or_why_not(device):
     table = engines.availability(device)
-    assert list(table) == ["hopper", "cublas_loop", "cublas_grouped", "torch", "reference"]
+    assert list(table) == ["hopper", "hopper_batch_invariant", "cublas_loop", "cublas_grouped", "torch", "reference"]
     assert table["reference"] is None
     for name, reason in table.items():
         assert reason is None or len(reason) > 10, name
@@ -79,6 +80,7 @@ def test_a_forced_engine_serves_or_raises():
         engines.select("fast", problem())
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("place, engine", [("cpu", "reference"), *(pytest.param("cuda", name, marks=pytest.mark.gpu)
                                                                    for name in ("reference", "cublas_loop", "cublas_grouped"))])
 @pytest.mark.parametrize("sizes, counted", [
@@ -94,7 +96,7 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
         left, right, *layout = operands
         results = []
         for given in (sizes, counted):
-            cases.poison(place)
+            exact_inputs.poison(place)
             target = torch.full((50, 16), 7.0, dtype=dtype, device=place)  # 48 of them are as many as three groups of 16
             out = target[10:20] if not layout[0] else target[1:49].view(3, 16, 16)
             results.append(engines.product(left, right, given, *layout, engine=engine, out=out))

@@ -1,12 +1,14 @@
-"""What the Hopper engine computes beyond grouped products, and these by every tiling, at shapes it leaves alone too."""
+"""The Hopper engine's fused computations, and its grouped products with every tiling, also at shapes that "auto" gives to other engines."""
 
 import pytest
 import torch
 
-from gbmoe import RoutingPlan, cases, engines, reference
-from gbmoe.engines import hopper, tuning
-from gbmoe.engines.tuning import NARROW, SQUARE, WIDE, GemmConfig
-from gbmoe.kernels import gather
+from gbmoe import RoutingPlan, engines
+from gbmoe.engines import hopper
+from gbmoe.kernels import gather, plain_torch
+from gbmoe.testing import exact_inputs
+from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning.grouped_gemm import NARROW, SQUARE, WIDE, GemmConfig
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 pytestmark = pytest.mark.gpu
@@ -22,9 +24,9 @@ def on_hopper():
 
 
 def drawn(dtype, seed):
-    """What draws the tensors of one set of inputs, by their shape and number."""
+    """A function that draws tensors of a given shape; `number` tells the tensors of one `seed` apart."""
     def values(*shape, number, scale=1.0):
-        return cases.exact_values(*shape, dtype=dtype, device=DEVICE, seed=10 * seed + number, scale=scale)
+        return exact_inputs.exact_values(*shape, dtype=dtype, device=DEVICE, seed=10 * seed + number, scale=scale)
 
     return values
 
@@ -38,7 +40,7 @@ def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, 
     slots = torch.where(without, -1, slots)
     slots[sum(sizes):] = -2
     return {
-        "dz": values(rows, hidden, number=1), "w2": values(len(sizes), ffn, hidden, number=2, scale=cases.fan_in_scale(hidden)),
+        "dz": values(rows, hidden, number=1), "w2": values(len(sizes), ffn, hidden, number=2, scale=exact_inputs.fan_in_scale(hidden)),
         "sizes": torch.tensor(sizes, dtype=torch.int32, device=DEVICE),
         "h": values(rows, ffn, number=3), "g": values(rows, ffn, number=4) if glu else None,
         "slot_of_row": slots,
@@ -47,20 +49,21 @@ def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, 
 
 
 def down_backward(inputs, activation):
-    cases.poison(DEVICE)
+    exact_inputs.poison(DEVICE)
     names = ("a", "dh", "dg", "dweights")
     return {name: t for name, t in zip(names, hopper.down_backward_gemm(*inputs.values(), activation)) if t is not None}
 
 
 def expected_down_backward(inputs, activation, dtype):
-    """The same apart, in `dtype`: the product of each group, then the reference of the activation's backward."""
+    """What the fused kernel computes, in separate steps in `dtype`: each group's product, then the activation's backward by the
+    reference."""
     dz, w2, h, g = (None if inputs[name] is None else inputs[name].to(dtype) for name in ("dz", "w2", "h", "g"))
     weights = inputs["weights"].double() if dtype == torch.float64 and inputs["weights"] is not None else inputs["weights"]
     d, first = torch.zeros_like(h), 0
     for group, rows in enumerate(inputs["sizes"].tolist()):
         d[first:first + rows] = dz[first:first + rows] @ w2[group].t()
         first += rows
-    a, dg, dweights = reference.activate_backward(h, g, d, inputs["slot_of_row"], weights, activation)
+    a, dg, dweights = plain_torch.activate_backward(h, g, d, inputs["slot_of_row"], weights, activation)
     results = {"a": a, "dh": d, "dg": dg if g is not None else None, "dweights": dweights if weights is not None else None}
     return {name: t for name, t in results.items() if t is not None}
 
@@ -84,7 +87,7 @@ SIZES = [130, 0, 1, 64, 65, 128, 17, 300]
 
 
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
 def test_down_backward_of_every_activation(activation, glu):
     for dtype in (torch.bfloat16, torch.float16):
         assert_down_backward(down_backward_inputs(dtype, SIZES, 136, 264, glu=glu, weights=torch.float32), activation)
@@ -93,7 +96,7 @@ def test_down_backward_of_every_activation(activation, glu):
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("weights", [None, torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_down_backward_takes_weights_of_any_dtype(weights, glu):
-    """Rows in float16, which tell a weight from one that has lost its last bits."""
+    """In float16 a router weight that lost its last bits changes the result."""
     assert_down_backward(down_backward_inputs(torch.float16, SIZES, 64, 192, glu=glu, weights=weights), "silu")
 
 
@@ -101,7 +104,8 @@ def test_down_backward_takes_weights_of_any_dtype(weights, glu):
 @pytest.mark.parametrize("hidden, ffn", [(8, 8), (64, 72), (72, 384), (2048, 256), (1544, 768), (200, 1152), (72, 1920), (520, 2056),
                                          (264, 3608), (72, 3840)])
 def test_down_backward_of_every_tiling(dtype, hidden, ffn):
-    """Tiles in pairs, with a side left over, narrow, and on their own; columns left over; fewer slices than stages, and many."""
+    """Clusters of two tiles, with one tile left over; narrow tiles; no clusters; columns left over; fewer slices along K than stages,
+    and many."""
     assert_down_backward(down_backward_inputs(dtype, SIZES, hidden, ffn, glu=True, weights=torch.float32), "silu")
 
 
@@ -109,19 +113,19 @@ def test_down_backward_of_every_tiling(dtype, hidden, ffn):
                          ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
 @pytest.mark.parametrize("hidden, ffn", [(72, 512), (328, 768), (1544, 640), (264, 3840)])
 def test_down_backward_goes_round_its_rings(sizes, hidden, ffn):
-    """More tiles than blocks, where warps of either side are ahead of the other's; no tile at all."""
+    """More tiles than CTAs, so that producer and consumer warps run ahead of each other; and no tile at all."""
     assert_down_backward(down_backward_inputs(torch.bfloat16, sizes, hidden, ffn, glu=True, weights=torch.float32), "silu")
 
 
 @pytest.mark.parametrize("hidden", [8, 1544])
 @pytest.mark.parametrize("ffn", [8, 64, 264, 520])
 def test_down_backward_of_tiles_with_few_pieces(hidden, ffn):
-    """Some of a block's warps have none in several tiles in a row."""
+    """Some of a CTA's warps have no rows to store in several tiles in a row."""
     for sizes in ([1] * 2000, [17, 33, 1, 0, 90] * 200):
         assert_down_backward(down_backward_inputs(torch.bfloat16, sizes, hidden, ffn, glu=True, weights=torch.float32), "silu")
 
 
-@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
 def test_down_backward_where_the_activation_is_flat_or_steep(activation):
     inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
     values = torch.tensor([-3e4, -100.0, -88.0, -30.0, -8.0, -1e-30, -0.0, 0.0, 1e-30, 8.0, 30.0, 88.0, 100.0, 3e4], device=DEVICE)
@@ -144,7 +148,7 @@ def test_down_backward_keeps_nan_out_of_rows_without_a_slot():
 
 
 def test_down_backward_keeps_nan_in_its_row():
-    """The next group's rows are in the same tiles' reach, and other rows' sums in the same lanes'."""
+    """Tiles reach into the rows of the next group, and the same lanes hold the sums of other rows."""
     inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
     clean, rows = down_backward(inputs, "silu"), sum(SIZES)
     hit = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
@@ -169,11 +173,12 @@ EVERY_TILING = [*PING_PONG, GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2, tile
 @pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [129] * 64, [0, 9, 0], [0] * 5],
                          ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
 def test_rows_by_every_walk(dtype, sizes, columns):
-    """Tiles in pairs along either side, with one left over, and on their own; one or two products summed; fewer slices than stages."""
+    """Clusters of two tiles along M or N, with one tile left over, and no clusters; one product or the sum of two; fewer slices along K
+    than stages."""
     values, rows, on_device = drawn(dtype, 0), sum(sizes), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
     for inner, products in ((8, 1), (72, 2), (328, 1), (1544, 2)):
         a = [values(rows + 40, inner, number=i) for i in range(products)]
-        b = [values(len(sizes), inner, columns, number=2 + i, scale=cases.fan_in_scale(inner)) for i in range(products)]
+        b = [values(len(sizes), inner, columns, number=2 + i, scale=exact_inputs.fan_in_scale(inner)) for i in range(products)]
         exact = sum(torch.cat([r.double() @ w.double() for r, w in zip(x[:rows].split(sizes), y)]) for x, y in zip(a, b))
         baseline = sum(torch.cat([r.float() @ w.float() for r, w in zip(x[:rows].split(sizes), y)]) for x, y in zip(a, b)).to(dtype)
         for trans_b in (False, True):
@@ -184,7 +189,7 @@ def test_rows_by_every_walk(dtype, sizes, columns):
                 got = []
                 for _ in range(2):
                     out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
-                    cases.poison(DEVICE)  # and with it the workspace
+                    exact_inputs.poison(DEVICE)  # and with it the workspace
                     hopper.launch_rows(config, *operands, out)
                     got.append(out)
                 name = f"inner {inner}, {trans_b=}, {config}"
@@ -196,7 +201,7 @@ def test_rows_by_every_walk(dtype, sizes, columns):
 @pytest.mark.parametrize("sizes", [SIZES, [129] * 8], ids=["small", "129"])
 @pytest.mark.parametrize("config", PING_PONG, ids=range(len(PING_PONG)))
 def test_rows_in_ping_pong_keep_nan_in_its_row(sizes, columns, config):
-    """The next group's rows are in the same tiles' reach, and in a pair's second tile."""
+    """Tiles, and the second tile of a cluster, reach into the rows of the next group."""
     on_device, values, rows = torch.tensor(sizes, device=DEVICE), drawn(torch.bfloat16, 1), sum(sizes)  # int64
     a, b, out = values(rows, 200, number=1), values(len(sizes), 200, columns, number=2), values(rows, columns, number=3)
     hopper.launch_rows(config, a, b, None, None, on_device, False, out)
@@ -216,10 +221,10 @@ def test_up_of_many_tiles(hidden, ffn, activation, glu):
     sizes = [2700, 0, 2560, 129, 5200, 1, 2570]
 
     values = drawn(torch.bfloat16, 0)
-    x, scale = values(sum(sizes), hidden, number=1), cases.fan_in_scale(hidden)
+    x, scale = values(sum(sizes), hidden, number=1), exact_inputs.fan_in_scale(hidden)
     w1 = values(len(sizes), ffn, hidden, number=2, scale=scale)
     v1 = values(len(sizes), ffn, hidden, number=3, scale=scale) if glu else None
-    cases.poison(DEVICE)
+    exact_inputs.poison(DEVICE)
     a, h, g = hopper.up_gemm(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), activation, True)
     assert tuning.up_gemm(sum(sizes), hidden, ffn, glu).tile_counter == (hidden != 72)
     for name, weights, got in (("h", w1, h), ("g", v1, g)):
@@ -228,8 +233,8 @@ def test_up_of_many_tiles(hidden, ffn, activation, glu):
         each = [torch.cat([rows.to(dtype) @ w.to(dtype).t() for rows, w in zip(x.split(sizes), weights)])
                 for dtype in (torch.bfloat16, torch.float64)]
         assert_as_accurate_as(got, *each, name)
-    exact = reference.activate(h.double(), None if g is None else g.double(), activation)
-    assert_as_accurate_as(a, reference.activate(h, g, activation), exact, "a")
+    exact = plain_torch.activate(h.double(), None if g is None else g.double(), activation)
+    assert_as_accurate_as(a, plain_torch.activate(h, g, activation), exact, "a")
 
 
 def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
@@ -244,7 +249,7 @@ def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
     gathered = torch.where(slots.unsqueeze(1) >= 0, x[slots.clamp(min=0).long() // top_k], 0)[:sum(sizes)]
     a = values(rows, ffn, number=3)
     a[sum(sizes):] = float("nan")
-    return x, gathered, slots, values(len(sizes), ffn, hidden, number=2, scale=cases.fan_in_scale(hidden)), a
+    return x, gathered, slots, values(len(sizes), ffn, hidden, number=2, scale=exact_inputs.fan_in_scale(hidden)), a
 
 
 def expected_weights(a, gathered, sizes, dtype):
@@ -259,18 +264,19 @@ def expected_weights(a, gathered, sizes, dtype):
 def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
     x, gathered, slots, w, a = gathered_inputs(dtype, sizes, hidden, ffn, top_k)
     on_device, rows = torch.tensor(sizes, dtype=torch.int32, device=DEVICE), sum(sizes)
-    cases.poison(DEVICE)
+    exact_inputs.poison(DEVICE)
     got = hopper.rows_gemm_gathered(x, slots, top_k, w, on_device)[:rows]
     each = [torch.cat([g.to(t) @ m.to(t).t() for g, m in zip(gathered.split(sizes), w)]) for t in (dtype, torch.float64)]
     assert_as_accurate_as(got, *each, "rows")
     assert bool((got[slots[:rows] < 0] == 0).all())
-    cases.poison(DEVICE)
+    exact_inputs.poison(DEVICE)
     got = hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device)
     assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, dtype), "weights")
     assert bool((got[on_device == 0] == 0).all())
     assert torch.equal(got, hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device))
 
 
+@pytest.mark.memcheck
 def test_weights_that_gather_in_more_groups_than_a_block_has_threads():
     sizes = [*([3] * 1100), 0, 400]
     x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, 72, 24, 2)
@@ -301,16 +307,17 @@ OVERWRITTEN = [[2**31 - 1] * 4, [-5, 300, -(2**31), 10**6], [100] * 60, [0, 2**3
                [2**32 + 7, 200, 2**33], [3] * 1100 + [2**31 - 1] * 3]
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("sizes", OVERWRITTEN, ids=range(len(OVERWRITTEN)))
 @pytest.mark.parametrize("inner, columns", [(72, 264), (1544, 640), (2056, 128), (200, 384)])
 def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
-    """A collective may have overwritten them, which no check sees: what lies around the result is not the product's to write to."""
+    """A collective may have overwritten the sizes, which no check sees: the kernel must not write outside of its result."""
     rows, guard, values = 700, 4096, drawn(torch.bfloat16, 0)
     if max(map(abs, sizes)) < 2**31:
         as_types = (torch.int32, torch.int64)
     else:
         as_types = (torch.int64,)
-    a, w = values(rows, inner, number=1), values(len(sizes), inner, columns, number=2, scale=cases.fan_in_scale(inner))
+    a, w = values(rows, inner, number=1), values(len(sizes), inner, columns, number=2, scale=exact_inputs.fan_in_scale(inner))
     right = values(rows, columns, number=3)
     kept = within(sizes, rows)
     used = sum(kept)
@@ -336,8 +343,10 @@ def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
         assert bool((around[0] == 7).all() & (around[-1] == 7).all())
 
 
+@pytest.mark.memcheck
 def test_slots_out_of_range_name_no_token():
-    """A plan made by hand may hold any slot: those beyond the tokens count as none, in what gathers and in what hands over."""
+    """A hand-made plan may hold any slot: those beyond the tokens count as none, in kernels that gather and in the operators around
+    them."""
     hidden, ffn, top_k = 1544, 256, 2
     x, gathered, slots, w, a = gathered_inputs(torch.bfloat16, SIZES, hidden, ffn, top_k)
     rows, sizes = sum(SIZES), torch.tensor(SIZES, dtype=torch.int32, device=DEVICE)
@@ -358,12 +367,12 @@ def test_slots_out_of_range_name_no_token():
 
 @pytest.mark.large
 def test_as_many_rows_as_fit_into_int32():
-    """Rows next below 2^31 - 1024: their offsets, and where tiles of the last ones end, are inside of 64 bits and of 32."""
+    """Numbers of rows just below 2^31 - 1024: offsets need 64 bits, and the end of the last tile must still fit 32."""
     rows = 2**31 - 2**10
     a = torch.empty(rows, 8, dtype=torch.bfloat16, device=DEVICE).fill_(0.5)
-    tail = cases.exact_values(300, 8, dtype=torch.bfloat16, device=DEVICE, seed=1)
+    tail = exact_inputs.exact_values(300, 8, dtype=torch.bfloat16, device=DEVICE, seed=1)
     a[-300:] = tail
-    b = cases.exact_values(2, 8, 8, dtype=torch.bfloat16, device=DEVICE, seed=2)
+    b = exact_inputs.exact_values(2, 8, 8, dtype=torch.bfloat16, device=DEVICE, seed=2)
     sizes = torch.tensor([rows - 100, 100], dtype=torch.int64, device=DEVICE)
     out = HOPPER.gmm(a, b, sizes, False, False)
     exact = torch.cat([tail[:200].double() @ b[0].double(), tail[200:].double() @ b[1].double()])
@@ -378,15 +387,15 @@ def test_as_many_rows_as_fit_into_int32():
 
 @pytest.mark.large
 def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
-    """Products that gather number pieces of 16 bytes in 32 bits, which wrapped there: rows are gathered ahead of them instead."""
+    """Products that gather count vectors of 16 bytes in 32 bits, which overflowed here: rows are gathered before them instead."""
     hidden, (tokens, last) = 4096, (bytes // (2 * 4096) for bytes in (66 << 30, 64 << 30))
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=DEVICE)
     picked = torch.tensor([0, 5, last - 1, last, last + 1, tokens - 1], device=DEVICE)
-    x[picked] = cases.exact_values(len(picked), hidden, dtype=torch.bfloat16, device=DEVICE, seed=1)
+    x[picked] = exact_inputs.exact_values(len(picked), hidden, dtype=torch.bfloat16, device=DEVICE, seed=1)
     ids = torch.full((tokens, 1), -1, dtype=torch.int32, device=DEVICE)
     ids[picked] = 0
     plan = RoutingPlan.from_experts(ids, 1)
-    rows, _ = gather(x, plan.row_of_slot_TK, plan.slot_of_row_P[:8].clone())
+    rows, _ = gather(x, plan.slot_map._replace(slot_of_row_P=plan.slot_of_row_P[:8].clone()))
     assert torch.equal(rows[:6], x[picked])
     assert tuning.experts(hidden, 256, "silu", x[:1000].nbytes) == tuning.ExpertsConfig(True, True, True, True)
     assert tuning.experts(hidden, 256, "silu", x.nbytes) == tuning.ExpertsConfig(False, False, False, True)

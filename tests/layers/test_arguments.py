@@ -23,7 +23,10 @@ def test_defaults_are_megablocks():
     args = Arguments()
     assert {name: getattr(args, name) for name in MEGABLOCKS} == MEGABLOCKS
     names = {field.name for field in dataclasses.fields(Arguments)}
-    assert names - set(MEGABLOCKS) == {"activation_fn", "mlp_impl", "device", "init_method", "output_layer_init_method", "engine"}
+    assert names - set(MEGABLOCKS) == {"activation_fn", "mlp_impl", "device", "init_method", "output_layer_init_method", "engine",
+                                        "batch_invariant",
+                                        "expert_parallel_exact", "expert_parallel_ranks_per_node", "expert_parallel_chunks",
+                                        "expert_parallel_transport", "expert_parallel_rows"}
     assert args.mlp_impl == "gbmoe"
     assert args.activation_fn.func is torch.nn.functional.gelu and args.activation_fn.keywords == {"approximate": "tanh"}
     weight = torch.empty(400, 400)
@@ -50,9 +53,12 @@ def test_dtype(fields, dtype):
 
 @pytest.mark.parametrize("fields, words", [
     (dict(moe_num_experts=4, moe_top_k=5), "moe_top_k: expected at most moe_num_experts == 4, got 5"),
-    (dict(mlp_impl="grouped"), "mlp_impl: expected one of gbmoe, bmm, reference, got 'grouped' \\(MegaBlocks' own"),
+    (dict(mlp_impl="grouped"), "mlp_impl: expected one of gbmoe, bmm, reference, got 'grouped' \\(one of MegaBlocks'"),
     (dict(mlp_impl="fast"), "mlp_impl: expected one of gbmoe, bmm, reference, got 'fast'"),
     (dict(mlp_type="moe"), "mlp_type: expected one of mlp, glu, got 'moe'"),
+    (dict(expert_parallel_transport="carrier pigeon"), "expert_parallel_transport: expected one of auto, peer_memory, exchange, got"),
+    (dict(expert_parallel_rows=0), "expert_parallel_rows: expected None or a positive number, how many times the mean, got 0"),
+    (dict(expert_parallel_rows=1.5, expert_parallel_exact=True), "expert_parallel_rows: expected None together with expert_parallel_exact"),
     (dict(hidden_size=0), "hidden_size: expected an int of at least 1, got 0"),
     (dict(ffn_hidden_size=2.5), "ffn_hidden_size: expected an int of at least 1, got 2.5"),
     (dict(engine="warp"), "engine: expected one of auto, .*got 'warp'"),

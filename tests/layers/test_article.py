@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import RoutingPlan, cases, engines
+from gbmoe import RoutingPlan, engines
 from gbmoe.engines.base import Problem
 from gbmoe.layers import Arguments
-from gbmoe.layers.mlp import make_experts
+from gbmoe.layers.expert_weights import make_experts
+from gbmoe.testing import exact_inputs, moe_shapes
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -26,10 +27,10 @@ class Inputs:
 
     def __init__(self, case, device):
         def values(*shape, seed, scale=1.0):
-            return cases.exact_values(*shape, dtype=torch.float32, device=device, seed=seed, scale=scale)
-        rows, scale = case.experts * case.ffn, cases.fan_in_scale(case.hidden)
+            return exact_inputs.exact_values(*shape, dtype=torch.float32, device=device, seed=seed, scale=scale)
+        rows, scale = case.experts * case.ffn, exact_inputs.fan_in_scale(case.hidden)
         self.case, self.device = case, device
-        self.ids_TK = cases.expert_ids(case.tokens, case.experts, case.top_k, device=device, seed=1, skew=0.5)
+        self.ids_TK = exact_inputs.expert_ids(case.tokens, case.experts, case.top_k, device=device, seed=1, skew=0.5)
         self.tensors = {
             "x": values(case.tokens, case.hidden, seed=2), "weights": values(case.tokens, case.top_k, seed=3).abs(),
             "w1": values(rows, case.hidden, seed=4, scale=scale), "w2": values(rows, case.hidden, seed=5, scale=scale),
@@ -40,7 +41,7 @@ class Inputs:
 def forward_and_gradients(function, inputs, dtype):
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.tensors.items()}
     out = function(**leaves)
-    cases.poison(inputs.device)
+    exact_inputs.poison(inputs.device)
     grads = torch.autograd.grad(out, list(leaves.values()), inputs.grad_TH.to(dtype))
     return {"out": out.detach(), **{f"grad_{name}": grad for name, grad in zip(leaves, grads)}}
 
@@ -94,21 +95,21 @@ def check(case, device, dtypes, bmm_fits=True):
                                       f"{case.name} {dtype_id(dtype)} {name} {what}")
 
 
-@pytest.mark.parametrize("case", cases.NYU_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", moe_shapes.NYU_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_scaled_down(device, case, dtype):
-    check(cases.scaled_down(case), device, [dtype])
+    check(moe_shapes.scaled_down(case), device, [dtype])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in cases.NYU_CASES if c.hidden < LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in moe_shapes.NYU_CASES if c.hidden < LARGE], ids=lambda case: case.name)
 def test_in_full(case):
     check(case, "cuda", DTYPES)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize("case", [c for c in cases.NYU_CASES if c.hidden >= LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in moe_shapes.NYU_CASES if c.hidden >= LARGE], ids=lambda case: case.name)
 def test_in_full_large(case):
     torch.cuda.empty_cache()
     check(case, "cuda", DTYPES, bmm_fits=False)

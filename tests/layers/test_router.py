@@ -1,10 +1,9 @@
-"""LearnedRouter: scores, weights, ids, jitter and the z-loss."""
+"""LearnedRouter: scores, weights, ids and jitter."""
 
 import pytest
 import torch
 
-import gbmoe
-from gbmoe.layers import Arguments, LearnedRouter, router as router_module
+from gbmoe.layers import Arguments, LearnedRouter
 
 
 def router(**fields):
@@ -41,59 +40,3 @@ def test_uniform_expert_assignment():
     assert weights.requires_grad
 
 
-def test_zloss():
-    gbmoe.clear_router_zloss()
-    layers = [router(moe_zloss_weight=1e-2) for _ in range(2)]
-    x = torch.randn(5, 16)
-    for layer in layers:
-        layer(x)
-    loss = gbmoe.batched_router_zloss(layers[0].args)
-    logits = x @ layers[0].layer.weight.t()
-    torch.testing.assert_close(loss, 1e-2 * logits.logsumexp(1).square().mean().expand(2))
-    loss.sum().backward()
-    assert layers[0].layer.weight.grad is not None
-    gbmoe.clear_router_zloss()
-
-
-def test_zloss_of_weight_zero_keeps_nothing_and_warns():
-    layer = router()
-    layer(torch.randn(5, 16))
-    with pytest.warns(UserWarning, match="moe_zloss_weight is 0"):
-        assert gbmoe.batched_router_zloss(layer.args) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zloss_of_no_tokens_is_zero_and_has_a_gradient(dtype):
-    layer = router(moe_zloss_weight=1e-2).to(dtype)
-    layer(torch.randn(0, 16, dtype=dtype))
-    layer(torch.randn(5, 16, dtype=dtype))
-    loss = gbmoe.batched_router_zloss(layer.args)
-    assert loss.dtype == dtype and loss[0] == 0 and loss[1] > 0
-    loss.sum().backward()
-    assert bool(layer.layer.weight.grad.isfinite().all())
-
-
-def test_zloss_in_float16_of_a_square_beyond_its_range():
-    layer = router(moe_zloss_weight=1e-3).half()
-    with torch.no_grad():
-        layer.layer.weight.fill_(20.0)
-    x = torch.ones(5, 16, dtype=torch.float16)
-    logits = layer(x) and (x @ layer.layer.weight.t()).double()
-    loss = gbmoe.batched_router_zloss(layer.args)
-    assert loss.dtype == torch.float16
-    torch.testing.assert_close(loss.double(), 1e-3 * logits.logsumexp(1).square().mean().expand(1), rtol=2e-3, atol=0)
-    loss.sum().backward()
-    assert bool(layer.layer.weight.grad.isfinite().all())
-
-
-def test_zloss_keeps_nothing_in_evaluation():
-    """Nobody clears what evaluation leaves, and it would pile up."""
-    layer = router(moe_zloss_weight=1e-2).eval()
-    for _ in range(3):
-        layer(torch.randn(5, 16))
-    assert router_module._ROUTER_LOGSUMEXP.items() == []
-
-
-def test_zloss_without_routers_says_what_is_missing():
-    with pytest.raises(ValueError, match="routers that ran in training since the last clear: expected at least 1 .* got 0"):
-        gbmoe.batched_router_zloss(router(moe_zloss_weight=1e-2).args)

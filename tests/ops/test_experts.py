@@ -7,28 +7,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import gbmoe
-from gbmoe import RoutingPlan, cases, engines, kernels, reference
+from gbmoe import RoutingPlan, engines, kernels
 from gbmoe.engines.base import Problem
+from gbmoe.kernels import plain_torch
 from gbmoe.ops import experts
 from gbmoe.ops.experts import activation_name
+from gbmoe.testing import exact_inputs
+from gbmoe.testing.oracle import ACTIVATIONS as CALLABLES
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
-
-CALLABLES = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu,
-             "relu_squared": lambda x: F.relu(x).square(), "identity": lambda x: x}
 
 
 def inputs(dtype, device, *, tokens=50, hidden=24, ffn=40, experts=5, top_k=2, glu=True):
-    values = partial(cases.exact_values, dtype=dtype, device=device)
-    scale = cases.fan_in_scale(hidden)
+    values = partial(exact_inputs.exact_values, dtype=dtype, device=device)
+    scale = exact_inputs.fan_in_scale(hidden)
     tensors = {
         "x": values(tokens, hidden, seed=1), "weights": values(tokens, top_k, seed=2),
         "w1": values(experts, ffn, hidden, seed=3, scale=scale), "w2": values(experts, ffn, hidden, seed=4, scale=scale),
     }
     if glu:
         tensors["v1"] = values(experts, ffn, hidden, seed=5, scale=scale)
-    ids = cases.expert_ids(tokens, experts - 1, top_k, device=device, seed=6, skew=1.0)  # the last expert stays empty
+    ids = exact_inputs.expert_ids(tokens, experts - 1, top_k, device=device, seed=6, skew=1.0)  # the last expert stays empty
     if tokens > 3:
         ids[2, 0] = -1
         ids[3] = -1
@@ -60,7 +61,7 @@ def run(tensors, ids, grad, activation, engine="auto", align=1, **options):
     def layer(x, weights, w1, w2, v1=None):
         return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=activation, engine=engine, **options)
 
-    cases.poison(ids.device)
+    exact_inputs.poison(ids.device)
     return forward_and_gradients(layer, tensors, grad)
 
 
@@ -131,7 +132,8 @@ def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("ffn", [256, 264])
 def test_long_rows(weighted, glu, ffn):
-    """Where backward gathers in its products, or goes through w2 and the activation at once: without weights, twice, w2 transposed."""
+    """Shapes at which backward gathers inside its products, or fuses w2 with the activation: without weights, called twice, with w2
+    transposed."""
     device = torch.device("cuda")
     tensors, ids, grad = inputs(torch.bfloat16, device, tokens=300, hidden=1600, ffn=ffn, top_k=3, glu=glu)
     if not weighted:
@@ -144,7 +146,7 @@ def test_long_rows(weighted, glu, ffn):
         weights = leaves["weights"] if weighted else None
         if not weighted:
             del leaves["weights"]
-        cases.poison(device)
+        exact_inputs.poison(device)
         out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], w2, leaves.get("v1"), weights_TK=weights, activation="silu")
         first = torch.autograd.grad(out, list(leaves.values()), grad, retain_graph=True)
         second = torch.autograd.grad(out, list(leaves.values()), grad)
@@ -186,7 +188,7 @@ def test_every_gradient_alone_has_the_same_bits(device, ffn):
     plan = RoutingPlan.from_experts(ids, 5, align=16)
     for name in tensors:
         leaves = {n: t.clone().requires_grad_(n == name) for n, t in tensors.items()}
-        cases.poison(device)
+        exact_inputs.poison(device)
         out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"])
         assert torch.equal(torch.autograd.grad(out, leaves[name], grad)[0], full[f"grad_{name}"]), name
 
@@ -212,7 +214,7 @@ def test_tokens_and_gradients_of_any_layout(device, ffn):
 @pytest.mark.parametrize("ffn", [40, 264, 640])
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_nobody_comes(device, ffn, tokens):
-    """No token, or none with an expert: zeros everywhere."""
+    """Without a token, or without a token that has an expert, everything is zero."""
     tensors, ids, grad = inputs(torch.bfloat16, device, ffn=ffn, tokens=tokens)
     got = run(tensors, ids.fill_(-1), grad, "silu", align=16)
     assert all(bool((t == 0).all()) for t in got.values())
@@ -253,7 +255,8 @@ def test_nan_in_one_expert_stays_with_its_tokens(device, activation):
 
 
 def test_parameters_of_the_activation_are_trained(device):
-    """A recomputing function would lose them, and rows without a slot must not reach them, NaN or not."""
+    """A function that recomputes the activation would lose the parameters' gradients; rows without a slot must not contribute to them,
+    NaN or not."""
     activation = torch.nn.PReLU(device=device, dtype=torch.float64)
     for align in (1, 4):
         tensors, ids, grad = inputs(torch.float64, device)
@@ -261,7 +264,7 @@ def test_parameters_of_the_activation_are_trained(device):
         plan = RoutingPlan.from_experts(ids, 5, align=align)
         for recompute in (True, False):
             activation.weight.grad = None
-            cases.poison(device)
+            exact_inputs.poison(device)
             out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"], weights_TK=tensors["weights"],
                                    activation=activation, recompute_activation=recompute)
             out.backward(grad)
@@ -271,6 +274,16 @@ def test_parameters_of_the_activation_are_trained(device):
             torch.testing.assert_close(got, activation.weight.grad)
 
 
+@pytest.fixture
+def new_memory_is_nan():
+    """Let torch.empty fill its result with NaN, so that reading unwritten memory always shows, not only by luck."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("capture", ["partial", "lambda", "module"])
 @pytest.mark.parametrize("only", [False, True], ids=["everything", "nothing-else"])
@@ -285,7 +298,6 @@ def test_captured_parameter_of_the_activation_lost_its_gradient(device, capture,
     if not only:
         tensors = {name: t.requires_grad_() for name, t in tensors.items()}
     for align in (1, 16):
-        cases.poison(device)
         plan = RoutingPlan.from_experts(ids, 5, align=align)
         out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"], weights_TK=tensors["weights"],
                                activation=activation, recompute_activation=recompute)
@@ -308,6 +320,176 @@ def test_activation_in_place_overwrote_what_was_saved(device, activation, recomp
     expected_grads = torch.autograd.grad(loop(ids, activation, **tensors), leaves, grad)
     for got, want in zip(torch.autograd.grad(out, leaves, grad), expected_grads, strict=True):
         torch.testing.assert_close(got, want)
+
+
+KINDS_OF_PLAN = ["align 1", "align 16", "made by hand"]
+
+
+def plan_of(ids, kind):
+    """A hand-made plan: some rows among an expert's have no slot, and `align` does not say so."""
+    plan = RoutingPlan.from_experts(ids, 5, align=1 if kind == "align 1" else 16)
+    if kind != "made by hand":
+        return plan
+    return RoutingPlan(5, 1, plan.row_of_slot_TK, plan.slot_of_row_P, plan.counts_E, plan.offsets_E1, plan.padded_counts_E)
+
+
+def layer_and_gradients(tensors, ids, grad, activation, kind, leaves, **options):
+    out = gbmoe.expert_mlp(tensors["x"], plan_of(ids, kind), tensors["w1"], tensors["w2"], tensors.get("v1"),
+                           weights_TK=tensors["weights"], activation=activation, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def definition_and_gradients(tensors, ids, grad, activation, leaves):
+    out = loop(ids, activation, **tensors)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("kind", KINDS_OF_PLAN)
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+def test_activation_saw_what_rows_without_a_slot_held(device, kind, recompute, glu):
+    """The activation gets zeros in such rows, with and without gradients, and gradients of zero, whatever tensors it captures."""
+    tensors, ids, grad = inputs(torch.float64, device, glu=glu)
+    live, seen, grads = plan_of(ids, kind).slot_of_row_P >= 0, [], []
+    captured = torch.ones(live.numel(), 40, dtype=torch.float64, device=device).requires_grad_()  # a number for each element
+    captured.register_hook(grads.append)
+
+    def activation(h):
+        seen.append(h.detach().clone())
+        return torch.tanh(h) * captured
+
+    tensors = {name: t.requires_grad_() for name, t in tensors.items()}
+    layer_and_gradients(tensors, ids, grad, activation, kind, [captured, *tensors.values()], recompute_activation=recompute)
+    assert len(seen) == 1 + recompute and not bool(live.all())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            gbmoe.expert_mlp(tensors["x"], plan_of(ids, kind), tensors["w1"], tensors["w2"], tensors.get("v1"), activation=activation,
+                             recompute_activation=recompute)
+    for h in (*seen, *grads):
+        assert bool((h[~live] == 0).all()) and bool(h[live].isfinite().all())
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("kind", KINDS_OF_PLAN)
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+def test_activation_without_a_value_at_zero_reached_the_weights(device, kind, recompute, glu):
+    """Rows of zeros become infinite, and so does the slope there."""
+    tensors, ids, grad = inputs(torch.float64, device, glu=glu)
+    tensors = {name: torch.randn_like(t).requires_grad_() for name, t in tensors.items()}
+    leaves = list(tensors.values())
+
+    def activation(h):
+        return h.abs().log()
+
+    got = layer_and_gradients(tensors, ids, grad, activation, kind, leaves, recompute_activation=recompute)
+    for one, want in zip(got, definition_and_gradients(tensors, ids, grad, activation, leaves), strict=True):
+        assert bool(one.isfinite().all())
+        torch.testing.assert_close(one, want)
+
+
+class _Operators(TorchDispatchMode):
+    """The operators that are called, with the shapes of their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen.append((function.overloadpacket.__name__, getattr(result, "shape", None)))
+        return result
+
+    def of_shape(self, *shape):
+        return [name for name, of in self.seen if of == shape]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+def test_activation_of_any_callable_cost_passes_over_the_preactivations(device, recompute, glu):
+    """Copies that kept rows without a slot from it: 9 to 15 % of a layer's time."""
+    tensors, ids, grad = inputs(torch.float32, device, glu=glu)
+    plan, leaves = plan_of(ids, "align 1"), [t.requires_grad_() for t in tensors.values()]
+    with _Operators() as forward:
+        out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors.get("v1"), weights_TK=tensors["weights"],
+                               activation=lambda h: h * torch.tanh(h), recompute_activation=recompute)
+    with _Operators() as backward:
+        torch.autograd.grad(out, leaves, grad)
+    shape = (plan.num_rows, 40)
+    products = ["gmm"] * (1 + glu)
+    gate = ["mul"] * glu
+    made = [name.removesuffix("_by_host") for name in forward.of_shape(*shape) if name not in ("detach", "view", "alias")]
+    assert sorted(made) == sorted([*products, "tanh", "mul", *gate])
+    # The activation again, its gradient, that of the gate, and of a from y's.
+    again = ["tanh", "mul", *gate] if recompute else []
+    made = [name.removesuffix("_by_host") for name in backward.of_shape(*shape) if name not in ("detach", "view", "alias")]
+    assert sorted(made) == sorted([*again, "gmm", "mul", "mul", "tanh_backward", "add", *gate * 2])
+
+
+def _silu_in_place(h):
+    return h.mul_(torch.sigmoid(h))
+
+
+TRAINED = ["x weights w1 w2 v1", "x", "weights", "w1", "w2", "v1"]
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("kind", KINDS_OF_PLAN)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_activation_in_place_that_no_name_gives_away(device, recompute, kind, trained):
+    for glu in (True, False):
+        tensors, ids, grad = inputs(torch.float64, device, glu=glu)
+        leaves = [tensors[name].requires_grad_() for name in trained.split() if name in tensors]
+        if not leaves:
+            continue
+        expected_results = definition_and_gradients(tensors, ids, grad, _silu_in_place, leaves)
+        plan = plan_of(ids, kind)
+
+        def layer(x, weights, w1, w2, v1=None, plan=plan):
+            return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=_silu_in_place, recompute_activation=recompute)
+
+        for outer in (layer, partial(checkpoint, layer, use_reentrant=False)):
+            out = outer(*(tensors[name] for name in ("x", "weights", "w1", "w2", "v1") if name in tensors))
+            for _ in range(2):  # backward finds what it starts from as the last one found it
+                got = [out.detach(), *torch.autograd.grad(out, leaves, grad, retain_graph=True)]
+                for one, want in zip(got, expected_results, strict=True):
+                    torch.testing.assert_close(one, want)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(layer(**tensors), expected_results[0])
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PLAN)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_activation_in_place_that_captures_a_parameter(device, recompute, kind):
+    tensors, ids, grad = inputs(torch.float64, device)
+    slope = torch.linspace(0.5, 2, 40, dtype=torch.float64, device=device).requires_grad_()
+    leaves = [slope, *(t.requires_grad_() for t in tensors.values())]
+
+    def activation(h):
+        return h.mul_(slope).tanh_()
+
+    got = layer_and_gradients(tensors, ids, grad, activation, kind, leaves, recompute_activation=recompute)
+    for one, want in zip(got, definition_and_gradients(tensors, ids, grad, activation, leaves), strict=True):
+        torch.testing.assert_close(one, want)
+
+
+def test_result_of_an_activation_was_overwritten(device):
+    """The result may be the activation's own memory, so rows without a slot must not be cleared in it."""
+    for kind in KINDS_OF_PLAN:
+        tensors, ids, _ = inputs(torch.float64, device)
+        own = torch.full((plan_of(ids, kind).num_rows, 40), 3.0, dtype=torch.float64, device=device)
+        for recompute in (True, False):
+            leaf = tensors["w2"].requires_grad_()
+            out = gbmoe.expert_mlp(tensors["x"], plan_of(ids, kind), tensors["w1"], leaf, activation=lambda h, own=own: own,
+                                   recompute_activation=recompute)
+            torch.autograd.grad(out.sum(), leaf)
+            assert bool((own == 3).all())
 
 
 def test_random_numbers_of_the_activation_are_drawn_again(device):
@@ -335,8 +517,23 @@ def test_batched_gradients_are_those_of_each(device):
             torch.testing.assert_close(got[i], alone)
 
 
+@pytest.mark.parametrize("kind", KINDS_OF_PLAN)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_batched_gradients_of_any_callable_are_those_of_each(device, kind, recompute):
+    """vmap has no rule for operators that write to their arguments."""
+    tensors, ids, grad = inputs(torch.float64, device)
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    out = gbmoe.expert_mlp(leaves[0], plan_of(ids, kind), leaves[2], leaves[3], leaves[4], weights_TK=leaves[1],
+                           activation=lambda h: h * torch.tanh(h), recompute_activation=recompute)
+    grads = torch.stack([grad, grad.flip(0)])
+    batched = torch.autograd.grad(out, leaves, grads, retain_graph=True, is_grads_batched=True)
+    for i, each in enumerate(grads):
+        for got, alone in zip(batched, torch.autograd.grad(out, leaves, each, retain_graph=True)):
+            torch.testing.assert_close(got[i], alone)
+
+
 def test_backward_under_a_dispatch_mode_is_the_operator(device):
-    """What watches operators, such as a counter of FLOPs, sees one for backward too."""
+    """Dispatch modes, such as a counter of FLOPs, see an operator for backward too."""
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -429,6 +626,8 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
         leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
         leaves["v1"], "silu", "reference", True))
+    rows = exact_inputs.exact_values(plan.num_rows, 8, dtype=torch.float32, device=device, seed=1)
+    torch.library.opcheck(torch.ops.gbmoe.clear_rows_without_slot.default, (plan.slot_of_row_P, rows))
 
 
 @pytest.mark.parametrize("activation, name", [
@@ -463,7 +662,7 @@ def _altered_activations():
 
 @pytest.mark.parametrize("kind", _altered_activations())
 def test_altered_activation_was_replaced_by_the_fused_kernel(device, kind):
-    """Its hook was never called, or its own result was replaced by that of the class."""
+    """The hook of an activation module was never called, or the result of its own forward was replaced by that of its class."""
     activation = _altered_activations()[kind]
     assert activation_name(activation) is None
     tensors, ids, grad = inputs(torch.float64, device)
@@ -510,22 +709,23 @@ def test_slot_weights_of_a_row_are_the_only_ones_read():
     got = run(tensors, ids, grad, "relu_squared", align=16)
     want = expected(tensors, ids, grad, CALLABLES["relu_squared"], torch.float64)
     torch.testing.assert_close(got["grad_weights"], want["grad_weights"])
-    assert list(reference.ACTIVATIONS) == ["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity"]
+    assert list(plain_torch.ACTIVATIONS) == ["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity"]
 
 
+@pytest.mark.memcheck
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("ffn", [64, 7])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_slot_beyond_the_weights_is_none(device, dtype, ffn, gated):
-    """Of a plan made by hand: its row gets zeros, and no weight a gradient from it."""
+    """In a hand-made plan, the row of such a slot gets zeros, and no weight gets a gradient from it."""
     rows = 11
     slot_of_row = torch.tensor([0, 6, 3, -1, 1, 5, -7, 2**31 - 1, 4, 12, -2**31], dtype=torch.int32, device=device)
     clean = torch.tensor([0, -1, 3, -1, 1, 5, -1, -1, 4, -1, -1], dtype=torch.int32, device=device)
-    h, g, d = (cases.exact_values(rows, ffn, dtype=dtype, device=device, seed=seed) for seed in (1, 2, 3))
-    weights = cases.exact_values(3, 2, dtype=torch.float32, device=device, seed=4)
+    h, g, d = (exact_inputs.exact_values(rows, ffn, dtype=dtype, device=device, seed=seed) for seed in (1, 2, 3))
+    weights = exact_inputs.exact_values(3, 2, dtype=torch.float32, device=device, seed=4)
     results = []
     for slots in (slot_of_row, clean):
-        cases.poison(device)
+        exact_inputs.poison(device)
         dh = d.clone()
         results.append([dh, *kernels.activate_backward(h, g if gated else None, dh, slots, weights, "silu")])
     for result, expected in zip(*results):

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import gbmoe
-from gbmoe import RoutingPlan, cases
+from gbmoe import RoutingPlan
 from gbmoe.layers import Arguments
+from gbmoe.testing import exact_inputs
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 10, 32, 48, 4, 2
 PRODUCT = 2 * TOKENS * TOP_K * HIDDEN * FFN  # between all slots and a weight
@@ -43,9 +44,15 @@ def test_gradients_that_nobody_wants_cost_nothing(device, frozen, products):
     shapes = dict(x=(TOKENS, HIDDEN), w1=(EXPERTS, FFN, HIDDEN), w2=(EXPERTS, FFN, HIDDEN), v1=(EXPERTS, FFN, HIDDEN))
     tensors = {name: torch.randn(*shape, device=device, requires_grad=name not in frozen) for name, shape in shapes.items()}
     # Nor does padding cost anything.
-    plan = RoutingPlan.from_experts(cases.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=0), EXPERTS, align=16)
+    plan = RoutingPlan.from_experts(exact_inputs.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=0), EXPERTS, align=16)
     out = gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"], tensors["w2"], tensors["v1"])
     assert counted(lambda: out.sum().backward()) == products * PRODUCT
+
+
+def test_rows_in_expert_order(device):
+    x, w1, w2, v1 = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((20, HIDDEN), *[(EXPERTS, FFN, HIDDEN)] * 3))
+    counts = torch.tensor([3, 0, 10, 7], device=device)
+    assert counted(lambda: gbmoe.grouped_mlp(x, counts, w1, w2, v1).sum().backward()) == 9 * PRODUCT
 
 
 @pytest.mark.parametrize("trans_a, trans_b", [(False, False), (False, True), (True, False)])

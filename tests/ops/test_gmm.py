@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import gbmoe
-from gbmoe import cases, engines
+from gbmoe import engines
 from gbmoe.engines.base import Problem, device_sizes
 from gbmoe.ops.gmm import _sizes_fill
+from gbmoe.testing import accuracy, exact_inputs, moe_shapes
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 LAYOUTS = {"a@b": (False, False), "a@b.T": (False, True), "a.T@b": (True, False)}
@@ -20,8 +21,8 @@ def operands(sizes, layout, dtype, device, inner=32, columns=24):
     trans_a, trans_b = LAYOUTS[layout]
     rows = sum(sizes)
     shape = (rows, columns) if trans_a else (len(sizes), columns, inner) if trans_b else (len(sizes), inner, columns)
-    a = cases.exact_values(rows, inner, dtype=dtype, device=device, seed=1)
-    b = cases.exact_values(*shape, dtype=dtype, device=device, seed=2)
+    a = exact_inputs.exact_values(rows, inner, dtype=dtype, device=device, seed=1)
+    b = exact_inputs.exact_values(*shape, dtype=dtype, device=device, seed=2)
     return a, b, torch.tensor(sizes)
 
 
@@ -42,7 +43,7 @@ def skip_if_refused(engine, a, b, sizes, trans_a, trans_b):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
-@pytest.mark.parametrize("sizes", cases.GROUP_SIZES.values(), ids=cases.GROUP_SIZES)
+@pytest.mark.parametrize("sizes", moe_shapes.GROUP_SIZES.values(), ids=moe_shapes.GROUP_SIZES)
 def test_forward_and_gradients(engine_on, layout, dtype, sizes):
     engine, device = engine_on
     trans_a, trans_b = LAYOUTS[layout]
@@ -51,8 +52,8 @@ def test_forward_and_gradients(engine_on, layout, dtype, sizes):
     a.requires_grad_()
     b.requires_grad_()
     out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
-    grad = cases.exact_values(*out.shape, dtype=dtype, device=device, seed=3)
-    cases.poison(device)
+    grad = exact_inputs.exact_values(*out.shape, dtype=dtype, device=device, seed=3)
+    exact_inputs.poison(device)
     results = (out, *torch.autograd.grad(out, (a, b), grad))
 
     def expected(a, b, grad):
@@ -100,7 +101,7 @@ def test_gradient_of_an_empty_groups_weight_is_exactly_zero(engine_on):
     for _ in range(3):
         out = gbmoe.gmm(a, b, batch_sizes, engine=engine)
         grad_out = torch.ones_like(out)
-        cases.poison(device)
+        exact_inputs.poison(device)
         grad, = torch.autograd.grad(out, b, grad_out)
         for e, size in enumerate(sizes):
             assert bool((grad[e] == 0).all()) == (size == 0), f"expert {e} of {size} rows"
@@ -109,7 +110,7 @@ def test_gradient_of_an_empty_groups_weight_is_exactly_zero(engine_on):
 @pytest.mark.parametrize("sizes_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("sizes_device", ["cpu", "same"])
 def test_batch_sizes_of_any_kind(device, sizes_dtype, sizes_device):
-    sizes = cases.GROUP_SIZES["uneven"]
+    sizes = moe_shapes.GROUP_SIZES["uneven"]
     a, b, batch_sizes = operands(sizes, "a@b", torch.float32, device)
     batch_sizes = batch_sizes.to(device if sizes_device == "same" else "cpu", sizes_dtype)
     expected = gbmoe.gmm(a, b, torch.tensor(sizes))
@@ -120,8 +121,9 @@ def test_batch_sizes_of_any_kind(device, sizes_dtype, sizes_device):
 
 @pytest.mark.parametrize("sizes_device", ["host", "with a"])
 def test_reducing_batch_sizes_before_backward_changed_the_gradients(device, sizes_device):
-    """A collective writes to them without autograd's knowledge; backward has sizes of its own."""
-    a, b = (cases.exact_values(*shape, dtype=torch.float32, device=device, seed=1).requires_grad_() for shape in ((12, 8), (3, 8, 8)))
+    """A collective writes to the sizes without autograd's knowledge; backward has a copy of its own."""
+    a, b = (exact_inputs.exact_values(*shape, dtype=torch.float32, device=device, seed=1).requires_grad_()
+            for shape in ((12, 8), (3, 8, 8)))
     sizes = torch.tensor([5, 0, 7], device="cpu" if sizes_device == "host" else device)
     expected = torch.autograd.grad(gbmoe.gmm(a, b, sizes).square().sum(), (a, b))
     out = gbmoe.gmm(a, b, sizes)
@@ -155,7 +157,7 @@ def test_sizes_are_checked_in_a_compiled_graph():
 
 def test_non_contiguous_inputs(engine_on):
     engine, device = engine_on
-    sizes = cases.GROUP_SIZES["uneven"]
+    sizes = moe_shapes.GROUP_SIZES["uneven"]
     for layout, (trans_a, trans_b) in LAYOUTS.items():
         a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, device)
         skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
@@ -184,7 +186,7 @@ def test_degenerate_and_odd_shapes(device, inner, columns):
             chosen = engines.ENGINES[engine]
             if chosen.unavailable(device) or chosen.refuses(Problem.of(a, b, batch_sizes, trans_a, trans_b)):
                 continue
-            cases.poison(device)
+            exact_inputs.poison(device)
             out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
             torch.testing.assert_close(out, per_group(a, b, list(sizes), trans_a, trans_b))
 
@@ -199,7 +201,7 @@ def test_tiles_in_every_number(engine_on, layout, inner, columns, dtype):
     sizes = (130, 0, 65, 1, 64)
     a, b, batch_sizes = operands(sizes, layout, dtype, device, inner, columns)
     skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
-    cases.poison(device)
+    exact_inputs.poison(device)
     out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
     baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(dtype)
     assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
@@ -209,19 +211,19 @@ def test_tiles_in_every_number(engine_on, layout, inner, columns, dtype):
 @pytest.mark.parametrize("columns", [40, 264, 520])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_few_tiles_of_long_sums(engine_on, layout, columns, dtype):
-    """Kernels that cut long sums into parts, for other multiprocessors to take, add them up in one order."""
+    """Split-K kernels, which divide long sums among multiprocessors, add the partial sums in a fixed order."""
     engine, device = engine_on
     trans_a, trans_b = LAYOUTS[layout]
     sizes, inner = ((12000, 3, 0, 2500), 136) if trans_a else ((130, 0, 65, 1, 64), 6152)
     a, b, batch_sizes = operands(sizes, layout, dtype, device, inner, columns)
     a *= 2.0**-4  # sums of 12,000 terms stay within what float16 holds
     skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
-    cases.poison(device)
+    exact_inputs.poison(device)
     out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
     baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(dtype)
     assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
     for _ in range(20 if device.type == "cuda" else 1):
-        cases.poison(device)
+        exact_inputs.poison(device)
         assert torch.equal(gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine), out)
 
 
@@ -232,7 +234,7 @@ def test_few_tiles_of_long_sums_in_many_groups(engine_on, layout):
     sizes = [e * 7 % 5 * 30 for e in range(70)]
     a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, device, inner=2056, columns=72)
     skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
-    cases.poison(device)
+    exact_inputs.poison(device)
     out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
     baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(torch.bfloat16)
     assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
@@ -245,7 +247,7 @@ def test_thousands_of_groups(engine_on, layout):
     sizes = [e * 7 % 5 for e in range(1100)]
     a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, device)
     skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
-    cases.poison(device)
+    exact_inputs.poison(device)
     out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
     baseline = per_group(a.float(), b.float(), sizes, trans_a, trans_b).to(torch.bfloat16)
     assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
@@ -275,7 +277,7 @@ def test_tf32_is_off_unless_torch_allows_it(device):
                 if engines.ENGINES[engine].unavailable(device):
                     pytest.skip(engines.ENGINES[engine].unavailable(device))
                 out = gbmoe.gmm(a, b, torch.tensor([100, 156]), engine=engine)
-                errors[engine, allowed] = cases.relative_error(out, reference)
+                errors[engine, allowed] = accuracy.relative_error(out, reference)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
     assert all(error < 2e-6 for (_, allowed), error in errors.items() if not allowed), errors
@@ -304,9 +306,9 @@ def test_opcheck(device):
 def test_two_runs_and_two_processes_give_the_same_bits(device):
     program = f"""
 import hashlib, torch, gbmoe
-from gbmoe import cases
-a = cases.exact_values(300, 128, dtype=torch.bfloat16, device="{device.type}", seed=1)
-b = cases.exact_values(4, 128, 96, dtype=torch.bfloat16, device="{device.type}", seed=2).requires_grad_()
+from gbmoe.testing import exact_inputs
+a = exact_inputs.exact_values(300, 128, dtype=torch.bfloat16, device="{device.type}", seed=1)
+b = exact_inputs.exact_values(4, 128, 96, dtype=torch.bfloat16, device="{device.type}", seed=2).requires_grad_()
 out = gbmoe.gmm(a, b, torch.tensor([7, 200, 0, 93]))
 grad, = torch.autograd.grad(out, b, out.detach())
 print(hashlib.sha256(torch.cat([out.flatten(), grad.flatten()]).detach().cpu().view(torch.int16).numpy().tobytes()).hexdigest())
@@ -339,7 +341,8 @@ GOOD = dict(a=torch.zeros(4, 3), b=torch.zeros(2, 3, 5), batch_sizes=torch.tenso
      "batch_sizes: expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 18446744073709551620"),
     (dict(trans_a=True, trans_b=True, b=torch.zeros(4, 5)), "trans_a, trans_b: expected at most one of them, got both"),
     (dict(trans_a=True, b=torch.zeros(5, 5)), "b: expected b.size\\(0\\) == a.size\\(0\\) == 4, got 5"),
-    (dict(engine="cutlass"), "engine: expected one of auto, hopper, cublas_loop, cublas_grouped, torch, reference, got 'cutlass'"),
+    (dict(engine="cutlass"), "engine: expected one of auto, hopper, hopper_batch_invariant, cublas_loop, cublas_grouped, torch, reference,"
+                             " got 'cutlass'"),
     (dict(engine="cublas_loop"), "engine 'cublas_loop' cannot serve this product: runs on CUDA devices only, not on cpu"),
 ])
 def test_bad_arguments(change, words):
@@ -371,7 +374,7 @@ def test_a_sum_that_wraps_filled_the_rows_on_the_device(device, sizes, dtype):
 
 @pytest.mark.gpu
 def test_sizes_that_wrap_are_a_device_side_assertion():
-    """In a process of its own, whose device is lost with it."""
+    """It runs in a process of its own, because the assertion destroys the process's CUDA context."""
     program = """
 import torch, gbmoe
 a, b = torch.zeros(3, 8, device="cuda", dtype=torch.bfloat16), torch.zeros(6, 8, 8, device="cuda", dtype=torch.bfloat16)
@@ -385,7 +388,7 @@ torch.cuda.synchronize()
 
 
 def test_batch_sizes_rewritten_before_backward(device):
-    """Through a view that autograd does not see, as a collective or a DataLoader's buffer would."""
+    """They are rewritten behind autograd's back, as a collective or the reuse of a DataLoader's buffer does."""
     a, b, batch_sizes = operands((3, 5), "a@b", torch.float32, device)
     a.requires_grad_()
     b.requires_grad_()
@@ -428,8 +431,8 @@ def test_more_than_2_to_the_31_elements():
     """Offsets into a pass 2^31: with int32 offsets the last group would read and write somewhere else."""
     rows, inner = (1 << 31) // 4096 + 4096, 4096
     a = torch.zeros(rows, inner, dtype=torch.bfloat16, device="cuda")
-    a[-64:] = cases.exact_values(64, inner, dtype=torch.bfloat16, device="cuda", seed=1)
-    b = cases.exact_values(3, inner, 64, dtype=torch.bfloat16, device="cuda", seed=2)
+    a[-64:] = exact_inputs.exact_values(64, inner, dtype=torch.bfloat16, device="cuda", seed=1)
+    b = exact_inputs.exact_values(3, inner, 64, dtype=torch.bfloat16, device="cuda", seed=2)
     sizes = torch.tensor([rows - 100, 36, 64])
     for engine in engines.ENGINES:
         problem = Problem.of(a, b, sizes, False, False)
@@ -453,7 +456,8 @@ def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype, inner, column
     if reason is not None:
         pytest.skip(f"hopper: {reason}")
     sizes = [0, 300, 1, 399, 5000]
-    a, b = (cases.exact_values(sum(sizes), width, dtype=dtype, device=device, seed=seed) for seed, width in enumerate((inner, columns)))
+    a, b = (exact_inputs.exact_values(sum(sizes), width, dtype=dtype, device=device, seed=seed)
+            for seed, width in enumerate((inner, columns)))
     main = torch.ones(len(sizes), inner, columns, device=device)
     for _ in range(2):
         hopper.gmm(a, b, torch.tensor(sizes, device=device), True, False, out=main, accumulate=True)

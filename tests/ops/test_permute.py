@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import gbmoe
-from gbmoe import RoutingPlan, cases, reference
+from gbmoe import RoutingPlan
+from gbmoe.kernels import plain_torch
+from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,7 +22,7 @@ SHAPES = [(64, 8, 2, 64), (33, 5, 3, 7), (1, 1, 1, 8), (0, 4, 2, 16), (200, 4, 1
 
 
 def make_plan(tokens, experts, top_k, device, align=1, drop=True, skew=1.0):
-    ids = cases.expert_ids(tokens, experts, top_k, device=device, seed=tokens + top_k, skew=skew)
+    ids = exact_inputs.expert_ids(tokens, experts, top_k, device=device, seed=tokens + top_k, skew=skew)
     if drop and tokens > 4:
         ids[1] = -1
         ids[3, 0] = -1
@@ -33,10 +35,10 @@ def make_plan(tokens, experts, top_k, device, align=1, drop=True, skew=1.0):
 def test_gather_is_a_copy_to_the_bit(device, shape, align, dtype):
     tokens, experts, top_k, hidden = shape
     plan = make_plan(tokens, experts, min(top_k, experts), device, align)
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
-    cases.poison(device)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
+    exact_inputs.poison(device)
     out = gbmoe.padded_gather(x, plan)
-    assert torch.equal(out, reference.padded_gather(x, plan.row_of_slot_TK, plan.slot_of_row_P)[0])
+    assert torch.equal(out, plain_torch.padded_gather(x, plan.slot_map)[0])
     assert bool((out[plan.slot_of_row_P < 0] == 0).all())
 
 
@@ -48,30 +50,31 @@ def test_scatter_and_all_gradients(device, shape, align, dtype, weights_kind):
     tokens, experts, top_k, hidden = shape
     top_k = min(top_k, experts)
     plan = make_plan(tokens, experts, top_k, device, align)
-    y = cases.exact_values(plan.num_rows, hidden, dtype=dtype, device=device, seed=1)
+    y = exact_inputs.exact_values(plan.num_rows, hidden, dtype=dtype, device=device, seed=1)
     y[plan.slot_of_row_P < 0] = float("nan")  # what nobody may read
     y.requires_grad_()
     weights = None
     if weights_kind != "none":
         weights_dtype = dtype if weights_kind == "same" else torch.float32
-        weights = cases.exact_values(tokens, top_k, dtype=weights_dtype, device=device, seed=2)
+        weights = exact_inputs.exact_values(tokens, top_k, dtype=weights_dtype, device=device, seed=2)
         weights[plan.row_of_slot_TK < 0] = float("nan")  # the weight of a dropped slot counts for nothing
         weights.requires_grad_()
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3).requires_grad_()
-    grad_out = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=4)
-    grad_xp = cases.exact_values(plan.num_rows, hidden, dtype=dtype, device=device, seed=5)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=3).requires_grad_()
+    grad_out = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=4)
+    grad_xp = exact_inputs.exact_values(plan.num_rows, hidden, dtype=dtype, device=device, seed=5)
     grad_xp[plan.slot_of_row_P < 0] = float("nan")
-    cases.poison(device)
+    exact_inputs.poison(device)
     out = gbmoe.padded_scatter(y, plan, weights)
     inputs = (y,) if weights is None else (y, weights)
     got = {"out": out.detach(), **dict(zip(("grad_y", "grad_weights"), torch.autograd.grad(out, inputs, grad_out)))}
     got["grad_x"], = torch.autograd.grad(gbmoe.padded_gather(x, plan), x, grad_xp)
 
     def expected(wide):
-        row, slot = plan.row_of_slot_TK, plan.slot_of_row_P
+        slots = plan.slot_map
         y_, w_ = y.detach().to(wide), None if weights is None else weights.detach().to(wide)
-        result = {"out": reference.padded_scatter(y_, row, w_), "grad_x": reference.padded_scatter(grad_xp.to(wide), row, None)}
-        grads = reference.padded_scatter_backward(grad_out.to(wide), y_, row, slot, w_)
+        result = {"out": plain_torch.padded_scatter(y_, slots, weights=w_),
+                  "grad_x": plain_torch.padded_scatter(grad_xp.to(wide), slots)}
+        grads = plain_torch.padded_scatter_backward(grad_out.to(wide), y_, slots, weights=w_)
         return {**result, **dict(zip(("grad_y", "grad_weights"), grads))}
 
     exact = expected(torch.float64)
@@ -193,7 +196,7 @@ def test_more_than_2_to_the_31_elements():
     tokens, hidden = (1 << 31) // 8192 // 2 + 1024, 8192
     ids = torch.stack([torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens, dtype=torch.int64)], 1).cuda()
     plan = RoutingPlan.from_experts(ids, 2)
-    x = cases.exact_values(tokens, hidden, dtype=torch.bfloat16, device="cuda", seed=1)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=torch.bfloat16, device="cuda", seed=1)
     xp = gbmoe.padded_gather(x, plan)
     assert xp.numel() > 2**31 and torch.equal(xp[:tokens], x) and torch.equal(xp[tokens:], x)
     weights = torch.tensor([[0.25, 0.5]], device="cuda").repeat(tokens, 1).requires_grad_()
@@ -214,14 +217,14 @@ def test_more_than_2_to_the_31_elements():
 def test_gather_with_scale_and_probs(device, dtype, scalars_dtype, shape):
     tokens, experts, top_k, hidden = shape
     plan = make_plan(tokens, experts, top_k, device, align=16)
-    x = cases.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1).requires_grad_()
-    scale, probs = (cases.exact_values(tokens, top_k, dtype=scalars_dtype or dtype, device=device, seed=s) for s in (2, 3))
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1).requires_grad_()
+    scale, probs = (exact_inputs.exact_values(tokens, top_k, dtype=scalars_dtype or dtype, device=device, seed=s) for s in (2, 3))
     for t in (scale, probs):
         t[plan.row_of_slot_TK < 0] = float("nan")  # of slots that go nowhere
         t.requires_grad_()
-    cases.poison(device)
+    exact_inputs.poison(device)
     out, probs_P = gbmoe.padded_gather(x, plan, slot_scale_TK=scale, probs_TK=probs)
-    grads = [cases.exact_values(*t.shape, dtype=t.dtype, device=device, seed=s) for s, t in ((4, out), (5, probs_P))]
+    grads = [exact_inputs.exact_values(*t.shape, dtype=t.dtype, device=device, seed=s) for s, t in ((4, out), (5, probs_P))]
     for grad in grads:
         grad[plan.slot_of_row_P < 0] = float("nan")
     got = dict(zip(("x", "scale", "probs"), torch.autograd.grad((out, probs_P), (x, scale, probs), grads)))
@@ -273,7 +276,7 @@ def test_a_zero_probability_clears_its_row_only_where_asked(device):
 def test_ragged_map_is_the_dense_one_with_holes(device):
     """Tokens with any number of slots, scalars in the columns of a [T,E] matrix, maps that are strided views."""
     experts, tokens, hidden = 5, 40, 24
-    mask = torch.rand(tokens, experts, device=device, generator=cases.generator(device, 1)) < 0.4
+    mask = torch.rand(tokens, experts, device=device, generator=exact_inputs.generator(device, 1)) < 0.4
     mask[0], mask[1] = False, True
     ids = torch.where(mask, torch.arange(experts, device=device), -1)
     plan = RoutingPlan.from_experts(ids, experts, align=8)
@@ -284,13 +287,13 @@ def test_ragged_map_is_the_dense_one_with_holes(device):
         packed[t, experts : experts + len(routed)] = routed.int()
         packed[t, -1] = len(routed)
     ragged = (packed[:, :experts], plan.slot_of_row_P, packed[:, experts : 2 * experts], packed[:, -1])
-    x = cases.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=2).requires_grad_()
-    weights = cases.exact_values(tokens, experts, dtype=torch.float32, device=device, seed=3)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=2).requires_grad_()
+    weights = exact_inputs.exact_values(tokens, experts, dtype=torch.float32, device=device, seed=3)
     weights[~mask] = float("nan")
     weights.requires_grad_()
     results = {}
     for name, maps in (("ragged", ragged), ("dense", (plan.row_of_slot_TK, plan.slot_of_row_P, None, None))):
-        cases.poison(device)
+        exact_inputs.poison(device)
         xp, probs_P = torch.ops.gbmoe.padded_gather(x, *maps, weights, weights, False)
         out = torch.ops.gbmoe.padded_scatter(xp, *maps, weights)
         results[name] = (xp, probs_P, out, *torch.autograd.grad((out.square().sum() + probs_P.square().sum()), (x, weights)))
@@ -305,7 +308,7 @@ def test_ragged_map_is_the_dense_one_with_holes(device):
     (lambda: gbmoe.padded_gather(torch.zeros(3, 8), PLAN, row_scales_TS=torch.zeros(4, 2)),
      "row_scales: expected 3 rows, as in the plan, got 4"),
     (lambda: gbmoe.padded_gather(torch.zeros(3, 8).to(torch.float8_e5m2), PLAN, slot_scale_TK=torch.zeros(3, 2)),
-     "slot_scale: expected None beside a float8 x"),
+     "slot_scale: expected None with a float8 x"),
 ])
 def test_bad_options(call, words):
     with pytest.raises((TypeError, ValueError), match="padded_gather: " + words):
@@ -318,7 +321,7 @@ def test_bad_options(call, words):
 def guarded(rows, hidden, dtype, device, seed):
     """[rows, hidden] in the middle of NaN, which a row out of range would find."""
     around = torch.full((rows + 64, hidden), float("nan"), dtype=dtype, device=device)
-    around[32:-32] = cases.exact_values(rows, hidden, dtype=dtype, device=device, seed=seed)
+    around[32:-32] = exact_inputs.exact_values(rows, hidden, dtype=dtype, device=device, seed=seed)
     return around[32:-32]
 
 
@@ -326,10 +329,11 @@ FAR = 2**31 - 1
 
 
 # Rows of vectors and of single elements; slots in one pass and in several.
+@pytest.mark.memcheck
 @pytest.mark.parametrize("hidden, top_k", [(64, 1), (64, 2), (64, 3), (2048, 8), (64, 20), (7, 3), (7168, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
 def test_rows_and_slots_out_of_range_are_none(device, hidden, top_k, dtype):
-    """A plan made by hand whose entries lead outside is the plan with -1 in their place."""
+    """A hand-made plan whose entries are out of range works like the plan with -1 in their place."""
     tokens, experts = 9, 20
     plan = make_plan(tokens, experts, top_k, device, align=16)
     none_TK, none_P = plan.row_of_slot_TK < 0, plan.slot_of_row_P == -1
@@ -341,12 +345,12 @@ def test_rows_and_slots_out_of_range_are_none(device, hidden, top_k, dtype):
     slot_of_row[none_P] = torch.tensor((outside * 500)[:int(none_P.sum())], dtype=torch.int32, device=device)
     by_hand = replace(plan, row_of_slot_TK=row_of_slot, slot_of_row_P=slot_of_row)
 
-    weights = cases.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3)
+    weights = exact_inputs.exact_values(tokens, top_k, dtype=torch.float32, device=device, seed=3)
     x, grad = (guarded(tokens, hidden, dtype, device, seed) for seed in (1, 4))
     y, grad_xp = (guarded(plan.num_rows, hidden, dtype, device, seed) for seed in (2, 5))
 
     def everything(plan):
-        cases.poison(device)
+        exact_inputs.poison(device)
         leaves = [t.detach().requires_grad_() for t in (x, y, weights)]
         xp, probs_P = gbmoe.padded_gather(leaves[0], plan, slot_scale_TK=leaves[2], probs_TK=leaves[2])
         copied = gbmoe.padded_gather(leaves[0], plan)
@@ -362,7 +366,7 @@ def test_rows_and_slots_out_of_range_are_none(device, hidden, top_k, dtype):
 
 
 def test_columns_and_counts_out_of_range_are_none(device):
-    """Of a ragged map: what lies behind K entries, and a slot whose scalar is in no column."""
+    """In a ragged map a count above K, and a slot whose scalar has no column, are out of range."""
     tokens, experts, hidden = 6, 3, 24
     rows = torch.arange(tokens * experts, dtype=torch.int32, device=device).view(tokens, experts)
     columns = torch.arange(experts, dtype=torch.int32, device=device).repeat(tokens, 1)
@@ -373,13 +377,13 @@ def test_columns_and_counts_out_of_range_are_none(device):
     wild_counts[3], wild_counts[4], wild_counts[5] = FAR, 4 * experts, -7
     clean_rows[5] = -1
     slot_of_row = torch.where(torch.isin(rows.flatten(), clean_rows), 0, -1).int()
-    x = cases.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=1).requires_grad_()
-    weights = cases.exact_values(tokens, experts, dtype=torch.float32, device=device, seed=2).requires_grad_()
+    x = exact_inputs.exact_values(tokens, hidden, dtype=torch.float32, device=device, seed=1).requires_grad_()
+    weights = exact_inputs.exact_values(tokens, experts, dtype=torch.float32, device=device, seed=2).requires_grad_()
     results = []
     for maps in ((rows, slot_of_row, wild_columns, wild_counts), (clean_rows, slot_of_row, columns, counts)):
         results.append([])
         for scale, probs in ((weights, None), (None, weights), (weights, weights)):
-            cases.poison(device)
+            exact_inputs.poison(device)
             xp, probs_P = torch.ops.gbmoe.padded_gather(x, *maps, scale, probs, False)
             out = torch.ops.gbmoe.padded_scatter(xp, *maps, weights)
             grads = torch.autograd.grad(out.square().sum() + probs_P.square().sum(), (x, weights))
@@ -402,7 +406,7 @@ def route_and_back(logits, x, y_scale):
 
 
 def path_inputs(seed, device="cuda"):
-    values = [torch.randn(shape, generator=cases.generator(device, seed + i), device=device)
+    values = [torch.randn(shape, generator=exact_inputs.generator(device, seed + i), device=device)
               for i, shape in enumerate(((200, 24), (200, 64)))]
     return [t.bfloat16().requires_grad_() for t in values]
 

@@ -6,26 +6,26 @@
     python -m gbmoe bench plot layers.json --output pictures
     python -m gbmoe bench report layers.json --output layers.md --pictures pictures
 
-Who: gbmoe with each of its engines, in this process, and the peers (peers/), each in a process of its own (worker.py).
-What: a suite's configurations (suites.py), each a shape with all that compete on it, a row for each measurement
-(measure.py).
+gbmoe runs with each of its engines in this process; each of the peers (peers/) runs in a process of its own (running/peer_process.py).
+A suite is a list of configurations (suites.py). A configuration is a shape with everything that competes on it; each of its
+measurements makes a row (running/verify_and_time.py).
 """
 
 from __future__ import annotations
 
 import argparse
 
-from gbmoe.cli.bench import merge, plot, report, run_suite
+from gbmoe.cli.bench.commands import merge, plot, report, run_suite
 
 _COMMANDS = {
-    "merge": (merge, "join parts and files of one suite"),
-    "plot": (plot, "draw files' rows, as PNG and SVG"),
-    "report": (report, "write files' rows as a Markdown page, and into a README"),
+    "merge": (merge, "join result files of one suite"),
+    "plot": (plot, "draw the rows of result files, as PNG and SVG"),
+    "report": (report, "write the rows of result files as a Markdown page, and into a README"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what running a suite takes, and the commands for its files."""
+    """Declare the arguments that run a suite, and the commands that work on result files."""
     run_suite.add_arguments(parser)
     commands = parser.add_subparsers(metavar="merge | plot | report")
     for name, (module, summary) in _COMMANDS.items():

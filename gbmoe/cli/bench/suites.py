@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from gbmoe import cases, engines
-from gbmoe.cases import MoeCase
+from gbmoe import engines
 from gbmoe.cli.bench import peers
-from gbmoe.cli.bench.layer import LayerMeasurement
-from gbmoe.cli.bench.measurement import FORWARD, GRAPH, TRAINING, Configuration, Measurement, configurations
-from gbmoe.cli.bench.permutation import SKEWS, PermutationMeasurement
-from gbmoe.cli.bench.product import ProductMeasurement
-from gbmoe.cli.bench.training import TrainingMeasurement
-from gbmoe.cli.machine import refusal
+from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, TRAINING, Configuration, Measurement, configurations
+from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
+from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.link import COMBINE, DISPATCH, LinkMeasurement
+from gbmoe.cli.bench.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
+from gbmoe.cli.bench.measurements.permutation import SKEWS, PermutationMeasurement
+from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
+from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
+from gbmoe.cli.describe_system import refusal
+from gbmoe.testing import moe_shapes
+from gbmoe.testing.moe_shapes import MoeCase
 
-# Of the permutation: what FP8 consumers need, and what the Hopper kernel does.
+# The alignments of the permutation suite: 16 is what FP8 GEMMs need, 128 what the Hopper kernel needs.
 _ALIGNMENTS = (16, 128)
 _STEPS = ("plan", "gather", "padded_gather", "plan+gather", "scatter", "scatter-backward")
-# What stands for the article's card.
+# The memory of the article's GPU.
 ARTICLE_GIB = 16
 _EXPERTS = ("bmm", "loop", "torch-grouped", "torch-grouped-compiled", "grouped_gemm", "megablocks-grouped",
             "megablocks-sparse", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm",
@@ -29,21 +34,23 @@ _EXPERTS = ("bmm", "loop", "torch-grouped", "torch-grouped-compiled", "grouped_g
 
 @dataclass(frozen=True)
 class Choice:
-    """Who takes part, and where: the named engines (None: every one that is able) and the named peers.
+    """What takes part, and on which device: the named engines (None: every engine that can compute the case) and the named peers.
 
-    `memory_limit`, in GiB, caps every measurement that has no cap of its own.
+    `memory_limit`, in GiB, caps every measurement that has no cap of its own. `shapes` are layers in place of the suite's, which are
+    not scaled down.
     """
     device: torch.device
     dtype: torch.dtype
     engines: Sequence[str] | None = None
     peers: Sequence[str] = ()
     memory_limit: float | None = None
+    shapes: Sequence[MoeCase] = ()
 
     def case(self, case: MoeCase) -> MoeCase:
-        """The case, scaled down where the device is no GPU."""
+        """The case, scaled down where the device is not a GPU."""
         if self.device.type == "cuda":
             return case
-        small = cases.scaled_down(case)
+        small = moe_shapes.scaled_down(case)
         return small if case.ffn else replace(small, ffn=0)
 
     def unable(self, case: MoeCase) -> dict[str, str]:
@@ -57,7 +64,7 @@ class Choice:
         return self.engines is None or engine in self.engines
 
     def ways(self, case: MoeCase, kind: str) -> list[tuple[str, str | None]]:
-        """(implementation, engine) of all that take part in this kind of measurement."""
+        """The (implementation, engine) pairs that take part in this kind of measurement."""
         unable = self.unable(case)
         names = [name for name in engines.names() if name not in unable and self._wanted(name)]
         if kind == "product":
@@ -80,25 +87,26 @@ def _products(choice: Choice, case: MoeCase, routings=("equal", "skewed"),
 
 
 def _smoke(choice: Choice) -> list[Measurement]:
-    layers = [m for case in cases.SMOKE_CASES for m in _layer(choice, case)]
-    return layers + _products(choice, cases.SMOKE_CASES[-1])
+    layers = [m for case in moe_shapes.SMOKE_CASES for m in _layer(choice, case)]
+    return layers + _products(choice, moe_shapes.SMOKE_CASES[-1])
 
 
 def _nyu(choice: Choice) -> list[Measurement]:
-    return [m for case in cases.NYU_CASES for m in _layer(choice, choice.case(case))]
+    return [m for case in moe_shapes.NYU_CASES for m in _layer(choice, choice.case(case))]
 
 
 def _layers(choice: Choice) -> list[Measurement]:
-    return [m for case in cases.LAYER_CASES for m in _layer(choice, choice.case(case), ("uniform", "skewed"))]
+    cases = choice.shapes or map(choice.case, moe_shapes.LAYER_CASES)
+    return [m for case in cases for m in _layer(choice, case, ("uniform", "skewed"))]
 
 
 def _gemm(choice: Choice) -> list[Measurement]:
-    return [m for case in cases.GEMM_CASES for m in _products(choice, choice.case(case))]
+    return [m for case in moe_shapes.GEMM_CASES for m in _products(choice, choice.case(case))]
 
 
 def _scaling(choice: Choice) -> list[Measurement]:
     measurements = []
-    for case in dict.fromkeys(case for sweep in cases.SCALING_CASES.values() for case in sweep):
+    for case in dict.fromkeys(case for sweep in moe_shapes.SCALING_CASES.values() for case in sweep):
         if choice.device.type != "cuda":
             case = replace(case, name=f"{case.name}-small", tokens=max(16, case.tokens // 256),
                            hidden=case.hidden // 32, ffn=case.ffn // 32)
@@ -108,15 +116,15 @@ def _scaling(choice: Choice) -> list[Measurement]:
 
 def _inference(choice: Choice) -> list[Measurement]:
     measurements = []
-    for case in cases.INFERENCE_CASES:
+    for case in moe_shapes.INFERENCE_CASES:
         measurements += _layer(choice, replace(choice.case(case), tokens=case.tokens), computations=(FORWARD, GRAPH))
     return measurements
 
 
 def _permute(choice: Choice) -> list[Measurement]:
     measurements = []
-    for case in cases.PLAN_CASES:
-        whole, case = case in cases.PERMUTE_CASES, choice.case(case)
+    for case in moe_shapes.PLAN_CASES:
+        whole, case = case in moe_shapes.PERMUTE_CASES, choice.case(case)
         if whole:
             measurements += [PermutationMeasurement(case, "gbmoe", None, "random", computation)
                              for computation in ("route", "route-backward")]
@@ -128,47 +136,75 @@ def _permute(choice: Choice) -> list[Measurement]:
 
 def _article(choice: Choice) -> list[Measurement]:
     measurements = []
-    for case in map(choice.case, cases.NYU_CASES):
+    for case in map(choice.case, moe_shapes.NYU_CASES):
         measurements += _layer(choice, case, computations=(FORWARD,))
         measurements += _layer(choice, case, memory_limit=ARTICLE_GIB, timed=False)
-    measurements += _products(choice, choice.case(cases.NYU_SPLIT_CASE), ("equal", "uneven"), ("forward",))
-    for case in map(choice.case, cases.NYU_LOSS_CASES):
+    measurements += _products(choice, choice.case(moe_shapes.NYU_SPLIT_CASE), ("equal", "uneven"), ("forward",))
+    for case in map(choice.case, moe_shapes.NYU_LOSS_CASES):
         measurements += [TrainingMeasurement(case, *way, "uniform", "one step", timed=False)
                          for way in choice.ways(case, "training")]
     return measurements
 
 
+def _parallel(choice: Choice) -> list[Measurement]:
+    measurements: list[Measurement] = []
+    rivals = [*(("gbmoe", "auto", transport) for transport in (ONE_GPU, *TRANSPORTS)),
+              *((name, None, None) for name in peers.of_kind("parallel", choice.peers))]
+    cases = [(choice.case(case), routing) for case in moe_shapes.PARALLEL_CASES for routing in ("uniform", "skewed")]
+    for case, routing in cases:
+        measurements += [ParallelLayerMeasurement(case, by, engine, routing, computation, transport=transport)
+                         for computation in (FORWARD, TRAINING) for by, engine, transport in rivals]
+    return measurements + [LinkMeasurement(case, "gbmoe", None, routing, trip, transport=transport)
+                           for case, routing in cases for trip in (DISPATCH, COMBINE) for transport in TRANSPORTS[1:]]
+
+
 @dataclass(frozen=True)
 class Suite:
-    """What `--suite` names: what it measures, which peers belong to it, and what speed-ups are over unless something
-    else is asked."""
+    """What `--suite` names: what it measures, which peers belong to it, what speed-ups are over, and how it is timed on CUDA, unless
+    something else is asked; `timings` are the ways in which it can be."""
     summary: str
     measurements: Callable[[Choice], list[Measurement]]
     peers: tuple[str, ...]
     baseline: str = "bmm"
     needs_cuda: bool = True
     uses_engines: bool = True
+    # Whether it runs in all processes of torchrun together.
+    on_ranks: bool = False
+    timing_on_cuda: str = SUSTAINED
+    timings: tuple[str, ...] = (BURSTS, SUSTAINED)
+    # Whether it can measure a user's own layers.
+    takes_shapes: bool = False
+
+    def timing(self, device: torch.device) -> str:
+        """How it is timed unless something else is asked: on a CPU in bursts, where it can be."""
+        return self.timing_on_cuda if device.type == "cuda" else self.timings[0]
 
     def configurations(self, choice: Choice) -> list[Configuration]:
-        """In an order that depends on nothing but the suite."""
+        """The configurations to run, in an order that depends on nothing but the suite."""
         measurements = self.measurements(choice)
         if choice.memory_limit:
             measurements = [replace(m, memory_limit=m.memory_limit or choice.memory_limit) for m in measurements]
-        # Under a common cap a suite's own capped rows are the same as the others.
+        # With --memory-limit, a suite's rows with a limit of their own may equal its other rows: one of each name is kept.
         return configurations(list({m.name: m for m in reversed(measurements)}.values())[::-1])
 
 
+# Bursts: of a few tokens it is the cold cache that counts, and smoke is for any machine.
+_IN_BURSTS: dict[str, Any] = {"timing_on_cuda": BURSTS}
+_IN_BURSTS_ALONE: dict[str, Any] = {"timing_on_cuda": BURSTS, "timings": (BURSTS,)}
+
 SUITES = {
-    "smoke": Suite("small layers and products, for any machine", _smoke, ("bmm", "loop"), needs_cuda=False),
+    "smoke": Suite("small layers and products, for any machine", _smoke, ("bmm", "loop"), needs_cuda=False, **_IN_BURSTS),
     "nyu": Suite("the article's cases", _nyu, _EXPERTS),
-    "layers": Suite("layers of known models, evenly and unevenly routed", _layers, _EXPERTS),
+    "layers": Suite("layers of known models, evenly and unevenly routed, or those of --shape", _layers, _EXPERTS, takes_shapes=True),
     "gemm": Suite("single grouped products, each engine, equal and skewed groups", _gemm,
                   ("bmm", "loop", "grouped_gemm")),
     "permute": Suite("plan, router operator, gather and scatter, each against what a copy of its bytes takes", _permute,
-                     ("megablocks", "transformer_engine"), baseline="megablocks", uses_engines=False),
+                     ("megablocks", "transformer_engine"), baseline="megablocks", uses_engines=False, **_IN_BURSTS_ALONE),
     "scaling": Suite("how cost grows with experts, tokens and hidden size, each alone", _scaling,
                      ("bmm", "torch-grouped", "megablocks-grouped", "scattermoe")),
-    "inference": Suite("few tokens, with and without a CUDA graph", _inference, _EXPERTS),
+    "inference": Suite("few tokens, with and without a CUDA graph", _inference, _EXPERTS, **_IN_BURSTS),
     "article": Suite("the article's findings, each with a verdict", _article,
-                     ("bmm", "grouped_gemm", "megablocks-grouped", "megablocks-sparse")),
+                     ("bmm", "grouped_gemm", "megablocks-grouped", "megablocks-sparse"), **_IN_BURSTS_ALONE),
+    "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel, ("megablocks-grouped",),
+                      baseline=f"gbmoe-{ONE_GPU}", uses_engines=False, on_ranks=True, timings=(SUSTAINED,)),
 }

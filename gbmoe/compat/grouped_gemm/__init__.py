@@ -1,9 +1,9 @@
 """grouped_gemm by name and signature, on gbmoe's operators: any floating dtype, CPU and CUDA, batch_sizes on either.
 
-`ops` and `backend` mirror grouped_gemm 0.3 (github.com/tgale96/grouped_gemm) with every public name, `extension` is what
-it calls grouped_gemm_backend, and `ops` also has the permute and unpermute of NVIDIA's nv-grouped-gemm. register() puts
-this package where `import grouped_gemm` looks, for code that names it so: MegaBlocks' mlp_impl='grouped', OLMo-core,
-Nanotron, Megatron-LM.
+`ops` and `backend` mirror every public name of grouped_gemm 0.3 (github.com/tgale96/grouped_gemm), `extension` mirrors its CUDA
+extension grouped_gemm_backend, and `ops` also has the permute and unpermute of NVIDIA's nv-grouped-gemm. register() makes
+`import grouped_gemm` find this package, for code that imports that name: MegaBlocks' mlp_impl='grouped', OLMo-core, Nanotron,
+Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ backend.backend = extension  # type: ignore[attr-defined]  # as grouped_gemm nam
 def register(*, force: bool = False) -> None:
     """Make `import grouped_gemm` find this package where the real one is not installed. Idempotent.
 
-    Call it before the code that imports grouped_gemm: most callers look once, when they are imported.
+    Call it before importing code that imports grouped_gemm: most callers look for it only once, when they are imported.
 
     Args:
-        force: take the real package's place, too. Modules that have imported it already keep it.
+        force: replace the real package where it is installed. Modules that have imported it already keep it.
 
     Example:
         >>> register()

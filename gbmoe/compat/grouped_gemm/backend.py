@@ -1,4 +1,4 @@
-"""grouped_gemm.backend: the product without autograd, into memory of the caller's where that is wanted."""
+"""grouped_gemm.backend: the product without autograd, optionally written to a tensor of the caller's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         c: torch.Tensor | None = None) -> torch.Tensor:
     """The product of gbmoe.gmm, written to `c` where that is given. Mirrors grouped_gemm.backend.gmm.
 
-    Neither differentiable nor cast by autocast: callers are autograd functions that see to both.
+    It is neither differentiable nor cast by autocast, because its callers are autograd functions that do both.
 
     Args:
         a, b, batch_sizes, trans_a, trans_b: as in gbmoe.gmm.
@@ -32,7 +32,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         require(tuple(c.shape) == shape, "gmm", "c", lambda: f"shape {list(shape)}", list(c.shape))
         require(c.is_contiguous(), "gmm", "c", "a contiguous tensor", f"strides {c.stride()}")
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-        # Engines may store 16 bytes at a time: a view that starts between them gets a copy.
+        # Engines may store 16 bytes at a time: for a view that does not start at a multiple of them the result is copied.
         direct = c is not None and c.data_ptr() % 16 == 0
         result = engines.product(a, b, batch_sizes, trans_a, trans_b, engine="auto", out=c if direct else None)
         return result if c is None or direct else c.copy_(result)

@@ -8,5 +8,5 @@ from gbmoe.compat.grouped_gemm import backend
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool, /) -> None:
-    """The product of gbmoe.compat.grouped_gemm.backend.gmm, to `c`: shapes, dtypes and errors are those of that function."""
+    """gbmoe.compat.grouped_gemm.backend.gmm, written to `c`; shapes, dtypes and errors are those of that function."""
     backend.gmm(a, b, batch_sizes, trans_a, trans_b, c)

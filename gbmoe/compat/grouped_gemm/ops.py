@@ -15,22 +15,22 @@ __all__ = ["GroupedGemm", "backend", "gmm", "permute", "unpermute"]
 
 
 class GroupedGemm(torch.autograd.Function):
-    """grouped_gemm's autograd function, for code that applies or extends it; `gmm` is faster, and autocast casts its operands.
+    """grouped_gemm's autograd function, for code that applies or extends it. `gmm` is faster, and autocast casts its operands.
 
-    GroupedGemm.apply(a, b, batch_sizes, trans_b): shapes, dtypes and errors are those of gbmoe.gmm. Not cast by autocast, as
-    there; differentiable twice.
+    GroupedGemm.apply(a, b, batch_sizes, trans_b): shapes, dtypes and errors are those of gbmoe.gmm. As in grouped_gemm it is not cast
+    by autocast and is differentiable twice.
     """
 
     @staticmethod
     def forward(ctx, a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool) -> torch.Tensor:
-        """a [M,K], b [E,K,N] or with trans_b [E,N,K], sizes [E], to [M,N]."""
+        """a [M,K], b [E,K,N] or with trans_b [E,N,K], sizes [E] -> [M,N]."""
         ctx.save_for_backward(a, b, batch_sizes)
         ctx.trans_b = trans_b
         return _uncast(a, b, batch_sizes, trans_b=trans_b)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """grad [M,N], to the gradients of a and b where they are asked for."""
+        """grad [M,N] -> the gradients of a and b that are needed."""
         a, b, batch_sizes = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -47,7 +47,7 @@ def _uncast(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, **trans
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_b: bool = False) -> torch.Tensor:
-    """gbmoe.gmm under grouped_gemm's signature: a [M,K], b [E,K,N] or with trans_b [E,N,K], sizes [E], to [M,N]."""
+    """gbmoe.gmm with grouped_gemm's signature: a [M,K], b [E,K,N] or with trans_b [E,N,K], sizes [E] -> [M,N]."""
     return gbmoe.ops.gmm(a, b, batch_sizes, trans_b=trans_b)
 
 
@@ -59,8 +59,8 @@ def permute(
     Args:
         input_act: [T,H], bfloat16, float16, float32 or float64; or float8 (not differentiable).
         indices: expert ids [T,K], or [T] for one slot a token; int32 or int64, on input_act's device. -1 drops a slot.
-        num_out_tokens: P. None and 0 stand for T * K; slots whose rows are not below P are dropped.
-        max_token_num: accepted and of no effect; nothing here keeps a workspace.
+        num_out_tokens: P. None and 0 mean T * K; slots whose rows are not below P are dropped.
+        max_token_num: accepted without effect; nothing here keeps a workspace.
 
     Returns:
         rows [P,H] and row_id_map, int32 [K * T]: entry k * T + t is the row of slot (t,k), or -1.
@@ -75,8 +75,8 @@ def unpermute(input_act: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Te
 
     Args:
         input_act: [P,H], bfloat16, float16, float32 or float64.
-        row_id_map: what permute returned.
-        probs: [T,K], any of those dtypes; None for one slot a token that counts once.
+        row_id_map: the map that permute returned.
+        probs: [T,K], any of those dtypes; None for one slot a token, with the weight one.
 
     Returns:
         [T,H], dtype of input_act.

@@ -27,17 +27,17 @@ _NEEDED = {"megablocks": "megablocks", "stanford-stk": "stk", "numpy": "numpy", 
 def register() -> None:
     """Make megablocks.layers.arguments.Arguments(mlp_impl='gbmoe') work, with mlp_type 'mlp' and 'glu'. Idempotent.
 
-    MegaBlocks 0.10 stays as it is installed; in this process it gets
+    The installed files of MegaBlocks 0.10 do not change. In this process it gets
 
     - experts for 'gbmoe' in its registry, and a branch to them in ParallelDroplessMLP: one plan and gbmoe.expert_mlp
-      in place of its sort, gathers, products and scatters, under expert parallelism, too. Its router, losses, bias,
+      instead of its sort, gathers, products and scatters, also with expert parallelism. Its router, losses, bias,
       shared expert, and the names, shapes and initial values of its parameters remain its own;
-    - what it imports and does not find: `megablocks_ops`, its CUDA extension; `grouped_gemm` (see
+    - stand-ins for modules that it imports and that are missing: `megablocks_ops`, its CUDA extension; `grouped_gemm` (see
       gbmoe.compat.grouped_gemm.register); and without Triton the modules that need it. All of its layers then run on a
-      CPU, apart from mlp_impl='sparse';
+      CPU, except mlp_impl='sparse';
     - "cpu" as the default of `Arguments.device` where there is no CUDA device, instead of an error.
 
-    So that those are found, call it before the first import of megablocks, in every process (spawned ones, too). Where
+    Call it before the first import of megablocks, in every process (spawned ones too), so that the stand-ins are found. Where
     MegaBlocks' own extension, grouped_gemm and Triton are installed, the order does not matter.
 
     Raises:
@@ -53,7 +53,7 @@ def register() -> None:
     try:
         import megablocks_ops  # noqa: F401
     except ImportError as error:
-        if error.name != "megablocks_ops":  # it is there, and built for another torch
+        if error.name != "megablocks_ops":  # it is installed, but was built for another torch
             warnings.warn(f"megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place: {error}",
                           RuntimeWarning, stacklevel=2)
         _stand_in("megablocks_ops", "extension")

@@ -1,6 +1,6 @@
-"""What register() adds to MegaBlocks: experts for mlp_impl='gbmoe', and the way to them past its permutations.
+"""What register() adds to MegaBlocks: experts for mlp_impl='gbmoe', and branches that call them instead of its permutations.
 
-Importing this imports MegaBlocks; install() changes it.
+Importing this module imports MegaBlocks; install() changes it.
 
 Shape suffixes: T tokens, K slots a token, R expert-major rows, E experts and F ffn hidden on this rank, H hidden.
 """
@@ -16,23 +16,22 @@ from megablocks import grouped_gemm_util
 from megablocks.layers import arguments, dmlp_registry, dmoe, glu, mlp, mpu
 
 from gbmoe._checks import require
-from gbmoe.engines.base import device_sizes
-from gbmoe.layers.mlp import _local
-from gbmoe.layers.parallel import parallel_experts
+from gbmoe.layers.expert_parallelism import parallel_experts
+from gbmoe.layers.expert_weights import local_weight
 from gbmoe.ops import expert_mlp
-from gbmoe.routing import RoutingPlan
+from gbmoe.plan import RoutingPlan
 
 
 class _FusedExperts:
-    """The computation, in front of a MegaBlocks class that has the parameters, their initialisation and scale_grad."""
+    """The computation, to be mixed into a MegaBlocks class that has the parameters, their initialisation and scale_grad."""
 
     args: Any
 
     def forward(
         self, x: torch.Tensor, plan: RoutingPlan | torch.Tensor, weights_TK: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T,H], a plan and the router's weights -> [T,H]; or, as MegaBlocks calls the classes of its registry,
-        expert-major rows [R,H] and tokens_per_expert, int [E] on the host or the device, -> [R,H]."""
+        """With x [T,H], a plan and the router's weights, return [T,H]. With expert-major rows [R,H] and tokens_per_expert, int [E] on
+        the host or the device, as MegaBlocks calls the classes of its registry, return [R,H]."""
         if not isinstance(plan, RoutingPlan):
             plan = _plan_of_sorted_rows(x, plan)
         w1_EFH, w2_EFH, v1_EFH = (self._weight_EFH(name) for name in ("w1", "w2", "v1"))
@@ -44,7 +43,7 @@ class _FusedExperts:
         if weight is None:
             return None
         shape = (mpu.experts_per_rank(self.args), mpu.features_per_rank(self.args), self.args.hidden_size)
-        return _local(self.scale_grad(weight)).view(shape)
+        return local_weight(self.scale_grad(weight)).view(shape)
 
 
 class FusedMLP(_FusedExperts, mlp.SparseMLP):
@@ -58,13 +57,10 @@ class FusedGLU(_FusedExperts, glu.SparseGLU):
 def _plan_of_sorted_rows(x_RH: torch.Tensor, counts_E: torch.Tensor) -> RoutingPlan:
     rows = x_RH.size(0)
     if counts_E.device.type == "cpu" and not torch.compiler.is_compiling():
-        counts = counts_E.tolist()  # Python's sums do not wrap
+        counts = counts_E.tolist()  # Python's sums do not overflow
         require(min(counts, default=0) >= 0 and sum(counts) == rows, "forward", "tokens_per_expert",
                 f"no negative entry and a sum of x.size(0) == {rows}", counts)
-    counts_E = device_sizes(counts_E, x_RH.device)
-    # Rows behind the last expert get the id E, which names none.
-    expert_R = torch.searchsorted(counts_E.cumsum(0), torch.arange(rows, device=counts_E.device), right=True)
-    return RoutingPlan.from_experts(expert_R, counts_E.numel(), check="none")
+    return RoutingPlan.from_counts(counts_E, rows, device=x_RH.device, check="none")
 
 
 def _forward_once(self, x, expert_weights, top_experts):
@@ -77,7 +73,7 @@ def _parallel_forward_once(self, x, expert_weights, top_experts):
 
 
 def _branch(method_name, fused):
-    """Make ParallelDroplessMLP's method `fused` where args.mlp_impl is 'gbmoe', and leave it what it is elsewhere."""
+    """Let ParallelDroplessMLP's method call `fused` where args.mlp_impl is 'gbmoe', and the original method elsewhere."""
     original = getattr(dmoe.ParallelDroplessMLP, method_name)
 
     @functools.wraps(original)
@@ -90,7 +86,7 @@ def _branch(method_name, fused):
 
 def install() -> None:
     """Add 'gbmoe' to MegaBlocks' registry and the branches to it. Idempotent."""
-    if not grouped_gemm_util.grouped_gemm_is_available():  # imported before there was one
+    if not grouped_gemm_util.grouped_gemm_is_available():  # MegaBlocks was imported before there was a grouped_gemm
         importlib.reload(grouped_gemm_util)
     if "gbmoe" in dmlp_registry._REGISTRY["mlp"]:
         return
@@ -103,7 +99,7 @@ def install() -> None:
 
     @functools.wraps(make_arguments)
     def __init__(self, *args, **kwargs):
-        # Its default, torch.cuda.current_device(), raises where there is no CUDA.
+        # MegaBlocks' default, torch.cuda.current_device(), raises where there is no CUDA device.
         if not torch.cuda.is_available():
             kwargs.setdefault("device", "cpu")
         make_arguments(self, *args, **kwargs)

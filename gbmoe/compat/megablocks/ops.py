@@ -1,16 +1,16 @@
 """megablocks.ops by name and signature, on gbmoe's operators: CPU and CUDA, every floating dtype, deterministic.
 
-What stays MegaBlocks' own: the meaning of indices, bins and the rest, and the one host wait of padded_gather. What changes:
-sums are kept in float32 and rounded once, gradients come out in each input's dtype, rows that nothing writes are zero, and
-wrong arguments raise TypeError or ValueError with the argument, what was expected and what came. The values of indices and bins
-are checked on the CPU; on a device that would be a host wait, and what lies outside its range has no row.
+As in MegaBlocks are the meaning of all arguments, and the one host wait of padded_gather. Different are the following: sums are kept
+in float32 and rounded once, gradients have the dtype of their input, rows that nothing writes are zero, and wrong arguments raise
+TypeError or ValueError with the argument, what was expected and what came. The values of indices and bins are checked on the CPU. On a
+device that would need a host wait; entries outside their range then have no row.
 
 Shape suffixes: T tokens, K slots a token (top_k), R = T * K slots, E experts (bins), H hidden, P padded rows, C rows of a
 bin with a capacity, B rows of a batch.
 
-    indices_R      slots in the order of their rows, each once; slot t * K + j is token t's j-th choice
-    bin_ids_R      expert of each of them, ascending; behind these, ids outside [0, E), which have no row
-    bins_E         inclusive sum of the experts' counts (a single expert's may be 0-d, as inclusive_cumsum returns it)
+    indices_R      the slots in the order of their rows, each once; slot t * K + j is token t's j-th choice
+    bin_ids_R      the expert of each of these slots, ascending; slots with ids outside [0, E) come last and have no row
+    bins_E         inclusive sums of the experts' counts (for a single expert it may be 0-d, as inclusive_cumsum returns it)
     padded_bins_E  the same with every count rounded up
 """
 
@@ -19,9 +19,10 @@ from __future__ import annotations
 import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._library import define
-from gbmoe.ops.permute import FLOAT8, _gather, _scatter
-from gbmoe.reference import PADDING, accumulate_dtype
+from gbmoe._define_operator import define
+from gbmoe.kernels.plain_torch import PADDING, accumulate_dtype
+from gbmoe.ops.permute import FLOAT8, gather_slots, scatter_slots
+from gbmoe.slot_map import SlotMap
 
 __all__ = ["binned_gather", "binned_scatter", "exclusive_cumsum", "gather", "histogram", "inclusive_cumsum", "padded_gather",
            "padded_scatter", "repeat", "replicate", "round_up", "scatter", "sort", "sum", "topology"]
@@ -48,7 +49,8 @@ def gather(
         [R,H], dtype of x. No host wait.
     """
     _check_slots("gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins)
-    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, bins, top_k, indices.numel(), "gather"))
+    slots = slot_map_of_bins("gather", indices, bin_ids=bin_ids, bins=bins, padded_bins=bins, top_k=top_k, rows=indices.numel())
+    return _gather_rows(x, slots)
 
 
 def padded_gather(
@@ -65,16 +67,18 @@ def padded_gather(
     """
     _check_slots("padded_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins,
                  padded_bins=padded_bins)
-    rows = padded_rows(padded_bins, "padded_gather")
-    return _gather_rows(x, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, rows, "padded_gather"))
+    slots = slot_map_of_bins("padded_gather", indices, bin_ids=bin_ids, bins=bins, padded_bins=padded_bins, top_k=top_k,
+                             rows=padded_rows(padded_bins, "padded_gather"))
+    return _gather_rows(x, slots)
 
 
 def scatter(
     x: torch.Tensor, indices: torch.Tensor, bin_ids: torch.Tensor, weights: torch.Tensor | None, bins: torch.Tensor, top_k: int,
 ) -> torch.Tensor:
-    """Sum each token's rows, weighted. Mirrors megablocks.ops.scatter: padded_scatter of rows without padding."""
+    """Sum each token's rows, weighted, where rows have no padding. Mirrors megablocks.ops.scatter."""
     _check_slots("scatter", x, indices, top_k, bin_ids=bin_ids, bins=bins, weights=weights)
-    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, bins, top_k, x.size(0), "scatter"))
+    slots = slot_map_of_bins("scatter", indices, bin_ids=bin_ids, bins=bins, padded_bins=bins, top_k=top_k, rows=x.size(0))
+    return _scatter_rows(x, slots, weights)
 
 
 def padded_scatter(
@@ -89,7 +93,7 @@ def padded_scatter(
     Args:
         x: [P,H], bfloat16, float16, float32 or float64.
         indices, bin_ids: int [R], on x's device.
-        weights: [R] in slot order, any of those dtypes (float32 beside bfloat16 rows is fine); None counts every slot once.
+        weights: [R] in slot order, any of those dtypes (float32 with bfloat16 rows is allowed); None gives every slot the weight one.
         bins, padded_bins: int [E], on x's device.
         top_k: K.
 
@@ -97,13 +101,15 @@ def padded_scatter(
         [T,H], T = R // top_k, dtype of x.
     """
     _check_slots("padded_scatter", x, indices, top_k, bin_ids=bin_ids, bins=bins, padded_bins=padded_bins, weights=weights)
-    return _scatter_rows(x, weights, *_binned_maps(indices, bin_ids, bins, padded_bins, top_k, x.size(0), "padded_scatter"))
+    slots = slot_map_of_bins("padded_scatter", indices, bin_ids=bin_ids, bins=bins, padded_bins=padded_bins, top_k=top_k,
+                             rows=x.size(0))
+    return _scatter_rows(x, slots, weights)
 
 
 def binned_gather(
     x: torch.Tensor, indices: torch.Tensor, bins: torch.Tensor, bin_size: int, top_k: int,
 ) -> torch.Tensor:
-    """Copy tokens to bins of one size; slots past an expert's capacity are dropped. Mirrors megablocks.ops.binned_gather.
+    """Copy tokens to bins of equal size; slots beyond an expert's capacity are dropped. Mirrors megablocks.ops.binned_gather.
 
     Args:
         x, indices, bins, top_k: as in gather.
@@ -114,14 +120,14 @@ def binned_gather(
     """
     _check_slots("binned_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bins=bins)
     require(isinstance(bin_size, int) and bin_size >= 0, "binned_gather", "bin_size", "an int of at least 0", bin_size)
-    out_PH = _gather_rows(x, *_capacity_maps(indices, bins, bin_size, top_k, "binned_gather"))
+    out_PH = _gather_rows(x, slot_map_of_capacity("binned_gather", indices, bins=bins, capacity=bin_size, top_k=top_k))
     return out_PH.view(bins.numel(), bin_size, x.size(1))
 
 
 def binned_scatter(
     x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None, bins: torch.Tensor, top_k: int,
 ) -> torch.Tensor:
-    """Sum each token's rows of equal bins, weighted. Mirrors megablocks.ops.binned_scatter.
+    """Sum each token's rows, weighted, from bins of equal size. Mirrors megablocks.ops.binned_scatter.
 
     Args:
         x: [E,C,H], bfloat16, float16, float32 or float64.
@@ -132,7 +138,8 @@ def binned_scatter(
     """
     _check_slots("binned_scatter", x, indices, top_k, rank=3, bins=bins, weights=weights)
     require(x.size(0) == bins.numel(), "binned_scatter", "x", f"{bins.numel()} bins, as in bins", x.size(0))
-    return _scatter_rows(x.flatten(0, 1), weights, *_capacity_maps(indices, bins, x.size(1), top_k, "binned_scatter"))
+    slots = slot_map_of_capacity("binned_scatter", indices, bins=bins, capacity=x.size(1), top_k=top_k)
+    return _scatter_rows(x.flatten(0, 1), slots, weights)
 
 
 def _check_slots(operator, x, indices, top_k, *, rank=2, dtypes=FLOATING, weights=None, bin_ids=None, **bins) -> None:
@@ -157,27 +164,25 @@ def _check_slots(operator, x, indices, top_k, *, rank=2, dtypes=FLOATING, weight
         require(weights.numel() == slots, operator, "weights", f"{slots} entries, one a slot", weights.numel())
 
 
-def _gather_rows(x_TH, row_of_slot_TK, slot_of_row_P):
+def _gather_rows(x_TH, slots: SlotMap):
     as_bytes = x_TH.dtype in FLOAT8
-    rows_TH = x_TH.detach().view(torch.uint8) if as_bytes else x_TH
-    out_PH, _ = _gather(rows_TH, row_of_slot_TK, slot_of_row_P, None, None, None, None, False)
+    out_PH, _ = gather_slots(x_TH.detach().view(torch.uint8) if as_bytes else x_TH, slots)
     return out_PH.view(x_TH.dtype) if as_bytes else out_PH
 
 
-def _scatter_rows(x_PH, weights_R, row_of_slot_TK, slot_of_row_P):
-    weights_TK = None if weights_R is None else weights_R.view(row_of_slot_TK.shape)
-    return _scatter(x_PH, row_of_slot_TK, slot_of_row_P, None, None, weights_TK)
+def _scatter_rows(x_PH, slots: SlotMap, weights_R):
+    return scatter_slots(x_PH, slots, weights=None if weights_R is None else weights_R.view(slots.row_of_slot_TK.shape))
 
 
 def padded_rows(padded_bins_E: torch.Tensor, operator: str) -> int:
-    """The last entry, which is the number of rows. Waits for the device."""
+    """The number of rows, which is the last entry of padded_bins. Waits for the device."""
     rows = int(padded_bins_E.reshape(-1)[-1])
     require(0 <= rows < 2**31, operator, "padded_bins", "a last entry of at least 0 and below 2**31", rows)
     return rows
 
 
 def _check_bins(operator: str, argument: str, bins_E: torch.Tensor, most: int, what: str) -> None:
-    """Raise unless bins on the CPU ascend from at least 0 to at most `most`, which is `what`."""
+    """Raise if bins on the CPU do not ascend from at least 0 to at most `most`; `what` says what that number is."""
     if bins_E.device.type == "cpu" and bins_E.numel() > 0:
         bins_E = bins_E.reshape(-1)
         ascends = bool((bins_E[1:] >= bins_E[:-1]).all())
@@ -196,7 +201,7 @@ def _check_slots_once(operator: str, indices_R: torch.Tensor) -> None:
 
 
 def _check_bins_fit(operator: str, bin_ids_R: torch.Tensor, bins_E: torch.Tensor, padded_bins_E: torch.Tensor) -> None:
-    """Raise unless, on the CPU, padded bins hold the bins and these the entries of bin_ids."""
+    """Raise if, on the CPU, padded_bins have too little room for bins, or bin_ids differ from bins."""
     if bins_E.device.type == "cpu":
         bins_E, padded_bins_E, bin_R = bins_E.reshape(-1).long(), padded_bins_E.reshape(-1).long(), bin_ids_R.long()
         none = bins_E.numel()
@@ -234,12 +239,33 @@ def _binned_maps_fake(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows, 
     return _maps_fake(indices_R, top_k, rows)
 
 
-# (row_of_slot [T,K], slot_of_row [P]): a slot's place in its bin, counted from the padded bin's first row. Values are looked at
-# inside the operator, where they are, so that a compiled graph checks them too.
+# Values are checked inside the operators, which have them, so that a compiled graph checks them too.
 _binned_maps = define(
     "binned_maps(Tensor indices, Tensor bin_ids, Tensor bins, Tensor padded_bins, int top_k, SymInt rows, str operator)"
     " -> (Tensor, Tensor)", reference=_binned_maps_kernel, fake=_binned_maps_fake,
 )
+
+
+def slot_map_of_bins(
+    operator: str, indices_R: torch.Tensor, *, bin_ids: torch.Tensor, bins: torch.Tensor, padded_bins: torch.Tensor, top_k: int,
+    rows: int,
+) -> SlotMap:
+    """The dense map of MegaBlocks' sorted slots: a slot's row is the first row of its padded bin plus its position in the bin.
+
+    Args:
+        operator: the operator whose arguments these are, for errors.
+        indices_R, bin_ids, bins, padded_bins, top_k: as in padded_gather; without padding, padded_bins is bins.
+        rows: P. A slot whose row would lie behind the last one has no row.
+
+    Returns:
+        the map of R // top_k tokens, int32, on the device of the indices. No host wait.
+
+    Raises:
+        ValueError: on the CPU, for indices that do not name every slot once, and for bins that do not ascend or do not fit each other.
+            On a device this is not checked; slots that then have no position get no row, and no row outside the map is ever named.
+    """
+    row_of_slot_TK, slot_of_row_P = _binned_maps(indices_R, bin_ids, bins, padded_bins, top_k, rows, operator)
+    return SlotMap(row_of_slot_TK=row_of_slot_TK, slot_of_row_P=slot_of_row_P)
 
 
 def _capacity_maps_kernel(indices_R, bins_E, capacity, top_k, operator):
@@ -257,22 +283,39 @@ def _capacity_maps_fake(indices_R, bins_E, capacity, top_k, operator):
     return _maps_fake(indices_R, top_k, bins_E.numel() * capacity)
 
 
-# (row_of_slot [T,K], slot_of_row [E*C]): a slot's place in its bin, dropped from `capacity` on.
 _capacity_maps = define(
     "capacity_maps(Tensor indices, Tensor bins, SymInt capacity, int top_k, str operator) -> (Tensor, Tensor)",
     reference=_capacity_maps_kernel, fake=_capacity_maps_fake,
 )
 
 
-def _maps(indices_R, entry_R, row_R, routed_R, top_k, rows):
-    """Both directions of slot indices[i] <-> row[i]. Whatever the tables hold, no row outside [0, rows) is named.
+def slot_map_of_capacity(operator: str, indices_R: torch.Tensor, *, bins: torch.Tensor, capacity: int, top_k: int) -> SlotMap:
+    """The dense map of bins of equal size: a slot's row is its position in its bin; slots from position `capacity` on have no row.
 
-    slot_of_row is made from row_of_slot: a row that lost its slot to another, by an index that stands twice, is padding.
+    Args:
+        operator: the operator whose arguments these are, for errors.
+        indices_R, bins, top_k: as in gather.
+        capacity: C, the rows of each bin.
+
+    Returns:
+        the map of R // top_k tokens and E * C rows, int32, on the device of the indices. No host wait.
+
+    Raises:
+        ValueError: as slot_map_of_bins.
+    """
+    row_of_slot_TK, slot_of_row_P = _capacity_maps(indices_R, bins, capacity, top_k, operator)
+    return SlotMap(row_of_slot_TK=row_of_slot_TK, slot_of_row_P=slot_of_row_P)
+
+
+def _maps(indices_R, entry_R, row_R, routed_R, top_k, rows):
+    """Both directions of the map between slot indices[i] and row[i]. Whatever the tables hold, no row outside [0, rows) is named.
+
+    slot_of_row is made from row_of_slot: if an index occurs twice, the row that the slot does not keep becomes padding.
     """
     slot_R = indices_R.long()
     if slot_R.device.type != "cpu":
-        slot_R = slot_R.clamp(0, max(slot_R.numel() - 1, 0))  # torch would end the process' CUDA context
-    # Slots without a row all write to one spare row behind the last.
+        slot_R = slot_R.clamp(0, max(slot_R.numel() - 1, 0))  # an index out of range would destroy the process's CUDA context
+    # Slots without a row all write to one spare row behind the last one.
     row_R = torch.where(routed_R & (row_R >= 0) & (row_R < rows), row_R, rows)
     row_of_slot_R = torch.full_like(row_R, rows).scatter_(0, slot_R, row_R)
     slot_of_row = torch.full((rows + 1,), PADDING, device=row_R.device)
@@ -322,14 +365,14 @@ def histogram(x: torch.Tensor, max_val: int) -> torch.Tensor:
 
 
 def inclusive_cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sums of the entries up to and with each, in x's dtype. Mirrors megablocks.ops.inclusive_cumsum.
+    """Sums of all entries up to and including each one, in x's dtype. Mirrors megablocks.ops.inclusive_cumsum.
 
     Args:
         x: int16, int32 or int64, [R] or [B,R].
-        dim: the last dimension; of no effect for [R].
+        dim: the last dimension; without effect for [R].
 
     Returns:
-        The shape of x, but 0-d for an x [1].
+        A tensor with the shape of x, but 0-d for an x [1].
     """
     _check_cumsum("inclusive_cumsum", x, dim)
     out = x.cumsum(-1, dtype=x.dtype)
@@ -337,7 +380,7 @@ def inclusive_cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def exclusive_cumsum(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sums of the entries before each; otherwise as inclusive_cumsum. Mirrors megablocks.ops.exclusive_cumsum."""
+    """Sums of all entries before each one; otherwise like inclusive_cumsum. Mirrors megablocks.ops.exclusive_cumsum."""
     _check_cumsum("exclusive_cumsum", x, dim)
     out = x.cumsum(-1, dtype=x.dtype) - x
     return out.squeeze() if x.dim() == 1 else out
@@ -359,7 +402,7 @@ def _replicate_setup_context(ctx, inputs, output):
     ctx.save_for_backward(inputs[1])
 
 
-# Neither of gbmoe's other operators sends one row to any number of rows, so this gradient is its own.
+# No other operator of gbmoe copies one row to any number of rows, so this one has a gradient of its own.
 _replicate = define(
     "replicate(Tensor x, Tensor bins, SymInt num_outputs) -> Tensor", reference=_replicate_kernel,
     fake=lambda x, bins, num_outputs: x.new_empty(x.size(0), num_outputs),
@@ -368,11 +411,11 @@ _replicate = define(
 
 
 def sum_bins(grad_BN: torch.Tensor, bins_E: torch.Tensor) -> torch.Tensor:
-    """Sums of each bin's columns, [B,N] to [B,E]: replicate's gradient. In order, in float32, rounded once."""
+    """The sum of each bin's columns, [B,N] to [B,E], which is replicate's gradient: in order, in float32, rounded once."""
     offsets_E1 = torch.cat((bins_E.new_zeros(1), bins_E)).long().clamp(0, grad_BN.size(1))
-    if offsets_E1.is_cuda:  # where they are not looked at, and a bin that ends before it begins would end the process' CUDA context
+    if offsets_E1.is_cuda:  # not checked on a device, where a bin that ends before it begins would destroy the process's CUDA context
         offsets_E1 = offsets_E1.cummax(0).values
-    # unsafe: no check of the offsets, which would wait for the device.
+    # unsafe=True leaves out a check of the offsets that would wait for the device.
     grad_NB = grad_BN.t().to(accumulate_dtype(grad_BN.dtype)).contiguous()
     sums_EB = torch.segment_reduce(grad_NB, "sum", offsets=offsets_E1, unsafe=True, initial=0)
     return sums_EB.t().to(grad_BN.dtype)
@@ -386,7 +429,7 @@ def replicate(x: torch.Tensor, bins: torch.Tensor, num_outputs: int) -> torch.Te
 
     Args:
         x: [B,E], any dtype.
-        bins: int [E], inclusive sums of the bins' lengths, on x's device. At most num_outputs; on a device what is more is cut.
+        bins: int [E], inclusive sums of the bins' lengths, at most num_outputs, on x's device. On a device larger ones are cut off.
         num_outputs: columns of the result.
     """
     require_tensor(x, "replicate", "x", rank=2)

@@ -1,16 +1,15 @@
 # shellcheck shell=bash disable=SC1091,SC2034  # submit.sh and the jobs read what is set here
-# A cluster that schedules by constraint: the partition follows from the features of the nodes that a job asks for.
-# The software is a virtual environment on a file system that all nodes see. Copy this file, change it, and give the
-# copy to submit.sh.
+# An example of a cluster that schedules by constraint: the features of the nodes that a job asks for determine its partition. The
+# software is a virtual environment on a file system that all nodes share. Copy this file, change it, and give the copy to submit.sh.
 
-# Options of sbatch: for every job, for those that need GPUs, for those that need none.
+# Options of sbatch for every job, for jobs that need GPUs, and for jobs that do not.
 every_job=(--account=my_project)
 gpu_jobs=(--constraint=a100 --qos=gpu --hint=nomultithread)
 cpu_jobs=(--constraint=cpu --mem=8G)
 
-gpus_per_node=4  # of the nodes that gpu_jobs reach; 0: everything runs on CPUs, one process a node
-gpu_type=        # where sbatch wants --gres=gpu:TYPE:N
-cpus_per_gpu=8   # cores of each process; there is one a GPU
+gpus_per_node=4  # GPUs of a node that gpu_jobs select; with 0 everything runs on CPUs, in one process on each node
+gpu_type=        # the TYPE, if sbatch needs --gres=gpu:TYPE:N
+cpus_per_gpu=8   # cores of each process; there is one process for each GPU
 
 # Called first in every job: modules, variables, the environment.
 activate() {
@@ -18,5 +17,5 @@ activate() {
   source "$HOME/venvs/gbmoe/bin/activate"
 }
 
-# What runs python there. PYTHONPATH holds this checkout: gbmoe itself need not be installed, torch does.
+# The command that runs python there. PYTHONPATH has this checkout, so torch must be installed, but gbmoe need not be.
 python=(python)

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # submit.sh and the jobs read what is set here
-# A cluster that schedules by partition, with typed GPUs. The software is a container. Copy this file, change it, and
-# give the copy to submit.sh; ./constraint.sh says what each line is for.
+# An example of a cluster that schedules by partition, with typed GPUs. The software is a container. Copy this file, change it, and
+# give the copy to submit.sh; constraint.sh explains each line.
 
 every_job=(--account=my_project)
 gpu_jobs=(--partition=gpu --mem-per-cpu=8G)
@@ -12,7 +12,7 @@ cpus_per_gpu=12
 
 activate() {
   module load apptainer
-  # Home is mounted by default; the checkout may be elsewhere.
+  # The home directory is mounted by default; the checkout may be elsewhere.
   export APPTAINER_BIND=$PWD
 }
 

@@ -1,35 +1,37 @@
-"""Fixtures of the benchmark's tests, and how they run it."""
+"""Fixtures of the benchmark's tests, and a function that runs it."""
 
 import json
 
 import pytest
 import torch
 
-from gbmoe import cases
 from gbmoe.cli import main
-from gbmoe.cli.bench import run_suite
-from gbmoe.cli.bench.measure import few_threads
-from gbmoe.cli.bench.timing import Effort
+from gbmoe.cli.bench.commands import run_suite
+from gbmoe.cli.bench.running.cold_cache_timer import Effort
+from gbmoe.cli.bench.running.repeat import Sustained
+from gbmoe.cli.bench.running.verify_and_time import few_threads
+from gbmoe.testing import moe_shapes
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """--quick is two repetitions; and one thread, as a run on the CPU has: a busy machine must not slow this down a
+    """--quick is two repetitions, or two rounds of some; and one thread, as a run on the CPU has: a busy machine must not slow this down a
     hundredfold."""
     monkeypatch.setattr(run_suite, "QUICK", Effort(0, 2, 2))
+    monkeypatch.setattr(run_suite, "IN_TURNS_QUICK", Sustained(1e-4, 2))
     with few_threads(torch.device("cpu")):
         yield
 
 
 @pytest.fixture
 def one_case(monkeypatch):
-    """The smoke suite with its smallest layer alone, and that layer's products."""
-    monkeypatch.setattr(cases, "SMOKE_CASES", cases.SMOKE_CASES[:1])
+    """Reduce the smoke suite to its smallest layer and that layer's products."""
+    monkeypatch.setattr(moe_shapes, "SMOKE_CASES", moe_shapes.SMOKE_CASES[:1])
 
 
 @pytest.fixture
 def bench(tmp_path):
-    """Runs a suite on the CPU, quickly: (exit status, the file's content, its rows by name)."""
+    """A function that runs a suite on the CPU, quickly: returns (exit status, the file's content, its rows by name)."""
     def run(*arguments, suite="smoke", peers="none", place="cpu"):
         file = tmp_path / "rows.json"
         status = main(["bench", "--suite", suite, "--device", place, "--quick", "--peers", peers, "--json", str(file),

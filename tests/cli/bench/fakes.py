@@ -1,4 +1,4 @@
-"""Peers that misbehave, for a process of their own."""
+"""Peers that misbehave, each to be run in a process of its own."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from gbmoe.cli.bench.peers.bmm import Bmm
 
 
 class Crashing(Peer):
-    """Dies as a process does that touches memory which is not its own."""
+    """Dies as a process does that accesses memory which is not its own."""
 
     def layer(self, case, weights):
         print("about to touch what is not mine", file=sys.stderr, flush=True)
@@ -20,7 +20,7 @@ class Crashing(Peer):
 
 
 class CrashingOnce(Bmm):
-    """Dies in forward alone."""
+    """Dies in the forward computation, and works in the other."""
 
     def layer(self, case, weights):
         layer = super().layer(case, weights)
@@ -33,8 +33,58 @@ class Hanging(Peer):
         time.sleep(600)
 
 
+def _logged(words):
+    """To the file that the test names: which process is at what."""
+    path = os.environ.get("GBMOE_TEST_LOG")
+    if path:
+        with open(path, "a") as log:
+            log.write(f"{os.getpid()} {words}\n")
+
+
+class Logging(Bmm):
+    """Writes down when it is made and when it is called."""
+
+    name = "Logging"
+
+    def layer(self, case, weights):
+        _logged(f"{self.name} made")
+        layer = super().layer(case, weights)
+        layer.register_forward_hook(lambda *_: _logged(f"{self.name} called"))
+        return layer
+
+
+class LoggingToo(Logging):
+    name = "LoggingToo"
+
+
+class _FailingLater(Bmm):
+    """Once it has been verified."""
+
+    def layer(self, case, weights):
+        layer = super().layer(case, weights)
+        self.calls = 0
+
+        def count(*_):
+            self.calls += 1
+            if self.calls > 3:
+                self.fail()
+
+        layer.register_forward_hook(count)
+        return layer
+
+
+class CrashingLater(_FailingLater):
+    def fail(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class OutOfMemoryLater(_FailingLater):
+    def fail(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.")
+
+
 class Wrong(Bmm):
-    """Five per cent too much."""
+    """Returns outputs that are five per cent too large."""
 
     def layer(self, case, weights):
         layer = super().layer(case, weights)
@@ -43,7 +93,7 @@ class Wrong(Bmm):
 
 
 class WrongChoice(Bmm):
-    """Every token to the first experts."""
+    """Sends every token to the first experts."""
 
     def layer(self, case, weights):
         layer = super().layer(case, weights)

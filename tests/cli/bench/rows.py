@@ -1,9 +1,9 @@
-"""Rows and files of runs that never happened, for what reads them."""
+"""Rows and files of runs that never happened, to test the code that reads them."""
 
-from gbmoe import cases
-from gbmoe.cli.bench.layer import LayerMeasurement
-from gbmoe.cli.bench.product import ProductMeasurement
-from gbmoe.cli.bench.training import TrainingMeasurement
+from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
+from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
+from gbmoe.testing import moe_shapes
 
 RUN = {
     "machine": {"device": "cuda", "name": "NVIDIA H200", "driver": "580"}, "clocks": None, "extension": {},
@@ -34,17 +34,17 @@ def layer_row(case, by, seconds=None, computation="forward", memory_limit=None, 
 
 def product_row(by, routing, seconds):
     implementation, _, engine = by.partition("-")
-    return row(ProductMeasurement(cases.NYU_SPLIT_CASE, implementation, engine or None, routing, "forward"), seconds)
+    return row(ProductMeasurement(moe_shapes.NYU_SPLIT_CASE, implementation, engine or None, routing, "forward"), seconds)
 
 
 def losses_row(by, losses):
     implementation, _, engine = by.partition("-")
-    measurement = TrainingMeasurement(cases.NYU_LOSS_CASES[0], implementation, engine or None, "uniform", "one step")
+    measurement = TrainingMeasurement(moe_shapes.NYU_LOSS_CASES[0], implementation, engine or None, "uniform", "one step")
     return row(measurement, losses=losses)
 
 
 def content(suite, rows, **more):
-    """A file's content."""
+    """The content of a result file."""
     names = list(dict.fromkeys(row["setting"] for row in rows))
     run = RUN | {"configurations": names}
     return {"suite": suite, "baseline": "bmm", "configurations": names, "runs": [run], "rows": rows, **more}

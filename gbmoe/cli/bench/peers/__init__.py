@@ -1,5 +1,4 @@
-"""The peers that gbmoe is compared with, one file each. `PEERS` says where an adapter is; one more is one more line
-here."""
+"""The peers that gbmoe is compared with, an adapter in one file each. `PEERS` says where each adapter is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What an adapter to a peer is: one small file that gives the peer gbmoe's weights, so that its results can be
-compared.
+"""What an adapter to a peer has to be: a small file that gives the peer gbmoe's weights, so that results can be compared.
 
-An adapter imports the peer inside its methods only, and those run in a process of their own
-(gbmoe/cli/bench/worker.py): a peer may crash, hang or change what it likes.
+An adapter imports the peer only inside its methods. These run in a process of their own (gbmoe/cli/bench/running/peer_process.py),
+so that a peer may crash, hang or change global state.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
@@ -16,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from gbmoe.cases import MoeCase
-from gbmoe.cli.bench.measurement import Refusal
+from gbmoe.cli.bench.measurements.base import Refusal
+from gbmoe.testing.moe_shapes import MoeCase
 
 
 @dataclass(frozen=True)
@@ -46,43 +46,47 @@ class Layer(torch.nn.Module):
     `router` is a module, called once a forward, whose outputs end with the slots' weights and experts, both [T,K].
     """
 
-    # Whether the router scales each token's weights to a sum of one.
+    # Whether the router scales each token's weights so that they sum to one.
     normalized: ClassVar[bool] = False
     router: torch.nn.Module
 
     def weight_gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of w1, w2 and v1 under these names, each [E,F,H], and of "router", [E,H]."""
+        """The gradients "w1", "w2" and, for a GLU, "v1", each [E,F,H], and "router", [E,H]."""
         raise TypeError(f"{type(self).__name__} does not say where its gradients are")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A computation with its operands: `call` is timed, `read` makes of its result what is compared."""
+    """A computation with its operands: `call` is timed, and `read` turns its result into what is compared."""
     call: Callable[[], Any]
     read: Callable[[Any], Any] = lambda result: result
 
 
 class Peer:
-    """An adapter. `kinds` names what it computes: "layer", "training" (what a layer learns), "product",
-    "permutation"."""
+    """An adapter. `kinds` names what it computes: "layer", "parallel" (a layer over several ranks), "training" (what a layer
+    learns), "product", "permutation"."""
 
     kinds: ClassVar[tuple[str, ...]] = ("layer", "training")
 
     def unavailable(self, device: torch.device) -> str | None:
-        """None where the peer can be used on `device`, else why not."""
+        """None if the peer can be used on `device`, otherwise the reason why not."""
         return None
 
     def about(self) -> str | None:
-        """Version, and what else a reader of its figures must know."""
+        """The peer's version, and what else a reader of its figures must know."""
         return None
 
     def refuses(self, case: MoeCase, dtype: torch.dtype) -> str | None:
-        """None where the peer is made for this case, else why not."""
+        """None if the peer is made for this case, otherwise the reason why not."""
         return None
 
     def layer(self, case: MoeCase, weights: Weights) -> Layer:
         """The layer with these weights."""
         raise TypeError(f"{type(self).__name__} has no layer")
+
+    def parallel_layer(self, case: MoeCase, weights: Weights, group: dist.ProcessGroup) -> Layer:
+        """The layer with this rank's experts, whose weights these are; all ranks of the group construct and call it."""
+        raise TypeError(f"{type(self).__name__} has no expert parallelism")
 
     def product(self, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], trans_a: bool) -> Prepared:
         """The grouped product of gbmoe.gmm."""
@@ -94,36 +98,36 @@ class Peer:
 
 
 class Permutation:
-    """The steps of a permutation for one routing, each Prepared.
+    """The steps of a permutation for one routing, each as a Prepared.
 
-    Rows are expert-major and, inside an expert, in token order, as in RoutingPlan. A peer's matrices of rows may end
-    with the last expert's, `rows` long. A step that it does not have raises Refusal.
+    Rows are expert-major and, inside an expert, in token order, as in RoutingPlan. A peer's matrices have `rows` rows, which may end
+    with the last row of the last expert. A step that the peer does not have raises Refusal.
     """
 
     rows: int
 
     def plan(self) -> Prepared:
-        """Everything from ids to index maps; read: the maps by the names of RoutingPlan."""
+        """Everything from ids to index maps. It reads as the maps, by the names of RoutingPlan."""
         raise Refusal("has no plan alone")
 
     def gather(self, x_TH: torch.Tensor) -> Prepared:
-        """As the layer calls it, which may leave rows behind the last expert unwritten; read: out [rows,H]."""
+        """The gather as a layer calls it, which may leave rows behind the last expert unwritten. It reads as out [rows,H]."""
         raise Refusal("has no gather but the padded one")
 
     def padded_gather(self, x_TH: torch.Tensor) -> Prepared:
-        """With all padding zero; read: out [rows,H]."""
+        """The gather with all padding zero. It reads as out [rows,H]."""
         raise Refusal("has no gather alone")
 
     def plan_and_gather(self, x_TH: torch.Tensor) -> Prepared:
-        """Plan and padded gather together, for peers that have one operator for both; read: out [rows,H]."""
+        """Plan and padded gather together, for peers that have one operator for both. It reads as out [rows,H]."""
         raise Refusal("has no plan and gather")
 
     def scatter(self, y_PH: torch.Tensor, weights_TK: torch.Tensor) -> Prepared:
-        """The weighted sum of each token's rows; read: out [T,H]."""
+        """The weighted sum of each token's rows. It reads as out [T,H]."""
         raise Refusal("has no scatter")
 
     def scatter_backward(self, grad_TH: torch.Tensor, y_PH: torch.Tensor, weights_TK: torch.Tensor) -> Prepared:
-        """Read: the gradients of y, [rows,H], and of the weights, [T,K]."""
+        """The scatter's backward. It reads as the gradients of y, [rows,H], and of the weights, [T,K]."""
         raise Refusal("has no backward")
 
 
@@ -131,12 +135,12 @@ class Permutation:
 
 
 def needs_cuda(device: torch.device) -> str | None:
-    """The reason of a peer that has kernels for CUDA only."""
+    """The reason why a peer with kernels for CUDA alone cannot be used on `device`, or None on CUDA."""
     return None if device.type == "cuda" else f"runs on CUDA devices only, not on {device.type}"
 
 
 def not_importable(*modules: str) -> str | None:
-    """The reason where one of these modules cannot be imported, in the words of the failure."""
+    """The reason why one of these modules cannot be imported, in the words of the failure, or None."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -146,7 +150,7 @@ def not_importable(*modules: str) -> str | None:
 
 
 def versions(*packages: str) -> str:
-    """The packages with their versions, as far as pip knows them."""
+    """The packages with their versions, as far as their metadata tells them."""
     found = []
     for package in packages:
         try:
@@ -169,7 +173,7 @@ class Router(torch.nn.Module):
 
 
 class RoutedExperts(Layer):
-    """Router and experts. `experts` is a module: forward(x_TH, weights_TK, experts_TK) -> out_TH, and
+    """A layer of the plain router and of `experts`, a module with forward(x_TH, weights_TK, experts_TK) -> out_TH and
     weight_gradients()."""
 
     def __init__(self, case: MoeCase, weights: Weights, experts: torch.nn.Module):
@@ -184,7 +188,7 @@ class RoutedExperts(Layer):
 
 
 class SeparateWeights(torch.nn.Module):
-    """Parameters w1, w2 and v1 as gbmoe has them, and their gradients."""
+    """Parameters w1, w2 and, for a GLU, v1 in gbmoe's layout, and their gradients."""
 
     def __init__(self, weights: Weights):
         super().__init__()
@@ -197,13 +201,13 @@ class SeparateWeights(torch.nn.Module):
 
 
 def sorted_slots(experts_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots in the order of their experts [R], and where each expert's end, int32 [E]; no wait for the device."""
+    """The slots in the order of their experts, [R], and the end of each expert's slots, int32 [E]; the host does not wait."""
     ids_R, order_R = experts_TK.reshape(-1).sort(stable=True)
     every_E = torch.arange(experts, device=ids_R.device)
     return order_R, torch.searchsorted(ids_R, every_E, right=True, out_int32=True)
 
 
 def combine(y_RH: torch.Tensor, order_R: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's rows, which `sorted_slots` has put in order."""
+    """The weighted sum of each token's rows, which are in the order of `sorted_slots`."""
     y_TKH = torch.empty_like(y_RH).index_copy(0, order_R, y_RH).view(*weights_TK.shape, -1)
     return (y_TKH * weights_TK.unsqueeze(-1).to(y_TKH.dtype)).sum(1)

@@ -1,4 +1,4 @@
-"""torch.bmm, every expert padded to the largest: the article's baseline, and gbmoe's mlp_impl='bmm'."""
+"""torch.bmm with every expert padded to the largest: the article's baseline, as gbmoe's mlp_impl='bmm' computes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from gbmoe.cli.bench.own import dropless_layer
+from gbmoe.cli.bench.gbmoe_itself import dropless_layer
 from gbmoe.cli.bench.peers.base import Peer, Prepared
 
 
@@ -17,7 +17,7 @@ class Bmm(Peer):
         return dropless_layer(case, weights, mlp_impl="bmm")
 
     def product(self, a, b, sizes, trans_a):
-        """The padding is not timed."""
+        """One torch.bmm. Padding its operands is not timed."""
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         left = pad(a.split(sizes))
         if trans_a:

@@ -36,7 +36,7 @@ class GroupedGemm(Peer):
     kinds = ("layer", "training", "product")
 
     def unavailable(self, device):
-        # By its extension: the package's name may be gbmoe.compat.grouped_gemm's.
+        # The extension is asked for, too: under the package's name gbmoe.compat.grouped_gemm may be registered.
         return needs_cuda(device) or not_importable("grouped_gemm_backend", "grouped_gemm")
 
     def about(self):

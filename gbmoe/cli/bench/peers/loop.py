@@ -1,12 +1,12 @@
-"""One expert after the other in plain PyTorch: gbmoe's mlp_impl='reference', and one product a group."""
+"""One expert after the other in plain PyTorch: gbmoe's mlp_impl='reference' as a layer, and a product for each group."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from gbmoe.cli import plain
-from gbmoe.cli.bench.own import dropless_layer
+from gbmoe.cli.bench.gbmoe_itself import dropless_layer
 from gbmoe.cli.bench.peers.base import Peer, Prepared
+from gbmoe.testing import oracle
 
 
 class Loop(Peer):
@@ -16,4 +16,4 @@ class Loop(Peer):
         return dropless_layer(case, weights, mlp_impl="reference")
 
     def product(self, a, b, sizes, trans_a):
-        return Prepared(partial(plain.product, a, b, sizes, trans_a))
+        return Prepared(partial(oracle.product, a, b, sizes, trans_a))

@@ -1,8 +1,8 @@
 """MegaBlocks (github.com/databricks/megablocks): its dMoE with grouped and with block-sparse products, and its
 permutation.
 
-Its router, gathers, scatters and products are its own. Its CUDA extension does not compile with CUDA 13; where it is
-missing, gbmoe.compat.megablocks stands in for the sort, the histogram and the sums in it.
+Router, gathers, scatters and products are MegaBlocks' own. Its CUDA extension does not compile with CUDA 13; where it is missing,
+gbmoe.compat.megablocks replaces the extension's sort, histogram and sums.
 
 Shape suffixes: T tokens, K slots a token, R = T * K, E experts, H hidden, P padded rows.
 """
@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from gbmoe.cli.bench.own import DroplessLayer, layer_arguments
+from gbmoe.cli.bench.gbmoe_itself import DroplessLayer, layer_arguments
 from gbmoe.cli.bench.peers.base import Peer, Permutation, Prepared, needs_cuda, not_importable, versions
 
 
@@ -23,15 +23,15 @@ def _own_extension() -> bool:
 
 
 def _stand_in() -> None:
-    """Provide what is missing in this process; one that follows a crash has not been asked why it is unavailable."""
+    """Register the stand-in for the extension where it is missing. Every process does so before it measures: one that replaces a
+    crashed process has not been asked whether the peer is available."""
     if not _own_extension():
         from gbmoe.compat.megablocks import register
         register()
 
 
 def _import_reason(device: torch.device) -> str | None:
-    """None where MegaBlocks is importable, with a stand-in for its extension at most; its Triton kernels must be its
-    own."""
+    """None if MegaBlocks can be imported, otherwise the reason. A stand-in may replace its extension, but not its Triton kernels."""
     reason = needs_cuda(device) or not_importable("triton")
     if reason is None and importlib.util.find_spec("megablocks") is None:
         reason = "megablocks is not installed"
@@ -45,6 +45,7 @@ def _import_reason(device: torch.device) -> str | None:
 
 
 class _MegaBlocks(Peer):
+    kinds = ("layer", "training", "parallel")
     impl: str
 
     def about(self):
@@ -52,12 +53,19 @@ class _MegaBlocks(Peer):
         return versions("megablocks", "stanford-stk") + extension
 
     def layer(self, case, weights):
+        return self._layer(case, weights)
+
+    def parallel_layer(self, case, weights, group):
+        return self._layer(case, weights, moe_expert_model_parallelism=True, expert_parallel_group=group)
+
+    def _layer(self, case, weights, **parallel):
         _stand_in()
         from megablocks.layers.arguments import Arguments
         from megablocks.layers.dmoe import dMoE
 
-        # Arguments refuses 'sparse' beside today's Triton, so it is set afterwards; any other name is not looked at.
-        arguments = Arguments(**layer_arguments(case, weights), mlp_impl="later", device=torch.device("meta"))
+        # With a recent Triton, Arguments refuses 'sparse': mlp_impl is set after it, and "later" is a name that it does not check.
+        arguments = Arguments(**layer_arguments(case, weights), mlp_impl="later", device=torch.device("meta"),
+                              **parallel)
         arguments.mlp_impl = self.impl
         return DroplessLayer(dMoE(arguments), weights)
 
@@ -66,7 +74,7 @@ class MegaBlocksGrouped(_MegaBlocks):
     impl = "grouped"
 
     def unavailable(self, device):
-        # First of all, because beside it MegaBlocks would be given gbmoe.compat.grouped_gemm.
+        # grouped_gemm is asked for before MegaBlocks, whose stand-in would otherwise provide gbmoe.compat.grouped_gemm.
         return needs_cuda(device) or not_importable("grouped_gemm_backend", "grouped_gemm") or _import_reason(device)
 
     def refuses(self, case, dtype):
@@ -107,7 +115,7 @@ class _Permutation(Permutation):
         self.rows = int(self.maps[3][-1])
 
     def _maps(self) -> tuple[torch.Tensor, ...]:
-        """(indices [R], bin_ids [R], bins [E], padded_bins [E]): what its layer computes of the router's choice."""
+        """(indices [R], bin_ids [R], bins [E], padded_bins [E]), which MegaBlocks' layer computes from the router's choice."""
         ids_R = self.ids_TK.flatten().int()
         bin_ids_R, indices_R = self.ops.sort(ids_R, max((self.experts - 1).bit_length(), 1))
         counts_E = self.ops.histogram(ids_R, self.experts)

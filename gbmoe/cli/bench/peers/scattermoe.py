@@ -8,8 +8,8 @@ from gbmoe.cli.bench.peers.base import Peer, RoutedExperts, needs_cuda, not_impo
 
 
 class _Experts(torch.nn.Module):
-    """Its MLP or GLUMLP: of a GLU one matrix [E,2F,H] that begins with the linear half, and the second product's
-    [E,H,F]."""
+    """ScatterMoE's MLP or GLUMLP. A GLU has one matrix [E,2F,H] for its first product, of which the linear half comes first, and
+    [E,H,F] for the second."""
 
     def __init__(self, case, weights):
         from scattermoe.mlp import GLUMLP, MLP

@@ -31,7 +31,7 @@ class TorchGrouped(Peer):
 
 class TorchGroupedCompiled(TorchGrouped):
     def unavailable(self, device):
-        # For a CPU it would compile longer than all the rest takes.
+        # For a CPU, compiling would take longer than all other measurements together.
         return super().unavailable(device) or needs_cuda(device)
 
     def layer(self, case, weights):

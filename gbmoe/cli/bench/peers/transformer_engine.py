@@ -25,7 +25,7 @@ class TransformerEngine(Peer):
 
 
 class _Permutation(Permutation):
-    """Of a mask [T,E]; its map is made where the rows are gathered, so that there is no plan and no gather alone."""
+    """The permutation by a mask [T,E]. One operator makes the map and gathers the rows, so there is neither a plan nor a gather alone."""
 
     def __init__(self, ids_TK: torch.Tensor, experts: int, align: int):
         from transformer_engine.pytorch import permutation

@@ -1,5 +1,4 @@
-"""transformers' own experts implementations, in the experts of its Mixtral: the eager loop, batched_mm and
-grouped_mm."""
+"""transformers' own implementations of experts, in the experts of its Mixtral: the eager loop, batched_mm and grouped_mm."""
 
 from __future__ import annotations
 

@@ -1,0 +1,235 @@
+"""One way to register an operator with torch.library: schema, kernels, fake, gradient and autocast rule in one call.
+
+Some private names of torch make a call cheap; they are looked up once, when this is imported. With a torch that lacks one, every call
+goes through the dispatcher, and gradients and autocast are registered by torch's public functions alone: the results are the same, and
+a call takes some 10 us longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gbmoe._checks import PLAIN
+
+_LIBRARY = torch.library.Library("gbmoe", "FRAGMENT")
+
+
+def _private(name: str) -> Any:
+    """torch.`name`, a private name, or None where this torch has none."""
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+# Tells whether any input needs a gradient.
+_any_requires_grad = _private("_C._any_requires_grad")
+
+# Computes an operator below autograd, inside the autograd.Function that is its gradient.
+_below_autograd = _private("_C._AutoDispatchBelowAutograd")
+_after_autograd_keyset = _private("_C._after_autograd_keyset")
+_OpOverload = _private("_ops.OpOverload")
+
+# Computes an operator below autocast.
+_DispatchKey = _private("_C.DispatchKey")
+_DispatchKeySet = _private("_C.DispatchKeySet")
+_ExcludeDispatchKeyGuard = _private("_C._ExcludeDispatchKeyGuard")
+
+# What tells whether anything would intercept a call. Levels and flags are variables of their modules: whether they exist is found out
+# here; their values are read at each call.
+_is_tracing = _private("_C._is_tracing")
+_profiler_enabled = _private("_C._autograd._profiler_enabled")
+_len_torch_dispatch_stack = _private("_C._len_torch_dispatch_stack")
+_len_torch_function_stack = _private("_C._len_torch_function_stack")
+_is_legacy_batchedtensor = _private("_C._functorch.is_legacy_batchedtensor")
+_peek_interpreter_stack = _private("_C._functorch.peek_interpreter_stack")
+_is_fwd_grad_enabled = _private("_C._is_fwd_grad_enabled")
+_forward_ad, _profiler = torch.autograd.forward_ad, torch.autograd.profiler
+_HAS_LEVELS = hasattr(_forward_ad, "_current_level")
+_HAS_PROFILER_FLAG = hasattr(_profiler, "_is_profiler_enabled")
+
+
+def _has(*found: Any) -> bool:
+    return all(value is not None for value in found)
+
+
+_REGISTERS_AUTOGRAD = _has(_any_requires_grad, _below_autograd, _after_autograd_keyset) and hasattr(_OpOverload, "redispatch")
+_EXCLUDES_AUTOCAST = _has(_DispatchKey, _DispatchKeySet, _ExcludeDispatchKeyGuard)
+_SEES_WATCHERS = _HAS_LEVELS and _has(
+    _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack, _is_legacy_batchedtensor, _peek_interpreter_stack)
+_CALLS_KERNELS = _REGISTERS_AUTOGRAD and _SEES_WATCHERS and _HAS_PROFILER_FLAG and _has(_profiler_enabled)
+
+
+def define(
+    schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None,
+    backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[int] = (),
+    waits: Callable[..., bool] | None = None,
+) -> Callable:
+    """Register `gbmoe::<schema>` and return a function that calls it, with every argument by position.
+
+    The call goes through PyTorch's dispatcher, which takes some 10 us, unless the tensors are on CUDA and nothing would intercept it:
+    a layer's kernels may take no more than 70 us.
+
+    `reference` serves every device; `cuda`, where it is given, serves CUDA tensors. `backward` and `setup_context` are as in
+    torch.library.register_autograd; an operator without them is not differentiable. Under autocast the floating tensors at
+    the positions `autocast` are cast to the autocast dtype (float64 stays); all others are passed on unchanged.
+
+    `waits` is a function of the arguments of a call on CUDA. It tells whether the host reads the values of some of them, as it does
+    with sizes on the device. A CUDA graph must not contain such a call, because its replays would repeat the values of the recording.
+    The call goes to a second operator with the same schema and kernels, whose name ends in `_by_host` and whose tag tells compilers.
+    """
+    name, arguments = schema[: schema.index("(")], schema[schema.index("("):]
+    assert "=" not in arguments, schema  # gradients take every argument by position
+    kernel = reference if cuda is None else cuda  # on CUDA
+    if backward is None and name.endswith("_backward"):
+        backward, setup_context = _refuse_second_derivative, None
+
+    def register(name: str, *tags: torch.Tag) -> tuple[torch._ops.OpOverload, type[torch.autograd.Function] | None]:
+        _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        if cuda is not None:
+            _LIBRARY.impl(name, cuda, "CUDA")
+        torch.library.register_fake(f"gbmoe::{name}", fake, lib=_LIBRARY)
+        operator = getattr(torch.ops.gbmoe, name).default
+        function = None
+        if backward is not None and _REGISTERS_AUTOGRAD:
+            function, differentiable = _differentiable(operator, kernel, backward, setup_context)
+            _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
+        elif backward is not None:
+            torch.library.register_autograd(f"gbmoe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+        if autocast:
+            for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
+                _LIBRARY.impl(name, _autocast_kernel(operator, device_type, key, frozenset(autocast)), key)
+        return operator, function
+
+    operator, function = register(name)
+    by_host = None if waits is None else register(f"{name}_by_host", torch.Tag.cudagraph_unsafe)[0]
+
+    def call(*inputs):
+        if not _is_unseen(inputs):
+            if not _REGISTERS_AUTOGRAD and not torch.compiler.is_compiling():
+                _refuse_tangents(operator, inputs)  # torch.library.register_autograd would lose them silently
+            if by_host is not None and inputs[0].is_cuda and waits(*inputs):
+                return by_host(*inputs)
+            return operator(*inputs)
+        if function is not None and torch.is_grad_enabled() and _any_requires_grad(*inputs):
+            return function.apply(*inputs, None)
+        return kernel(*inputs)
+
+    return call
+
+
+def _is_unseen(inputs: tuple) -> bool:
+    """True where a call involves nothing but these CUDA tensors, the first input among them.
+
+    False where something watches the call (is_watched), autocast is on, or torch.profiler has to see its name. An
+    ExecutionTraceObserver without a profiler cannot be detected.
+    """
+    # Asked first, because a compiler would trace all that follows.
+    if not _CALLS_KERNELS or torch.compiler.is_compiling() or not inputs[0].is_cuda or torch.is_autocast_enabled("cuda"):
+        return False
+    return not (_profiler_enabled() or _profiler._is_profiler_enabled or is_watched(*inputs))
+
+
+def is_watched(*inputs: object) -> bool:
+    """True where something would intercept operators on these inputs: a compiler or torch.jit that traces, a mode, a transform of
+    torch.func, a tensor subclass, the meta device, or forward-mode derivatives; and always where this torch cannot tell.
+    """
+    if torch.compiler.is_compiling() or not _SEES_WATCHERS or _is_tracing():
+        return True
+    if _len_torch_dispatch_stack() or _len_torch_function_stack():
+        return True
+    if may_be_transformed() or _forward_ad._current_level >= 0:
+        return True
+    # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
+    # meta device have no numbers to compute with.
+    return any(isinstance(t, torch.Tensor)
+               and (type(t) not in PLAIN or t.is_neg() or t.is_meta or _is_legacy_batchedtensor(t)) for t in inputs)
+
+
+def may_be_transformed() -> bool:
+    """True inside a transform of torch.func, where a tensor may hide that an outer one requires a gradient; and always where this
+    torch cannot tell.
+    """
+    return not torch.compiler.is_compiling() and (_peek_interpreter_stack is None or _peek_interpreter_stack() is not None)
+
+
+def may_be_batched(tensor: torch.Tensor) -> bool:
+    """True for a gradient that autograd batches (is_grads_batched), which operators that write to their argument do not take; and
+    always where this torch cannot tell.
+    """
+    return _is_legacy_batchedtensor is None or _is_legacy_batchedtensor(tensor)
+
+
+def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward: Callable,
+                    setup_context: Callable | None) -> tuple[type[torch.autograd.Function], Callable]:
+    """An autograd.Function of the operator's inputs and a keyset, and the kernel that torch.library.register_autograd would
+    register, for a schema without defaults.
+
+    Torch's own kernel looks every argument up in the schema at every call, which takes 40 us for eleven arguments. Without a keyset
+    the function computes by `direct`.
+    """
+    def below(keyset, *inputs):
+        if keyset is None:
+            return direct(*inputs)
+        with _below_autograd():
+            return operator.redispatch(keyset & _after_autograd_keyset, *inputs)
+
+    def forward(ctx, *inputs_and_keyset):
+        *inputs, keyset = inputs_and_keyset
+        output = below(keyset, *inputs)
+        if setup_context is not None:
+            setup_context(ctx, tuple(inputs), output)
+        return output
+
+    def gradients(ctx, *grads):
+        result = backward(ctx, *grads)
+        return (*result, None) if isinstance(result, tuple) else (result, None)
+
+    function = type(f"{operator.__name__.split('.')[0]}_autograd", (torch.autograd.Function,),
+                    {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
+
+    def kernel(keyset, *inputs):
+        _refuse_tangents(operator, inputs)
+        if torch.is_grad_enabled() and _any_requires_grad(*inputs):
+            if _peek_interpreter_stack is not None and may_be_transformed():
+                raise NotImplementedError(f"{operator.name()}: torch.func.grad, vjp and what is built from them are not supported,"
+                                          " use torch.autograd")
+            return function.apply(*inputs, keyset)
+        return below(keyset, *inputs)
+
+    return function, kernel
+
+
+def _refuse_tangents(operator: torch._ops.OpOverload, inputs: tuple) -> None:
+    """Raise where an input carries a derivative in forward mode, which would be lost silently."""
+    if _HAS_LEVELS and _forward_ad._current_level < 0:
+        return
+    if _is_fwd_grad_enabled is not None and not _is_fwd_grad_enabled():
+        return
+    if any(isinstance(t, torch.Tensor) and _forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError(f"{operator.name()}: differentiation in forward mode (torch.func.jvp, torch.autograd.forward_ad)"
+                                  " is not supported, use torch.autograd's backward mode")
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise RuntimeError("gbmoe's operators are differentiable once: their gradients have no gradients of their own")
+
+
+def _autocast_kernel(operator, device_type: str, key: str, positions: frozenset[int]) -> Callable:
+    keys = _DispatchKeySet(getattr(_DispatchKey, key)) if _EXCLUDES_AUTOCAST else None
+
+    def cast(position: int, value):
+        if position in positions and isinstance(value, torch.Tensor) and value.is_floating_point() \
+                and value.dtype != torch.float64 and value.device.type == device_type:
+            return value.to(torch.get_autocast_dtype(device_type))
+        return value
+
+    def kernel(*args):
+        with torch.autocast(device_type, enabled=False) if keys is None else _ExcludeDispatchKeyGuard(keys):
+            return operator(*(cast(position, value) for position, value in enumerate(args)))
+
+    return kernel

@@ -1,0 +1,54 @@
+"""`gbmoe bench plot`: draw the rows of result files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from gbmoe._atomic_files import one_line
+from gbmoe.cli.bench.results import run_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the files, --output and --only."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file that bench --json or bench merge wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder for the pictures")
+    parser.add_argument("--only", nargs="+", metavar="NAME.svg", help="write only these pictures (default: all, as PNG and SVG)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the pictures and print their names; 1 where a file is missing or broken or has nothing to draw, or where a picture of
+    --only is none of theirs; 2 where all that is there to read is broken, where files of one suite are timed in two ways, and where
+    the pictures cannot be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
+        return 1
+    from gbmoe.cli.bench.results.pictures import draw
+
+    contents, problems = run_file.read_all(arguments.files)
+    if not contents:
+        for problem in problems:
+            print(f"gbmoe bench plot: {problem}", file=sys.stderr)
+        return max(problem.status for problem in problems)
+    problem = run_file.apart(contents.values())
+    if problem:
+        print(f"gbmoe bench plot: {one_line(problem)}", file=sys.stderr)
+        return 2
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        drawn = {file: draw(content, arguments.output, arguments.only) for file, content in contents.items()}
+    except OSError as error:
+        print(f"gbmoe bench plot: {one_line(error.filename or arguments.output)}: {error.strerror}", file=sys.stderr)
+        return 2
+    written = [path for paths in drawn.values() for path in paths]
+    if arguments.only:
+        absent = sorted(set(arguments.only) - {path.name for path in written})
+        problems += [f"--only: expected the name of a picture of these files, got {name}" for name in absent]
+    idle = [] if arguments.only else [file for file, paths in drawn.items() if not paths]
+    for line in [*written, *(f"{file}: no row has a time, nothing to draw" for file in idle)]:
+        print(line)
+    for problem in problems:
+        print(f"gbmoe bench plot: {problem}", file=sys.stderr)
+    return 1 if problems or idle else 0

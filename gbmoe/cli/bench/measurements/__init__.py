@@ -1,0 +1,1 @@
+"""What `gbmoe bench` measures, one file for each kind of row."""

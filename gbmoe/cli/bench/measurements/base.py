@@ -1,0 +1,161 @@
+"""What `gbmoe bench` measures: a measurement makes one row; a configuration is a shape with everything that competes on it.
+
+Results are compared with float64 on samples, so that no case needs much more memory than its own tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gbmoe.testing import accuracy
+from gbmoe.testing.exact_inputs import generator
+from gbmoe.testing.moe_shapes import MoeCase
+
+SEED = 0
+FORWARD, TRAINING, GRAPH = "forward", "forward+backward", "forward, CUDA graph"
+# The kinds of measurements that move bytes and take microseconds; the others compute and take milliseconds.
+MOVING = ("permutation", "link")
+
+
+class Refusal(Exception):
+    """Raised where an implementation is not made for a measurement. That is no failure: its row is marked as left out."""
+
+
+class Subject(ABC):
+    """A measurement with its tensors: what is timed, and how it is verified."""
+
+    # Whether the time excludes the host's work: for kernels that are shorter than their launch from Python.
+    hide_host: ClassVar[bool] = False
+    # The error that is allowed, as a multiple of the yardstick's; see accuracy.judge.
+    tolerance: float = 2.0
+
+    @abstractmethod
+    def steps(self) -> Sequence[Callable[[], object]]:
+        """The calls that are timed together, in this order, and each also by itself."""
+
+    def reset(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Prepare a call; this is not timed."""
+
+    @abstractmethod
+    def outputs(self) -> object:
+        """Make one call and return its result."""
+
+    @abstractmethod
+    def check(self, outputs: object) -> accuracy.Verdict:
+        """Compare a result with the oracle. Raises ValueError where the result is not finite."""
+
+    def forget_oracle(self) -> None:  # noqa: B027  (most keep none)
+        """Free what `check` kept, for the next who is compared with the same."""
+
+    def bytes_moved(self) -> int | None:
+        """The fewest bytes that a call must read and write; None where bytes do not matter for it."""
+        return None
+
+    def facts(self) -> dict:
+        """Further fields of the row, which are known after `check`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Measurement(ABC):
+    """One row of a suite: a shape, what computes it (an implementation and, for gbmoe's own, an engine), how tokens or
+    rows are spread over the experts, and which computation it is.
+
+    `memory_limit` is the most device memory it may take, in GiB. A measurement that is not `timed` is only verified.
+    """
+
+    case: MoeCase
+    implementation: str
+    engine: str | None
+    routing: str
+    computation: str
+    memory_limit: float | None = None
+    timed: bool = True
+
+    kind: ClassVar[str]
+
+    @property
+    def setting(self) -> str:
+        """Text that is the same for all measurements of one configuration."""
+        return f"{self.kind}/{self.case.name}/{self.routing}"
+
+    @property
+    def contest(self) -> str:
+        """Text that is the same for all measurements that compute the same thing, and so compete."""
+        cap = f"/{self.memory_limit:g}GiB" if self.memory_limit else ""
+        return f"{self.setting}/{self.computation}{cap}"
+
+    @property
+    def by(self) -> str:
+        """The name of the implementation, with its engine."""
+        return f"{self.implementation}-{self.engine}" if self.engine else self.implementation
+
+    @property
+    def name(self) -> str:
+        """A name that is unique in the suite and the same in every run."""
+        return f"{self.contest}/{self.by}"
+
+    def describe(self) -> dict:
+        """The row's fields that are known before anything runs."""
+        sizes = ("tokens", "hidden", "ffn", "experts", "top_k", "mlp_type")
+        return {"name": self.name, "setting": self.setting, "contest": self.contest, "kind": self.kind,
+                "case": self.case.name, **{size: getattr(self.case, size) for size in sizes},
+                "routing": self.routing, "computation": self.computation, "by": self.by,
+                "implementation": self.implementation, "engine": self.engine, "memory_limit": self.memory_limit}
+
+    def flops(self) -> int | None:
+        """Useful multiplications and additions of a call, without padding; None where they do not matter for it."""
+        return None
+
+    @abstractmethod
+    def build(self, device: torch.device, dtype: torch.dtype) -> Subject:
+        """Make the subject, with tensors drawn from SEED. Raises Refusal where the implementation is not made for this."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The measurements that are compared with each other; `--config` runs them together, on one machine."""
+
+    name: str
+    measurements: tuple[Measurement, ...]
+
+    def contests(self) -> list[list[Measurement]]:
+        """The measurements of each contest, in the order of its first."""
+        together: dict[str, list[Measurement]] = {}
+        for measurement in self.measurements:
+            together.setdefault(measurement.contest, []).append(measurement)
+        return list(together.values())
+
+
+def configurations(measurements: Sequence[Measurement]) -> list[Configuration]:
+    """Group the measurements by their setting, in the order in which settings first occur."""
+    by_setting: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        by_setting.setdefault(measurement.setting, []).append(measurement)
+    return [Configuration(name, tuple(together)) for name, together in by_setting.items()]
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+
+def sample(count: int, most: int, device: torch.device) -> torch.Tensor:
+    """Ascending indices below `count`: all of them, or at most `most`, with the first and the last among them."""
+    if count <= most:
+        return torch.arange(count, device=device)
+    inner = torch.randperm(count - 2, generator=generator("cpu", SEED))[: most - 2] + 1
+    return torch.cat([torch.tensor([0, count - 1]), inner]).sort().values.to(device)
+
+
+def random_values(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, std: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(device, seed), device=device).mul_(std).to(dtype)
+
+
+def require_finite(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} holds NaN or infinity")

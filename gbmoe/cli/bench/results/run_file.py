@@ -1,0 +1,141 @@
+"""The result file of a run: what was measured, where, and the rows. It is written whole or not at all, and checked when it is read.
+
+    {"suite", "baseline", "configurations": [every name of the suite's list],
+     "runs": [{machine, versions, clocks, extension, limits, dtype, seed, time, what was left out, ...}],
+     "rows": [{..., "run": which of the runs}],
+     "findings": [of the suite article]}
+
+The rows of a file are timed in one way, sustained or in bursts ("timing"; those of older files have none and are bursts), and no page,
+picture or joined file compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from gbmoe._atomic_files import one_line, read_json, write_text
+from gbmoe.cli.bench.measurements.base import SEED
+from gbmoe.cli.bench.results import article_findings
+from gbmoe.cli.bench.results.schema import misshapen, timing_of
+from gbmoe.cli.bench.running.verify_and_time import Conditions
+from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
+
+
+class BrokenFile(Exception):
+    """Raised for a file that holds no results; its text, a line, names the file."""
+
+    # The exit status of a command that has no other file to work on.
+    status = 2
+
+
+class UnreadFile(BrokenFile):
+    """Raised for a file that is missing or cannot be read."""
+
+    status = 1
+
+
+def describe_run(conditions: Conditions, limit_rows: Sequence[dict], **more) -> dict:
+    """The fields of a run that are known before its rows."""
+    return {
+        "machine": describe_machine(conditions.device), "clocks": describe_clocks(conditions.device),
+        "versions": describe_versions(), "extension": _without_folder(describe_extension()),
+        "dtype": str(conditions.dtype).removeprefix("torch."), "seed": SEED,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "limits": conditions.limits.describe(), "limit_rows": list(limit_rows), **more,
+    }
+
+
+def _without_folder(extension: dict) -> dict:
+    """The extension's description with the file's name alone: results are shared, and its folder does not concern their readers."""
+    return extension | {"path": extension["path"] and Path(extension["path"]).name}
+
+
+def finish(content: dict) -> dict:
+    """Add "speedup" to the rows: over the baseline's row in the same contest of the same run, or None where there is none. Add the
+    article's findings to its suite."""
+    rows = content["rows"]
+    base = {(row["run"], row["contest"]): row["median"] for row in rows
+            if row.get("median") and row["by"] == content["baseline"]}
+    for row in rows:
+        median, reference = row.get("median"), base.get((row["run"], row["contest"]))
+        row["speedup"] = reference / median if median and reference else None
+    return add_findings(content)
+
+
+def add_findings(content: dict) -> dict:
+    """Add the article's findings, if the suite is `article`."""
+    if content["suite"] == "article":
+        content["findings"] = [finding.describe() for finding in article_findings.findings(content)]
+    return content
+
+
+def no_place(option: str, path: Path) -> str | None:
+    """Why a file cannot be written at `path`: it is a folder, or its folder is missing. None where it can."""
+    if path.is_dir():
+        return f"{option}: {path} is a directory"
+    return None if path.parent.is_dir() else f"{option}: {path.parent} is not a directory"
+
+
+def write(path: Path, content: dict) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> dict:
+    """The file's content, checked against schema.py. Raises BrokenFile."""
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise UnreadFile(one_line(f"{path}: {error.strerror}")) from None
+    except ValueError as error:
+        raise BrokenFile(one_line(f"{path}: {error}")) from None
+    problem = misshapen(content)
+    if problem:
+        raise BrokenFile(one_line(f"{path}: expected a result file of gbmoe bench, got one {problem}"))
+    return content
+
+
+def read_all(paths: Iterable[Path]) -> tuple[dict[Path, dict], list[BrokenFile]]:
+    """The contents of the files that hold results, in their order, and an error for each of the others."""
+    contents, problems = {}, []
+    for path in paths:
+        try:
+            contents[path] = read(path)
+        except BrokenFile as broken:
+            problems.append(broken)
+    return contents, problems
+
+
+def timing(content: dict) -> str | None:
+    """How its rows are timed; None where it has no row."""
+    return next((timing_of(row) for row in content["rows"]), None)
+
+
+def apart(contents: Iterable[dict]) -> str | None:
+    """What keeps files from being shown together: the same suite, timed in bursts and sustained; None where nothing does."""
+    ways: dict[str, set[str]] = {}
+    for content in contents:
+        ways.setdefault(content["suite"], set()).update(filter(None, [timing(content)]))
+    return next((f"expected files of suite {suite} that are timed in one way, got {' and '.join(sorted(found))}: figures of the two are"
+                 " not compared" for suite, found in ways.items() if len(found) > 1), None)
+
+
+def missing(content: dict) -> list[str]:
+    """The suite's configurations that no run of the content has finished."""
+    done = {name for run in content["runs"] for name in run["configurations"]}
+    return [name for name in content["configurations"] if name not in done]
+
+
+def faults(content: dict) -> list[str]:
+    """A line for each of gbmoe's own rows, and each limit, that is wrong."""
+    return [f"{row['name']}: {row['problem']}" for row in wrong(content)]
+
+
+def wrong(content: dict) -> list[dict]:
+    """gbmoe's own rows that are wrong, and the limits that could not be measured. Running out of memory is a result, not a fault."""
+    ours = [row for row in content["rows"] if row["implementation"] == "gbmoe"]
+    return [row for row in ours if row["outcome"] not in ("verified", "left out", "out of memory")] + [
+        row for run in content["runs"] for row in run["limit_rows"] if not row["verified"]]

@@ -1,0 +1,187 @@
+"""What a result file must hold. It is checked once, when a file is read, so that all code after that can rely on the types.
+
+Fields that no code computes with, and fields that a later version may add, can hold anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gbmoe._atomic_files import one_line
+from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.bench.running.verify_and_time import (
+    BURSTS,
+    CRASHED,
+    ERROR,
+    LEFT_OUT,
+    OUT_OF_MEMORY,
+    SUSTAINED,
+    TIMED_OUT,
+    VERIFIED,
+    WRONG,
+)
+
+# Between these bounds the quotient of any two numbers is finite, and so are the axes that are drawn from it.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+# The most characters of a field's value that a message shows.
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a value must be, in words and as a test."""
+    words: str
+    holds: Callable[[object], bool]
+
+    def fault(self, value: object) -> str | None:
+        """What is wrong with `value`, as ": expected ..., got ...", to be written after the path to it; None where it is right."""
+        return None if self.holds(value) else f": expected {self.words}, got {one_line(repr(value), _SHOWN)}"
+
+    def or_null(self) -> _Kind:
+        return _Kind(f"{self.words} or null", lambda value: value is None or self.holds(value))
+
+
+@dataclass(frozen=True)
+class _ListOf:
+    entry: object
+    length: int | None = None
+
+    def fault(self, value: object) -> str | None:
+        if not isinstance(value, list) or self.length not in (None, len(value)):
+            return _Kind(f"a list{f' of {self.length}' if self.length else ''}", lambda _: False).fault(value)
+        return _first((f"[{i}]", self.entry, each) for i, each in enumerate(value))
+
+
+@dataclass(frozen=True)
+class _MapOf:
+    """A map from any names to values of one kind."""
+    entry: object
+
+    def fault(self, value: object) -> str | None:
+        if not isinstance(value, dict):
+            return _Kind("an object", lambda _: False).fault(value)
+        return _first((f".{one_line(name, _SHOWN)}", self.entry, each) for name, each in value.items())
+
+
+@dataclass(frozen=True)
+class _Record:
+    """An object that has all of `fields`, and may have those of `optional`, each of the right kind."""
+    fields: Mapping[str, object]
+    optional: Mapping[str, object]
+
+    def fault(self, value: object) -> str | None:
+        lacking = self.lacking(value)
+        if lacking:
+            return f" is without {', '.join(lacking)}"
+        kinds = {**self.fields, **self.optional}
+        return _first((f".{name}", kind, value[name]) for name, kind in kinds.items() if name in value)
+
+    def lacking(self, value: object) -> list[str]:
+        return [name for name in self.fields if not isinstance(value, dict) or name not in value]
+
+
+def _first(entries) -> str | None:
+    for where, kind, value in entries:
+        fault = kind.fault(value)
+        if fault:
+            return where + fault
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _matches(pattern: str) -> Callable[[object], bool]:
+    found = re.compile(pattern, re.ASCII).fullmatch
+    return lambda value: isinstance(value, str) and found(value) is not None
+
+
+def _one_of(*values: str) -> _Kind:
+    return _Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+
+
+_TEXT = _Kind("a text", lambda value: isinstance(value, str))
+_LINE = _Kind("a line of text", lambda value: isinstance(value, str) and len(value) <= 200 and value.isprintable())
+# Words that become part of file names, so they have no slash, and of pictures' text, where $ and \ have a meaning.
+_FILE_WORD = _Kind("a name without a slash", _matches(r"\w[\w .,+-]{0,63}"))
+_WORD = _Kind("a name", _matches(r"\w[\w .,+/-]{0,199}"))
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_COUNT = _Kind("a count", lambda value: isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63)
+_SOME = _Kind("a count above 0", lambda value: _COUNT.holds(value) and value > 0)
+_NUMBER = _Kind("a number", _is_number)
+_POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value >= _SMALLEST)
+
+_RATES = {"flops": _SOME.or_null(), "tflops": _POSITIVE.or_null(), "bytes": _COUNT.or_null(), "terabytes": _POSITIVE.or_null(),
+          "of_limit": _POSITIVE.or_null(), "bound_by": _WORD.or_null()}
+_PASS = _Record({"median": _POSITIVE}, {"quartiles": _ListOf(_POSITIVE, 2), **_RATES})
+_MEASURED = {
+    "name": _WORD, "setting": _WORD, "contest": _WORD, "kind": _one_of("layer", "product", "permutation", "link", "training"),
+    "case": _WORD, "tokens": _COUNT, "hidden": _COUNT, "ffn": _COUNT, "experts": _COUNT, "top_k": _COUNT, "mlp_type": _WORD,
+    "routing": _WORD, "computation": _FILE_WORD, "by": _WORD, "implementation": _WORD, "engine": _WORD.or_null(),
+    "memory_limit": _POSITIVE.or_null(), "dtype": _WORD, "verified": _FLAG,
+    "outcome": _one_of(VERIFIED, WRONG, ERROR, CRASHED, TIMED_OUT, OUT_OF_MEMORY, LEFT_OUT), "problem": _TEXT.or_null(),
+}
+_PERHAPS = {
+    "align": _COUNT.or_null(), "median": _POSITIVE.or_null(), "quartiles": _ListOf(_POSITIVE, 2), **_RATES, "forward": _PASS,
+    "backward": _PASS, "extra_peak_bytes": _NUMBER.or_null(), "speedup": _POSITIVE.or_null(), "imbalance": _NUMBER,
+    "losses": _ListOf(_NUMBER, 2), "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE.or_null(),
+}
+_ROW = _Record({**_MEASURED, "run": _COUNT}, _PERHAPS)
+_RUN = _Record({
+    "machine": _Record({"name": _LINE, "device": _WORD}, {"driver": _LINE.or_null()}),
+    "versions": _Record({"torch": _LINE, "gbmoe": _LINE, "commit": _LINE.or_null(), "dirty": _FLAG.or_null()}, {}),
+    "dtype": _WORD, "seed": _COUNT, "time": _LINE, "limits": _Record(dict.fromkeys(("flops", "bytes"), _POSITIVE.or_null()), {}),
+    "limit_rows": _ListOf(_Record(_MEASURED, _PERHAPS)), "configurations": _ListOf(_WORD), "peers": _MapOf(_TEXT),
+    "peers_left_out": _MapOf(_TEXT), "engines_left_out": _MapOf(_TEXT),
+}, {"ranks": _SOME, "sustained": _LINE, "energy_left_out": _TEXT.or_null()})
+_FINDINGS = _ListOf(_Record(dict.fromkeys(("article", "verdict", "measured"), _TEXT), {}))
+_HEAD = {"suite": _FILE_WORD, "baseline": _WORD, "configurations": _ListOf(_WORD)}
+# The fields that a row with a median must have, if only as null.
+_OF_A_MEDIAN = ("quartiles", "flops", "tflops", "bytes", "terabytes", "of_limit", "bound_by", "extra_peak_bytes", "speedup")
+
+
+def misshapen(content: object) -> str | None:
+    """Why `content`, as read from JSON, is no result file, to be written after "a file"; None where it is one."""
+    kinds = {"suite": object, "baseline": object, "configurations": list, "runs": list, "rows": list}
+    lacking = [name for name, kind in kinds.items()
+               if not isinstance(content, dict) or name not in content or not isinstance(content[name], kind)]
+    if lacking:
+        return f"without {', '.join(lacking)}"
+    entries = [(f"{what} {number}", kind, entry) for what, kind in (("run", _RUN), ("row", _ROW))
+               for number, entry in enumerate(content[f"{what}s"])]
+    head = [(name, kind, content[name]) for name, kind in {**_HEAD, "findings": _FINDINGS}.items() if name in content]
+    fault = _first([*entries, *head])
+    if fault:
+        return f"whose {fault}"
+    timings = {timing_of(row) for row in content["rows"]}
+    if len(timings) > 1:
+        return f"whose rows are timed in {len(timings)} ways, {' and '.join(sorted(timings))}"
+    for number, row in enumerate(content["rows"]):
+        if row["run"] >= len(content["runs"]):
+            return f"whose row {row['name']} is of a run that is not there"
+        lacking = _half_measured(row)
+        if lacking:
+            return f"whose row {number} is without {', '.join(lacking)}"
+    return None
+
+
+def timing_of(row: dict) -> str:
+    """How a row is timed; rows of older files do not say, and are bursts."""
+    return row.get("timing", BURSTS)
+
+
+def _half_measured(row: dict) -> list[str]:
+    """The fields that this row lacks, given those that it has."""
+    timed, shared = row.get("median") is not None, row.get("of_limit") is not None
+    absent = [name for name in _OF_A_MEDIAN if timed and name not in row]
+    never_null = []
+    if shared or (timed and row["kind"] in ("layer", "product")):
+        never_null += ["terabytes"] if row["kind"] in MOVING else ["flops", "tflops"]
+    if shared:
+        never_null.append("bound_by")
+    if row["kind"] == "training" and row["outcome"] in (VERIFIED, WRONG):
+        never_null.append("losses")
+    return absent + [name for name in never_null if row.get(name) is None and name not in absent]

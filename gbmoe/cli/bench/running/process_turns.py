@@ -1,0 +1,124 @@
+"""Run configurations timed sustained: every implementation resident in a process of its own, one at a time in turns.
+
+All that compete are ready (imported, compiled, verified, and called once more) before the first is timed. Then there are rounds, in an
+order that is rotated from one to the next; in each every implementation works for some time and, directly behind that, for as long
+timed (turn.py). A row's time is the median of its rounds'. Between turns a process keeps weights and inputs alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gbmoe.cli.bench.measurements.base import Configuration, Measurement
+from gbmoe.cli.bench.peers import PEERS
+from gbmoe.cli.bench.running.peer_process import Worker
+from gbmoe.cli.bench.running.repeat import Sustained
+from gbmoe.cli.bench.running.sustained_timer import of_rounds, rotated
+from gbmoe.cli.bench.running.turn import Turn
+from gbmoe.cli.bench.running.verify_and_time import OUT_OF_MEMORY, Conditions, all_rates
+
+
+@dataclass
+class _Rival:
+    """One that takes turns: its process, its row so far, the bytes that a call moves, and the turns that it has taken."""
+    measurement: Measurement
+    worker: Worker
+    row: dict
+    moved: int | None
+    turns: list[Turn] = field(default_factory=list)
+
+
+class ProcessRunner:
+    """Rows of configurations; the same for parent_process.Runner's callers.
+
+    Example:
+        >>> with ProcessRunner(Conditions(device, torch.bfloat16, timing=SUSTAINED), Sustained(0.5, 3)) as runner:
+        ...     rows = runner.run(configuration)
+    """
+
+    def __init__(self, conditions: Conditions, effort: Sustained, timeout: float = 300):
+        self.conditions, self.effort, self.timeout = conditions, effort, timeout
+        self.peers_left_out: dict[str, str] = {}
+        self.peers_about: dict[str, str] = {}
+        self._workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> ProcessRunner:
+        return self
+
+    def __exit__(self, *_) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+        self._workers.clear()
+
+    def run(self, configuration: Configuration, report: Callable[[dict | None], object] = lambda row: None) -> list[dict]:
+        """The configuration's rows, contest by contest. `report` is called after each contest with every row of it, with None for one
+        that is left out with its peer."""
+        rows = []
+        for measurements in configuration.contests():
+            for row in self._contest(measurements):
+                report(row)
+                rows += [] if row is None else [row]
+        return rows
+
+    def _contest(self, measurements: Sequence[Measurement]) -> list[dict | None]:
+        rows: dict[str, dict | None] = {}
+        rivals: list[_Rival] = []
+        for measurement in measurements:
+            worker = self._worker(measurement)
+            rows[measurement.name] = None
+            if worker is not None:
+                rows[measurement.name], moved = worker.make_ready(measurement)
+                row = _naming_whose_memory(rows[measurement.name], rivals)
+                if row["verified"] and measurement.timed:
+                    rivals.append(_Rival(measurement, worker, row, moved))
+        for turn in range(self.effort.rounds):
+            for rival in rotated(rivals, turn):
+                self._take_turn(rival, rivals)
+            rivals = [rival for rival in rivals if rival.row["verified"]]
+        for rival in rivals:
+            rival.row |= self._times(rival)
+        for worker in self._workers.values():
+            worker.rest()
+        return [rows[measurement.name] for measurement in measurements]
+
+    def _take_turn(self, rival: _Rival, rivals: Sequence[_Rival]) -> None:
+        taken = rival.worker.take_turn(self.effort.seconds)
+        if isinstance(taken, Turn):
+            rival.turns.append(taken)
+        else:
+            rival.row.pop("extra_peak_bytes", None)
+            rival.row |= {"verified": False} | taken
+            _naming_whose_memory(rival.row, [other for other in rivals if other is not rival])
+
+    def _times(self, rival: _Rival) -> dict:
+        turns = rival.turns
+        calls = sum(turn.calls for turn in turns)
+        together = of_rounds([turn.seconds for turn in turns], calls)
+        each = [of_rounds(step, calls) for step in zip(*(turn.steps for turn in turns))]
+        joules = [turn.joules for turn in turns if turn.joules is not None]
+        return all_rates(rival.measurement, together, each, rival.moved, self.conditions.limits) | {
+            "joules": statistics.median(joules) if joules else None}
+
+    def _worker(self, measurement: Measurement) -> Worker | None:
+        """The process of an implementation; None of a peer that cannot be used."""
+        by, peer = measurement.by, measurement.implementation
+        if by not in self._workers and peer not in self.peers_left_out:
+            worker = Worker(by, self.conditions, self.timeout)
+            reason, about = worker.unavailable() if peer in PEERS else (None, None)
+            if reason is not None:
+                worker.stop()
+                self.peers_left_out[peer] = reason
+            else:
+                self._workers[by] = worker
+                self.peers_about |= {peer: about} if about else {}
+        return self._workers.get(by)
+
+
+def _naming_whose_memory(row: dict, resident: Sequence[_Rival]) -> dict:
+    """The row; where it ran out of memory with who it was, and who was resident beside it."""
+    if row["outcome"] == OUT_OF_MEMORY:
+        beside = ", ".join(rival.measurement.by for rival in resident) or "nobody"
+        row["problem"] = f"{row['by']}: {row['problem']} (resident beside it: {beside})"
+    return row

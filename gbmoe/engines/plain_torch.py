@@ -1,0 +1,17 @@
+"""Plain PyTorch, one matrix product for each group: it works on every device, and is the engine of the CPU."""
+
+from __future__ import annotations
+
+from gbmoe.engines.base import Engine, host_sizes, result_shape
+from gbmoe.kernels import plain_torch
+
+
+class Reference(Engine):
+    name = "reference"
+    needs_host_sizes = True
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        if out is None:
+            out = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
+        plain_torch.gmm(a, b, host_sizes(sizes).tolist(), trans_a, trans_b, out, accumulate)
+        return out

@@ -1,0 +1,143 @@
+"""The functions that operators and engines compute with: CUDA kernels where they are loaded, otherwise plain PyTorch. No autograd.
+
+The shapes of a SlotMap are not checked. Its entries may hold anything: one outside its range counts as none.
+
+Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows of the plan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe import extension
+from gbmoe.kernels import plain_torch
+from gbmoe.slot_map import SlotMap
+from gbmoe.tuning import permutation
+
+
+def _kernels_serve(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and extension.loaded()
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def gather(
+    x_TH: torch.Tensor, slots: SlotMap, *, scale: torch.Tensor | None = None, probs: torch.Tensor | None = None,
+    drop_zero_probs: bool = False, clear_behind: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """padded_gather without checks and autograd: (out [P,H], probs [P] where given); the CUDA kernel where it is loaded.
+
+    With `clear_behind` the rows behind the last expert are zeros; otherwise they are not written.
+    """
+    if not _kernels_serve(x_TH):
+        return plain_torch.padded_gather(x_TH, slots, scale=scale, probs=probs, drop_zero_probs=drop_zero_probs)
+    out_PH = x_TH.new_empty(slots.num_rows, x_TH.size(1))
+    probs_P = None if probs is None else probs.new_empty(slots.num_rows)
+    torch.ops.gbmoe_cuda.padded_gather(x_TH.contiguous(), *slots, _contiguous(scale), _contiguous(probs), drop_zero_probs, clear_behind,
+                                       permutation.SHORT_ROW, out_PH, probs_P)
+    return out_PH, probs_P
+
+
+def scatter(y_PH: torch.Tensor, slots: SlotMap, *, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """padded_scatter without checks and autograd; the CUDA kernel where it is loaded."""
+    if not _kernels_serve(y_PH):
+        return plain_torch.padded_scatter(y_PH, slots, weights=weights)
+    out_TH = y_PH.new_empty(slots.num_tokens, y_PH.size(1))
+    torch.ops.gbmoe_cuda.padded_scatter(
+        y_PH.contiguous(), slots.row_of_slot_TK, slots.columns_TK, slots.counts_T, _contiguous(weights), out_TH)
+    return out_TH
+
+
+def scatter_backward(
+    grad_TH: torch.Tensor, y_PH: torch.Tensor | None, slots: SlotMap, *, weights: torch.Tensor | None = None, need_rows: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of padded_scatter, see plain_torch.padded_scatter_backward; the CUDA kernel where it is loaded.
+
+    Without `need_rows` the first result is empty.
+    """
+    if not _kernels_serve(grad_TH):
+        rows, dots = plain_torch.padded_scatter_backward(grad_TH, y_PH, slots, weights=weights)
+        return rows if need_rows else grad_TH.new_empty(0), dots
+    grad_y_PH = grad_TH.new_empty(slots.num_rows, grad_TH.size(1)) if need_rows else None
+    grad_weights = None
+    if y_PH is not None and weights is not None:
+        # Where there are rows, the kernel writes the scalars of all slots of a dense map, but of a ragged map only those in use.
+        written = slots.columns_TK is None and grad_TH.numel() > 0
+        grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format) if written \
+            else torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    torch.ops.gbmoe_cuda.padded_scatter_backward(
+        grad_TH.contiguous(), _contiguous(y_PH), *slots, _contiguous(weights), True, grad_y_PH, grad_weights)
+    return (grad_TH.new_empty(0) if grad_y_PH is None else grad_y_PH,
+            grad_TH.new_empty(0) if grad_weights is None else grad_weights)
+
+
+def map_slots(
+    row_TK: torch.Tensor, *, columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
+    pad_offsets_E: torch.Tensor | None = None, probs: torch.Tensor | None = None, rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """row_of_slot [T,K] and slot_of_row [P] of a SlotMap with these rows, P being `rows`; the CUDA kernel where it is loaded.
+
+    A slot's row is the given one plus pad_offsets_E of its column. It is -1 where that is not in [0, P), where the column is out of
+    range and, with probs, where the slot's probability is 0. Entries beyond a ragged map's counts may hold anything. slot_of_row is 0
+    for rows that have a slot and PADDING for the others, because gathers and scatters read its sign only.
+    """
+    if _kernels_serve(row_TK):
+        row_of_slot_TK = torch.empty(row_TK.shape, dtype=torch.int32, device=row_TK.device)
+        slot_of_row_P = row_of_slot_TK.new_empty(rows)
+        pad_offsets_E = None if pad_offsets_E is None else pad_offsets_E.long().contiguous()
+        torch.ops.gbmoe_cuda.map_slots(
+            row_TK, columns_TK, counts_T, pad_offsets_E, _contiguous(probs), row_of_slot_TK, slot_of_row_P)
+        return row_of_slot_TK, slot_of_row_P
+    slots = row_TK.size(1)
+    if columns_TK is not None:
+        row_TK = torch.where((columns_TK >= 0) & (columns_TK < slots), row_TK, -1)
+    row_TK, columns_TK, probs = plain_torch.dense_slots(
+        row_TK, probs, columns_TK=columns_TK, counts_T=counts_T, rows=torch.iinfo(torch.int32).max)
+    if pad_offsets_E is not None:
+        row_TK = torch.where(row_TK >= 0, row_TK + pad_offsets_E.long()[columns_TK], -1)
+    exists_TK = (row_TK >= 0) & (row_TK < rows)
+    if probs is not None:
+        exists_TK &= probs != 0
+    row_TK = torch.where(exists_TK, row_TK, -1).int()
+    # Slots without a row write behind the last row, each column to an entry of its own: writes to a single entry would be serialised.
+    target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, device=row_TK.device))
+    slot_of_row_P = torch.full((rows + slots,), plain_torch.PADDING, dtype=torch.int32, device=row_TK.device)
+    return row_TK, slot_of_row_P.scatter_(0, target_TK.flatten().long(), 0)[:rows].clone()
+
+
+def clear_rows_without_slot(slot_of_row_P: torch.Tensor, rows_PF: torch.Tensor) -> None:
+    """Write zeros to the rows of a contiguous [P,F], of any dtype, whose entry in slot_of_row_P is negative; leave the others."""
+    if not _kernels_serve(rows_PF):
+        rows_PF.masked_fill_((slot_of_row_P < 0).unsqueeze(1), 0)
+    else:
+        torch.ops.gbmoe_cuda.clear_rows_without_slot(slot_of_row_P, rows_PF)
+
+
+def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """act(h), times g where there is one, [P,F]; see plain_torch.activate. `activation` is a name in plain_torch.ACTIVATIONS."""
+    if not _kernels_serve(h_PF):
+        return plain_torch.activate(h_PF, g_PF, activation)
+    a_PF = torch.empty_like(h_PF)
+    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, plain_torch.ACTIVATION_INDEX[activation], a_PF)
+    return a_PF
+
+
+def activate_backward(
+    h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
+    weights_TK: torch.Tensor | None, activation: str,
+) -> tuple[torch.Tensor, ...]:
+    """The activation's share of the experts' backward, (weight * a, dg, grad_weights); see plain_torch.activate_backward.
+
+    dh overwrites d. dg is empty without g, grad_weights is empty without weights.
+    """
+    if not _kernels_serve(h_PF):
+        return plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+    a_PF = torch.empty_like(h_PF)
+    dg_PF = None if g_PF is None else torch.empty_like(h_PF)
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
+    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
+                                           a_PF, dg_PF, grad_weights_TK)
+    return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))

@@ -1,0 +1,364 @@
+"""The operators in plain PyTorch: the path of every device without a kernel of its own, and the oracle of the tests.
+
+Nothing here is tuned, and nothing here accumulates in less than fp32 (fp64 for fp64), rounds more than once, depends on the
+order in which threads finish, or reads a row that the plan does not name. The functions know no autograd: the operators in
+gbmoe/ops/ give them gradients.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups, N columns,
+P padded rows (see gbmoe/plan.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gbmoe.slot_map import SlotMap
+
+# The most elements that an elementwise step widens to fp32 at a time, which bounds the memory of temporaries.
+_CHUNK_ELEMENTS = 1 << 18
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: float32, but float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------------- routing
+
+# The values of RoutingPlan.slot_of_row_P for rows without a slot: an expert's padding, and rows behind the last expert.
+PADDING, BEHIND_THE_LAST = -1, -2
+
+
+def route(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(scores [T,E], weights [T,K], ids [T,K], logsumexp [T]) of a router's logits; see gbmoe.ops.route.
+
+    Ties go to the lower expert, and NaN ranks above every number: a stable sort in descending order does both.
+    """
+    wide = accumulate_dtype(logits_TE.dtype)
+    logits_TE = logits_TE.to(wide)
+    scores_TE = logits_TE.softmax(-1)
+    order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices
+    ids_TK = order_TE[:, :top_k].clone(memory_format=torch.contiguous_format)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if p is not None:
+        of_largest_TK, norm_T1, _ = _relative_norm(weights_TK, p)
+        weights_TK = of_largest_TK / norm_T1
+    return scores_TE.to(scores_dtype), weights_TK.to(scores_dtype), ids_TK, logits_TE.logsumexp(-1)
+
+
+_LARGEST_POWER = 1e30  # which float32 holds, and which leaves nothing of a number below 1
+
+
+def _relative_norm(weights_TK: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the weights divided by their row's largest one, the p-norm of these, that largest weight); for p up to 2 nothing is divided, and
+    the last is 1.
+
+    A power of a weight below 1 underflows if p is large enough: 0.1 to the 46th is 0 in float32.
+    """
+    p = p if p == math.inf else min(p, _LARGEST_POWER)
+    largest_T1 = weights_TK.amax(-1, keepdim=True) if p > 2 else torch.ones_like(weights_TK[:, :1])
+    of_largest_TK = weights_TK / largest_T1
+    return of_largest_TK, torch.linalg.vector_norm(of_largest_TK, ord=p, dim=-1, keepdim=True), largest_T1
+
+
+def route_backward(
+    scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
+    grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router_backward.cu. An id of no expert counts as none."""
+    wide = accumulate_dtype(scores_TE.dtype)
+    score_TE = scores_TE.to(wide)
+    grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
+    if grad_weights_TK is not None:
+        exists_TK = (ids_TK >= 0) & (ids_TK < score_TE.size(1))
+        ids_TK = torch.where(exists_TK, ids_TK, 0)
+        grad_TK, chosen_TK = grad_weights_TK.to(wide), torch.where(exists_TK, score_TE.gather(1, ids_TK), 0)
+        if p is not None:
+            of_largest_TK, norm_T1, largest_T1 = _relative_norm(chosen_TK, p)
+            if p == math.inf:
+                share_TK = (of_largest_TK == 1) / (of_largest_TK == 1).sum(-1, keepdim=True)
+            else:
+                # A score of 0 gives its logit no gradient, also where p < 1 makes the slope here infinite.
+                p = min(p, _LARGEST_POWER)
+                share_TK = torch.where(of_largest_TK == 0, 0, of_largest_TK ** (p - 1)) / (of_largest_TK**p).sum(-1, keepdim=True)
+            inner_T1 = (grad_TK * of_largest_TK).sum(-1, keepdim=True)
+            grad_TK = (grad_TK - inner_T1 * share_TK) / (norm_T1 * largest_T1)
+        grad_TE = grad_TE.scatter_add(1, ids_TK, torch.where(exists_TK, grad_TK, 0))
+    grad_TE = grad_TE - (score_TE * grad_TE).sum(-1, keepdim=True)
+    if grad_logsumexp_T is not None:
+        grad_TE = grad_TE + grad_logsumexp_T.to(wide).unsqueeze(1)
+    return (score_TE * grad_TE).to(dtype)
+
+
+def padded_rows(slots: int, num_experts: int, align: int) -> int:
+    """The number of rows that is enough for `slots` slots with any routing, each expert's rows being rounded up to `align`."""
+    # sym_min, because min() would make torch.compile decide for one of the two where it keeps the number of slots variable.
+    return (slots + torch.sym_min(slots, num_experts) * (align - 1)) // align * align
+
+
+def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:
+    """Where every slot goes; see RoutingPlan for the five tensors. Runs on any device without a host wait.
+
+    Ids outside [0, num_experts) belong to no expert: their slots get row -1.
+    """
+    device, slots = experts_TK.device, experts_TK.numel()
+    rows = padded_rows(slots, num_experts, align)
+    ids = experts_TK.reshape(-1).long()
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    order = torch.argsort(ids, stable=True)
+    sorted_ids = ids[order]
+    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
+    counts = starts.diff()
+    padded = (counts + align - 1) // align * align
+    offsets = F.pad(padded.cumsum(0), (1, 0))
+    within = torch.arange(slots, device=device) - starts[sorted_ids]
+    routed = sorted_ids < num_experts
+    row = torch.where(routed, offsets[sorted_ids.clamp(max=num_experts - 1)] + within, -1)
+
+    row_of_slot = torch.empty(slots, dtype=torch.int32, device=device)
+    row_of_slot[order] = row.int()
+    # Dropped slots all write to one spare row behind the last, which the slice removes.
+    slot_of_row = torch.where(torch.arange(rows + 1, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
+    slot_of_row[torch.where(routed, row, rows)] = order.int()
+    return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(),
+            padded.to(torch.int32, copy=True))
+
+
+def bounded_counts(counts_E: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows of each expert, int64: of counts that go beyond the rows only the rows that are there, and of negative ones none."""
+    # Bounded before they are summed, too, so that no sum wraps.
+    ends_E = counts_E.long().clamp(min=0, max=rows).cumsum(0).clamp(max=rows)
+    return F.pad(ends_E, (1, 0)).diff()
+
+
+def plan_of_counts(counts_E: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    """The plan of `rows` rows in expert order, each a token's one slot, of bounded counts; see RoutingPlan for the five tensors."""
+    offsets_E1 = F.pad(bounded_counts(counts_E, rows).cumsum(0), (1, 0)).int()
+    row_R = torch.arange(rows, dtype=torch.int32, device=counts_E.device)
+    named_R = row_R < offsets_E1[-1]
+    return (torch.where(named_R, row_R, -1).unsqueeze(1), torch.where(named_R, row_R, BEHIND_THE_LAST), offsets_E1.diff(), offsets_E1,
+            offsets_E1.diff())
+
+
+# ---------------------------------------------------------------------------------------------------------------- permute
+
+
+def dense_slots(row_of_slot_TK, *scalars, columns_TK, counts_T, rows):
+    """The slots of any map in the form of a dense one: (rows in [0, rows), or -1 for none; columns; each of the scalars as [T,K]).
+
+    A slot has no row if it lies behind its token's count, or if its row or its scalars' column is out of range.
+    """
+    exists_TK = (row_of_slot_TK >= 0) & (row_of_slot_TK < rows)
+    if counts_T is not None:
+        exists_TK &= torch.arange(row_of_slot_TK.size(1), device=row_of_slot_TK.device) < counts_T.unsqueeze(1)
+    if columns_TK is not None:
+        for scalar in scalars:
+            if scalar is not None:
+                exists_TK &= (columns_TK >= 0) & (columns_TK < scalar.size(1))
+        columns_TK = torch.where(exists_TK, columns_TK, 0).long()
+        scalars = tuple(None if t is None else t.gather(1, columns_TK) for t in scalars)
+    return torch.where(exists_TK, row_of_slot_TK, -1), columns_TK, *scalars
+
+
+def _dense(slots: SlotMap, *scalars, rows):
+    return dense_slots(slots.row_of_slot_TK, *scalars, columns_TK=slots.columns_TK, counts_T=slots.counts_T, rows=rows)
+
+
+def _token_and_place(row_of_slot_TK, rows):
+    """For each row the index of its slot in the flattened map, or -1. Rows are unique, so no two slots write to one row."""
+    flat_R = row_of_slot_TK.reshape(-1).long()
+    place_P = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat_R.device)
+    place_P[torch.where(flat_R >= 0, flat_R, rows)] = torch.arange(flat_R.numel(), device=flat_R.device)
+    return place_P[:rows]
+
+
+def padded_gather(
+    x_TH: torch.Tensor, slots: SlotMap, *, scale: torch.Tensor | None = None, probs: torch.Tensor | None = None,
+    drop_zero_probs: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out[row] = scale * x[token of the row's slot], and zeros where a row has no slot. [T,H] -> [P,H].
+
+    Without a scale rows are copied bit for bit. The second result is probs in row order [P] (empty without probs), zero where a row
+    has no slot. With `drop_zero_probs` a row whose probability is 0 is zeros. An entry of the map outside its range counts as none.
+    """
+    rows = slots.num_rows
+    row_of_slot_TK, _, scale, probs = _dense(slots, scale, probs, rows=rows)
+    if rows == 0 or x_TH.size(0) == 0:
+        return x_TH.new_zeros(rows, x_TH.size(1)), x_TH.new_zeros(0) if probs is None else probs.new_zeros(rows)
+    place_P = _token_and_place(row_of_slot_TK, rows)
+    live_P, place_P = place_P >= 0, place_P.clamp(min=0)
+    out_PH = x_TH.index_select(0, place_P // row_of_slot_TK.size(1))
+    if scale is not None:
+        wide = accumulate_dtype(x_TH.dtype)
+        out_PH = (out_PH.to(wide) * scale.reshape(-1)[place_P, None].to(wide)).to(x_TH.dtype)
+    probs_P = x_TH.new_zeros(0)
+    keep_P = live_P
+    if probs is not None:
+        probs_P = torch.where(live_P, probs.reshape(-1)[place_P], 0)
+        if drop_zero_probs:
+            keep_P = live_P & (probs_P != 0)
+    return torch.where(keep_P.unsqueeze(1), out_PH, torch.zeros((), dtype=out_PH.dtype, device=out_PH.device)), probs_P
+
+
+def padded_scatter(y_PH: torch.Tensor, slots: SlotMap, *, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """out[t] = sum over j of weights[t,j] * y[row of slot (t,j)], in slot order, rounded once. [P,H] -> [T,H].
+
+    Without weights every routed slot counts once. A slot without a row adds nothing, whatever its weight.
+    """
+    wide = accumulate_dtype(y_PH.dtype)
+    row_of_slot_TK, _, weights_TK = _dense(slots, weights, rows=y_PH.size(0))
+    out_TH = torch.zeros(slots.num_tokens, y_PH.size(1), dtype=wide, device=y_PH.device)
+    if y_PH.size(0) == 0:
+        return out_TH.to(y_PH.dtype)
+    for j in range(slots.top_k):
+        row_T = row_of_slot_TK[:, j].long()
+        term_TH = y_PH.index_select(0, row_T.clamp(min=0)).to(wide)
+        if weights_TK is not None:
+            term_TH = term_TH * weights_TK[:, j, None].to(wide)
+        out_TH += torch.where((row_T >= 0).unsqueeze(1), term_TH, 0)
+    return out_TH.to(y_PH.dtype)
+
+
+def padded_scatter_backward(
+    grad_TH: torch.Tensor, y_PH: torch.Tensor | None, slots: SlotMap, *, weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of padded_scatter: grad_y [P,H], and grad_weights in the shape of the weights.
+
+    grad_y[row] = weight * grad[token], zero where a row has no slot; a slot's weight receives <grad[t], y[row]>, zero where it
+    has no row. Without y or without weights the second is an empty tensor.
+    """
+    wide = accumulate_dtype(grad_TH.dtype)
+    grad_y_PH, _ = padded_gather(grad_TH, slots, scale=weights)
+    if y_PH is None or weights is None:
+        return grad_y_PH, grad_TH.new_empty(0)
+    row_of_slot_TK, columns_TK, _ = _dense(slots, weights, rows=y_PH.size(0))
+    dots_TK = torch.zeros(row_of_slot_TK.shape, dtype=wide, device=grad_TH.device)
+    if y_PH.size(0) > 0:
+        for j in range(row_of_slot_TK.size(1)):
+            row_T = row_of_slot_TK[:, j].long()
+            dot_T = (grad_TH.to(wide) * y_PH.index_select(0, row_T.clamp(min=0)).to(wide)).sum(1)
+            dots_TK[:, j] = torch.where(row_T >= 0, dot_T, 0)
+    if columns_TK is not None:
+        # Entries that are not in use are 0, and are added to column 0.
+        dots_TK = torch.zeros(weights.shape, dtype=wide, device=weights.device).scatter_add(1, columns_TK, dots_TK)
+    return grad_y_PH, dots_TK.to(weights.dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- grouped product
+
+
+def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans_b: bool, out: torch.Tensor,
+        accumulate: bool = False) -> None:
+    """Write the grouped product to `out`: one matrix product for each group, in at least fp32, rounded once.
+
+    Variable m: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. Variable k (trans_a): a [M,K], b [M,N], out [E,K,N].
+    Rows behind the last group are not touched. With `accumulate` the product is added to `out`. Sizes that go beyond the rows are
+    cut at the last row, and negative ones count as 0.
+    """
+    wide = accumulate_dtype(a.dtype)
+    row = 0
+    for e, size in enumerate(sizes):
+        size = min(max(size, 0), a.size(0) - row)
+        rows = slice(row, row + size)
+        row += size
+        if trans_a:
+            product, target = a[rows].to(wide).t() @ b[rows].to(wide), out[e]
+        else:
+            weight = b[e].to(wide)
+            product, target = a[rows].to(wide) @ (weight.t() if trans_b else weight), out[rows]
+        target.copy_(product + target if accumulate else product)
+
+
+# ------------------------------------------------------------------------------------------------------------- activation
+
+
+def _silu(x, slope):
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s)) if slope else x * s
+
+
+def _gelu_tanh(x, slope):
+    c, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(c * (x + cubic * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * cubic * x * x) if slope else 0.5 * x * (1 + t)
+
+
+def _gelu(x, slope):
+    cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi) if slope else x * cdf
+
+
+def _relu(x, slope):
+    return (x > 0).to(x.dtype) if slope else torch.relu(x)
+
+
+def _relu_squared(x, slope):
+    return 2 * torch.relu(x) if slope else torch.relu(x).square()
+
+
+def _identity(x, slope):
+    return torch.ones_like(x) if slope else x
+
+
+# The activations that have kernels, in the order of csrc/activation_kernels.cu. Called as f(x, slope): the value, or with slope the
+# derivative.
+ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu_squared": _relu_squared,
+               "identity": _identity}
+ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}  # csrc/activation_formulas.cuh
+
+
+def _row_chunks(h_PF: torch.Tensor):
+    step = max(1, _CHUNK_ELEMENTS // max(1, h_PF.size(1)))
+    return [slice(first, first + step) for first in range(0, h_PF.size(0), step)]
+
+
+def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """act(h), times g where there is one, rounded once."""
+    wide, out_PF = accumulate_dtype(h_PF.dtype), torch.empty_like(h_PF)
+    for rows in _row_chunks(h_PF):
+        value = ACTIVATIONS[activation](h_PF[rows].to(wide), False)
+        out_PF[rows] = value if g_PF is None else value * g_PF[rows].to(wide)
+    return out_PF
+
+
+def activate_backward(
+    h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
+    weights_TK: torch.Tensor | None, activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation_kernels.cu.
+
+    d_PF is the gradient of the activation before the router weight, and is overwritten with dh. Returns (weight * a [P,F],
+    dg [P,F] or empty, grad_weights [T,K] or empty). Rows without a slot are zero; a slot beyond the weights counts as none.
+    """
+    wide = accumulate_dtype(h_PF.dtype)
+    a_PF = torch.empty_like(h_PF)
+    dg_PF = torch.empty_like(h_PF) if g_PF is not None else h_PF.new_empty(0)
+    dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
+    function = ACTIVATIONS[activation]
+    # Rows without a slot use one spare slot behind the last.
+    spare = 2**31 if weights_TK is None else weights_TK.numel()
+    slot_P = slot_of_row_P.long()
+    slot_P = torch.where((slot_P >= 0) & (slot_P < spare), slot_P, spare)
+    weight_R = None if weights_TK is None else F.pad(weights_TK.reshape(-1), (0, 1))
+    for rows in _row_chunks(h_PF):
+        h, d = h_PF[rows].to(wide), d_PF[rows].to(wide)
+        value, slope = function(h, False), function(h, True)
+        gate = 1 if g_PF is None else g_PF[rows].to(wide)
+        slot = slot_P[rows]
+        live = (slot < spare).unsqueeze(1)
+        weight: torch.Tensor | int = 1
+        if weight_R is not None:
+            weight = weight_R.index_select(0, slot).unsqueeze(1).to(wide)
+            dot_P[rows] = (value * gate * d).sum(1)
+        a_PF[rows] = torch.where(live, weight * value * gate, 0).to(h_PF.dtype)
+        if g_PF is not None:
+            dg_PF[rows] = torch.where(live, weight * d * value, 0).to(h_PF.dtype)
+        d_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(h_PF.dtype)  # written last, because d may be a view of d_PF
+    if weights_TK is None:
+        return a_PF, dg_PF, h_PF.new_empty(0)
+    spread = torch.zeros(spare + 1, dtype=wide, device=h_PF.device)
+    spread[slot_P] = dot_P
+    return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype, copy=True)

@@ -1,0 +1,131 @@
+"""Experts spread over the ranks of a group: how a layer's rows get to them and back (gbmoe.parallel).
+
+Shape suffixes: T tokens, K slots a token, H hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gbmoe._checks import require
+from gbmoe._version import __version__
+from gbmoe.layers import expert_sharding
+from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
+from gbmoe.ops.experts import activation_name
+from gbmoe.parallel import automatic_chunks, exchange, groups, peer_memory
+from gbmoe.parallel.arrival import Spread
+from gbmoe.parallel.peer_experts import peer_experts
+from gbmoe.plan import RoutingPlan
+
+# The arguments that must be the same on all ranks. `engine` and `mlp_impl` may differ.
+_SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_type", "bias", "dtype", "expert_parallel_exact",
+         "expert_parallel_ranks_per_node", "expert_parallel_chunks", "expert_parallel_transport", "expert_parallel_rows")
+
+
+def prepare(args: Arguments) -> None:
+    """Compare the ranks' arguments and make the process groups of nodes. A layer calls it at construction; collective over the group.
+
+    Does nothing without expert parallelism, in a group of one rank, and where torch.distributed is not initialised.
+
+    Raises:
+        ValueError: on all ranks; it names the arguments that differ, and which ranks have which.
+    """
+    if not args.moe_expert_model_parallelism or not dist.is_initialized() or dist.get_world_size(args.expert_parallel_group) == 1:
+        return
+    values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
+    values["dtype"] = str(args.dtype)
+    values.update({"device type": torch.device(args.device).type, "gbmoe's version": __version__})
+    groups.require_same_on_all_ranks(values, args.expert_parallel_group)
+    placement(args)
+    if args.expert_parallel_transport != "exchange":
+        peer_memory.unavailable(args.expert_parallel_group, torch.device(args.device))
+
+
+def placement(args: Arguments) -> exchange.Placement:
+    """Which rank holds which experts. `args` may be MegaBlocks' own Arguments, which lack gbmoe's additional fields."""
+    local, shards = expert_sharding.experts_per_rank(args), expert_sharding.hidden_sharding_degree(args)
+    exact = getattr(args, "expert_parallel_exact", False)
+    require(not exact or shards == 1, "Arguments", "expert_parallel_exact",
+            "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", exact)
+    return exchange.Placement(
+        group=args.expert_parallel_group, world=expert_sharding.expert_parallel_world_size(args),
+        rank=expert_sharding.expert_parallel_rank(args),
+        experts=args.moe_num_experts, local=local, shards=shards,
+        nodes=None if exact else groups.nodes_of(args.expert_parallel_group, getattr(args, "expert_parallel_ranks_per_node", None)),
+        chunks=1 if exact else min(getattr(args, "expert_parallel_chunks", 1) or 1, local))
+
+
+def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments,
+                where: exchange.Placement) -> Spread | None:
+    """How the experts are spread, where rows are pulled from memory that the ranks map from each other; None where they are exchanged.
+
+    All ranks decide alike: by their arguments, which are the same, and by what construction found out about the ranks' memory.
+
+    Raises:
+        ValueError: where args.expert_parallel_transport asks for mapped memory and it cannot be used; it says why.
+    """
+    transport = getattr(args, "expert_parallel_transport", "auto")
+    if transport == "exchange":
+        return None
+    reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
+    require(reason is None or transport == "auto", "Arguments", "expert_parallel_transport",
+            lambda: f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(transport))
+    if reason is not None:
+        return None
+    return Spread(group=args.expert_parallel_group, experts=where.experts, experts_per_rank=where.local, first_expert=where.first,
+                  shards=where.shards, rows=getattr(args, "expert_parallel_rows", None),
+                  by_slot=getattr(args, "expert_parallel_exact", False))
+
+
+def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile's graphs hold collectives, but no reads of other ranks' memory"
+    if not isinstance(experts, GroupedExperts):
+        return f"mlp_impl {args.mlp_impl!r} is not computed by gbmoe's grouped engines"
+    if activation_name(args.activation_fn) is None:
+        return "gbmoe has no kernel for the activation"
+    if weights_TK.dtype == torch.float64:
+        return "router weights in float64"
+    if where.chunks > 1 or where.nodes is not None:
+        return "only the exchange divides experts into chunks and ranks into nodes"
+    return peer_memory.check_rows(x_TH.dtype, x_TH.size(1)) or peer_memory.unavailable(args.expert_parallel_group, x_TH.device)
+
+
+def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
+                     args: Arguments, meanwhile: Callable[[], None] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the layer with experts spread over args.expert_parallel_group; mirrors ParallelMLP.parallel_forward_once.
+
+    Ranks of one node that map each other's memory pull rows from it and push sums back; others exchange them. The host waits for the
+    device once, for the number of rows, unless args.expert_parallel_rows bounds it. `meanwhile` is called once, before that wait, and
+    may start work for the device.
+
+    Returns:
+        out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
+    """
+    where = placement(args)
+    spread = peer_spread(experts, x_TH, weights_TK, args, where)
+    if spread is not None:
+        counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
+        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH()
+        out_TH = peer_experts(
+            x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
+            str(activation_name(args.activation_fn)), experts.args.engine, spread, meanwhile)  # autocast may have lowered x's dtype
+        return out_TH, counts_E
+    if meanwhile is not None:
+        meanwhile()
+    if getattr(args, "expert_parallel_exact", False):
+        rows = experts.rows_before_weights()
+        return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None)
+    if not getattr(args, "expert_parallel_chunks", 1):
+        matrices = 2 if args.mlp_type == "mlp" else 3
+        where = dataclasses.replace(where, chunks=automatic_chunks.choose(
+            where, x_TH.size(0), args.hidden_size, args.ffn_hidden_size, args.moe_top_k, matrices, x_TH.dtype, x_TH.device))
+    chunks = [experts] if where.chunks == 1 else experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)])
+    return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where)
+

@@ -1,0 +1,53 @@
+"""How experts are spread over an expert-parallel group; mirrors megablocks.layers.mpu.
+
+The experts are divided among the ranks. Where there are more ranks than experts, each expert's ffn rows are divided, too.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gbmoe._checks import require
+from gbmoe.layers.arguments import Arguments
+
+
+def expert_parallel_world_size(args: Arguments) -> int:
+    """The number of ranks that the experts are spread over; 1 without expert parallelism."""
+    return dist.get_world_size(args.expert_parallel_group) if args.moe_expert_model_parallelism else 1
+
+
+def expert_parallel_rank(args: Arguments) -> int:
+    """This process's rank among those that the experts are spread over."""
+    return dist.get_rank(args.expert_parallel_group) if args.moe_expert_model_parallelism else 0
+
+
+def expert_sharding_degree(args: Arguments) -> int:
+    """Into how many groups of whole experts the ranks divide them. Raises ValueError where they do not divide evenly."""
+    degree = min(expert_parallel_world_size(args), args.moe_num_experts)
+    require(args.moe_num_experts % degree == 0, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", args.moe_num_experts)
+    return degree
+
+
+def hidden_sharding_degree(args: Arguments) -> int:
+    """Into how many shards each expert's ffn rows are divided. Raises ValueError where they do not divide evenly."""
+    world, experts = expert_parallel_world_size(args), expert_sharding_degree(args)
+    degree = world // experts
+    require(experts * degree == world, "Arguments", "expert_parallel_group", f"a multiple of {experts} ranks", world)
+    require(args.ffn_hidden_size % degree == 0, "Arguments", "ffn_hidden_size", f"a multiple of {degree} shards", args.ffn_hidden_size)
+    return degree
+
+
+def experts_per_rank(args: Arguments) -> int:
+    """The number of experts whose weights, or shards of them, this rank holds."""
+    return args.moe_num_experts // expert_sharding_degree(args)
+
+
+def features_per_rank(args: Arguments) -> int:
+    """The number of ffn rows of each of these experts that this rank holds."""
+    return args.ffn_hidden_size // hidden_sharding_degree(args)
+
+
+def set_expert_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool) -> None:
+    """Mark a parameter as expert-parallel or not, under MegaBlocks' attribute name; optimizers and clipping read it."""
+    tensor.expert_model_parallel = is_parallel  # type: ignore[attr-defined]

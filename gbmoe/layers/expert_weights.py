@@ -1,0 +1,213 @@
+"""The experts' weights, and the three implementations that compute with them.
+
+Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden on this rank, C capacity, P padded rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gbmoe._checks import require
+from gbmoe.layers import expert_sharding
+from gbmoe.layers.arguments import Arguments
+from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
+from gbmoe.ops.experts import activation_name, rows_before_weights
+from gbmoe.plan import RoutingPlan
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+
+
+def local_weight(weight: torch.Tensor) -> torch.Tensor:
+    """The tensor to compute with: the local shard of a DTensor, or the tensor itself. Any shape and dtype, without a copy.
+
+    Differentiable: the gradient of a shard becomes a DTensor with the same placements.
+    """
+    if type(weight) is torch.nn.Parameter:
+        return weight
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+class ExpertWeights(torch.nn.Module):
+    """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints.
+
+    forward(x_TH, plan, weights_TK or None) -> out_TH is the weighted sum of each token's experts. Subclasses compute it for given
+    weights: compute(x_TH, plan, weights_TK or None, w1_EFH, w2_EFH, v1_EFH or None).
+    """
+
+    compute: Callable[..., torch.Tensor]
+
+    def __init__(self, args: Arguments):
+        super().__init__()
+        self.args = args
+        parallel = args.moe_expert_model_parallelism
+        # With expert parallelism a rank's experts see the tokens of all ranks. Their gradients are scaled to the mean over ranks, which
+        # data parallelism would give.
+        self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else None
+        # The order in which MegaBlocks draws them.
+        methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
+        if args.mlp_type == "glu":
+            methods["v1"] = args.init_method
+        self.experts = expert_sharding.experts_per_rank(args)
+        self.rows = self.experts * expert_sharding.features_per_rank(args)
+        for name, init_method in methods.items():
+            weight = torch.nn.Parameter(torch.empty(self.rows, args.hidden_size, device=args.device, dtype=args.dtype))
+            with torch.no_grad():
+                _initialise(weight, args, init_method)
+            self.register_parameter(name, weight)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As in Module. Every parameter is marked as expert-parallel or not, also one that load_state_dict(assign=True) puts here."""
+        super().register_parameter(name, param)
+        self._mark()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._mark()  # copying a parameter loses its attributes
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark()  # to() and to_empty() may replace the parameters
+        return self
+
+    def _mark(self) -> None:
+        for weight in self.parameters(recurse=False):
+            expert_sharding.set_expert_model_parallel_attributes(weight, self.args.moe_expert_model_parallelism)
+
+    def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(w1, w2, v1 or None) as [E,F,H], local and with the gradient scale of expert parallelism."""
+        def view(name):
+            weight = getattr(self, name)
+            if self.gradient_scale is not None:
+                weight = _ScaleGradient.apply(weight, self.gradient_scale)
+            weight = local_weight(weight)
+            # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
+            require(weight.size(0) == self.rows, "dMoE", name,
+                    lambda: f"{self.rows} rows on this rank (fully_shard gathers them only when the module that it was given is"
+                    " called, not for a submodule)", weight.size(0))
+            return weight.view(self.experts, -1, self.args.hidden_size)
+        return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
+
+    def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        return self.compute(x_TH, plan, weights_TK, *self.weights_EFH())
+
+    def in_chunks(self, bounds: list[tuple[int, int]]) -> list[Callable[..., torch.Tensor]]:
+        """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
+        together the chunks are all experts.
+
+        Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
+        """
+        sizes = [behind - first for first, behind in bounds]
+        # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
+        each = (w.split(sizes) if w is not None else [None] * len(sizes) for w in self.weights_EFH())
+        return [lambda x_TH, plan, weights_TK, part=part: self.compute(x_TH, plan, weights_TK, *part) for part in zip(*each)]
+
+    def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:
+        """A function like forward for one slot a token, which returns rows before they are weighed and uses the weights in the
+        gradients only (gbmoe.ops.experts.rows_before_weights).
+
+        None for implementations where weighing forward's rows afterwards gives the same bits in every gradient.
+        """
+        return None
+
+    def extra_repr(self) -> str:
+        a = self.args
+        experts, ffn = expert_sharding.experts_per_rank(a), expert_sharding.features_per_rank(a)
+        return (f"{a.mlp_type}, experts={experts}, hidden={a.hidden_size}, ffn={ffn},"
+                f" engine={a.engine}")
+
+
+def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
+    """Draw the weights of all experts and keep this rank's part, so that a seed gives the same model on any number of ranks."""
+    shape = (args.moe_num_experts, args.ffn_hidden_size, args.hidden_size)
+    if not args.moe_expert_model_parallelism:
+        init_method(weight.view(shape))
+        return
+    every_EFH = torch.empty(shape, device=args.device, dtype=args.dtype)
+    init_method(every_EFH)
+    rank, degree = expert_sharding.expert_parallel_rank(args), expert_sharding.expert_sharding_degree(args)
+    experts, features = expert_sharding.experts_per_rank(args), expert_sharding.features_per_rank(args)
+    first_expert, first_row = rank % degree * experts, rank // degree * features
+    mine = every_EFH[first_expert : first_expert + experts, first_row : first_row + features]
+    weight.copy_(mine.reshape(weight.shape))
+
+
+class GroupedExperts(ExpertWeights):
+    """mlp_impl='gbmoe': gather, grouped products, weighted scatter; see gbmoe.ops.expert_mlp."""
+
+    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
+                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+        return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
+                          engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
+                          batch_invariant=self.args.batch_invariant)
+
+    def rows_before_weights(self):
+        if activation_name(self.args.activation_fn) is None:
+            return None
+        # weights_EFH is called inside the function, which no compiler traces: a scaled view loses its scale when it leaves a graph.
+        return lambda x_TH, plan, weights_T1: rows_before_weights(x_TH, plan, weights_T1, *self.weights_EFH(),
+                                                                  self.args.activation_fn, self.args.engine)
+
+
+class BmmExperts(ExpertWeights):
+    """mlp_impl='bmm': every expert padded to the largest and multiplied by torch.bmm; the article's baseline.
+
+    It drops no token: the capacity C is the count of the largest expert, which is read back from the device. With unbalanced routing
+    it uses more memory, and multiplies zeros.
+    """
+
+    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
+                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+        experts, hidden = w1_EFH.size(0), x_TH.size(1)
+        capacity = int(plan.padded_counts_E.max()) if plan.num_rows else 0
+        # A slot of expert e is at index `row - first row of e` of the expert's C rows; one spare row is for dropped slots.
+        row_R = plan.row_of_slot_TK.reshape(-1).long()
+        expert_R = torch.searchsorted(plan.offsets_E1[1:].long(), row_R.clamp(min=0), right=True).clamp(max=experts - 1)
+        place_R = expert_R * capacity + row_R - plan.offsets_E1.long()[expert_R]
+        place_R = torch.where(row_R >= 0, place_R, experts * capacity)
+        x_RH = x_TH.repeat_interleave(plan.top_k, dim=0)
+        x_ECH = x_TH.new_zeros(experts * capacity + 1, hidden).index_copy(0, place_R, x_RH)[:-1].view(experts, capacity, hidden)
+        a_ECF = self.args.activation_fn(torch.bmm(x_ECH, w1_EFH.transpose(1, 2)))
+        if v1_EFH is not None:
+            a_ECF = a_ECF * torch.bmm(x_ECH, v1_EFH.transpose(1, 2))
+        y_ECH = torch.bmm(a_ECF, w2_EFH)
+        y_RH = torch.cat([y_ECH.flatten(0, 1), y_ECH.new_zeros(1, hidden)])[place_R]
+        y_TKH = y_RH.view(plan.num_tokens, plan.top_k, hidden)
+        if weights_TK is not None:
+            y_TKH = y_TKH * weights_TK.unsqueeze(-1).to(y_TKH.dtype)
+        return y_TKH.sum(dim=1)
+
+
+class ReferenceExperts(ExpertWeights):
+    """mlp_impl='reference': a loop over the experts in plain PyTorch, with PyTorch's own gradients."""
+
+    def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
+                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+        xp_PH = padded_gather(x_TH, plan)
+        sizes = plan.host_sizes().tolist()
+        y_PH = []
+        for e, rows in enumerate(xp_PH[: sum(sizes)].split(sizes)):  # type: ignore[union-attr]
+            a = self.args.activation_fn(rows @ w1_EFH[e].t())
+            if v1_EFH is not None:
+                a = a * (rows @ v1_EFH[e].t())
+            y_PH.append(a @ w2_EFH[e])
+        y_PH.append(y_PH[0].new_zeros(plan.num_rows - sum(sizes), x_TH.size(1)))
+        return padded_scatter(torch.cat(y_PH), plan, weights_TK)
+
+
+_IMPLEMENTATIONS = {"gbmoe": GroupedExperts, "bmm": BmmExperts, "reference": ReferenceExperts}
+
+
+def make_experts(args: Arguments) -> ExpertWeights:
+    """The experts that args.mlp_impl names."""
+    return _IMPLEMENTATIONS[args.mlp_impl](args)

@@ -1,0 +1,62 @@
+"""grouped_mlp: the experts of rows that another dispatcher has brought into expert order.
+
+Shape suffixes: R rows, E experts, H hidden, F ffn hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe.ops.experts import expert_mlp
+from gbmoe.plan import RoutingPlan
+
+
+def grouped_mlp(
+    x_RH: torch.Tensor, counts_E: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
+    *, weights_R: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
+    recompute_activation: bool = True, batch_invariant: bool = False, check: str = "auto",
+) -> torch.Tensor:
+    """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
+
+    For whoever permutes tokens elsewhere: what an all-to-all or DeepEP hands over, what the GroupedExperts of torchtitan, prime-rl
+    and NeMo Automodel take. mlp_e is that of expert_mlp. Rows are read where they lie and written once: nothing is gathered, padded
+    or scattered. Differentiable in x, weights, w1, w2 and v1, any of which may be frozen. It is expert_mlp of
+    RoutingPlan.from_counts, whose errors it raises.
+
+    Args:
+        x_RH: [R,H], bfloat16, float16, float32 or float64. Rows behind the sum of the counts belong to nobody, may hold anything,
+            come out as zeros and get gradients of zero, so that a buffer of a fixed size may be handed over.
+        counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where nobody waits for them (unless an engine wants
+            them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.
+        w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x). Transposed views of [E,H,F] are
+            taken as they are; halves of one matrix [E,H,2F] are copied.
+        weights_R: the router's weight of each row [R], any floating dtype; None counts every row once. Multiplied in float32
+            (float64 for float64) with the row as it is stored, and rounded once.
+        activation, engine, recompute_activation, batch_invariant: see expert_mlp.
+        check: of the counts, see RoutingPlan.from_counts.
+
+    Returns:
+        [R,H], dtype of x.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
+
+    Example:
+        >>> x, counts = torch.randn(6, 16), torch.tensor([3, 0, 2])
+        >>> w1, w2, v1 = (torch.randn(3, 32, 16) for _ in range(3))
+        >>> out = grouped_mlp(x, counts, w1, w2, v1, weights_R=torch.rand(6))
+        >>> out.shape, bool((out[5] == 0).all())
+        (torch.Size([6, 16]), True)
+    """
+    require_tensor(x_RH, "grouped_mlp", "x", rank=2, dtypes=FLOATING)
+    if weights_R is not None:
+        require_tensor(weights_R, "grouped_mlp", "weights", rank=1, dtypes=FLOATING, device=x_RH.device)
+        require(weights_R.size(0) == x_RH.size(0), "grouped_mlp", "weights", lambda: f"{x_RH.size(0)} entries, one a row of x",
+                weights_R.size(0))
+        weights_R = weights_R.unsqueeze(1)
+    plan = RoutingPlan.from_counts(counts_E, x_RH.size(0), device=x_RH.device, check=check)
+    return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
+                      recompute_activation=recompute_activation, batch_invariant=batch_invariant)

@@ -1,0 +1,18 @@
+"""Experts spread over the ranks of a process group: rows travel to the ranks that hold their experts, and sums travel back.
+
+Inside a node peer_experts.py pulls rows from the memory of the ranks that own them and pushes sums back into it. peer_memory.py
+holds that memory and the barrier between its ranks; arrival.py collects what must be known of all ranks' tokens before their rows
+are pulled. Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs).
+host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, whether all ranks were given
+the same arguments, and which ranks are missing when a collective fails. gbmoe.layers.expert_parallelism chooses between the two.
+cost_model.py predicts what each costs from the speeds of links and GPUs.
+"""
+
+from gbmoe.parallel.arrival import Spread, check_overflow
+from gbmoe.parallel.exchange import Placement, experts_by_exchange
+from gbmoe.parallel.groups import Nodes, nodes_of, require_same_on_all_ranks
+from gbmoe.parallel.peer_experts import peer_experts
+from gbmoe.parallel.peer_memory import release
+
+__all__ = ["Nodes", "Placement", "Spread", "check_overflow", "experts_by_exchange", "nodes_of", "peer_experts", "release",
+           "require_same_on_all_ranks"]

@@ -1,0 +1,187 @@
+"""Which rank brings which tokens: each rank publishes its own, and plans which rows the tokens of all ranks have on it.
+
+Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
+token, E experts of this rank, H hidden, P rows of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gbmoe._checks import require
+from gbmoe.ops.experts import wants_host_sizes
+from gbmoe.parallel.host_copy import HostCopy
+from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions
+from gbmoe.plan import RoutingPlan
+from gbmoe.slot_map import SlotMap
+
+_ROWS_TOGETHER = 1024  # P is rounded up to a multiple of this, so that the allocator sees few different sizes
+_ANY_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How experts are spread over the ranks of a group, and how rows travel.
+
+    Attributes:
+        group: the ranks that hold the experts.
+        experts: the number of experts on all ranks together.
+        experts_per_rank: the number of experts of which a rank holds the weights, or shards of them.
+        first_expert: the first expert of this rank.
+        shards: Z, the number of ranks that hold a shard of the same expert.
+        rows: the most rows that a rank may compute, as a multiple of the mean over ranks. None sets no bound: the host then waits for
+            the number of rows in each forward.
+        by_slot: push the row of every slot, and sum rows in slot order. The sums have the same bits as those of one GPU.
+        timeout_seconds: how long a rank's device waits for the others; None for the group's own timeout.
+    """
+
+    group: dist.ProcessGroup | None
+    experts: int
+    experts_per_rank: int
+    first_expert: int
+    shards: int
+    rows: float | None = None
+    by_slot: bool = False
+    timeout_seconds: float | None = None
+
+    def __post_init__(self):
+        require(self.rows is None or not self.by_slot, "Spread", "rows", "None together with by_slot, which sums every slot's row and"
+                " would read unwritten ones if rows beyond a bound were dropped", self.rows)
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its experts this rank holds."""
+        return dist.get_rank(self.group) // (self.experts // self.experts_per_rank)
+
+
+@dataclass
+class Arrived:
+    """Which rows the tokens of all ranks have on this rank. Once this exists, the tokens may be pulled."""
+
+    regions: Regions
+    slots: SlotMap  # from the tokens of all ranks to this rank's rows
+    sizes_E: torch.Tensor  # rows of each expert, on the host or on the device as the engine wants them
+    weights_SK: torch.Tensor | None
+
+
+class Arrival:
+    """Publishes this rank's tokens and plans those of all ranks, on the device. `finish` returns the result.
+
+    Where the number of rows is not bounded, `finish` waits for the device once. Work that the caller starts before it hides that wait.
+    """
+
+    def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, spread: Spread):
+        self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._spread = memory, x_TH, ids_TK, weights_TK, spread
+        tokens = ids_TK.size(0)
+        if memory.capacity == 0:
+            memory.reserve(tokens)
+        require(spread.rows is None or tokens <= memory.capacity, "peer_experts", "x",
+                f"at most {memory.capacity} tokens, the room made at the first call (with a bounded number of rows it cannot grow, because"
+                " ranks do not tell each other how many tokens they bring)", tokens)
+        self._begin()
+
+    def _begin(self) -> None:
+        memory, spread, tokens = self._memory, self._spread, self._ids_TK.size(0)
+        layout = Layout(memory.capacity, self._ids_TK.size(1), self._x_TH.size(1), self._x_TH.dtype, memory.ranks, spread.shards,
+                        spread.by_slot)
+        self._regions = memory.regions(layout)
+        own = self._regions.own
+        fits = tokens <= layout.tokens
+        if fits:
+            weights = None if self._weights_TK is None else self._weights_TK.contiguous()
+            torch.ops.gbmoe_cuda.publish_slots(self._ids_TK.contiguous(), weights, own["ids"], None if weights is None else own["weights"])
+        if spread.rows is not None:
+            own["x"][:tokens].copy_(self._x_TH)
+            memory.barrier()
+            self._plan_rows()
+            self._on_host = None
+            return
+        own["header"].fill_(tokens)
+        memory.barrier()
+        self._plan_rows()
+        headers_W4 = torch.empty(memory.ranks, 4, dtype=torch.int32, device=self._x_TH.device)
+        torch.ops.gbmoe_cuda.collect_slots(self._regions.peers["header"], None, 0, _ANY_ID, headers_W4, None)
+        self._on_host = HostCopy(torch.cat([headers_W4[:, 0], self._plan.offsets_E1]))
+        # The tokens are published while the header's numbers travel to the host.
+        if fits:
+            own["x"][:tokens].copy_(self._x_TH)
+        memory.barrier()
+
+    def _plan_rows(self) -> None:
+        spread, layout, peers = self._spread, self._regions.layout, self._regions.peers
+        ids_SK = torch.empty(layout.ranks * layout.tokens, layout.top_k, dtype=torch.int32, device=self._x_TH.device)
+        weighted = self._weights_TK is not None
+        self._weights_SK = torch.empty_like(ids_SK, dtype=torch.float32) if weighted else None
+        torch.ops.gbmoe_cuda.collect_slots(peers["ids"], peers["weights"] if weighted else None, spread.first_expert,
+                                           spread.experts_per_rank, ids_SK, self._weights_SK)
+        self._plan = RoutingPlan.from_experts(ids_SK, spread.experts_per_rank, check="none")
+
+    def finish(self, engine: str, w1_EFH: torch.Tensor) -> Arrived:
+        """Return the rows that all ranks' tokens have here, with sizes on the host or the device as `engine` wants them for w1."""
+        if self._on_host is None:
+            layout = self._regions.layout
+            rows = self._rows(math.ceil(self._spread.rows * layout.tokens * layout.top_k * self._spread.shards))  # type: ignore[operator]
+            _watch_overflow(self._plan.offsets_E1, rows)
+            return self._arrived(rows, self._plan.padded_counts_E)
+        numbers = self._on_host.wait(self._spread.group)
+        ranks = self._memory.ranks
+        while int(numbers[:ranks].max()) > self._memory.capacity:  # all ranks see the same maximum, and begin again together
+            self._memory.reserve(self._ids_TK.size(0))
+            self._begin()
+            numbers = self._on_host.wait(self._spread.group)
+        offsets_E1 = numbers[ranks:]
+        rows = self._rows(int(offsets_E1[-1]))
+        on_host = wants_host_sizes(engine, self._x_TH.device, self._x_TH.dtype, rows, *w1_EFH.shape, False)
+        return self._arrived(rows, offsets_E1.diff().long() if on_host else self._plan.padded_counts_E)
+
+    def _rows(self, needed: int) -> int:
+        return min(self._plan.num_rows, max(math.ceil(needed / _ROWS_TOGETHER), 1) * _ROWS_TOGETHER)
+
+    def _arrived(self, rows: int, sizes_E: torch.Tensor) -> Arrived:
+        slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
+        return Arrived(self._regions, slots, sizes_E, self._weights_SK)
+
+
+# Rows beyond the bound are dropped in the step that has them, and reported by a later step. _BEYOND holds [rows needed, bound] of the
+# worst overflow of a device; it lies on the device, so that replays of a CUDA graph write it too. _SEEN holds the copies of it that
+# calls outside of graphs have sent to the host and not yet looked at.
+_BEYOND: dict[torch.device, torch.Tensor] = {}
+_SEEN: list[HostCopy] = []
+
+
+def _watch_overflow(offsets_E1: torch.Tensor, bound: int) -> None:
+    capturing = torch.cuda.is_current_stream_capturing()
+    while not capturing and _SEEN and (beyond := _SEEN[0].if_there()) is not None:
+        _SEEN.pop(0)
+        _report_overflow(beyond)
+    device = offsets_E1.device
+    if device not in _BEYOND:
+        _BEYOND[device] = torch.zeros(2, dtype=torch.int32, device=device)
+    needed = torch.stack([offsets_E1[-1], torch.full_like(offsets_E1[-1], bound)])
+    _BEYOND[device].copy_(torch.where((needed[0] > bound) & (needed[0] > _BEYOND[device][0]), needed, _BEYOND[device]))
+    if not capturing:
+        _SEEN.append(HostCopy(_BEYOND[device]))
+
+
+def _report_overflow(beyond: torch.Tensor) -> None:
+    needed, bound = beyond.tolist()
+    if needed:
+        _SEEN.clear()
+        for tensor in _BEYOND.values():
+            tensor.zero_()
+        raise ValueError(f"peer_experts: rows: expected at most {bound} on this rank, the bound that expert_parallel_rows sets, got"
+                         f" {needed} in an earlier step, which dropped those beyond the bound")
+
+
+def check_overflow() -> None:
+    """Raise ValueError if a step since the last report had more rows on this rank than their bound. Waits for the device.
+
+    Eager calls raise the same error by themselves in a later step. Replays of a CUDA graph cannot: call this after them.
+    """
+    _SEEN.clear()
+    for beyond in _BEYOND.values():
+        _report_overflow(beyond.cpu())

@@ -1,0 +1,53 @@
+"""In how many chunks a rank's experts are computed where the caller leaves that to gbmoe: the number that the cost model finds fastest.
+
+Rows of one chunk travel while another is computed, but a row travels once to every chunk that needs it. The speeds are those that were
+measured on NVIDIA H200s (cost_model.Gpu and cost_model.Links); between nodes they are assumed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gbmoe.parallel import cost_model, groups
+from gbmoe.parallel.exchange import Placement
+
+# Of each type of device whose speeds are known: elsewhere there is one chunk.
+SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links(peer_memory=False))}
+
+# What was chosen, by group: a layer must not change it between forward and the backward's recomputation, and ranks must agree.
+_CHOSEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, int]] = weakref.WeakKeyDictionary()
+
+
+def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, matrices: int, dtype: torch.dtype,
+           device: torch.device) -> int:
+    """The number of chunks for a layer of this shape in this group, the same on all ranks and in every later call.
+
+    The first call for a shape is collective over the group, as forward is: it asks for the most tokens that any rank brings. A graph of
+    torch.compile cannot ask, and takes one chunk where no call outside of a graph came before.
+
+    Args:
+        where: which rank holds which experts, and the group's nodes.
+        tokens: of this rank.
+        matrices: weights of an expert, 3 for a GLU and 2 for a plain MLP.
+        dtype, device: of the rows.
+    """
+    if device.type not in SPEEDS or where.local == 1:
+        return 1
+    group: Any = dist.group.WORLD if where.group is None else where.group
+    chosen = _CHOSEN.setdefault(group, {})
+    key = (where.experts, where.local, hidden, ffn, top_k, matrices, dtype, device.type)
+    if key not in chosen:
+        if torch.compiler.is_compiling():
+            return 1
+        most = torch.tensor([tokens], dtype=torch.int64, device=device)
+        groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
+        gpu, links = SPEEDS[device.type]
+        shape = cost_model.Shape(max(int(most), 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
+        links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else where.world)
+        chosen[key] = cost_model.best_chunks(shape, gpu, links, where.world)
+    return chosen[key]

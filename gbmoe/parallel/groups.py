@@ -1,0 +1,184 @@
+"""What must be known of an expert-parallel group: its nodes, whether its ranks agree, and which of them are missing when it fails."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gbmoe._checks import require
+
+ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to report that they saw it too
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """The nodes of a group whose ranks are numbered node by node, `size` ranks each.
+
+    `inside` is the group of the ranks of this process's node; `across` the group of the ranks with its position in every node.
+    """
+
+    size: int
+    count: int
+    node: int
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+# The nodes of each group, kept as long as the group lives: the key is weak, and the value does not refer to the group. The two process
+# groups of a Nodes belong to torch.distributed; destroy_process_group() without arguments ends them together with all others.
+_NODES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Nodes | None]] = weakref.WeakKeyDictionary()
+
+
+def ranks_per_node(group: dist.ProcessGroup | None, asked: int | None) -> int | None:
+    """Ranks of the group on each of its nodes where there are several nodes with several ranks each, else None.
+
+    Args:
+        group: None for the default group.
+        asked: what the caller says it is. None takes LOCAL_WORLD_SIZE, which torchrun sets, provided that the group has equally many
+            ranks of each node. Without it nothing is known of nodes, and all ranks count as equally near.
+
+    Raises:
+        ValueError: where `asked` does not divide the ranks of the group.
+    """
+    world = dist.get_world_size(group)
+    if asked is not None:
+        require(world % min(asked, world) == 0, "Arguments", "expert_parallel_ranks_per_node",
+                f"a divisor of the group's {world} ranks", asked)
+        return asked if 1 < asked < world else None
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or int(local) < 2 or world <= 2:
+        return None
+    nodes = [rank // int(local) for rank in dist.get_process_group_ranks(group)]
+    size = nodes.count(nodes[0])
+    regular = all(len(set(nodes[first : first + size])) == 1 for first in range(0, world, size))
+    return size if regular and len(set(nodes)) * size == world and 1 < size < world else None
+
+
+def nodes_of(group: dist.ProcessGroup | None, asked: int | None = None) -> Nodes | None:
+    """The group's nodes, or None where it lies on one node or has one rank on each; `asked` is as in ranks_per_node.
+
+    The first call for a group makes the two process groups of its nodes. Every rank of the group, and no other, must make that call:
+    layers do so at construction. The groups are made with use_local_synchronization, as the other ranks of the job take no part.
+    """
+    whole: Any = dist.group.WORLD if group is None else group
+    known = _NODES.setdefault(whole, {})
+    if asked not in known:
+        size = ranks_per_node(whole, asked)
+        known[asked] = _make(whole, size) if size is not None and _can_be_made(whole, asked) else None
+    return known[asked]
+
+
+def _can_be_made(group: dist.ProcessGroup, asked: int | None) -> bool:
+    """Whether the ranks can make the groups of nodes; False, with a warning, where they would wait for each other for ever.
+
+    torch.distributed names a group by how many groups the rank belongs to already. Ranks that belong to different numbers of groups
+    would look for the same group under different names. Raises ValueError where the caller asked for nodes.
+    """
+    each: list[Any] = [None] * dist.get_world_size(group)
+    guarded(lambda: dist.all_gather_object(each, len(dist.distributed_c10d._world.pg_names), group=group), group, "finding nodes")
+    if len(set(each)) == 1:
+        return True
+    counts = dict(zip(dist.get_process_group_ranks(group), each))
+    expected = "ranks that all belong to the same number of process groups when the first layer is made, to make the groups of nodes"
+    require(asked is None, "Arguments", "expert_parallel_group", expected, counts)
+    warnings.warn(f"expert parallelism: rows will cross to another node once for each rank there: expected {expected}, got {counts}",
+                  RuntimeWarning, stacklevel=2)
+    return False
+
+
+def _make(group: dist.ProcessGroup, size: int) -> Nodes:
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    require(ranks == sorted(ranks), "Arguments", "expert_parallel_group", "ranks in ascending order, beside several nodes", ranks)
+    node, place = divmod(me, size)
+    options: dict[str, Any] = dict(backend=dist.get_backend(group), timeout=_timeout(group), use_local_synchronization=True)
+    # All ranks make the group inside the node first: two ranks that made the groups in different orders would wait for one another.
+    inside = dist.new_group(ranks[node * size : (node + 1) * size], **options)
+    across = dist.new_group(ranks[place::size], **options)
+    return Nodes(size, len(ranks) // size, node, inside, across)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The time after which the group's collectives fail; None, which is torch's default, where it cannot be told."""
+    try:
+        return group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """The seconds after which the collectives of a group fail (None: the default group)."""
+    whole: Any = dist.group.WORLD if group is None else group
+    return (_timeout(whole) or dist.default_pg_timeout).total_seconds()
+
+
+def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Compare plain values over the ranks of a group. All of its ranks must call it: it is one all_gather_object.
+
+    Raises:
+        ValueError: on every rank; it names each value that differs, and which ranks have which.
+    """
+    each: list[Any] = [None] * dist.get_world_size(group)
+    guarded(lambda: dist.all_gather_object(each, values, group=group), group, "comparing the arguments")
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    differing = []
+    for name in values:
+        having: dict[str, list[int]] = {}
+        for rank, theirs in zip(ranks, each):
+            having.setdefault(repr(theirs.get(name)), []).append(rank)
+        if len(having) > 1:
+            differing.append(f"{name} is " + ", ".join(f"{value} on {_named(ranks)}" for value, ranks in having.items()))
+    require(not differing, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differing))
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective of several ranks failed; the message names the ranks that are missing."""
+
+
+def guarded(collective: Callable[[], Any], group: dist.ProcessGroup | None, what: str = "exchange",
+            whose: str = "expert parallelism") -> Any:
+    """Call `collective`. Where torch.distributed raises, raise CollectiveFailed, which names the group's ranks and the missing ones."""
+    try:
+        return collective()
+    except RuntimeError as error:  # torch.distributed's errors are subclasses of it
+        raise failure(group, error, what, whose) from error
+
+
+def failure(group: dist.ProcessGroup | None, why: object, what: str = "exchange", whose: str = "expert parallelism") -> CollectiveFailed:
+    """The error of a rank that got no answer from the others of its group. Asks them, for ROLL_CALL_SECONDS, which of them see it, too."""
+    return CollectiveFailed(f"{whose}: {what} with {_who(group)} failed: {why}")
+
+
+def _who(group: dist.ProcessGroup | None) -> str:
+    try:
+        group = group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(group)
+        missing = _missing(ranks)
+    except Exception as error:  # after a failure torch.distributed's own calls may fail in any way
+        return f"the ranks of the group (which of them are left cannot be told: {type(error).__name__})"
+    said = f"; {_named(missing)} did not report it, and may have died or hang" if missing else ""
+    return f"{_named(ranks)} of the group (this is rank {dist.get_rank()}{said})"
+
+
+def _missing(ranks: list[int]) -> list[int]:
+    """The ranks that do not report a failure through the store of the process group within ROLL_CALL_SECONDS."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"gbmoe/failed/{dist.get_rank()}", "yes")
+    until = time.monotonic() + ROLL_CALL_SECONDS
+    while True:
+        missing = [rank for rank in ranks if not store.check([f"gbmoe/failed/{rank}"])]
+        if not missing or time.monotonic() > until:
+            return missing
+        time.sleep(0.05)

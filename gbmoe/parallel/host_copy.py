@@ -1,0 +1,59 @@
+"""Numbers that the device sends to the host, and the host's wait for them: the one place where a rank that hangs is noticed on GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from gbmoe.parallel import groups
+
+_SPIN_SECONDS = 0.01  # how long the host asks without a pause
+_PAUSE_SECONDS = 1e-4
+
+
+class HostCopy:
+    """A copy of numbers to the host that the device makes while it goes on with other work."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._copy.copy_(numbers, non_blocking=True)
+        self._there = torch.cuda.Event()
+        self._there.record()
+
+    def wait(self, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Wait for the numbers, which depend on all ranks of `group`. Raises CollectiveFailed as wait_for_ranks does."""
+        wait_for_ranks(self._there.query, group)
+        return self._copy
+
+    def if_there(self) -> torch.Tensor | None:
+        return self._copy if self._there.query() else None
+
+
+def to_host(numbers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """`numbers`, which depend on all ranks of `group`, on the CPU. Raises CollectiveFailed as wait_for_ranks does."""
+    if numbers.device.type != "cuda" or torch.compiler.is_compiling():
+        return numbers.cpu()
+    return HostCopy(numbers).wait(group)
+
+
+def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
+    """Wait until `there` says so, shortly before the group's timeout at the longest.
+
+    NCCL's watchdog ends the process at the timeout without saying which rank it waited for; until then the ranks that wait can
+    still call each other.
+
+    Raises:
+        CollectiveFailed: naming the ranks that do not report that they wait, too.
+    """
+    timeout = groups.timeout_of(group)
+    limit = max(timeout - 2 * groups.ROLL_CALL_SECONDS, timeout / 2)
+    begin = time.monotonic()
+    while not there():
+        waited = time.monotonic() - begin
+        if waited > limit:
+            raise groups.failure(group, f"no answer within {limit:.0f} s")
+        if waited > _SPIN_SECONDS:
+            time.sleep(_PAUSE_SECONDS)

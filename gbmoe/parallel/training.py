@@ -1,0 +1,277 @@
+"""Training where every rank of a group has experts of its own: which parameters are its own, their gradients and their checkpoints.
+
+In a layer with Arguments.moe_expert_model_parallelism the experts' weights differ from rank to rank. Their gradients come out of
+backward as the mean over the group already, because each rank's experts saw the tokens of all ranks. All other parameters are the same
+everywhere, and their gradients must be averaged over the ranks as without expert parallelism. So torch's tools for data parallel
+training must be kept away from the experts' weights:
+
+- DistributedDataParallel: use `data_parallel` instead.
+- fully_shard (FSDP2): pass ignored_params in every call, `fully_shard(block, ignored_params=set(expert_parameters(model).values()))`.
+- `torch.nn.utils.clip_grad_norm_` would clip each rank by a norm of its own: use `clip_grad_norm_` of this module instead.
+- torch.distributed.checkpoint would take weights of the same name on different ranks for the same: give it `sharded_state_dict`.
+
+Shape suffixes: E all experts, F ffn hidden, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gbmoe._checks import require
+from gbmoe.parallel.groups import guarded
+
+# Parts of a parameter's name that wrappers add and that state dicts leave out.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def is_expert_parameter(parameter: torch.Tensor) -> bool:
+    """Whether other ranks have other values of this parameter. The layers mark it by `expert_model_parallel`, as MegaBlocks does."""
+    return getattr(parameter, "expert_model_parallel", False) is True
+
+
+def expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters that only this rank has, by name, in the model's order; none without expert parallelism."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_expert_parameter(parameter)}
+
+
+def other_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters that are the same on all ranks, by name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if not is_expert_parameter(parameter)}
+
+
+# ------------------------------------------------------------------------------------------------------------- gradients
+
+
+def data_parallel(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.DistributedDataParallel:
+    """`DistributedDataParallel(model, **options)` that neither broadcasts nor averages the experts' weights.
+
+    The data-parallel ranks (option process_group, by default all) may consist of several expert-parallel groups, each of which holds
+    all experts: average_expert_gradients then averages between them.
+    """
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *expert_parameters(model)}
+    wrapper._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    return wrapper(model, **options)
+
+
+@torch.no_grad()
+def average_expert_gradients(parameters: Iterable[torch.Tensor], replicas: dist.ProcessGroup) -> None:
+    """Average the experts' gradients, in place, over ranks that hold the same experts; other parameters are left alone.
+
+    Jobs of several expert-parallel groups call it after backward. Where one group has all ranks, nothing has to be averaged.
+
+    Args:
+        parameters: the model's parameters, in the same order on all ranks.
+        replicas: the group of the ranks with this rank's position in every expert-parallel group; all of them must call this.
+
+    Raises:
+        ValueError: where an expert parameter has no gradient, for which other ranks would wait.
+        RuntimeError: where the collective fails; it names the ranks that are missing.
+    """
+    for parameter in filter(is_expert_parameter, parameters):
+        require(parameter.grad is not None, "average_expert_gradients", "parameters", "gradients of all expert parameters", "none of one")
+        gradient: Any = parameter.grad
+        guarded(functools.partial(dist.all_reduce, gradient, group=replicas), replicas, "averaging the experts' gradients")
+        gradient /= dist.get_world_size(replicas)
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0,
+                    error_if_nonfinite: bool = False, foreach: bool | None = None, *,
+                    group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by the norm that one process with all experts would compute; it is the same on all ranks.
+
+    The expert parameters of every rank count, be they whole experts or shards, and all other parameters count once. Gradients may be
+    DTensors, such as fully_shard's, beside plain ones. Without expert parameters this is torch's function, without a collective.
+
+    Args:
+        parameters: parameters whose gradients have been averaged over the ranks and unscaled. is_expert_parameter tells which of them
+            are experts'.
+        max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
+        group: the expert-parallel group, by default all ranks; all of them must call this.
+
+    Returns:
+        The norm before clipping, a scalar of float32 (float64 for float64).
+
+    Raises:
+        RuntimeError: where the norm is not finite and error_if_nonfinite is set; where the collective fails, naming the missing ranks.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    experts = [p for p in parameters if is_expert_parameter(p)]
+    norm = _norm([p for p in parameters if not is_expert_parameter(p)], norm_type, foreach)
+    if experts:
+        mine = _norm(experts, norm_type, foreach)
+        # Gathered rather than summed by an all-reduce, so that every rank adds in the same order.
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        guarded(lambda: dist.all_gather(every, mine, group=group), group, "adding the gradients' norms")
+        norm = torch.linalg.vector_norm(torch.stack([*every, norm.to(mine)]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped")
+    for alike in _by_mesh(parameters):
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm, foreach)
+    return norm
+
+
+def _by_mesh(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters with gradients, in lists that torch's foreach functions can take at once: plain tensors, or DTensors of one mesh."""
+    meshes: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    yield from meshes.values()
+
+
+def _norm(parameters: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """The norm of all gradients, with a DTensor's elements on other ranks; at least float32, on the parameters' device."""
+    norms = []
+    for alike in _by_mesh(parameters):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in alike], norm_type, foreach=foreach)  # type: ignore[misc]
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norms.append(norm.to(torch.promote_types(norm.dtype, torch.float32)))
+    if not norms:
+        return torch.zeros((), device=parameters[0].device if parameters else None)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+
+
+# ------------------------------------------------------------------------------------------------------------ checkpoints
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """Which rows of a weight [E*F,H] of all experts are on which rank.
+
+    Attributes:
+        group: the expert-parallel group.
+        rows: the number of rows on each of its ranks.
+        ranks: the ranks of the group in the order of their rows. Where there are more ranks than experts this is not ascending: the
+            shards of one expert follow one another in the weight, and rank r has a shard of expert r % E.
+    """
+
+    group: dist.ProcessGroup
+    rows: int
+    ranks: tuple[int, ...]
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """A tensor of all rows, on every rank, made of each rank's own rows. Collective over the group."""
+        parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in self.ranks]
+        guarded(lambda: dist.all_gather(parts, mine.contiguous(), group=self.group), self.group, "gathering the experts")
+        return torch.cat([parts[rank] for rank in self.ranks])
+
+    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor of all rows, as a view. Raises ValueError where the tensor has another number of rows."""
+        require(whole.dim() > 0 and whole.size(0) == self.rows * len(self.ranks), "ExpertRows", "whole",
+                f"{self.rows * len(self.ranks)} rows, those of all experts", list(whole.shape))
+        return whole.narrow(0, self.ranks.index(dist.get_rank(self.group)) * self.rows, self.rows)
+
+    def dtensor(self, mine: torch.Tensor) -> Any:
+        """A DTensor of all rows, whose local tensor is `mine`, with the same memory."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+        ranks = dist.get_process_group_ranks(self.group)
+        if self.ranks == tuple(sorted(self.ranks)):
+            mesh = DeviceMesh.from_group(self.group, mine.device.type)
+        else:  # for checkpoints alone, which ask which rank has which rows: a group's ranks ascend, so collectives would mix them up
+            mesh = DeviceMesh(mine.device.type, [ranks[rank] for rank in self.ranks], _init_backend=False)
+        shape = (self.rows * len(self.ranks), *mine.shape[1:])
+        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=mine.stride())
+
+
+def expert_rows(model: torch.nn.Module) -> dict[str, ExpertRows]:
+    """Which rows each expert parameter has on which rank, by its name in a state dict.
+
+    Raises:
+        ValueError: where the module of an expert parameter has no `args` with the number of experts and the group.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_expert_parameter(parameter):
+                args: Any = getattr(module, "args", None)
+                require(hasattr(args, "moe_num_experts") and hasattr(args, "expert_parallel_group"), "expert_rows", "model",
+                        f"the layer's Arguments as attribute args of the module of {prefix}.{name}", type(args).__name__)
+                group: Any = args.expert_parallel_group or dist.group.WORLD
+                world = dist.get_world_size(group)
+                experts = min(world, args.moe_num_experts)  # ranks that hold different experts; further ranks hold shards of the same
+                shards = world // experts
+                ranks = tuple(place % shards * experts + place // shards for place in range(world))
+                found[_state_dict_name(model, f"{prefix}.{name}")] = ExpertRows(group, parameter.size(0), ranks)
+    return found
+
+
+def _state_dict_name(model: torch.nn.Module, name: str) -> str:
+    """A parameter's name without the parts that wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    while isinstance(model := getattr(model, "_orig_mod", model), torch.nn.parallel.DistributedDataParallel):
+        model, name = model.module, name.removeprefix("module.")
+    return name
+
+
+def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves and loads, for any number of ranks: {"model": ..., "optimizer": ...}, by names.
+
+    It is get_state_dict of torch.distributed.checkpoint.state_dict, except that an expert parameter, and what the optimizer keeps for
+    it, is a DTensor of all experts' rows [E*F,H], of which this rank has some. So a checkpoint can be resumed on another number of
+    ranks, and by a process that has all experts::
+
+        dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=folder)
+
+        state = sharded_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        load_sharded_state_dict(state, model, optimizer)
+
+    Tensors share their memory with the model and the optimizer. Where ranks share one expert, the DTensors work for checkpoints alone,
+    not for collectives such as full_tensor.
+
+    Args:
+        model: a plain model, one in DistributedDataParallel, or one that fully_shard has sharded except for its experts.
+        optimizer: the optimizer of its parameters. If it has made no step, its state is made here, as torch's function does.
+
+    Raises:
+        ValueError: where the optimizer keeps a tensor for an expert parameter that is neither a scalar nor of the parameter's shape:
+            which part of it other ranks have cannot be known.
+    """
+    from torch.distributed.checkpoint import state_dict
+    rows = expert_rows(model)
+    weights: dict[str, Any] = state_dict.get_model_state_dict(model)
+    result: dict[str, Any] = {"model": {n: rows[n].dtensor(t) if n in rows else t for n, t in weights.items()}}
+    if optimizer is not None:
+        kept: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizer)
+        kept["state"] = {name: {key: _kept(rows[name], weights[name], name, key, value) if name in rows else value
+                                for key, value in values.items()} for name, values in kept["state"].items()}
+        result["optimizer"] = kept
+    return result
+
+
+def _kept(rows: ExpertRows, weight: torch.Tensor, name: str, key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return value
+    require(value.shape == weight.shape, "sharded_state_dict", "optimizer",
+            f"{key} of {name} to be a scalar or of the parameter's shape {list(weight.shape)}", list(value.shape))
+    return rows.dtensor(value)
+
+
+def load_sharded_state_dict(state: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Put into the model and the optimizer what torch.distributed.checkpoint has loaded into `state`. sharded_state_dict must have made
+    `state` from the same objects.
+
+    Raises:
+        RuntimeError: where names or shapes are not the model's, as load_state_dict does.
+    """
+    from torch.distributed.checkpoint import state_dict
+    rows = expert_rows(model)
+
+    def local(name: str, value: Any) -> Any:
+        return value.to_local() if name in rows and hasattr(value, "to_local") else value
+
+    state_dict.set_model_state_dict(model, {name: local(name, value) for name, value in state["model"].items()})
+    if optimizer is not None:
+        kept = {name: {key: local(name, value) for key, value in values.items()} for name, values in state["optimizer"]["state"].items()}
+        loaded: dict[str, Any] = {**state["optimizer"], "state": kept}
+        state_dict.set_optimizer_state_dict(model, optimizer, loaded)

@@ -1,0 +1,315 @@
+"""RoutingPlan: which row of the padded, expert-major matrix belongs to which token, on the device and without a host wait.
+
+Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P padded rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import InitVar, dataclass, field, replace
+
+import torch
+
+from gbmoe import extension
+from gbmoe._checks import require, require_tensor
+from gbmoe._define_operator import define
+from gbmoe.kernels import plain_torch
+from gbmoe.slot_map import SlotMap
+from gbmoe.tuning import permutation
+
+_NAME = "RoutingPlan.from_experts"
+_INT32_MAX = 2**31 - 1
+
+
+def _fake_routing_plan(experts, num_experts, align, check):
+    rows = plain_torch.padded_rows(experts.numel(), num_experts, align)
+    sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (num_experts,))
+    return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+@functools.cache
+def _max_experts(device: torch.device) -> int:
+    return torch.ops.gbmoe_cuda.routing_plan_max_experts(device.index)
+
+
+def kernels_serve(device: torch.device, num_experts: int) -> bool:
+    """True where the CUDA kernels are loaded, and the device has enough shared memory for `num_experts` experts."""
+    return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
+
+
+def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
+    # Called inside the operator, which has the values, so that a compiled graph checks them too.
+    rows = plain_torch.padded_rows(experts_TK.numel(), num_experts, align)
+    require(rows <= _INT32_MAX, _NAME, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
+    if check == "none" or experts_TK.numel() == 0:
+        return
+    low, high = experts_TK.aminmax()
+    if check == "wait":
+        lowest, highest = int(low), int(high)
+        require(lowest >= -1 and highest < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
+                f"ids from {lowest} to {highest}")
+    else:
+        torch._assert_async((low >= -1) & (high < num_experts),
+                            f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")
+
+
+def _routing_plan_reference(experts, num_experts, align, check):
+    _check_values(experts, num_experts, align, check)
+    return plain_torch.routing_plan(experts, num_experts, align)
+
+
+def _routing_plan_cuda(experts, num_experts, align, check):
+    if not kernels_serve(experts.device, num_experts):
+        return _routing_plan_reference(experts, num_experts, align, check)
+    _check_values(experts, num_experts, align, check)
+    rows = plain_torch.padded_rows(experts.numel(), num_experts, align)
+    return torch.ops.gbmoe_cuda.routing_plan(experts.contiguous(), num_experts, align, rows, permutation.MOST_CHUNKS)
+
+
+_routing_plan = define(
+    "routing_plan(Tensor experts, int num_experts, int align, str check) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_routing_plan_reference, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
+    waits=lambda experts, num_experts, align, check: check == "wait",
+)
+
+
+_OF_COUNTS = "RoutingPlan.from_counts"
+
+
+def _check_counts(counts_E: torch.Tensor, rows: int, check: str) -> None:
+    # Inside the operators, as _check_values.
+    require(rows <= _INT32_MAX, _OF_COUNTS, "num_rows", f"at most {_INT32_MAX} (rows are int32)", rows)
+    if check == "wait":
+        sizes = counts_E.tolist()  # Python's sums do not wrap
+        require(min(sizes) >= 0, _OF_COUNTS, "counts", "no negative entry", min(sizes))
+        require(sum(sizes) <= rows, _OF_COUNTS, "counts", f"a sum of at most num_rows == {rows}", sum(sizes))
+    elif check == "device":
+        # In float64, whose sums do not wrap either.
+        torch._assert_async((counts_E >= 0).all() & (counts_E.double().sum() <= rows),
+                            f"{_OF_COUNTS}: counts: expected no negative entry and a sum of at most num_rows == {rows}")
+
+
+def _bounded_counts_reference(counts, rows, check):
+    _check_counts(counts, rows, check)
+    return plain_torch.bounded_counts(counts, rows)
+
+
+_bounded_counts = define(
+    "bounded_counts(Tensor counts, SymInt rows, str check) -> Tensor", reference=_bounded_counts_reference,
+    fake=lambda counts, rows, check: counts.new_empty(counts.shape, dtype=torch.int64),  # of counts on the host, where nobody waits
+)
+
+
+def _plan_of_counts_reference(counts, rows, check):
+    _check_counts(counts, rows, check)
+    return plain_torch.plan_of_counts(counts, rows)
+
+
+def _fake_plan_of_counts(counts, rows, check):
+    experts = counts.size(0)
+    return tuple(counts.new_empty(size, dtype=torch.int32) for size in ((rows, 1), (rows,), (experts,), (experts + 1,), (experts,)))
+
+
+_plan_of_counts = define(
+    "plan_of_counts(Tensor counts, SymInt rows, str check) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_plan_of_counts_reference, fake=_fake_plan_of_counts, waits=lambda counts, rows, check: check == "wait",
+)
+
+
+def _check_plan(plan: RoutingPlan) -> None:
+    """Raise unless kernels can take the plan's tensors as they are. Their values are not checked."""
+    name, experts = "RoutingPlan", plan.num_experts
+    for argument, least in (("num_experts", 1), ("align", 1)):
+        value = getattr(plan, argument)
+        require(isinstance(value, int) and value >= least, name, argument, f"an int of at least {least}", value)
+    device = getattr(plan.row_of_slot_TK, "device", None)
+    for argument, rank in (("row_of_slot_TK", 2), ("slot_of_row_P", 1), ("counts_E", 1), ("offsets_E1", 1), ("padded_counts_E", 1)):
+        tensor = getattr(plan, argument)
+        require_tensor(tensor, name, argument, rank=rank, dtypes=(torch.int32,), device=device)
+        require(tensor.is_contiguous(), name, argument, "a contiguous tensor", "one that is not")
+    for argument, size in (("counts_E", experts), ("offsets_E1", experts + 1), ("padded_counts_E", experts)):
+        got = getattr(plan, argument).size(0)
+        require(got == size, name, argument, lambda: f"{size} entries", got)  # noqa: B023  (called at once)
+    require(plan.num_rows % plan.align == 0, name, "slot_of_row_P", lambda: f"a multiple of align == {plan.align} rows", plan.num_rows)
+    if plan._host_sizes_E is not None:
+        require_tensor(plan._host_sizes_E, name, "_host_sizes_E", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
+        got = plan._host_sizes_E.size(0)
+        require(got == experts, name, "_host_sizes_E", lambda: f"{experts} entries", got)
+
+
+@dataclass(eq=False)
+class RoutingPlan:
+    """Where each slot's row is. It is built once a layer call; gather, products, scatter and their gradients all read it.
+
+    Slot t * K + j is token t's j-th choice. Rows are expert-major; inside an expert they follow slot order (the sort is
+    stable). Each expert's rows start at a multiple of `align` and are padded to a multiple of it. All tensors are int32, on the
+    device of the ids:
+
+        row_of_slot_TK     row of each slot, -1 where the slot is dropped (its id names no expert)
+        slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 behind the last expert
+        counts_E           rows of each expert, without padding
+        offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
+        padded_counts_E    rows of each expert with its padding: the sizes of the grouped products
+
+    counts_E is for callers, and no operator reads it: it may be reduced over ranks in place (load statistics) between
+    forward and backward. Kernels and autograd read the other tensors, which must not be written to.
+
+    P is a bound that holds for every routing, so that building the plan needs no host wait; `exact=True` waits once and cuts
+    the plan to the rows in use.
+
+    A plan may be made by hand. Its tensors must have those shapes, be int32 and contiguous, and lie on one device; otherwise TypeError
+    or ValueError names the one that does not. Their values are not checked: an entry outside its range (a row beyond P, a slot beyond
+    T * K) counts as none, and no operator reads or writes outside its tensors, but rows on which row_of_slot and slot_of_row do not
+    agree may hold anything.
+
+    Example:
+        >>> plan = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
+        >>> plan.slot_of_row_P.tolist()
+        [1, 0, 2, 3]
+    """
+
+    num_experts: int
+    align: int
+    row_of_slot_TK: torch.Tensor
+    slot_of_row_P: torch.Tensor
+    counts_E: torch.Tensor
+    offsets_E1: torch.Tensor
+    padded_counts_E: torch.Tensor
+    _host_sizes_E: torch.Tensor | None = field(default=None, repr=False)
+    _made_by_hand: bool = field(default=False, repr=False)
+    _in_expert_order: bool = field(default=False, repr=False)  # row r is token r, up to the first that belongs to nobody
+    _trusted: InitVar[bool] = False  # made by gbmoe: the check, which takes several us, is left out
+
+    def __post_init__(self, _trusted: bool) -> None:
+        if not _trusted:
+            _check_plan(self)
+            self._made_by_hand = True
+
+    @classmethod
+    def from_experts(
+        cls, experts_TK: torch.Tensor, num_experts: int, *, align: int = 1, exact: bool = False, check: str = "auto"
+    ) -> RoutingPlan:
+        """Build the plan from expert ids.
+
+        Args:
+            experts_TK: ids [T,K] (or [T], one slot a token), int32 or int64, any device. -1 drops a slot.
+            num_experts: E, at least 1.
+            align: each expert's rows are padded to a multiple of this, at least 1.
+            exact: cut P to the rows in use; waits for the device once.
+            check: what happens to ids outside [-1, E). "wait" reads the ids back and raises ValueError; "device" raises a
+                device-side assertion without a wait; "none" drops their slots. "auto" is "wait" on the CPU, where nothing
+                has to be waited for, and "device" elsewhere. With all of them no row out of bounds is ever touched.
+        """
+        require_tensor(experts_TK, _NAME, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
+        require(isinstance(num_experts, int) and num_experts >= 1, _NAME, "num_experts", "an int of at least 1", num_experts)
+        require(isinstance(align, int) and align >= 1, _NAME, "align", "an int of at least 1", align)
+        require(check in ("auto", "wait", "device", "none"), _NAME, "check", "auto, wait, device or none", repr(check))
+        if experts_TK.dim() == 1:
+            experts_TK = experts_TK.unsqueeze(1)
+        if check == "auto":
+            check = "wait" if experts_TK.device.type == "cpu" else "device"
+        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)  # type: ignore[misc]
+        return plan.exact() if exact else plan
+
+    @classmethod
+    def from_counts(
+        cls, counts_E: torch.Tensor, num_rows: int, *, device: torch.device | str | None = None, check: str = "auto",
+    ) -> RoutingPlan:
+        """The plan of rows that somebody else has brought into expert order: each is a token with one slot, and stays where it is.
+
+        Nothing is gathered and nothing padded: expert_mlp computes with such rows as they lie, and its weights are [num_rows,1].
+        Rows behind the sum of the counts belong to nobody: they come out as zeros and get gradients of zero. No host wait, unless
+        `check` asks for one.
+
+        Args:
+            counts_E: rows of each expert, int32 or int64 [E], E at least 1; on the plan's device, or on the CPU, from where they
+                are copied without a wait.
+            num_rows: R, at least the sum of the counts.
+            device: of the rows; that of the counts by default.
+            check: what happens to a negative count, and to counts whose sum is more than num_rows. "wait" reads them and raises
+                ValueError; "device" fails an assertion on the device; with "none" only the rows that are there count. "auto" is
+                "wait" for counts on the CPU, where nothing has to be waited for, and "device" elsewhere.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and what came.
+
+        Example:
+            >>> plan = RoutingPlan.from_counts(torch.tensor([2, 0, 1]), num_rows=4)
+            >>> plan.slot_of_row_P.tolist()
+            [0, 1, 2, -2]
+        """
+        require_tensor(counts_E, _OF_COUNTS, "counts", rank=1, dtypes=(torch.int32, torch.int64))
+        require(counts_E.size(0) >= 1, _OF_COUNTS, "counts", "at least one expert", 0)
+        require(num_rows >= 0, _OF_COUNTS, "num_rows", "at least 0", num_rows)
+        require(check in ("auto", "wait", "device", "none"), _OF_COUNTS, "check", "auto, wait, device or none", repr(check))
+        device = counts_E.device if device is None else torch.device(device)
+        require(counts_E.device.type == "cpu" or counts_E.device == device, _OF_COUNTS, "counts",
+                lambda: "device cpu" if device.type == "cpu" else f"device cpu or {device}", counts_E.device)
+        if check == "auto":
+            check = "wait" if counts_E.device.type == "cpu" else "device"
+        host_sizes_E = None
+        if counts_E.device != device:
+            host_sizes_E = _bounded_counts(counts_E, num_rows, check)
+            counts_E, check = host_sizes_E.to(device, non_blocking=True), "none"
+        tables = _plan_of_counts(counts_E, num_rows, check)
+        return cls(counts_E.size(0), 1, *tables, _host_sizes_E=host_sizes_E, _in_expert_order=True, _trusted=True)  # type: ignore[misc]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.row_of_slot_TK.size(0)
+
+    @property
+    def top_k(self) -> int:
+        return self.row_of_slot_TK.size(1)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the padded matrix, P."""
+        return self.slot_of_row_P.size(0)
+
+    @property
+    def slot_map(self) -> SlotMap:
+        """Both directions between slots and rows, as gathers and scatters take them."""
+        return SlotMap(row_of_slot_TK=self.row_of_slot_TK, slot_of_row_P=self.slot_of_row_P)
+
+    @property
+    def expert_of_tile(self) -> torch.Tensor:
+        """Expert of each run of `align` rows, int32 [P / align], -1 behind the last expert. Computed at every access."""
+        first_rows = torch.arange(0, self.num_rows, self.align, dtype=torch.int32, device=self.offsets_E1.device)
+        experts = torch.searchsorted(self.offsets_E1[1:], first_rows, right=True, out_int32=True)
+        return torch.where(first_rows < self.offsets_E1[-1], experts, -1)
+
+    @property
+    def pads_within_experts(self) -> bool:
+        """Whether rows without a slot may lie among an expert's rows. If not, all of them lie behind the last expert, and no grouped
+        product reads them."""
+        return self.align > 1 or self._made_by_hand
+
+    @property
+    def is_in_expert_order(self) -> bool:
+        """True where the tokens are the rows: token r's one slot has row r, or none, and those without lie behind all others."""
+        return self._in_expert_order
+
+    @property
+    def has_host_sizes(self) -> bool:
+        """True where host_sizes() does not wait, because the sizes are on the host already."""
+        return self._host_sizes_E is not None
+
+    def host_sizes(self) -> torch.Tensor:
+        """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device once for each plan.
+
+        Raises:
+            ValueError: on the meta device, where there are no numbers.
+        """
+        if self._host_sizes_E is None:
+            require(self.counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
+                    self.counts_E.device)
+            self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+        elif not torch.compiler.is_compiling() and self._host_sizes_E.is_inference() and not torch.is_inference_mode_enabled():
+            self._host_sizes_E = self._host_sizes_E.clone()  # autograd cannot save a tensor that was made in inference mode
+        return self._host_sizes_E
+
+    def exact(self) -> RoutingPlan:
+        """The same plan without the rows behind the last expert. Waits for the device once for each plan."""
+        rows = int(self.host_sizes().sum())
+        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], _in_expert_order=False, _trusted=True)

@@ -1,0 +1,269 @@
+"""Which engine and which instance of the Hopper kernels computes a grouped GEMM, and where a layer's rows are gathered.
+
+Figures are of one H200, as gbmoe/tuning/__init__.py says.
+
+Words: a CTA computes output tiles of `tile_m` x `tile_n`; a cluster of CTAs side by side along M or N shares the operand that both
+read by TMA multicast; a panel is the run of tiles along M that is walked before the next tile along N.
+
+Shape letters: M rows of all groups, E groups (experts), K inner, N columns; H hidden, F ffn hidden, P padded rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from gbmoe.engines.base import Problem, known
+
+TILE_M = 128                      # rows of every tile of the Hopper kernels
+WIDE, NARROW, SQUARE = 256, 192, 128  # the widths of tiles that these kernels have instances for
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """When sums are split along K (split-K), so that CTAs which would otherwise be idle at the end take a part of a long sum.
+
+    Each split is a work item of its own. A k-block is 64 terms of a tile's sum, which take a CTA some 0.5 us.
+
+    Attributes:
+        per_sm: the number of tiles' partial sums that the workspace has room for, per multiprocessor; with 0 no sum is split.
+        min_k_blocks: the fewest k-blocks of a split.
+        cost: what storing a partial sum, or adding one, costs, in k-blocks; used where all groups' sums have the same length.
+        most: the most splits of one sum.
+        even: sums over groups' rows are not split if whole tiles take at most this multiple of the time of a perfectly even schedule.
+    """
+    per_sm: int = 0
+    min_k_blocks: int = 1
+    cost: int = 0
+    most: int = 1
+    even: float = 1.0
+
+
+WHOLE = SplitConfig()
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one grouped GEMM of the Hopper engine is divided; the launches take these fields by name.
+
+    Attributes:
+        tile_n: columns of a CTA's tile.
+        cluster_m, cluster_n: CTAs of a cluster along M and along N; at most one of them is 2.
+        ping_pong: the two consumer warpgroups compute different tiles in turns, rather than one tile together.
+        panel: the most tiles along M that are walked before the next tile along N.
+        even_panels: a group's panels differ by at most one tile; otherwise only the last one is shorter.
+        tile_counter: CTAs take their next tile from a counter, rather than computing a fixed share of the tiles.
+        split: when sums are split along K; this needs a tile counter.
+    """
+    tile_n: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    ping_pong: bool = False
+    panel: int = 16
+    even_panels: bool = False
+    tile_counter: bool = False
+    split: SplitConfig = WHOLE
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """How the Hopper engine computes a layer's experts.
+
+    Attributes:
+        gather_up: the first GEMM reads its rows from the tokens, instead of rows that were gathered before.
+        gather_down_backward: the GEMM of the output's gradient with w2, and that of w2's gradient, read their rows from the tokens'
+            gradients.
+        gather_weight_gradient: the GEMMs of w1's and v1's gradients read their rows from the tokens.
+        fuse_activation_gradient: in the GEMM of the output's gradient with w2, warps beside the main loop compute the activation's
+            gradient.
+    """
+    gather_up: bool
+    gather_down_backward: bool
+    gather_weight_gradient: bool
+    fuse_activation_gradient: bool
+
+
+# ----------------------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True)
+class _EngineRule:
+    """One row of the table: the products that it is for, and the engines to try for them in this order."""
+    dtypes: tuple[torch.dtype, ...]
+    at_least_flops_a_group: float
+    order: tuple[str, ...]
+    sizes_on_host: bool = False      # True: only for products whose sizes are on the host
+    variable_k: bool | None = None   # True or False: only for products whose groups do, or do not, divide the inner dimension
+
+
+_HALF_OR_SINGLE = (torch.float16, torch.float32)
+# The first row that takes a product counts. Measured by `python -m gbmoe bench --suite gemm` (results/h200/gemm.json; cuBLAS 13.1,
+# torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where one group's GEMM takes longer than that.
+# For smaller groups torch's persistent kernel is faster in bfloat16, and cuBLAS' grouped GEMM where torch has none. gbmoe's Hopper
+# kernels are faster than all of these nearly everywhere. With few groups of some 400 GFLOP and more (700 for weight gradients) the loop
+# is up to 6 % faster, and is taken where the sizes are on the host anyway. It is also faster (734 to 760 against 639 to 684 TFLOP/s) for
+# weight gradients of so few groups that their tiles do not fill the multiprocessors evenly, if groups are uneven, and in some runs if
+# they are equal; but that depends on the data, which are not known here.
+_ENGINE_ORDER = (
+    _EngineRule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, variable_k=False),
+    _EngineRule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
+    _EngineRule((torch.bfloat16,), 1.2e10, ("hopper", "cublas_loop", "torch")),
+    _EngineRule((torch.bfloat16,), 0, ("hopper", "torch", "cublas_grouped")),
+    _EngineRule(_HALF_OR_SINGLE, 2.5e9, ("hopper", "cublas_loop")),
+    _EngineRule(_HALF_OR_SINGLE, 0, ("hopper", "cublas_grouped")),
+    _EngineRule((torch.float64,), 0, ("cublas_loop",)),
+)
+
+
+def engine_order(problem: Problem) -> tuple[str, ...]:
+    """The engines in the order in which "auto" tries them; where none can, the caller takes `reference`."""
+    if problem.device.type != "cuda":
+        return ()
+    flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
+    return next(rule.order for rule in _ENGINE_ORDER if problem.dtype in rule.dtypes
+                and (problem.sizes_on_host or not rule.sizes_on_host)
+                and rule.variable_k in (None, problem.variable_k)
+                and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
+
+
+# --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
+
+
+def _pays_in_pairs(size: int, tile: int) -> bool:
+    """Whether CTAs whose tiles are neighbours along a side of `size` should form clusters of two.
+
+    They should if the number of tiles is even, or so large (15) that the one without a partner costs less than sharing saves.
+    """
+    tiles = _ceil_div(size, tile)
+    return tiles % 2 == 0 or tiles >= 15
+
+
+def _tile_along_n(columns: int) -> GemmConfig:
+    """Wide tiles, in clusters of two where that pays, or narrow tiles where these leave less of the last tiles empty.
+
+    A column costs 2 to 5 % more in a narrow tile than in a wide one, and some 7 % more in a wide tile without a cluster than with one:
+    narrow tiles take 4,224 columns from 607 to 655 TFLOP/s; 768 columns are as fast in wide ones.
+    """
+    dearer = 1.07
+    paired = _pays_in_pairs(columns, WIDE)
+    wide = _ceil_div(columns, 2 * WIDE) * 2 * WIDE if paired else _ceil_div(columns, WIDE) * WIDE * dearer
+    if _ceil_div(columns, 2 * NARROW) * 2 * NARROW * dearer < wide:
+        return GemmConfig(NARROW, cluster_n=2)
+    return GemmConfig(WIDE, cluster_n=2 if paired else 1)
+
+
+# So many that nothing depends on how many more there are: what is batch-invariant is configured for these, whatever there is.
+_GREAT_MANY_ROWS = 1 << 24
+
+
+@functools.lru_cache(maxsize=1024)
+def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, batch_invariant: bool = False) -> GemmConfig:
+    """The configuration of out[rows of e] = a[rows of e] @ b[e]; where two products are summed, `inner` counts the terms of both.
+
+    Ping-pong hides the epilogue of a tile. It saves up to 20 % for sums of at most 4,096 terms (a @ w2 of olmoe 898 -> 836 us, qwen3
+    714 -> 659; the gradient of the rows 1,683 -> 1,614). For longer sums it is 0 to 9 % slower, and 22 % slower where groups have less
+    than one row on average. A tile counter keeps what CTAs read at the same time close together. It saves 4 to 7 % at 14,336 terms, and
+    18 % at 8,192 terms of 64 groups; below 2,048 terms it saves less than the 3 us of its schedule. Where the last CTAs to finish have
+    few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain. Ping-pong kernels cannot split.
+
+    batch_invariant: one configuration for any number of rows and groups, chosen by inner and columns alone, in which no sum is split
+    along K; a row's sum is then one sequence of k-blocks, whatever other rows there are.
+    """
+    if batch_invariant:
+        return replace(rows_gemm(_GREAT_MANY_ROWS, 1, inner, columns), split=WHOLE)
+    square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # approximately, and if no group is empty
+    ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256)
+    counter = inner >= 2048
+    if not ping_pong:
+        split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if counter and square_tiles <= 1 << 13 else WHOLE
+        return replace(_tile_along_n(columns), tile_counter=counter, split=split)
+    if _pays_in_pairs(columns, SQUARE):
+        clusters = (1, 2)
+    else:
+        # Along M one CTA of a cluster idles where a group has an odd number of tiles, which is always so where it has one.
+        clusters = (2, 1) if rows >= TILE_M * groups else (1, 1)
+    return GemmConfig(SQUARE, *clusters, ping_pong=True, tile_counter=counter)
+
+
+# GEMMs that gather their rows: the producer's warps copy them, so CTAs cannot share rows by multicast, and no warp is free for a counter.
+GATHERED_ROWS = GemmConfig(WIDE)
+
+
+@functools.lru_cache(maxsize=1024)
+def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False, batch_invariant: bool = False) -> GemmConfig:
+    """The configuration of an expert's first GEMM with its activation; `gathered`: it reads its rows from the tokens.
+
+    In a GLU half of a tile's columns are w1's and half are v1's. With 64 tiles along N and more (mixtral's 14,336 columns, 235 MB of b
+    a group) a short last panel would read all of b for few rows, at the speed of memory: panels of equal height, of up to 20 tiles,
+    take 4 % less time with skewed groups, and 1 % less with uniform ones. A tile counter saves 4 to 9 % for sums of 2,048 terms and
+    more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971). batch_invariant: as of rows_gemm.
+    """
+    rows = _GREAT_MANY_ROWS if batch_invariant else rows
+    tile = WIDE // 2 if glu else WIDE
+    many = _ceil_div(ffn, tile) >= 64
+    config = replace(GATHERED_ROWS, panel=20 if many else 16, even_panels=many)
+    if gathered:
+        return config
+    return replace(config, cluster_n=2 if _pays_in_pairs(ffn, tile) else 1,
+                   tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
+
+
+@functools.lru_cache(maxsize=1024)
+def down_backward_gemm(ffn: int) -> GemmConfig:
+    """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.
+
+    Narrow tiles in clusters of two leave room for a fourth stage. That is worth more here than wide tiles without clusters and with
+    three stages.
+    """
+    config = _tile_along_n(ffn)
+    if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:
+        return GemmConfig(NARROW, cluster_n=2)
+    return config
+
+
+@functools.lru_cache(maxsize=1024)
+def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *, gathered: bool) -> GemmConfig:
+    """The configuration of out[e] = a[rows of e].T @ b[rows of e], [features,columns] for each group; `gathered`: a's or b's rows are
+    read from the tokens.
+
+    CTAs take the longest sums first, from a counter, and where groups have many rows the sums that would end last are split. With a
+    skewed router this gains up to 25 % (nyu-512 507 -> 645 TFLOP/s, olmoe 617 -> 707). Where there are few tiles, sums are split into
+    more parts.
+    """
+    few = groups * (features / TILE_M) * (columns / WIDE) <= 1 << 10
+    split = WHOLE if rows <= 2048 else SplitConfig(per_sm=4 if few else 2, min_k_blocks=16, most=127, even=1.05)
+    if _pays_in_pairs(features, TILE_M):
+        clusters = (2, 1)
+    else:
+        clusters = (1, 2) if not gathered and _pays_in_pairs(columns, WIDE) else (1, 1)
+    return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
+
+
+@functools.lru_cache(maxsize=1024)
+def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> ExpertsConfig:
+    """Where a layer's rows are gathered, and where its activation's gradient is computed.
+
+    Gathering inside a GEMM saves writing and reading [P,H], which takes time proportional to H. It costs a tenth of the GEMM's speed,
+    which is time proportional to H F. The first GEMM takes 559 us with the gather inside against 691 us for both apart at F = 256, and
+    1,575 against 1,496 us at 768. In backward, gathering inside the GEMMs of w1's and v1's gradients pays at F = 512 (482 against
+    422 us each, but one gather of 159 us is saved) and no longer at 768. For the output's gradient, whose GEMM then cannot fuse the
+    activation's gradient, it pays at 256. The first GEMM can gather for sigmoid-like activations only. Gathering GEMMs count the
+    tokens' vectors of 16 bytes in 32 bits, so that tokens may take up to 64 GiB.
+
+    The activation's gradient takes about as long as the GEMM does for sums of 1,536 terms. From there on the GEMM hides it, which saves
+    a tenth to a sixth of both (1.00 against 1.20 ms at olmoe's shape, 3.2 against 3.65 at mixtral's); with 1,024 or 512 terms it
+    depends on the routing.
+    """
+    reachable = token_bytes < 1 << 36
+    return ExpertsConfig(
+        gather_up=reachable and ffn <= 512 and activation in ("silu", "gelu_tanh"),
+        gather_down_backward=reachable and ffn <= 256,
+        gather_weight_gradient=reachable and ffn <= 512,
+        fuse_activation_gradient=hidden >= 1536,
+    )

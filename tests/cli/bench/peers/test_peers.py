@@ -1,0 +1,95 @@
+"""Every adapter gives its peer the right weights and reads the right gradients back; the others say why they cannot be
+used."""
+
+import pytest
+import torch
+
+from gbmoe.cli.bench import peers
+from gbmoe.cli.bench.measurements import training_loss
+from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
+from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
+from gbmoe.cli.bench.running.cold_cache_timer import QUICK
+from gbmoe.cli.bench.running.peer_process import Worker
+from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
+from gbmoe.testing.moe_shapes import MoeCase
+
+CPU = torch.device("cpu")
+GLU, MLP = MoeCase("glu", 48, 32, 40, 8, 3, "glu"), MoeCase("mlp", 48, 32, 40, 8, 3)
+ON_CPU = ["bmm", "loop", "torch-grouped", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm"]
+
+
+def row_of(measurement, dtype=torch.float32):
+    return measure(measurement, Conditions(CPU, dtype, QUICK))
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("routing", ["uniform", "skewed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_have_gbmoes_weights_and_gradients(name, routing, dtype):
+    peer = peers.load(name)
+    reason = peer.unavailable(CPU)
+    if reason is not None:
+        pytest.skip(reason)
+    for case in (GLU, MLP):
+        for computation in ("forward", "forward+backward"):
+            row = row_of(LayerMeasurement(case, name, None, routing, computation), dtype)
+            refused = peer.refuses(case, dtype)
+            assert (row["outcome"], row["problem"]) == (("left out", refused) if refused else ("verified", None))
+
+
+@pytest.mark.parametrize("name", ["bmm", "loop"])
+@pytest.mark.parametrize("computation", ["forward", "weight-gradient"])
+def test_products(name, computation):
+    assert row_of(ProductMeasurement(MLP, name, None, "skewed", computation))["verified"]
+
+
+@pytest.mark.parametrize("name", ON_CPU[:3])
+def test_what_is_learned(name):
+    row = row_of(TrainingMeasurement(GLU, name, None, "uniform", "one step", timed=False))
+    assert row["verified"], row["problem"]
+    before, after = row["losses"]
+    assert after < before and "median" not in row
+
+
+@pytest.mark.parametrize("losses", [[float("nan"), 0.9], [1.0, float("nan")], [1.0, float("inf")]])
+def test_a_loss_that_is_no_number_is_an_error(losses, monkeypatch):
+    """A peer's loss was NaN: comparisons with it must not pass, and it must not end the run because JSON cannot hold it."""
+    monkeypatch.setattr(training_loss, "_losses", lambda *_: losses)
+    row = row_of(TrainingMeasurement(GLU, "bmm", None, "uniform", "one step", timed=False))
+    assert row["outcome"] == "error" and "loss holds NaN or infinity" in row["problem"] and "losses" not in row
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_every_peer_can_be_loaded_and_says_what_it_needs(name):
+    peer = peers.load(name)
+    assert set(peer.kinds) <= {"layer", "parallel", "training", "product", "permutation"}
+    if name not in ON_CPU:
+        assert peer.unavailable(CPU) == "runs on CUDA devices only, not on cpu"
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    """The gradient is that of an adapter that exchanges the two halves of a GLU."""
+    from gbmoe.cli.bench.gbmoe_itself import DroplessLayer
+
+    right = DroplessLayer.weight_gradients
+    monkeypatch.setattr(DroplessLayer, "weight_gradients",
+                        lambda self: (g := right(self)) | {"w1": g["v1"], "v1": g["w1"]})
+    row = row_of(LayerMeasurement(GLU, "bmm", None, "uniform", "forward+backward"))
+    assert row["outcome"] == "wrong" and "grad " in row["problem"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_on_a_gpu_what_is_available_is_right(name):
+    device = torch.device("cuda", torch.cuda.current_device())
+    own_process = Worker(name, Conditions(device, torch.bfloat16, QUICK), timeout=300)
+    try:
+        reason, _ = own_process.unavailable()
+        if reason is not None or "layer" not in peers.load(name).kinds:
+            pytest.skip(reason or "has no layer")
+        case = MoeCase("case", 512, 256, 256, 8, 2, "glu")
+        row = own_process.measure(LayerMeasurement(case, name, None, "uniform", "forward+backward"))
+        assert row["verified"] or (row["outcome"] == "crashed" and name == "megablocks-sparse"), row["problem"]
+    finally:
+        own_process.stop()

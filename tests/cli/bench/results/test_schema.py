@@ -1,0 +1,107 @@
+"""Files of results with anything altered: a command does its work, or says in one line, with status 2, what is wrong."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from gbmoe.cli import main
+from gbmoe.cli.bench.results import run_file
+from gbmoe.cli.bench.results.schema import misshapen
+from tests.altered import altered, get, paths, put
+
+# What a field of one kind or another can be.
+VALUES = (1e-30, "x", 1e30, 2**63 - 1, 0, -1e30, "", 200 * "x", 64 * "x", True, "a, b+c", 1)
+MEASURED = Path(__file__).parents[4] / "results" / "h200"
+
+
+def some_of(suite, *more):
+    """A measured result file reduced to one row of each sort, with such rows of the files `more`."""
+    content = json.loads((MEASURED / f"{suite}.json").read_text())
+    rows = {}
+    for row in content["rows"] + [row for other in more for row in json.loads((MEASURED / f"{other}.json").read_text())["rows"]]:
+        rows.setdefault((*sort_of(row), row["implementation"] == "gbmoe"), row)
+    return content | {"rows": list(rows.values()), "configurations": content["configurations"][:2],
+                      **({"findings": content["findings"][:1]} if "findings" in content else {})}
+
+
+def sort_of(row):
+    return row["kind"], row.get("median") is not None
+
+
+def nodes(content):
+    """Paths of the nodes; of rows that are of one sort, of one row's."""
+    def meaning(path):
+        keys = [key for key in path if isinstance(key, str)]
+        return (*keys, *sort_of(content["rows"][path[1]])) if path[0] == "rows" and len(path) > 1 else tuple(keys)
+
+    return list({meaning(path): path for path in paths(content)}.values())
+
+
+def run(capsys, *command):
+    """The exit status of a command that ended as it should."""
+    status = main(["bench", *map(str, command)])
+    err = capsys.readouterr().err
+    assert status in (0, 1, 2), command
+    if status == 2:
+        line, = err.splitlines()
+        assert line.startswith(f"gbmoe bench {command[0]}: ") and line.isprintable() and len(line) < 1200
+    return status
+
+
+def test_altered_results_are_merged_and_reported_or_refused_in_a_line(tmp_path, capsys):
+    file, merged, page = tmp_path / "altered.json", tmp_path / "merged.json", tmp_path / "page.md"
+    content = some_of("article", "permute")
+    commands = [["merge", file, "--json", merged], ["report", file, "--output", page],
+                ["merge", file, "--baseline", "bmm", "--json", merged]]
+    statuses = []
+    for number, path in enumerate(nodes(content)):
+        # An eighth of all there are; of neighbours, which are much alike, each another.
+        for what, data in islice(altered(content, path), number % 8, None, 8):
+            file.write_bytes(data)
+            try:
+                statuses.append(run(capsys, *commands[number % 3]))
+                for command in commands if statuses[-1] != 2 else ():
+                    assert run(capsys, *command) != 2
+            except Exception as error:
+                raise AssertionError(f"{path} altered: {what}") from error
+    assert statuses.count(2) > len(statuses) / 3 and statuses.count(0) > 20
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_whatever_passes_is_drawn(turn, tmp_path, capsys, monkeypatch):
+    """Every leaf altered at once, each to another of the values that it may have."""
+    pictures = pytest.importorskip("gbmoe.cli.bench.results.pictures", reason="pictures need matplotlib, which scripts/test.sh installs")
+    monkeypatch.setattr(pictures, "_STYLE", pictures._STYLE | {"figure.dpi": 10})
+    file, content = tmp_path / "altered.json", some_of("scaling", "permute")
+    put(content, ("runs", 0, "machine", "name"), "$\\frac$ {0} %")
+    leaves = [path for path in paths(content) if path[0] in ("baseline", "rows")]
+    leaves = [path for path in leaves if path[-1] != "computation"]  # rows of one are drawn together
+    changed = 0
+    for number, path in enumerate(leaves):
+        before = get(content, path)
+        for value in [] if isinstance(before, (dict, list)) else VALUES[(turn + number) % len(VALUES):]:
+            put(content, path, value)
+            if misshapen(content) is None:
+                changed += 1
+                break
+            put(content, path, before)
+    assert changed > len(leaves) / 4
+    run_file.write(file, content)
+    assert run(capsys, "plot", file, "--output", tmp_path / "pictures") == 0
+    assert len(list((tmp_path / "pictures").iterdir())) > 3
+
+
+def test_altered_results_are_not_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
+    file, content, refused = tmp_path / "altered.json", some_of("scaling"), 0
+    for path in (("rows", 0, "median"), ("rows", 0, "speedup"), ("runs", 0, "machine", "name"), ("suite",)):
+        for what, data in altered(content, path):
+            file.write_bytes(data)
+            try:
+                run_file.read(file)
+            except run_file.BrokenFile:
+                assert run(capsys, "plot", file, "--output", tmp_path / "pictures") == 2, (path, what)
+                refused += 1
+    assert refused > 80 and not (tmp_path / "pictures").exists()

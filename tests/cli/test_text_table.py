@@ -1,0 +1,18 @@
+"""Tables: rich's on a terminal, aligned text in a pipe."""
+
+import sys
+
+import pytest
+
+from gbmoe.cli.text_table import print_table
+
+
+def test_table_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
+    columns, rows = [("name[x]", "<"), ("time", ">")], [("a[b]", "1.5"), ("longer", "22.5")]
+    print_table(columns, rows)
+    assert capsys.readouterr().out.splitlines() == ["name[x]  time", "-------  ----", "a[b]      1.5", "longer   22.5"]
+    pytest.importorskip("rich", reason="terminals are drawn by rich, which scripts/test.sh installs")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table(columns, rows)
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("name[x]", "a[b]", "22.5")) and "-------  ----" not in out

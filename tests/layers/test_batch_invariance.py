@@ -1,0 +1,145 @@
+"""batch_invariant: a token's output has the same bits whatever other tokens there are, or it is an error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gbmoe
+from gbmoe import Arguments, RoutingPlan, engines
+from gbmoe.engines import hopper
+from gbmoe.engines.base import GatheredRows, Problem
+from gbmoe.testing import exact_inputs
+
+CPU, PINNED = torch.device("cpu"), "hopper_batch_invariant"
+# hidden, ffn, experts, top_k: short sums in ping-pong; long ones; gathered inside the first product; widths that leave tiles empty
+SHAPES = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (1536, 256, 128, 8), (1032, 648, 16, 3)]
+NUMBERS = (1, 2, 3, 8, 63, 64, 129, 1000, 4096, 16384)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hopper", PINNED])
+def test_the_engine_that_stands_for_others(engine):
+    assert engines.batch_invariant(engine) == PINNED
+
+
+@pytest.mark.parametrize("engine", ["torch", "cublas_loop", "cublas_grouped", "reference"])
+def test_engines_whose_bits_may_depend_on_others_are_refused(engine):
+    words = f"batch_invariant: engine: expected auto, hopper or {PINNED}, got '{engine}'"
+    with pytest.raises(ValueError, match=words):
+        gbmoe.gmm(torch.ones(2, 8), torch.ones(1, 8, 8), torch.tensor([2]), engine=engine, batch_invariant=True)
+    with pytest.raises(ValueError, match=words):
+        Arguments(engine=engine, batch_invariant=True)
+
+
+def test_where_it_cannot_hold_it_is_an_error():
+    x, w, counts = torch.ones(2, 8), torch.ones(1, 16, 8), torch.tensor([2])
+    plan, words = RoutingPlan.from_counts(counts, 2), f"engine '{PINNED}' cannot serve this product: runs on CUDA devices only, not on cpu"
+    layer = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=8, fp16=False, bias=False, device="cpu",
+                                 batch_invariant=True))
+    for call in (lambda: gbmoe.gmm(x, w, counts, trans_b=True, batch_invariant=True), lambda: layer(x),
+                 lambda: gbmoe.expert_mlp(x, plan, w, w, batch_invariant=True),
+                 lambda: gbmoe.expert_mlp(x, plan, w, w, activation=torch.tanh, batch_invariant=True),
+                 lambda: gbmoe.grouped_mlp(x, counts, w, w, batch_invariant=True)):
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(ValueError, match="gmm: batch_invariant: expected False with trans_a"):
+        gbmoe.gmm(x, x, counts, trans_a=True, batch_invariant=True)
+
+
+@pytest.mark.parametrize("field, value, expected", [("mlp_impl", "bmm", "'gbmoe'"), ("shared_expert", True, "False"),
+                                                    ("moe_expert_model_parallelism", True, "False")])
+def test_fields_for_which_it_does_not_hold(field, value, expected):
+    with pytest.raises(ValueError, match=f"Arguments: {field}: expected {expected} beside batch_invariant, got {value!r}"):
+        Arguments(**{field: value}, batch_invariant=True)
+
+
+def test_a_router_of_ones_own_is_refused():
+    layer = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=8, fp16=False, bias=False, device="cpu",
+                                 batch_invariant=True))
+    layer.router.layer = torch.nn.Sequential(layer.router.layer)
+    with pytest.raises(TypeError, match="dMoE: router.layer: expected a torch.nn.Linear without bias beside batch_invariant"):
+        layer(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("rows", [1, 100, 131072])
+@pytest.mark.parametrize("groups", [1, 8, 128])
+def test_the_same_launch_for_any_number_of_rows(monkeypatch, rows, groups):
+    """Products of forward, on tensors without memory: which configuration the kernels get."""
+    launched = []
+    monkeypatch.setattr(hopper, "launch_rows", lambda config, *_: launched.append(config))
+    monkeypatch.setattr(hopper, "aligned", lambda tensor: tensor)
+    monkeypatch.setattr(hopper, "_workspace", lambda *_: None)
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, "hopper_up_glu",
+                        lambda *arguments: launched.append(arguments[7:10]), raising=False)  # cluster, panel, even panels
+    engine, sizes = engines.ENGINES[PINNED], torch.empty(groups, dtype=torch.int32, device="meta")
+    x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((rows, 2048), (groups, 1024, 2048)))
+    slots = RoutingPlan.from_counts(sizes, rows).slot_map
+    a_PF, *_ = engine.up(GatheredRows(None, slots, x), w, w, sizes, "silu", True)
+    engine.gmm(a_PF, w, sizes, False, False)
+    assert launched == [(2, 16, False), hopper.tuning.rows_gemm(1, 1, 1024, 2048, batch_invariant=True)]
+
+
+def test_a_batch_of_nothing_is_served_by_anybody():
+    assert engines.select(PINNED, Problem(CPU, torch.bfloat16, 0, 4, 8, 16, False)).name == "reference"
+
+
+def layer_of(hidden, ffn, experts, top_k, **fields):
+    torch.manual_seed(0)
+    return gbmoe.dMoE(Arguments(hidden_size=hidden, ffn_hidden_size=ffn, moe_num_experts=experts, moe_top_k=top_k, mlp_type="glu",
+                                activation_fn=F.silu, fp16=False, bf16=True, bias=False, **fields)).eval()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_token_felt_the_others(shape):
+    """Alone, and among as many as 16,384, which are routed evenly or nearly all to one expert."""
+    reason = engines.ENGINES[PINNED].unavailable(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        pytest.skip(reason)
+    layer = layer_of(*shape, batch_invariant=True)
+    x = torch.randn(max(NUMBERS), shape[0], dtype=torch.bfloat16, device="cuda")
+    crowd = x[:1].expand_as(x) + 1e-2 * torch.randn_like(x)
+    with torch.no_grad():
+        exact_inputs.poison("cuda")
+        whole = layer(x)
+        for number in NUMBERS:
+            for first in (0, max(NUMBERS) - number):
+                part = slice(first, first + number)
+                assert torch.equal(layer(x[part]), whole[part]), number
+        for number in NUMBERS[:-1]:
+            among = torch.cat([crowd[number:], x[:number]])
+            assert torch.equal(layer(among)[-number:], whole[:number]), number
+    assert torch.equal(layer(x), whole), "with a gradient"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner, columns, trans_b", [(768, 2048, False), (14336, 4096, False), (4096, 64, True), (648, 1032, False)])
+def test_a_row_of_a_product_felt_the_others(inner, columns, trans_b):
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = engines.ENGINES[PINNED].unavailable(device)
+    if reason is not None:
+        pytest.skip(reason)
+    a = torch.randn(16384, inner, dtype=torch.bfloat16, device=device)
+    b = torch.randn(4, *((columns, inner) if trans_b else (inner, columns)), dtype=torch.bfloat16, device=device)
+    alone = gbmoe.gmm(a, b, torch.tensor([0, 0, 16384, 0]), trans_b=trans_b, batch_invariant=True)
+    for before, own, behind in ((0, 1, 0), (1, 1, 1), (127, 3, 500), (4000, 129, 8000), (0, 4096, 0)):
+        rows = torch.cat([a[:before], a[:own], a[:behind]])
+        got = gbmoe.gmm(rows, b, torch.tensor([before, 0, own, behind]), trans_b=trans_b, batch_invariant=True)
+        assert torch.equal(got[before : before + own], alone[:own]), (before, own, behind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[3:], ids=str)
+def test_it_is_the_same_layer(shape):
+    """As accurate as hopper, forward and in every gradient: up to the order of sums."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if engines.ENGINES[PINNED].unavailable(device) is not None:
+        pytest.skip(engines.ENGINES[PINNED].unavailable(device))
+    results = []
+    for fields in (dict(engine="hopper"), dict(batch_invariant=True)):
+        layer = layer_of(*shape, moe_loss_weight=0, **fields)
+        x = exact_inputs.exact_values(300, shape[0], dtype=torch.bfloat16, device=device, seed=1).requires_grad_()
+        out = layer(x)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).float().norm()) <= 2e-2 * float(other.float().norm())
+

@@ -1,0 +1,26 @@
+"""The number of chunks that is chosen without a process group; tests/parallel/test_exchange.py has it chosen by four ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gbmoe.parallel import automatic_chunks, cost_model
+from gbmoe.parallel.exchange import Placement
+
+WHERE = Placement(group=None, world=4, rank=0, experts=16, local=4, shards=1)
+
+
+@pytest.mark.parametrize("where, device", [(WHERE, "cpu"), (replace(WHERE, experts=4, local=1), "cuda")])
+def test_one_chunk_where_speeds_are_unknown_or_there_is_one_expert(where, device):
+    assert automatic_chunks.choose(where, 100, 16, 32, 2, 3, torch.float32, torch.device(device)) == 1
+
+
+@pytest.mark.parametrize("shape, ranks, chunks", [
+    (cost_model.Shape(8192, 4096, 14336, 8, 2), 2, 1),        # mixtral: products take far longer than links
+    (cost_model.Shape(16384, 2048, 768, 128, 8), 2, 1),       # a rank has some of every token's experts: each chunk takes its rows
+    (cost_model.Shape(4096, 7168, 2048, 256, 8), 64, 4),      # links between nodes are what takes time
+])
+def test_chunks_of_known_layers(shape, ranks, chunks):
+    gpu, links = automatic_chunks.SPEEDS["cuda"]
+    assert cost_model.best_chunks(shape, gpu, replace(links, ranks_per_node=min(8, ranks)), ranks) == chunks

@@ -1,0 +1,308 @@
+"""Rows pulled and sums pushed between GPUs give what one process gives on all ranks' tokens.
+
+One start of the processes serves all cases: each is a function of (rank, world) that raises where something is wrong.
+
+Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.checkpoint import checkpoint
+
+from gbmoe import RoutingPlan, expert_mlp
+from gbmoe.parallel import Spread, check_overflow, peer_experts, peer_memory
+
+WORLD = 2
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def device(rank):
+    return torch.device("cuda", rank)
+
+
+class Layer:
+    """One layer's tensors, the same on all ranks, and the results that one process computes with them."""
+
+    def __init__(self, rank, world, tokens, experts=4, top_k=2, hidden=64, ffn=96, dtype=torch.bfloat16, glu=True, seed=0, weighted=True,
+                 only_expert=None):
+        generator = torch.Generator(device(rank)).manual_seed(seed)
+        draw = functools.partial(torch.randn, device=device(rank), generator=generator)
+        self.rank, self.world, self.tokens, self.experts = rank, world, tokens, experts
+        self.w = [draw(experts, ffn, hidden).mul(0.2).to(dtype) for _ in range(3 if glu else 2)]
+        self.x = [draw(t, hidden).to(dtype) for t in tokens]
+        self.grad = [draw(t, hidden).to(dtype) for t in tokens]
+        self.ids = [draw(t, experts).topk(top_k, dim=1).indices for t in tokens]
+        if only_expert is not None:
+            self.ids = [torch.where(torch.arange(top_k, device=device(rank)) == 0, only_expert, -1).expand(t, top_k) for t in tokens]
+        self.weights = [draw(t, top_k).abs() if weighted else None for t in tokens]
+        self.degree = min(world, experts)
+        self.local, self.shards = experts // self.degree, world // self.degree
+
+    def spread(self, **changes):
+        first = self.rank % self.degree * self.local
+        return Spread(None, self.experts, self.local, first, self.shards, timeout_seconds=60, **changes)
+
+    def mine(self, t_EFH):
+        """This rank's experts, or shards of them."""
+        shard = t_EFH.chunk(self.shards, dim=1)[self.rank // self.degree]
+        return shard[self.rank % self.degree * self.local:][: self.local].contiguous()
+
+    def leaves(self):
+        """This rank's inputs that need gradients, by name; None where there is none."""
+        leaves = {"x": self.x[self.rank], "weights": self.weights[self.rank], "w1": self.mine(self.w[0]), "w2": self.mine(self.w[1]),
+                  "v1": self.mine(self.w[2]) if len(self.w) == 3 else None}
+        return {name: None if t is None else t.clone().requires_grad_() for name, t in leaves.items()}
+
+    def forward(self, leaves, **changes):
+        return peer_experts(leaves["x"], self.ids[self.rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
+                            self.spread(**changes))
+
+    def run(self, **changes):
+        """{name: tensor} of the output and of all gradients of this rank."""
+        leaves = self.leaves()
+        out = self.forward(leaves, **changes)
+        out.backward(self.grad[self.rank])
+        return {"out": out.detach(), **{name: t.grad for name, t in leaves.items() if t is not None}}
+
+    def expected(self, dtype=None):
+        """The same tensors, computed in one process with all tokens, in `dtype`."""
+        cast = (lambda t: t) if dtype is None else (lambda t: t.to(dtype))
+        x = cast(torch.cat(self.x)).requires_grad_()
+        weights = None if self.weights[0] is None else torch.cat(self.weights).requires_grad_()
+        w1, w2, *v1 = (cast(w).clone().requires_grad_() for w in self.w)
+        plan = RoutingPlan.from_experts(torch.cat(self.ids), self.experts, check="none")
+        out = expert_mlp(x, plan, w1, w2, v1[0] if v1 else None, weights_TK=weights, activation="silu")
+        out.backward(cast(torch.cat(self.grad)))
+        first = sum(self.tokens[: self.rank])
+        here = slice(first, first + self.tokens[self.rank])
+        all_ = {"out": out.detach()[here], "x": x.grad[here], "w1": self.mine(w1.grad), "w2": self.mine(w2.grad)}
+        if weights is not None:
+            all_["weights"] = weights.grad[here]
+        return all_ | dict.fromkeys(["v1"][: len(v1)], self.mine(v1[0].grad) if v1 else None)
+
+    def check(self, got):
+        """Allow twice the error that one process has against float64 in the same dtype, and one rounding more."""
+        exact, plain = self.expected(torch.float64), self.expected()
+        assert set(got) == set(exact)
+        for name, reference in exact.items():
+            if reference.numel() == 0:
+                assert got[name].shape == reference.shape
+                continue
+            scale = reference.norm().clamp(min=1e-30)
+            error, allowed = (got[name].double() - reference).norm() / scale, (plain[name].double() - reference).norm() / scale
+            assert error <= 2 * allowed + torch.finfo(got[name].dtype).eps, f"{name}: error {error:.2e}, one process {allowed:.2e}"
+
+
+@case
+def glu_mlp_and_dtypes(rank, world):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for glu in (True, False):
+            layer = Layer(rank, world, [70, 70], dtype=dtype, glu=glu)
+            layer.check(layer.run())
+
+
+@case
+def uneven_and_no_tokens(rank, world):
+    for tokens in ([130, 3], [0, 40], [40, 0], [0, 0]):
+        layer = Layer(rank, world, tokens)
+        layer.check(layer.run())
+
+
+@case
+def more_slots_than_a_pass_has(rank, world):
+    layer = Layer(rank, world, [50, 60], experts=32, top_k=20)
+    layer.check(layer.run())
+
+
+@case
+def one_expert_gets_all(rank, world):
+    """Experts without a row have gradients of exact zeros; a rank may have no row at all."""
+    layer = Layer(rank, world, [33, 20], only_expert=3)
+    got = layer.run()
+    layer.check(got)
+    if rank == 0:
+        assert not got["w1"].any() and not got["w2"].any()
+
+
+@case
+def no_router_weights(rank, world):
+    layer = Layer(rank, world, [64, 64], weighted=False)
+    layer.check(layer.run())
+
+
+@case
+def shards_of_one_expert(rank, world):
+    """More ranks than experts: each holds half of the expert's ffn rows, and both get every row."""
+    layer = Layer(rank, world, [40, 50], experts=1, top_k=1)
+    layer.check(layer.run())
+
+
+@case
+def slots_have_the_bits_of_one_process(rank, world):
+    layer = Layer(rank, world, [300, 280], experts=16, top_k=4, hidden=256, ffn=512)
+    got, expected = layer.run(by_slot=True), layer.expected()
+    for name in ("out", "x", "weights"):
+        assert torch.equal(got[name], expected[name]), name
+
+
+@case
+def the_same_bits_every_time(rank, world):
+    layer = Layer(rank, world, [300, 280], experts=16, top_k=4)
+    first, second = layer.run(), layer.run()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@case
+def memory_grows_with_the_tokens_of_any_rank(rank, world):
+    capacity = peer_memory.of_group(None, device(rank)).capacity
+    layer = Layer(rank, world, [10, capacity + 200])
+    layer.check(layer.run())
+    assert peer_memory.of_group(None, device(rank)).capacity >= capacity + 200
+
+
+@case
+def layers_of_different_shapes_share_the_memory(rank, world):
+    layers = [Layer(rank, world, [60, 70], hidden=hidden, top_k=top_k, seed=seed)
+              for seed, (hidden, top_k) in enumerate([(64, 2), (256, 3), (128, 1)])]
+    leaves = [layer.leaves() for layer in layers]
+    outs = [layer.forward(of) for layer, of in zip(layers, leaves)]
+    torch.autograd.backward(outs, [layer.grad[rank] for layer in layers])  # of the last one first
+    for layer, of, out in zip(layers, leaves, outs):
+        layer.check({"out": out.detach(), **{name: t.grad for name, t in of.items() if t is not None}})
+
+
+@case
+def checkpointed(rank, world):
+    layer = Layer(rank, world, [60, 70])
+    x, w = layer.x[rank].clone().requires_grad_(), [layer.mine(w).requires_grad_() for w in layer.w]
+    call = functools.partial(peer_experts, activation="silu", engine="auto", spread=layer.spread())
+    checkpoint(call, x, layer.ids[rank], layer.weights[rank], *w, use_reentrant=False).backward(layer.grad[rank])
+    got = layer.run()
+    assert torch.equal(x.grad, got["x"]) and torch.equal(w[0].grad, got["w1"])
+
+
+@case
+def more_ranks_than_whole_matrices_are_copied_for(rank, world):
+    """As with eight ranks, kernels pull and push rows in backward too."""
+    layer = Layer(rank, world, [90, 120])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("gbmoe.parallel.peer_experts"), "_COPIES_BESIDE", 1)  # the package has a function of the name
+        layer.check(layer.run())
+
+
+@case
+def two_streams(rank, world):
+    layer = Layer(rank, world, [600, 500], experts=16, hidden=512)
+    expected = layer.run()
+    side = torch.cuda.Stream(device(rank))
+    for _ in range(10):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            on_side = layer.run()
+        here = layer.run()
+        torch.cuda.current_stream().wait_stream(side)
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, on_side[name]) and torch.equal(tensor, here[name]), name
+
+
+@case
+def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
+    layer = Layer(rank, world, [256, 256], experts=8, top_k=2)
+    spread = layer.spread(rows=2.0)
+    leaves = [t.clone().requires_grad_() for t in (layer.x[rank], layer.weights[rank], *(layer.mine(w) for w in layer.w))]
+    ids, grad = layer.ids[rank].clone(), layer.grad[rank]
+
+    def step():
+        for leaf in leaves:
+            leaf.grad = None
+        x, weights, *w = leaves
+        out = peer_experts(x, ids, weights, *w, "silu", "hopper", spread)
+        out.backward(grad)
+        return out
+
+    stream = torch.cuda.Stream(device(rank))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step()
+    for seed in (0, 5, 6):
+        other = Layer(rank, world, [256, 256], experts=8, top_k=2, seed=seed)
+        with torch.no_grad():
+            for leaf, new in zip(leaves, (other.x[rank], other.weights[rank], *(other.mine(w) for w in other.w))):
+                leaf.copy_(new)
+            ids.copy_(other.ids[rank])
+            grad.copy_(other.grad[rank])
+        graph.replay()
+        torch.cuda.synchronize()
+        names = ("x", "weights", "w1", "w2", "v1")
+        other.check({"out": out.detach(), **{name: leaf.grad for name, leaf in zip(names, leaves)}})
+
+
+@case
+def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
+    layer = Layer(rank, world, [2000, 2000], only_expert=3)  # all rows on rank 1
+    layer.run()  # makes room for the tokens
+    got = layer.run(rows=0.5)
+    # Of 4,000 rows 2,048 fit, in the order of ranks and tokens; the others count as dropped, whatever was there before.
+    assert got["out"][:40].any(dim=1).all() if rank == 0 else not got["out"][100:].any()
+    assert rank == 0 or not (got["x"][100:].any() or got["weights"][100:].any())
+    torch.cuda.synchronize()
+    if rank == 1:
+        with pytest.raises(ValueError, match="rows: expected at most .* got 4000"):
+            check_overflow()
+    check_overflow()
+
+
+def worker(rank, world, store, results):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device(rank))
+    for name, function in CASES.items():
+        try:
+            function(rank, world)
+            torch.cuda.synchronize()
+            results[rank, name] = None
+        except Exception as error:  # the ranks go on together, unless a device is lost
+            results[rank, name] = traceback.format_exc()
+            if isinstance(error, torch.AcceleratorError):
+                os._exit(1)
+    peer_memory.release()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    with mp.Manager() as manager:
+        results = manager.dict()
+        with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
+            mp.spawn(worker, (WORLD, tmp_path_factory.mktemp("store") / "store", results), nprocs=WORLD)
+        return dict(results)
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("two-gpus")
+@pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs that map each other's memory")
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_map_memory(results, name):
+    failures = {rank: results.get((rank, name), "did not end") for rank in range(WORLD) if results.get((rank, name), "did not end")}
+    assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())

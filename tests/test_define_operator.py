@@ -1,0 +1,360 @@
+"""Operators as torch sees them: called without the dispatcher, in forward mode and torch.func, and where their results lie."""
+
+import ast
+import functools
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import gbmoe
+from gbmoe import _define_operator
+from gbmoe.compat import transformer_engine  # noqa: F401, registers an operator
+from gbmoe.layers import Arguments
+from gbmoe.ops import route
+from gbmoe.ops.experts import plan_sizes
+from gbmoe.testing import exact_inputs
+
+HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
+OPERATORS = {"gbmoe::route", "gbmoe::routing_plan", "gbmoe::expert_mlp"}
+BACKWARD = {"gbmoe::route_backward", "gbmoe::expert_mlp_backward"}
+
+
+def make(device):
+    torch.manual_seed(0)
+    args = Arguments(hidden_size=HIDDEN, ffn_hidden_size=FFN, moe_num_experts=EXPERTS, moe_top_k=TOP_K, bias=False, fp16=False,
+                     bf16=True, mlp_type="glu", device=device)
+    return gbmoe.dMoE(args), torch.randn(TOKENS, 1, HIDDEN, device=device, dtype=torch.bfloat16)
+
+
+def gradients(layer, x):
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out))]
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator and changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_there_to_see_them(grad, monkeypatch):
+    """If the direct path were not taken, the tests below would compare the dispatcher with itself."""
+    answers, ask = [], _define_operator._is_unseen
+    monkeypatch.setattr(_define_operator, "_is_unseen", lambda inputs: answers.append(ask(inputs)) or answers[-1])
+    layer, x = make("cuda")
+    with torch.set_grad_enabled(grad):
+        layer(x)
+    assert answers == [True] * len(OPERATORS)
+    answers.clear()
+    with Watch():
+        layer(x)
+    assert answers == [False] * len(OPERATORS)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mode_sees_them_and_changes_no_bit(device, grad):
+    layer, x = make(device)
+
+    def results():
+        if grad:
+            return gradients(layer, x)
+        with torch.no_grad():
+            return [layer(x)]
+
+    expected = results()
+    with Watch() as watch:
+        got = results()
+    assert OPERATORS | (BACKWARD if grad else set()) <= watch.seen
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_profiler_names_them(device):
+    layer, x = make(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients(layer, x)
+    names = {event.key for event in profile.key_averages()}
+    assert OPERATORS | {"gbmoe::route_backward"} <= names
+
+
+def test_a_profiler_of_all_threads_names_them(device):
+    layer, x = make(device)
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as profile:
+        layer(x)
+    assert OPERATORS <= {event.key for event in profile.key_averages()}
+
+
+def test_lazily_negated_tensors(device):
+    logits = exact_inputs.exact_values(TOKENS, EXPERTS, dtype=torch.bfloat16, device=device, seed=1)
+    negated = torch._neg_view(logits)
+    assert negated.is_neg()
+    for got, expected in zip(route(negated, TOP_K), route(-logits, TOP_K), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_subclass_sees_them(device):
+    class Named(torch.Tensor):
+        called = set()
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            cls.called.add(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    x = torch.randn(TOKENS, HIDDEN, device=device).as_subclass(Named)
+    plan = gbmoe.RoutingPlan.from_experts(torch.zeros(TOKENS, 1, dtype=torch.int64, device=device), EXPERTS)
+    assert type(gbmoe.padded_gather(x, plan)) is Named
+    assert "gbmoe.padded_gather.default" in Named.called
+
+
+def test_second_derivatives_are_refused(device):
+    logits = torch.randn(TOKENS, EXPERTS, device=device, requires_grad=True)
+    grad, = torch.autograd.grad(route(logits, TOP_K).weights_TK.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
+
+
+def test_autocast_casts(device):
+    layer, x = make(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert layer(x.float()).dtype == torch.bfloat16
+        plan = gbmoe.RoutingPlan.from_experts(torch.zeros(TOKENS, 1, dtype=torch.int64, device=device), 1)
+        w = torch.randn(1, FFN, HIDDEN, device=device)
+        assert gbmoe.expert_mlp(x.view(TOKENS, HIDDEN).float(), plan, w, w).dtype == torch.bfloat16
+
+
+def test_what_is_frozen_has_no_graph(device):
+    layer, x = make(device)
+    with torch.no_grad():
+        expected = layer(x)
+    assert expected.grad_fn is None and layer(x).grad_fn is not None
+    with torch.inference_mode():
+        assert torch.equal(layer(x), expected)
+    layer.requires_grad_(False)
+    out = layer(x)
+    assert out.grad_fn is None and not out.requires_grad and torch.equal(out, expected)
+
+
+# ------------------------------------------------------------------------------------------------ forward mode, torch.func
+
+
+def functions(device):
+    """Name of an operator -> a function of its floating operands, and the operands."""
+    plan = gbmoe.RoutingPlan.from_experts(exact_inputs.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=1), EXPERTS)
+    random = functools.partial(torch.randn, device=device)
+    x, rows, weights = random(TOKENS, HIDDEN), random(plan.num_rows, HIDDEN), random(TOKENS, TOP_K)
+    w1, w2, v1 = (random(EXPERTS, FFN, HIDDEN) for _ in range(3))
+    return {
+        "gmm": (lambda a, b: gbmoe.gmm(a, b, plan.host_sizes(), trans_b=True), (rows, w1)),
+        "route": (lambda logits: tuple(t for t in route(logits, TOP_K) if t.is_floating_point()), (random(TOKENS, EXPERTS),)),
+        "padded_gather": (lambda x, scale, probs: gbmoe.padded_gather(x, plan, slot_scale_TK=scale, probs_TK=probs),
+                          (x, weights, weights.clone())),
+        "padded_scatter": (lambda y, weights: gbmoe.padded_scatter(y, plan, weights), (rows, weights)),
+        "expert_mlp": (lambda x, weights, w1, w2, v1: gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights),
+                       (x, weights, w1, w2, v1)),
+        "expert_mlp of rows": (lambda x, weights, w1, w2, v1: gbmoe.grouped_mlp(x, plan.counts_E, w1, w2, v1, weights_R=weights),
+                               (rows, weights.flatten(), w1, w2, v1)),
+    }
+
+
+FUNCTIONS = ("gmm", "route", "padded_gather", "padded_scatter", "expert_mlp", "expert_mlp of rows")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode_lost_its_tangents_without_a_word(device, name):
+    """Tangents were zero or None. Each operand by itself, with and without a gradient that backward mode wants as well."""
+    function, operands = functions(device)[name]
+    operator = name.split()[0]
+    refused = pytest.raises(NotImplementedError, match=f"gbmoe::{operator}(_by_host)?: differentiation in forward mode .* not supported")
+    for position, operand in enumerate(operands):
+        def of_one(t, position=position):
+            return function(*operands[:position], t, *operands[position + 1:])
+        with forward_ad.dual_level():
+            with refused:
+                of_one(forward_ad.make_dual(operand, torch.ones_like(operand)))
+            with refused:
+                of_one(forward_ad.make_dual(operand.clone().requires_grad_(), torch.ones_like(operand)))
+            with torch.no_grad(), refused:
+                of_one(forward_ad.make_dual(operand, torch.ones_like(operand)))
+            of_one(operand)  # what has no tangent passes
+        with refused:
+            torch.func.jvp(of_one, (operand,), (torch.ones_like(operand),))
+        with refused:
+            torch.func.jacfwd(of_one)(operand)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_func_grad_is_refused_by_name(device, name):
+    function, operands = functions(device)[name]
+
+    def loss(*operands):
+        results = function(*operands)
+        return sum(t.sum() for t in (results if isinstance(results, tuple) else (results,)))
+
+    for transform in (torch.func.grad(loss), torch.func.jacrev(loss)):
+        with pytest.raises(NotImplementedError, match=f"gbmoe::{name.split()[0]}(_by_host)?: torch.func.grad, vjp .* not supported"):
+            transform(*operands)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vmap_hid_from_expert_mlp_that_a_gradient_is_wanted(device, name):
+    """One operand after the other; torch takes them one by one. Backward read pre-activations that forward had not kept."""
+    function, operands = functions(device)[name]
+    many = [torch.stack([t, -t, 2 * t]).requires_grad_() for t in operands]
+
+    def result_and_gradients(results):
+        results = results if isinstance(results, tuple) else (results,)
+        return [*results, *torch.autograd.grad(sum(t.square().sum() for t in results), many)]
+
+    got = result_and_gradients(torch.vmap(function)(*many))
+    one_by_one = [function(*of_one) for of_one in zip(*many)]
+    expected = result_and_gradients(tuple(map(torch.stack, zip(*one_by_one))) if isinstance(one_by_one[0], tuple)
+                                    else torch.stack(one_by_one))
+    torch.testing.assert_close(got, expected)
+
+
+def test_expert_mlp_without_saving_refuses_a_gradient(device):
+    plan = gbmoe.RoutingPlan.from_experts(exact_inputs.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=1), EXPERTS)
+    x, w = torch.randn(TOKENS, HIDDEN, device=device), torch.randn(EXPERTS, FFN, HIDDEN, device=device, requires_grad=True)
+    sizes = plan_sizes(plan, x, w, "auto")
+    with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is needed, got False"):
+        torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, None, "silu", "auto", False)
+
+
+# ----------------------------------------------------------------------------------------------------------- where results lie
+
+
+def calls(device, dtype, tokens, top_k):
+    """Every operator with arguments, as (name, arguments)."""
+    def matrix(*shape):
+        return torch.randn(*shape[:-2], shape[-1], shape[-2], device=device).to(dtype).transpose(-1, -2)
+
+    ids = torch.arange(tokens * top_k, device=device).view(tokens, top_k) * 3 % EXPERTS
+    plan, x, w = gbmoe.RoutingPlan.from_experts(ids, EXPERTS, align=4), matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN)
+    maps, rows, weights = (plan.row_of_slot_TK, plan.slot_of_row_P), plan.num_rows, torch.rand(tokens, top_k, device=device)
+    logits, h, y = matrix(tokens, EXPERTS), matrix(rows, FFN), matrix(rows, HIDDEN)
+    for check in ("wait", "none"):
+        yield "routing_plan" if check == "none" else "routing_plan_by_host", (ids, EXPERTS, 4, check)
+        yield "plan_of_counts" if check == "none" else "plan_of_counts_by_host", (plan.counts_E, tokens * top_k, check)
+        yield "bounded_counts", (plan.counts_E, tokens * top_k, check)
+    yield "route", (logits, top_k, 1.0, True)
+    yield "route", (logits, top_k, None, False)
+    yield "route_backward", (logits.softmax(-1), ids, logits, weights.to(dtype), None, 1.0, dtype)
+    for scale in (None, weights):
+        yield "padded_gather", (x, *maps, None, None, scale, scale, False)
+        yield "padded_scatter", (y, *maps, None, None, scale)
+        for need_rows in (False, True):
+            yield "padded_scatter_backward", (x, y, *maps, None, None, scale, need_rows)
+    yield "map_slots", (plan.row_of_slot_TK, None, None, None, weights, rows)
+    yield "clear_rows_without_slot", (plan.slot_of_row_P, h.clone())
+    mask = logits > 0
+    for routed in (None, int(mask.sum())):
+        yield "mask_rows", (mask, None, routed)
+    chunk_sizes, order = torch.tensor([tokens // 2, tokens - tokens // 2], device=device), torch.tensor([1, 0], device=device)
+    for groups in (0, 2):
+        yield "chunk_rows", (x, chunk_sizes, order, groups, 4, "sort")
+        yield "chunk_rows_by_host", (x, chunk_sizes.cpu(), order.cpu(), groups, 4, "sort")
+    sizes = plan_sizes(plan, x, w, "auto")
+    for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
+        yield f"gmm{suffix}", (h, w, counts, False, False, engine, False)
+        yield f"gmm{suffix}", (h, y, counts, True, False, engine, False)
+        for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"),
+                                                  (w, False, weights, "gelu")):
+            yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save)
+            needs = (save, slot_weights is not None, True, save, v is not None)
+            g = h.new_empty(0) if v is None else h
+            yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, activation, engine, *needs)
+            in_order, scale_P = (None, plan.slot_of_row_P), None if slot_weights is None else torch.rand(rows, 1, device=device)
+            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save)
+            yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, h, g, activation, engine, *needs)
+
+
+@functools.cache
+def own_operators():
+    """The operators that `import gbmoe` registers; other tests may have imported adapters, which add operators of their own."""
+    script = "import torch, gbmoe.compat.transformer_engine; print(*torch._C._dispatch_get_all_op_names())"
+    names = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    return {name for name in names if name.startswith("gbmoe::")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens, top_k", [(TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K)])
+def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
+    """A compiler that plans memory relies on the fakes, by which each result has a storage of its own and of its own size."""
+    seen = set()
+    for name, arguments in calls(device, dtype, tokens, top_k):
+        seen.add(f"gbmoe::{name}")
+        operator = getattr(torch.ops.gbmoe, name).default
+        results = operator(*arguments)
+        with FakeTensorMode() as mode:
+            fakes = operator(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
+        results, fakes = ((r,) if isinstance(r, torch.Tensor) else r or () for r in (results, fakes))
+        storages = [t.untyped_storage()._cdata for t in (*results, *arguments) if isinstance(t, torch.Tensor)]
+        for index, (result, fake) in enumerate(zip(results, fakes, strict=True)):
+            what = f"result {index} of {name}"
+            assert (result.shape, result.dtype, result.device) == (fake.shape, fake.dtype, fake.device), what
+            steps = [[s for s, size in zip(t.stride(), t.shape) if size > 1 and t.numel()] for t in (result, fake)]
+            assert steps[0] == steps[1], what
+            assert result.storage_offset() == fake.storage_offset() == 0, what
+            assert result.untyped_storage().nbytes() == fake.untyped_storage().nbytes(), what
+            assert storages.count(result.untyped_storage()._cdata) == 1, what
+    assert seen == own_operators()
+
+
+def private_names():
+    """The names that the module looks up in torch, without `torch.`."""
+    source = inspect.getsource(_define_operator)
+    flags = [f"autograd.{module}.{name}" for module, name in re.findall(r'hasattr\(_(forward_ad|profiler), "(\w+)"\)', source)]
+    assert len(flags) == 2
+    return [*re.findall(r'_private\("([\w.]+)"\)', source), "_ops.OpOverload.redispatch", *flags]
+
+
+def test_private_names_are_asked_for_in_one_place():
+    """One place is what lets the test below take them all away. Annotations, which are not evaluated, may contain them."""
+    tree = ast.parse(inspect.getsource(_define_operator))
+    annotations = [part for node in ast.walk(tree) for part in (getattr(node, "annotation", None), getattr(node, "returns", None)) if part]
+    left_out = {id(node) for annotation in annotations for node in ast.walk(annotation)}
+    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in left_out]
+    assert [name for name in used if re.match(r"(torch|operator)\b.*\._[a-z]", name, re.IGNORECASE)] == []
+
+
+def test_a_torch_without_one_of_its_private_names(device):
+    """Calls raised AttributeError. Gradients, autocast and what is refused are as ever, to the bit; nothing is looked for at a call."""
+    names = private_names()
+    command = [sys.executable, "-m", "tests.without_private_names", _define_operator.__name__, device.type, *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    reports = json.loads(done.stdout)
+    whole = reports.pop("")
+    assert list(reports) == names
+    for name, seen in reports.items():
+        assert seen["digest"] == whole["digest"], name
+        assert seen["flags"] != whole["flags"], f"{name} was there"
+
+
+def test_what_the_host_reads_is_tagged():
+    """The tag keeps these operators out of CUDA graphs; test_compile.py has the calls that this concerns."""
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gbmoe::")}
+    tagged = {name for name in names
+              if torch.Tag.cudagraph_unsafe in getattr(torch.ops.gbmoe, name.removeprefix("gbmoe::")).default.tags}
+    assert tagged == {name for name in names if name.endswith("_by_host")} and len(tagged) == 6

@@ -1,0 +1,115 @@
+"""The one table of configurations: what is chosen at the shapes that were measured, and that every choice can be launched."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from gbmoe.engines.base import Problem
+from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning.grouped_gemm import NARROW, SQUARE, WIDE, GemmConfig, SplitConfig
+
+ROWS = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8)
+WEIGHTS = SplitConfig(per_sm=2, min_k_blocks=16, most=127, even=1.05)
+
+
+@pytest.mark.parametrize("rows, groups, inner, columns, config", [
+    (131072, 128, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                         # qwen3, short sums
+    (131072, 128, 1536, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),
+    (131072, 64, 2048, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),      # olmoe, long ones
+    (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),                 # mixtral: few tiles, split
+    (262144, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),                        # many
+    (1024, 8, 2048, 1024, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),                   # too few for ping-pong
+    (64, 128, 768, 2048, GemmConfig(WIDE, cluster_n=2)),                                               # less than a row a group
+    (98304, 64, 2048, 640, GemmConfig(SQUARE, cluster_m=2, ping_pong=True, tile_counter=True)),        # an odd number of tiles along N
+    (100, 64, 512, 640, GemmConfig(WIDE)),                                                             # three wide tiles, on their own
+    (196608, 8, 4224, 4224, GemmConfig(NARROW, cluster_n=2, tile_counter=True)),                       # where narrow ones leave less empty
+])
+def test_rows_gemm(rows, groups, inner, columns, config):
+    assert tuning.rows_gemm(rows, groups, inner, columns) == config
+
+
+@given(rows=st.integers(1, 1 << 22), groups=st.integers(1, 1024), inner=st.integers(1, 4096).map(lambda n: 8 * n),
+       columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans())
+def test_batch_invariant_configurations_depend_on_no_number_of_rows(rows, groups, inner, columns, glu, gathered):
+    pinned = tuning.rows_gemm(rows, groups, inner, columns, batch_invariant=True)
+    assert pinned == tuning.rows_gemm(1, 1, inner, columns, batch_invariant=True) and pinned.split == tuning.WHOLE
+    assert (pinned.tile_n, pinned.cluster_m, pinned.cluster_n) in LAUNCHED
+    pinned = tuning.up_gemm(rows, inner, columns, glu, gathered=gathered, batch_invariant=True)
+    assert pinned == tuning.up_gemm(1, inner, columns, glu, gathered=gathered, batch_invariant=True) and pinned.split == tuning.WHOLE
+
+
+# The tiles that csrc/hopper/gemm_rows.cu has instances for.
+LAUNCHED = {(SQUARE, 1, 2), (SQUARE, 2, 1), (SQUARE, 1, 1), (NARROW, 1, 2), (WIDE, 1, 2), (WIDE, 1, 1)}
+
+
+@pytest.mark.parametrize("rows, groups, inner, columns", [(131072, 128, 768, 2048), (262144, 8, 14336, 4096), (131072, 64, 1024, 2048)])
+def test_batch_invariant_training_sizes_keep_their_configuration(rows, groups, inner, columns):
+    """What is pinned is what large batches have anyway: there it costs nothing."""
+    assert tuning.rows_gemm(rows, groups, inner, columns, batch_invariant=True) == tuning.rows_gemm(rows, groups, inner, columns)
+
+
+@pytest.mark.parametrize("rows, inner, ffn, glu, config", [
+    (16384, 4096, 14336, True, GemmConfig(WIDE, cluster_n=2, panel=20, even_panels=True, tile_counter=True)),
+    (131072, 2048, 1024, True, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),
+    (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2)),
+    (131072, 1536, 640, True, GemmConfig(WIDE)),
+    (64, 2048, 1024, False, GemmConfig(WIDE, cluster_n=2)),
+])
+def test_up_gemm(rows, inner, ffn, glu, config):
+    assert tuning.up_gemm(rows, inner, ffn, glu) == config
+
+
+@pytest.mark.parametrize("rows, groups, features, columns, gathered, config", [
+    (131072, 64, 1024, 2048, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
+    (524288, 8, 1024, 512, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=replace(WEIGHTS, per_sm=4))),
+    (2048, 64, 640, 2048, False, GemmConfig(WIDE, cluster_n=2, panel=8, tile_counter=True)),
+    (196608, 128, 1536, 256, True, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
+    (196608, 128, 640, 512, True, GemmConfig(WIDE, panel=8, tile_counter=True, split=WEIGHTS)),
+])
+def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config):
+    assert tuning.weight_gradient_gemm(rows, groups, features, columns, gathered=gathered) == config
+
+
+@pytest.mark.parametrize("ffn, config", [
+    (1024, GemmConfig(WIDE, cluster_n=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
+])
+def test_down_backward_gemm(ffn, config):
+    assert tuning.down_backward_gemm(ffn) == config
+
+
+@pytest.mark.parametrize("hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse", [
+    (1536, 256, "silu", True, True, True, True),             # "fine"
+    (2048, 512, "gelu_tanh", True, False, True, True),
+    (2048, 512, "relu", False, False, True, True),
+    (2048, 768, "silu", False, False, False, True),          # qwen3
+    (1024, 4096, "silu", False, False, False, False),
+])
+def test_experts(hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse):
+    assert tuning.experts(hidden, ffn, activation, 1 << 30) == tuning.ExpertsConfig(
+        gather_up, gather_down_backward, gather_weight_gradient, fuse)
+
+
+sizes = st.integers(1, 2**31 - 2**10)
+
+
+@given(rows=sizes, groups=st.integers(1, 4096), inner=sizes, columns=sizes, flag=st.booleans())
+def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
+    """No launch asks for a tile or cluster that csrc/hopper/ is not compiled for."""
+    config = tuning.rows_gemm(rows, groups, inner, columns)
+    assert (config.tile_n == SQUARE) == config.ping_pong and not (config.ping_pong and config.split.per_sm)
+    assert (config.cluster_m, config.cluster_n) in ([(1, 1), (1, 2), (2, 1)] if config.ping_pong else
+                                                    [(1, 2)] if config.tile_n == NARROW else [(1, 1), (1, 2)])
+    config = tuning.up_gemm(rows, inner, columns, flag)
+    assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
+    config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
+    assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
+    assert (config.cluster_m, config.cluster_n) in ([(1, 1), (2, 1)] if flag else [(1, 1), (1, 2), (2, 1)])
+    config = tuning.down_backward_gemm(columns)
+    assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter
+    assert config.tile_n == WIDE or config.cluster_n == 2
+
+
+def test_engine_order_of_other_devices_is_empty():
+    assert tuning.engine_order(Problem(torch.device("cpu"), torch.bfloat16, 64, 2, 8, 8, False)) == ()
