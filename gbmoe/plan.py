@@ -287,7 +287,7 @@ class RoutingPlan:
 
     @property
     def is_in_expert_order(self) -> bool:
-        """True where the tokens are the rows: token r's one slot has row r, or none, and those without lie behind all others."""
+        """True where the tokens are the rows, so that token r's one slot has row r, or none, and those without lie behind all others."""
         return self._in_expert_order
 
     @property
