@@ -92,7 +92,7 @@ void activate_backward(
     Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights);
 
 // hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_n,
-// cluster_m, cluster_n, panel, even_panels and min_k_blocks, split_cost, most_splits, even are gbmoe/engines/tuning.py's.
+// cluster_m, cluster_n, panel, even_panels and min_k_blocks, split_cost, most_splits, even are gbmoe/tuning/grouped_gemm.py's.
 bool hopper_built();
 // Bytes of a workspace, which may hold anything. `splits_per_sm`, 0 to 4: for how many partial sums of a tile there is room, for
 // every multiprocessor. A workspace with room for partial sums balances a GEMM; with none its tiles are counted in it.

@@ -241,8 +241,8 @@ def sources(folder: Path) -> list[Path]:
     return sorted([*folder.rglob("*.cu"), *folder.rglob("*.cpp")])
 
 
-def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, output: Path) -> None:
-    """Compile one file of csrc/ to an object. Raises CompileError with nvcc's output.
+def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, output: Path, options: tuple[str, ...] = ()) -> None:
+    """Compile one file of csrc/ to an object, with more `options` for nvcc if any. Raises CompileError with nvcc's output.
 
     csrc/hopper/ uses instructions that only sm_90a has. With 9.0 among the architectures its kernels are compiled for that one
     alone; without it they are empty, and gbmoe_cuda::hopper_built returns false.
@@ -253,7 +253,7 @@ def compile_unit(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, outp
         defines = ["-DGBMOE_HOPPER"] if hopper else []
     else:
         defines = []
-    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, "-x", "cu", "-c", str(source), "-o", str(output)],
+    _run([str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, *options, "-x", "cu", "-c", str(source), "-o", str(output)],
          scratch=str(output.parent))
 
 
