@@ -19,6 +19,8 @@ from itertools import pairwise
 
 import torch
 
+from gbmoe.cli.bench.running.timing_statistics import Timing
+
 _MOST_FLUSHES = 64
 
 
@@ -31,20 +33,6 @@ class Effort:
 
 
 THOROUGH, QUICK = Effort(0.5, 10, 100), Effort(0.1, 3, 20)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds: median, first and third quartile, over `repetitions` calls."""
-    median: float
-    low: float
-    high: float
-    repetitions: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high, len(seconds))
 
 
 def time_steps(steps: Sequence[Callable[[], object]], device: torch.device, reset: Callable[[], object] = lambda: None,

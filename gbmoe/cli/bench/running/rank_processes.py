@@ -17,9 +17,9 @@ import torch.distributed as dist
 from gbmoe.cli.bench import peers
 from gbmoe.cli.bench.measurements.base import Configuration, Measurement, Refusal, Subject
 from gbmoe.cli.bench.roofline import Limits
-from gbmoe.cli.bench.running.cold_cache_timer import Timing
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.sustained_timer import time_in_turns
+from gbmoe.cli.bench.running.timing_statistics import Timing
 from gbmoe.cli.bench.running.verify_and_time import (
     ERROR,
     LEFT_OUT,

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from gbmoe.cli.bench.measurements.base import Subject
-from gbmoe.cli.bench.running.cold_cache_timer import Timing
 from gbmoe.cli.bench.running.repeat import Clock, Sustained, clock_of, repeat
+from gbmoe.cli.bench.running.timing_statistics import Timing
 
 _MOST_CALLS = 20_000
 

@@ -22,7 +22,8 @@ import torch
 from gbmoe.cli.bench.measurements import layer, permutation
 from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Refusal, Subject
 from gbmoe.cli.bench.roofline import PASSES, Limits
-from gbmoe.cli.bench.running.cold_cache_timer import THOROUGH, Effort, Timing, time_steps
+from gbmoe.cli.bench.running.cold_cache_timer import THOROUGH, Effort, time_steps
+from gbmoe.cli.bench.running.timing_statistics import Timing
 from gbmoe.testing import exact_inputs
 
 VERIFIED, WRONG, ERROR, CRASHED, TIMED_OUT, OUT_OF_MEMORY, LEFT_OUT = (
