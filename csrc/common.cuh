@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 
 namespace gbmoe {
 
@@ -53,7 +54,9 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <typename A, typename B> __host__ __device__ constexpr std::common_type_t<A, B> ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
 
 constexpr unsigned kFullWarp = 0xffffffffu;  // the mask of all lanes of a warp, for shuffles and votes
 

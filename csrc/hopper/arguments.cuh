@@ -64,8 +64,6 @@ struct Arguments {
   float* dots;             // [64 columns each, P]: partial sums of the weights' gradients
 };
 
-__host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
-
 // Sizes come from a caller, who may have overwritten them. A size counts as one in [0, P], and a sum of sizes as at most P:
 // groups that would reach beyond the last row end there, and the kernels stay inside of every tensor.
 __device__ __forceinline__ int size_of_group(const Arguments& args, int group) {

@@ -65,7 +65,7 @@ __device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& s
   __shared__ int shared[32];
   int tiles = 0;
   for (int group = threadIdx.x; group < args.groups; group += blockDim.x) {
-    tiles += divide_up(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
+    tiles += ceil_div(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
   }
   const int all = warp_sum(of_warps(warp_sum(tiles), shared));
   if (threadIdx.x > 0) return;
@@ -73,7 +73,7 @@ __device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& s
   int best = 1, best_cost = shape.k_blocks;
   const int most = min(shape.most_splits, shape.k_blocks / shape.min_k_blocks);
   for (int splits = 2; splits <= most && tail > 0 && tail * splits <= shape.entries; ++splits) {
-    const int cost = divide_up(tail * splits, shape.clusters) * divide_up(shape.k_blocks, splits) + (splits + 2) * shape.split_cost;
+    const int cost = ceil_div(tail * splits, shape.clusters) * ceil_div(shape.k_blocks, splits) + (splits + 2) * shape.split_cost;
     if (cost < best_cost) best = splits, best_cost = cost;
   }
   *args.schedule = {0, all - (best > 1 ? tail : 0), best > 1 ? tail : 0, best};
@@ -84,13 +84,13 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
   __shared__ int shared[4][32], length_of[kMaxThreads];
   const int group = threadIdx.x;
   const Sums of_rows = sum_threads(size_of_group(args, group), shared[0], PlusRows{args});
-  const int row = of_rows.begin, rows = of_rows.end - row, length = divide_up(rows, kBlockK);
+  const int row = of_rows.begin, rows = of_rows.end - row, length = ceil_div(rows, kBlockK);
   const int k_blocks = warp_sum(of_warps(warp_sum(length), shared[1]));
   const int longest = warp_max(of_warps(warp_max(length), shared[2]));
   const int filled = __syncthreads_count(length > 0), tiles = shape.tiles_n * shape.tiles_m;
   const float fair = static_cast<float>(k_blocks) * tiles / shape.clusters;  // k-blocks of one cluster
   // All have ended after this many k-blocks if no tile is cut.
-  const float uncut = static_cast<float>(longest) * divide_up(filled * tiles, shape.clusters);
+  const float uncut = static_cast<float>(longest) * ceil_div(filled * tiles, shape.clusters);
   // Cut into floor(length / of_split) splits, all groups together do not need more entries than there are.
   const int splits_a_cluster = shape.entries / shape.clusters;
   const float of_split = fmaxf(fair / max(splits_a_cluster, 1), shape.min_k_blocks);
@@ -98,7 +98,7 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
   int splits = cut ? min(static_cast<int>(length / of_split), shape.most_splits) : 1;
   const int entries = splits > 1 ? splits * tiles : 0, entry = sum_threads(entries, shared[3], Plus{}).begin;
   if (entry + entries > shape.entries) splits = 1;
-  const int item = divide_up(length, splits);
+  const int item = ceil_div(length, splits);
   length_of[group] = item;
   __syncthreads();
   if (group >= args.groups) return;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kMaxThreads) balanced_schedule_kernel(const Ar
 }  // namespace
 
 void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream_t stream) {
-  const int threads = std::clamp(divide_up(args.groups, 32) * 32, 256, kMaxThreads);
+  const int threads = std::clamp(ceil_div(args.groups, 32) * 32, 256, kMaxThreads);
   balanced_schedule_kernel<<<1, threads, 0, stream>>>(args, shape);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

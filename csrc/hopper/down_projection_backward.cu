@@ -43,7 +43,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   const OnDevice current(dz);
   const Tiling tiling{tile_n, 1, cluster_n, panel, false};
   Arguments args = arguments(sizes, h.size(0), h.size(1), tiling);
-  args.k_blocks = divide_up(static_cast<int>(dz.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = weights ? static_cast<uint32_t>(weights->numel()) : INT32_MAX;  // without weights all that counts is the sign
@@ -64,8 +64,9 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
     else launch_down_backward<T, false>(maps, args, tiling, dz);
   });
   if (!dots) return;
-  sum_dots_kernel<<<static_cast<unsigned>(ceil_div(args.rows, kSumRows)), dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
-      args.dots, divide_up(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
+  const unsigned ctas = static_cast<unsigned>(ceil_div<int64_t>(args.rows, kSumRows));
+  sum_dots_kernel<<<ctas, dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
+      args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

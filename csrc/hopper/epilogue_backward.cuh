@@ -97,9 +97,9 @@ template <typename Traits> struct ActivationBackward {
       tile = receive_tile<Traits>(shared, tiles);
       if (tile.group < 0) return Patch{};
       // Warps without rows hand over nothing, and of columns that do not exist nobody does.
-      warps = divide_up(min(tile.rows, kTileM), 16);
-      chunks = max(min(divide_up(args.size_n - tile.n, 64), Traits::kTileN / 64), 0);
-      inverse = divide_up(1 << 16, warps);
+      warps = ceil_div(min(tile.rows, kTileM), 16);
+      chunks = max(min(ceil_div(args.size_n - tile.n, 64), Traits::kTileN / 64), 0);
+      inverse = ceil_div(1 << 16, warps);
       const int chunk = lane * inverse >> 16, warp = lane - chunk * warps;
       const int buffer = (__shfl_sync(kFullWarp, before, warp) + chunk) % Traits::kEpilogueBuffers;
       own = __ballot_sync(kFullWarp, lane < chunks * warps && (warp + buffer) % Traits::kBackwardWarps == index);

@@ -26,7 +26,7 @@ void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tens
   using namespace hopper;
   const OnDevice current(tokens);
   Arguments args = arguments(sizes, out.size(0), out.size(1), {kWideTileN, 1, 1, panel, false});
-  args.k_blocks = divide_up(static_cast<int>(tokens.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(tokens.size(1)), kBlockK);
   args.out[0] = out.data_ptr();
   gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
@@ -54,7 +54,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
   const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false};
   const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, 1.0}};
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
-  args.k_blocks = divide_up(static_cast<int>(a.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
   args.operand_pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
   const int box_b = trans_b ? box_of_b(static_cast<int>(tile_n)) : kBoxContiguousMN;

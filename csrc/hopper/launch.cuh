@@ -53,8 +53,8 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   args.partial_sums = workspace.partial_sums;
   ScheduleShape shape{};
   shape.grouped_k = Traits::kGroupedK;
-  shape.tiles_n = divide_up(args.size_n, Traits::kOutputTileN * Traits::kClusterN);
-  shape.tiles_m = divide_up(args.size_m, kTileM * Traits::kClusterM);
+  shape.tiles_n = ceil_div(args.size_n, Traits::kOutputTileN * Traits::kClusterN);
+  shape.tiles_m = ceil_div(args.size_m, kTileM * Traits::kClusterM);
   shape.tile_rows = kTileM * Traits::kClusterM;
   shape.k_blocks = args.k_blocks * args.operand_pairs;
   shape.clusters = ctas / Traits::kClusterSize;

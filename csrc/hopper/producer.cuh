@@ -29,7 +29,7 @@ template <typename Traits> struct Producer {
       const Tile tile = receive_tile<Traits>(shared, tiles);
       if (tile.group < 0) break;
       if (schedules && !kTransposedOut) sender.send(shared);  // one ahead
-      const int k_blocks = kGroupedK ? divide_up(tile.rows, kBlockK) : tile.k_blocks;
+      const int k_blocks = kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks;
       typename Gather::Rows rows;
       if constexpr (kGatherA && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
       int slot = kTransposedOut ? Gather::slot_in_k_block(args, tile, 0) : 0;

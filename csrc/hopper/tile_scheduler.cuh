@@ -26,8 +26,8 @@ template <typename Traits> struct TileScheduler {
 
   __device__ explicit TileScheduler(const Arguments& arguments) : args(arguments) {
     lane = threadIdx.x % 32;
-    tiles_n = divide_up(args.size_n, kTileN * kClusterN);
-    tiles_m_fixed = divide_up(args.size_m, kTileM * kClusterM);
+    tiles_n = ceil_div(args.size_n, kTileN * kClusterN);
+    tiles_m_fixed = ceil_div(args.size_m, kTileM * kClusterM);
     upcoming = blockIdx.x / (kClusterM * kClusterN);
   }
 
@@ -51,7 +51,7 @@ template <typename Traits> struct TileScheduler {
     tile.rows = __shfl_sync(kFullWarp, lane_rows, owner);
     int local = item - __shfl_sync(kFullWarp, lane_item, owner);
     const int along_m = tiles_m(tile.rows), most = args.panel_tiles;
-    const int panel_tiles = !kGroupedK && args.even_panels ? divide_up(along_m, divide_up(along_m, most)) : most;
+    const int panel_tiles = !kGroupedK && args.even_panels ? ceil_div(along_m, ceil_div(along_m, most)) : most;
     const int tiles_of_panel = panel_tiles * tiles_n;
     if constexpr (kGroupedK) local = split_rows(local, along_m * tiles_n, __shfl_sync(kFullWarp, lane_split, owner), tile);
     const int panel = local / tiles_of_panel, first_m = panel * panel_tiles;
@@ -72,7 +72,9 @@ template <typename Traits> struct TileScheduler {
   }
 
  private:
-  __device__ __forceinline__ int tiles_m(int rows) const { return kGroupedK ? tiles_m_fixed : divide_up(rows, kTileM * kClusterM); }
+  __device__ __forceinline__ int tiles_m(int rows) const {
+    return kGroupedK ? tiles_m_fixed : ceil_div(rows, kTileM * kClusterM);
+  }
 
   __device__ __forceinline__ int take_item() {
     int item = upcoming;
@@ -103,7 +105,7 @@ template <typename Traits> struct TileScheduler {
     const int splits = split_count(split);
     if (splits <= 1) return local;
     const int index = local / tiles, of_group = local - index * tiles;
-    const uint32_t k_blocks = divide_up(tile.rows, kBlockK);  // at most 2^25, and kMaxSplits times that is below 2^32
+    const uint32_t k_blocks = ceil_div(tile.rows, kBlockK);  // at most 2^25, and kMaxSplits times that is below 2^32
     const int first = index * k_blocks / splits * kBlockK;
     const int last = min(static_cast<int>((index + 1) * k_blocks / splits) * kBlockK, tile.rows);
     tile.row += first;
@@ -188,7 +190,7 @@ template <typename Traits> struct TileSender {
     }
     __syncwarp();
     ++sent;
-    more_ahead = (Traits::kGroupedK ? divide_up(tile.rows, kBlockK) : tile.k_blocks) < 12;
+    more_ahead = (Traits::kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks) < 12;
     return tile.group >= 0;
   }
 
