@@ -54,9 +54,13 @@ inline int multiprocessors(int device) {
   return count;
 }
 
+// In the type that a and b have in common, so that 32 bits stay 32 bits on the device.
 template <typename A, typename B> __host__ __device__ constexpr std::common_type_t<A, B> ceil_div(A a, B b) {
   return (a + b - 1) / b;
 }
+
+// The values of slot_of_row for rows without a slot: an expert's padding, and rows behind the last expert (as in plain_torch.py).
+constexpr int kPadding = -1, kBehindTheLast = -2;
 
 constexpr unsigned kFullWarp = 0xffffffffu;  // the mask of all lanes of a warp, for shuffles and votes
 

@@ -5,9 +5,9 @@
 // allow it. Sums are kept in fp32 (fp64 for fp64), in slot order, and rounded once; there are no floating-point atomics, so two
 // runs give the same bits. Row and slot numbers fit int32; element offsets are int64.
 //
-// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is -1
+// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is kPadding
 // and clears them when its token is done, so no memset precedes the launch, no few CTAs clear at its end, and no warp waits for
-// another. Rows behind the last expert (slot -2) are cleared only where asked.
+// another. Rows behind the last expert (slot kBehindTheLast) are cleared only where asked.
 //
 // Maps may be a caller's: a row beyond the last, a slot beyond T * K and a column beyond the scalars' count as none, and a count
 // beyond K counts as K. Whatever maps hold, nothing outside the tensors is read or written.
@@ -27,7 +27,6 @@ namespace {
 // The threads of a CTA, the vectors that a thread has in flight and the slots of a pass are template parameters and launch bounds of
 // these kernels. A launch takes the smallest instance that its call fits in. Choices by shape that were measured are in gbmoe/tuning/.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBehindTheLast = -2;
 
 // The rows of each token's slots, and where their scalars (weights, probabilities) are. Dense: row [T,K], scalars [T,K]. Ragged
 // (a map made from a mask): the first count[t] entries of row and column are in use, and slot j's scalar sits in column[t,j] of

@@ -20,7 +20,6 @@ struct Mask {
 
 // The tensors of a map that the gather and the scatter read: row_of_slot, -1 where a slot has no row; and slot_of_row, which is filled
 // with kPadding before, and gets 0 for the rows that have a slot. No entry of a caller's map leads outside the tensors.
-constexpr int kPadding = -1;
 struct SlotOutputs {
   const int64_t* pad_offsets_E;  // added to the rows of an expert; nullptr to add nothing
   int* row_of_slot_TK;           // nullptr where this tensor is not wanted
