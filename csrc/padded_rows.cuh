@@ -53,7 +53,7 @@ struct Slots {
 };
 
 // How one launch divides its work: token_threads threads own one token, and each warp owns a share of the padded rows.
-struct Shape {
+struct LaunchShape {
   int64_t tokens, rows;
   int vectors;          // in one row of H elements
   int token_threads;    // threads that own one token: a multiple of 32, at most kThreads
@@ -68,7 +68,7 @@ struct Shape {
   }
 };
 
-inline Shape make_shape(
+inline LaunchShape make_launch_shape(
     int64_t tokens, int slots_per_token, int64_t rows, int64_t vectors, int token_threads, bool clear_behind) {
   const int tokens_per_cta = kThreads / token_threads, threads = tokens_per_cta * token_threads, warps = threads / 32;
   const int64_t ctas = std::max<int64_t>(ceil_div(tokens, tokens_per_cta), rows > 0 ? 1 : 0);
@@ -104,11 +104,11 @@ template <typename V> __device__ __forceinline__ void store_streaming(V* to, con
 // ended with it, so that the share's slots are read while the token is. Meanwhile it keeps nothing but those slots.
 class PaddingRows {
  public:
-  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const Shape& shape) : slot_(find(slot_of_row, shape, 0)) {}
+  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const LaunchShape& shape) : slot_(find(slot_of_row, shape, 0)) {}
 
   // Clears the share's padding, and calls also(row), in one lane, for every row that it clears.
   template <typename V, typename F>
-  __device__ __forceinline__ void clear(V* rows_PH, const int* slot_of_row, const Shape& shape, const F& also) const {
+  __device__ __forceinline__ void clear(V* rows_PH, const int* slot_of_row, const LaunchShape& shape, const F& also) const {
     for (int base = 0; base < shape.rows_per_warp; base += 32) {
       const int slot = base == 0 ? slot_ : find(slot_of_row, shape, base);
       const bool own = slot == kBehindTheLast ? shape.clear_behind : static_cast<unsigned>(slot) >= shape.slots;
@@ -122,11 +122,11 @@ class PaddingRows {
   }
 
  private:
-  static __device__ __forceinline__ int64_t first(const Shape& shape) {
+  static __device__ __forceinline__ int64_t first(const LaunchShape& shape) {
     return (static_cast<int64_t>(blockIdx.x) * (shape.threads / 32) + threadIdx.x / 32) * shape.rows_per_warp;
   }
   // The slot of this lane's row from `base` on; 0, which stands for a row not to be cleared, where the share or the rows end.
-  static __device__ __forceinline__ int find(const int* slot_of_row, const Shape& shape, int base) {
+  static __device__ __forceinline__ int find(const int* slot_of_row, const LaunchShape& shape, int base) {
     const int i = base + threadIdx.x % 32;
     return i < shape.rows_per_warp && first(shape) + i < shape.rows ? slot_of_row[first(shape) + i] : 0;
   }

@@ -12,7 +12,7 @@ namespace {
 template <typename T, int N, int S, bool kMany>
 __global__ void __launch_bounds__(kThreads) push_sums_kernel(
     const Vector<T, N>* __restrict__ y_PH, const Slots slots, const Scalars weights, const __grid_constant__ Peers peers,
-    const Shape shape) {
+    const LaunchShape shape) {
   const int64_t i = shape.own_token();
   if (i >= shape.tokens) return;
   const Visited to(peers, i);
@@ -61,7 +61,7 @@ void push_row_sums(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, 
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "push_row_sums", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
-      const Shape shape = make_shape(tokens, slots.most, 0, hidden / N, few_threads(hidden / N), false);
+      const LaunchShape shape = make_launch_shape(tokens, slots.most, 0, hidden / N, few_threads(hidden / N), false);
       const auto kernel = slots.most > S ? push_sums_kernel<T, N, S, true> : push_sums_kernel<T, N, S, false>;
       kernel<<<shape.ctas, shape.threads, 0, current_stream(y)>>>(data<Vector<T, N>>(y), slots, scalars(weights), to, shape);
     });

@@ -21,7 +21,7 @@ template <typename V> __device__ __forceinline__ V load_streaming(const V* from)
 // time, with U * S loads in flight. With kMany the slots take several passes, each of which adds to the sums of those before.
 template <typename T, int N, int S, bool kMany>
 __device__ __forceinline__ void store_weighted_sum(
-    const Vector<T, N>* __restrict__ y_PH, const Slots& slots, const Scalars& weights, int64_t token, const Shape& shape,
+    const Vector<T, N>* __restrict__ y_PH, const Slots& slots, const Scalars& weights, int64_t token, const LaunchShape& shape,
     Vector<T, N>* __restrict__ out) {
   using A = accumulate_t<T>;
   constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
