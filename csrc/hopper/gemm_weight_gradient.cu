@@ -49,7 +49,7 @@ void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_
   gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
-  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are tokens, of the 16 rows that a warp has
+  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are 64 rows of out[e], a warp's 16 rows 32 bytes of each
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights_gathered", {
     if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2>>(maps, args, balancing, a);
     else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1>>(maps, args, balancing, a);

@@ -22,7 +22,7 @@
 // (gather_producer.cuh), and TMA brings b only. Rows without a slot are zeros. Of sums over rows it is then out[e].T that is
 // computed, because a tile has half as many rows as columns, and what is gathered should be the lesser part; stores transpose it.
 //
-// Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
+// Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups. A chunk is 64 columns of a tile.
 
 #pragma once
 
