@@ -41,8 +41,9 @@ struct Arguments {
   int size_m;              // M, k-grouped
   int k_blocks;            // of one pair of operands, m-grouped
   int operand_pairs;       // that are summed
-  int panel_tiles;         // tiles along M that are walked before the next along N, at the most
-  bool even_panels;        // a group's panels differ by as little as can be; else only its last one is smaller
+  int panel_tiles;         // the most tiles along M that are walked before the next along N
+  // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.
+  bool even_panels;
   int activation;
   bool save;               // whether h (and g) are stored
   // The workspace, null without one. Partial sums are [entry][CTA of the cluster][consumer warp][a warp's share of a tile].

@@ -1,13 +1,14 @@
-// The schedule of a balanced product, made on the device ahead of it by one CTA: how its tiles are cut into work items.
+// The schedule of a balanced GEMM, made on the device ahead of it by one CTA: how its tiles are cut into work items.
 //
 // A work item is a tile, or one split of a tile's sum. Clusters take items in order: each takes the next one when it begins the
 // one before.
 //
-// m-grouped, all sums are of one length. What is left over after all clusters had equally many tiles, the tail, is cut into as
-// many splits as end soonest, if there is room for partial sums; else the schedule is no more than a counter of tiles.
+// m-grouped: all sums have one length. The tiles that are left when all clusters have had equally many (the tail) are cut into
+// the number of splits that ends soonest, if there is room for partial sums. Otherwise the schedule is only a counter of tiles.
 //
-// k-grouped (gradients of weights), the length is the group's: tiles that last longer than a good part of one cluster's share of
-// all are split, and the longest items come first, so that what is left for the end is short.
+// k-grouped (gradients of weights): a sum is as long as its group. If whole tiles would keep some clusters busy for too long, the
+// tiles that take a large part of one cluster's share of the work are split. The longest items come first, so that the last ones
+// are short.
 
 #include "balanced_schedule.cuh"
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ int warp_max(int value) {
   return value;
 }
 
-// One number of every warp, for all threads: thread l of each warp gets that of warp l. All threads of the CTA meet in it.
+// Gives lane l of every warp the value of warp l, or 0 if there is no such warp. All threads of the CTA must call it.
 __device__ __forceinline__ int of_warps(int value, int (&shared)[32]) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
@@ -143,10 +144,10 @@ void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream
 
 namespace gbmoe {
 
-int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts) {
+int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm) {
   using namespace hopper;
   const int count = multiprocessors(on.get_device_index());
-  return Workspace::head_bytes(static_cast<int>(groups), max_entries(count)) + parts * count * Workspace::kEntryBytes;
+  return Workspace::head_bytes(static_cast<int>(groups), max_entries(count)) + splits_per_sm * count * Workspace::kEntryBytes;
 }
 
 }  // namespace gbmoe

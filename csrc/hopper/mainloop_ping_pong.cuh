@@ -1,8 +1,8 @@
 // The main loop in ping-pong: tiles have 128 x 128 results, and each consumer warpgroup multiplies whole ones, in turns: while
 // one multiplies, the other stores what it has summed up.
 //
-// Nothing is held behind the next tile's products then, and no wait for a tile's last ones leaves the tensor cores idle, but
-// every product takes more from the L2: it pays where sums are short.
+// So no results are held while the next tile is multiplied, and the tensor cores are not idle while the last products of a tile
+// end. But tiles are smaller, so that every product reads more from the L2: ping-pong pays where sums are short.
 //
 // Each warpgroup has a barrier, at which the other's warps arrive once they have started the last products of their tile. Only
 // then may it wait for stages of its own: until then the stages' barriers can be two phases behind, which a parity does not tell.

@@ -1,7 +1,7 @@
 // The tile scheduler: which tile a cluster makes next, and how all of its warps are told.
 //
-// Without a schedule in the workspace, tiles are dealt out round and round. With one (balanced_schedule.cu; k-grouped GEMMs
-// always have one), whichever cluster is ready takes the next work item from a counter.
+// Without a schedule in the workspace, tiles are dealt out to the clusters round-robin. With one (balanced_schedule.cu; k-grouped
+// GEMMs always have one), whichever cluster is ready takes the next work item from a counter.
 
 #pragma once
 
@@ -86,7 +86,8 @@ template <typename Traits> struct TileScheduler {
     return __shfl_sync(kFullWarp, item, 0);
   }
 
-  // m-grouped: the tile that an item is, or is a split of. First come all tiles' first splits, then all second ones.
+  // m-grouped: the tile of a work item, which is the whole tile or a split of it. Whole tiles come first, then the first splits
+  // of all others, then their second ones, and so on.
   __device__ __forceinline__ int split_tail(int item, Tile& tile) const {
     const int whole = args.schedule->whole_tiles, tail = args.schedule->tail_tiles, splits = args.schedule->splits;
     const int k_blocks = tile.k_blocks;
@@ -99,8 +100,8 @@ template <typename Traits> struct TileScheduler {
     return whole + of_tail;
   }
 
-  // k-grouped: the same for one of a group's items, whose splits are rows to sum over. First come all its tiles' first splits,
-  // and so on.
+  // k-grouped: the same for one of a group's work items. A split is some of the rows that are summed over. The first splits of
+  // all the group's tiles come first, then the second ones, and so on.
   static __device__ __forceinline__ int split_rows(int local, int tiles, int split, Tile& tile) {
     const int splits = split_count(split);
     if (splits <= 1) return local;
@@ -194,8 +195,8 @@ template <typename Traits> struct TileSender {
     return tile.group >= 0;
   }
 
-  // Waits until the other CTA's warps, which arrive at this CTA's barriers, have received all tiles but the last: for that one
-  // nobody arrives.
+  // Waits until the other CTA's warps, which arrive at this CTA's barriers, have received all tiles but the last: no warp arrives
+  // for that one.
   __device__ __forceinline__ void drain(uint32_t shared) const {
     for (int received = max(sent - kTileRing, 0); received < sent - 1; ++received) {
       mbarrier_wait(Shared::tiles_empty(shared) + received % kTileRing * 8, received / kTileRing & 1);
@@ -210,7 +211,7 @@ template <typename Traits> __device__ __forceinline__ Tile receive_tile(uint32_t
   mbarrier_wait(full, ring.parity);
   const Tile tile = Tile::of(load_shared_16(from), load_shared_16(from + 16));
   __syncwarp();
-  // For the last tile nobody waits for arrivals, and CTA 0 may have ended by then.
+  // No warp waits for arrivals for the last tile, and CTA 0 may have ended by then.
   if (threadIdx.x % 32 == 0 && tile.group >= 0) {
     if constexpr (Traits::kClusterSize == 1) mbarrier_arrive(full + kTileRing * 8);
     else mbarrier_arrive_remote(full + kTileRing * 8, 0);

@@ -1,5 +1,5 @@
-// The first product of an expert with its activation. Each kind of epilogue, kActivation and kGlu, is a translation unit, which
-// are compiled side by side.
+// The first GEMM of an expert with its activation. The two kinds of epilogue, kActivation and kGlu, are translation units of
+// their own, which are compiled side by side.
 
 #pragma once
 
