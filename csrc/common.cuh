@@ -4,7 +4,7 @@
 // P padded rows (each expert's rows rounded up to the plan's alignment).
 //
 // A slot is a token's choice: token t's j-th choice is slot t * K + j, and -1 stands for "none". CTA is what CUDA also calls a
-// thread block; the word block is not used for anything else.
+// thread block. The word block occurs only in k-block, a slice of 64 terms of the sums of a GEMM (hopper/).
 
 #pragma once
 

@@ -5,9 +5,9 @@
 // allow it. Sums are kept in fp32 (fp64 for fp64), in slot order, and rounded once; there are no floating-point atomics, so two
 // runs give the same bits. Row and slot numbers fit int32; element offsets are int64.
 //
-// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is kPadding
-// and clears them when its token is done, so no memset precedes the launch, no few CTAs clear at its end, and no warp waits for
-// another. Rows behind the last expert (slot kBehindTheLast) are cleared only where asked.
+// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is
+// kPadding, and clears them when its token is done. So no memset precedes the launch, the clearing is not left to a few CTAs at
+// its end, and no warp waits for another. Rows behind the last expert (slot kBehindTheLast) are cleared only where asked.
 //
 // Maps may be a caller's: a row beyond the last, a slot beyond T * K and a column beyond the scalars' count as none, and a count
 // beyond K counts as K. Whatever maps hold, nothing outside the tensors is read or written.
@@ -100,8 +100,9 @@ template <typename V> __device__ __forceinline__ void store_streaming(V* to, con
   else *to = value;
 }
 
-// One warp's share of the padded rows. All its lanes construct it before they begin with their token, and clear after they have
-// ended with it, so that the share's slots are read while the token is. Meanwhile it keeps nothing but those slots.
+// One warp's share of the padded rows. All its lanes construct it before they begin with their token, so that the loads of the
+// share's slots and of the token overlap, and call clear when they have ended with the token. In between it holds only those
+// slots.
 class PaddingRows {
  public:
   __device__ __forceinline__ PaddingRows(const int* slot_of_row, const LaunchShape& shape) : slot_(find(slot_of_row, shape, 0)) {}

@@ -36,7 +36,6 @@ __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
 
 }  // namespace
 
-// With d = dz[rows of e] @ w2[e].T: what activate_backward makes of it. dots: float32 [F / 64 rounded up, P], to work in.
 void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
                           std::optional<Tensor> weights, int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a,
                           Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {

@@ -17,7 +17,6 @@ void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& arg
 
 }  // namespace
 
-// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is fp32
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace,
                     int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
@@ -36,8 +35,7 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t
   });
 }
 
-// The same with b[r] = tokens[slot_of_row[r] / top_k], or zeros where the slot is negative; in their dtype only. The kernel's a
-// are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
+// The kernel's a are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
 void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel,
                              Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
