@@ -39,8 +39,8 @@ void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_
 void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
-// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32; lanes and what follows are a
-// tuning.router.RouterConfig
+// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32; lanes and what follows
+// are a tuning.router.RouterConfig
 void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores,
            Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
@@ -48,8 +48,8 @@ void route_backward(
     std::optional<Tensor> grad_logsumexp, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
     int64_t slots_per_lane, Tensor grad);
 
-// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row stride,
-// short_row is tuning.permutation.SHORT_ROW
+// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row
+// stride, short_row is tuning.permutation.SHORT_ROW
 void padded_gather(
     Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
     std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, int64_t short_row,
@@ -62,10 +62,10 @@ void padded_scatter_backward(
     std::optional<Tensor> counts, std::optional<Tensor> weights, bool clear_behind, std::optional<Tensor> grad_y,
     std::optional<Tensor> grad_weights);
 
-// peer_slots.cu, peer_pull.cu, peer_push.cu, peer_sum.cu; expert parallelism among ranks that map each other's memory. `peers` and
-// *_peers are int64 on the CPU: the address, in each rank's memory, of the region that is read or written; rows are aligned to 16 bytes
-// there. The tokens of all ranks are numbered rank * capacity + index, and S = ranks * capacity. Z is the number of shards of an
-// expert, `rank` is this rank.
+// peer_slots.cu, peer_pull.cu, peer_push.cu, peer_sum.cu; expert parallelism among ranks that map each other's memory. `peers`
+// and *_peers are int64 on the CPU: the address, in each rank's memory, of the region that is read or written; rows are aligned
+// to 16 bytes there. The tokens of all ranks are numbered rank * capacity + index, and S = ranks * capacity. Z is the number of
+// shards of an expert, `rank` is this rank.
 // ids [T,K] int32 or int64 -> ids_out int32, weights_out float32 [capacity,K]
 void publish_slots(Tensor ids, std::optional<Tensor> weights, Tensor ids_out, std::optional<Tensor> weights_out);
 // -> ids int32 [S,K], counted from first_expert, -1 where they name none of `experts`; weights float32 [S,K]
@@ -124,8 +124,8 @@ void hopper_up_glu(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
     int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h,
     std::optional<Tensor> g);
-// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given where
-// grad_weights is
+// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
+// where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
     int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,

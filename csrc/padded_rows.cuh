@@ -24,8 +24,9 @@
 namespace gbmoe {
 namespace {
 
-// The threads of a CTA, the vectors that a thread has in flight and the slots of a pass are template parameters and launch bounds of
-// these kernels. A launch takes the smallest instance that its call fits in. Choices by shape that were measured are in gbmoe/tuning/.
+// The threads of a CTA, the vectors that a thread has in flight and the slots of a pass are template parameters and launch bounds
+// of these kernels. A launch takes the smallest instance that its call fits in. Choices by shape that were measured are in
+// gbmoe/tuning/.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 // The rows of each token's slots, and where their scalars (weights, probabilities) are. Dense: row [T,K], scalars [T,K]. Ragged

@@ -6,8 +6,8 @@
 namespace gbmoe {
 namespace {
 
-// out[row] = the row of that row's token, read from its owner's memory. With kMany the slots take several passes, during which the
-// token's vectors stay in registers.
+// out[row] = the row of that row's token, read from its owner's memory. With kMany the slots take several passes, during which
+// the token's vectors stay in registers.
 template <int S, int U, bool kMany>
 __global__ void __launch_bounds__(kThreads)
     pull_kernel(const __grid_constant__ Peers peers, const Slots slots, uint4* __restrict__ out_PH, const LaunchShape shape) {

@@ -2,8 +2,8 @@
 //
 // Consumers do not store d. Each hands its rows of a tile, rounded to 16 bits, through its epilogue buffers to these warps, and
 // goes on to the next tile. They read h and g beside them, and store a', dh and dg (the formulas stand in activation_kernels.cu)
-// while the tensor cores work: d itself never leaves the chip. There are buffers for more than a tile, at the price of a stage, so
-// that neither side waits for the other.
+// while the tensor cores work: d itself never leaves the chip. There are buffers for more than a tile, at the price of a stage,
+// so that neither side waits for the other.
 //
 // The router weights' gradients are sums over all columns of a row, of which a patch has 64: each leaves its partial sum, and
 // sum_dots_kernel (down_projection_backward.cu) adds them up in order.
