@@ -149,7 +149,7 @@ class RoutingPlan:
         slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 behind the last expert
         counts_E           rows of each expert, without padding
         offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
-        padded_counts_E    rows of each expert with its padding: the sizes of the grouped products
+        padded_counts_E    rows of each expert with its padding: the sizes of the grouped GEMMs
 
     counts_E is for callers, and no operator reads it: it may be reduced over ranks in place (load statistics) between
     forward and backward. Kernels and autograd read the other tensors, which must not be written to.

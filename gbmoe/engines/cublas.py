@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from gbmoe import extension
-from gbmoe.engines.base import Engine, host_sizes, result_shape
+from gbmoe.engines.base import Engine, host_sizes
+from gbmoe.problem import result_shape
 
 
 class _Cublas(Engine):

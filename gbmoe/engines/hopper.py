@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from gbmoe import extension, kernels
-from gbmoe.engines.base import Engine, GatheredRows, device_sizes, known, result_shape
+from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
+from gbmoe.problem import known, result_shape
 from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gbmoe.engines.base import Engine, host_sizes, result_shape
+from gbmoe.engines.base import Engine, host_sizes
 from gbmoe.kernels import plain_torch
+from gbmoe.problem import result_shape
 
 
 class Reference(Engine):

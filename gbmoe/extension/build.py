@@ -268,7 +268,7 @@ def why_not(nvcc: Nvcc | None, torch: Torch | None) -> str | None:
     if nvcc.version[0] != int(torch.cuda.split(".")[0]):
         return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]} but torch {torch.version} is built for CUDA {torch.cuda}"
     if nvcc.version < (12, 5):
-        return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]}; cuBLAS has grouped products from CUDA 12.5 on"
+        return f"nvcc is {nvcc.version[0]}.{nvcc.version[1]}; cuBLAS has grouped GEMMs from CUDA 12.5 on"
     return None
 
 

@@ -27,12 +27,13 @@ def gather(
     x_TH: torch.Tensor, slots: SlotMap, *, scale: torch.Tensor | None = None, probs: torch.Tensor | None = None,
     drop_zero_probs: bool = False, clear_behind: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """padded_gather without checks and autograd: (out [P,H], probs [P] where given); the CUDA kernel where it is loaded.
+    """padded_gather without checks and autograd: (out [P,H], probs [P] or None); the CUDA kernel where it is loaded.
 
-    With `clear_behind` the rows behind the last expert are zeros; otherwise they are not written.
+    With `clear_behind` the rows behind the last expert are zeros; otherwise they may hold anything.
     """
     if not _kernels_serve(x_TH):
-        return plain_torch.padded_gather(x_TH, slots, scale=scale, probs=probs, drop_zero_probs=drop_zero_probs)
+        out_PH, gathered_P = plain_torch.padded_gather(x_TH, slots, scale=scale, probs=probs, drop_zero_probs=drop_zero_probs)
+        return out_PH, None if probs is None else gathered_P
     out_PH = x_TH.new_empty(slots.num_rows, x_TH.size(1))
     probs_P = None if probs is None else probs.new_empty(slots.num_rows)
     torch.ops.gbmoe_cuda.padded_gather(x_TH.contiguous(), *slots, _contiguous(scale), _contiguous(probs), drop_zero_probs, clear_behind,

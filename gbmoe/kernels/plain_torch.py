@@ -247,14 +247,14 @@ def padded_scatter_backward(
     return grad_y_PH, dots_TK.to(weights.dtype)
 
 
-# -------------------------------------------------------------------------------------------------------- grouped product
+# ----------------------------------------------------------------------------------------------------------- grouped GEMM
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans_b: bool, out: torch.Tensor,
         accumulate: bool = False) -> None:
-    """Write the grouped product to `out`: one matrix product for each group, in at least fp32, rounded once.
+    """Write the grouped GEMM's result to `out`: one matrix product for each group, in at least fp32, rounded once.
 
-    Variable m: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. Variable k (trans_a): a [M,K], b [M,N], out [E,K,N].
+    m-grouped: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. k-grouped (trans_a): a [M,K], b [M,N], out [E,K,N].
     Rows behind the last group are not touched. With `accumulate` the product is added to `out`. Sizes that go beyond the rows are
     cut at the last row, and negative ones count as 0.
     """
@@ -303,11 +303,11 @@ def _identity(x, slope):
     return torch.ones_like(x) if slope else x
 
 
-# The activations that have kernels, in the order of csrc/activation_kernels.cu. Called as f(x, slope): the value, or with slope the
-# derivative.
+# The activations that have kernels, in the order of the enum Activation of csrc/activation_formulas.cuh. Called as f(x, slope): the
+# value, or with slope the derivative.
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu_squared": _relu_squared,
                "identity": _identity}
-ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}  # csrc/activation_formulas.cuh
+ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}
 
 
 def _row_chunks(h_PF: torch.Tensor):

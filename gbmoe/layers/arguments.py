@@ -29,8 +29,8 @@ class Arguments:
     """The arguments of a layer; mirrors megablocks.layers.arguments.Arguments field by field.
 
     Differences: `device` falls back to the CPU, and may be "meta" (with mlp_impl "gbmoe" forward and backward give shapes there);
-    `mlp_impl` is "gbmoe" (the grouped products), "bmm" (every expert padded to the largest, torch.bmm) or "reference" (a plain
-    loop over the experts); `engine` names the engine of the grouped products (gbmoe.engines). fp16 wins over bf16; with both
+    `mlp_impl` is "gbmoe" (the grouped GEMMs), "bmm" (every expert padded to the largest, torch.bmm) or "reference" (a plain
+    loop over the experts); `engine` names the engine of the grouped GEMMs (gbmoe.engines). fp16 wins over bf16; with both
     False parameters have torch's default dtype.
 
     moe_capacity_factor exists for compatibility and has no effect: the layers here drop no token.

@@ -143,7 +143,7 @@ def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
 
 
 class GroupedExperts(ExpertWeights):
-    """mlp_impl='gbmoe': gather, grouped products, weighted scatter; see gbmoe.ops.expert_mlp."""
+    """mlp_impl='gbmoe': gather, grouped GEMMs, weighted scatter; see gbmoe.ops.expert_mlp."""
 
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:

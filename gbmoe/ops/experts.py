@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
-from gbmoe.engines.base import GatheredRows, Problem
+from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.plan import RoutingPlan
+from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
 
 # Modules and functions for which there are kernels; modules with the forward method that the kernels stand for.
@@ -84,7 +85,7 @@ def expert_mlp(
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which may
             hold parameters and may write to its argument. Torch's own functions and modules of those names are recognised and
             take the fused path, unless they have hooks or are altered.
-        engine: the engine of the grouped products; see gbmoe.engines.
+        engine: the engine of the grouped GEMMs; see gbmoe.engines.
         recompute_activation: for callables without a kernel: save the pre-activation and call the activation again in backward
             (True), as torch.utils.checkpoint does, or keep its graph (False). The fused path always recomputes. With True, a callable
             that writes to its argument costs a copy, one more product and one more call. A write that torch does not see (through
@@ -129,7 +130,7 @@ def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engin
 @engines.remembered
 def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> bool:
     """Whether the engine of a layer with `rows` rows and weights [experts,ffn,hidden] reads its sizes on the host."""
-    problems = (Problem(device, dtype, rows, experts, hidden, ffn, variable_k, on_host) for variable_k in (False, True))
+    problems = (Problem(device, dtype, rows, experts, hidden, ffn, k_grouped, on_host) for k_grouped in (False, True))
     return any(engines.select(engine, problem).needs_host_sizes for problem in problems)
 
 

@@ -12,7 +12,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.engines.base import Problem, result_shape
+from gbmoe.problem import Problem, result_shape
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
@@ -29,7 +29,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are allowed.
             If they are on the device, engines that need them on the host wait for it, and the others check them by an assertion on the
             device. Sizes on the host may be rewritten once gmm has returned, sizes on the device only after backward.
-        trans_a: variable k: out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
+        trans_a: k-grouped, out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
         engine: "auto", or one of gbmoe.engines.ENGINES.
         batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups:
             of the engine `hopper`, in one configuration, or ValueError says why not. Not for trans_a, which sums over rows.

@@ -177,7 +177,8 @@ _MEMORIES: dict[tuple[str, torch.device], PeerMemory] = {}
 
 
 def of_group(group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float | None = None) -> PeerMemory:
-    """The memory of a group (None: the default group), made at the first call and shared by all callers."""
+    """The memory of a group (None: the default group), made at the first call and shared by all callers. The first call's timeout holds
+    for all of them."""
     group = _the(group)
     key = (group.group_name, device)
     memory = _MEMORIES.get(key)

@@ -1,4 +1,4 @@
-"""The Hopper engine's fused computations, and its grouped products with every tiling, also at shapes that "auto" gives to other engines."""
+"""The Hopper engine's fused computations, and its grouped GEMMs with every tiling, also at shapes that "auto" gives to other engines."""
 
 import pytest
 import torch

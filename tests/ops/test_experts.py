@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import gbmoe
 from gbmoe import RoutingPlan, engines, kernels
-from gbmoe.engines.base import Problem
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import experts
 from gbmoe.ops.experts import activation_name
+from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from gbmoe.testing.oracle import ACTIVATIONS as CALLABLES
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
