@@ -142,4 +142,12 @@ inline Scalars scalars(const std::optional<Tensor>& tensor) {
     }                                                                                  \
   } while (0)
 
+// The same for the two types of 16 bits, which are what the tensor cores are for.
+#define GBMOE_DISPATCH_16_BIT(dtype, name, ...)                                        \
+  do {                                                                                 \
+    if (dtype == ScalarType::BFloat16) { using T = __nv_bfloat16; __VA_ARGS__; }       \
+    else if (dtype == ScalarType::Half) { using T = __half; __VA_ARGS__; }             \
+    else STD_TORCH_CHECK(false, name, ": expected bfloat16 or float16");               \
+  } while (0)
+
 }  // namespace gbmoe

@@ -57,6 +57,12 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
         " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
         " Tensor(e!)? grad_weights) -> ()");
+  m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
+        " Tensor(a!) out) -> ()");
+  m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
+        " -> ()");
+  m.def("tensor_core_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel,"
+        " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
@@ -95,4 +101,7 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
   m.impl("hopper_up_glu", TORCH_BOX(&gbmoe::hopper_up_glu));
   m.impl("hopper_down_backward", TORCH_BOX(&gbmoe::hopper_down_backward));
+  m.impl("tensor_core_rows", TORCH_BOX(&gbmoe::tensor_core_rows));
+  m.impl("tensor_core_weights", TORCH_BOX(&gbmoe::tensor_core_weights));
+  m.impl("tensor_core_up", TORCH_BOX(&gbmoe::tensor_core_up));
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../common.cuh"
+#include "../group_sizes.cuh"
 
 namespace gbmoe::hopper {
 
@@ -64,18 +65,5 @@ struct Arguments {
   Scalars weights;         // [T,top_k], of at most four bytes each
   float* dots;             // [64 columns each, P]: partial sums of the weights' gradients
 };
-
-// Sizes come from a caller, who may have overwritten them. A size counts as one in [0, P], and a sum of sizes as at most P:
-// groups that would reach beyond the last row end there, and the kernels stay inside of every tensor.
-__device__ __forceinline__ int size_of_group(const Arguments& args, int group) {
-  if (group >= args.groups) return 0;
-  const int64_t size =
-      args.sizes_are_int64 ? static_cast<const int64_t*>(args.sizes)[group] : static_cast<const int32_t*>(args.sizes)[group];
-  return static_cast<int>(min(max(size, int64_t{0}), static_cast<int64_t>(args.rows)));
-}
-// The sum of two numbers of rows that are at most P each.
-__device__ __forceinline__ int add_rows(const Arguments& args, int a, int b) {
-  return static_cast<int>(min(static_cast<uint32_t>(a) + static_cast<uint32_t>(b), static_cast<uint32_t>(args.rows)));
-}
 
 }  // namespace gbmoe::hopper

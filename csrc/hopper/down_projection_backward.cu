@@ -58,7 +58,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   maps.b[0] = tensor_map(w2, box_of_b(static_cast<int>(tile_n)));
   maps.out[0] = tensor_map(h, kBoxOut);
   if (g) maps.out[1] = tensor_map(*g, kBoxOut);
-  GBMOE_DISPATCH_HALF(dz.scalar_type(), "hopper_down_backward", {
+  GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward", {
     if (g) launch_down_backward<T, true>(maps, args, tiling, dz);
     else launch_down_backward<T, false>(maps, args, tiling, dz);
   });

@@ -30,7 +30,7 @@ void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tens
   TensorMaps maps{};
   maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
   maps.out[0] = tensor_map(out, kBoxOut);
-  GBMOE_DISPATCH_HALF(tokens.scalar_type(), "hopper_rows_gathered", {
+  GBMOE_DISPATCH_16_BIT(tokens.scalar_type(), "hopper_rows_gathered", {
     launch<GatheredRowsSettings<T>>(maps, args, {}, tokens);
   });
 }
@@ -63,7 +63,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
     maps.b[1] = tensor_map(*b2, box_b);
   }
   maps.out[0] = tensor_map(out, kBoxOut);
-  GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_rows", {
+  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows", {
     if (trans_b) launch_rows<T, false>(maps, args, tiling, balancing, a);
     else launch_rows<T, true>(maps, args, tiling, balancing, a);
   });

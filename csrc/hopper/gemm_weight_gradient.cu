@@ -29,7 +29,7 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t
   maps.a[0] = tensor_map(a, kBoxContiguousMN);
   maps.b[0] = tensor_map(b, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, kBoxOut);
-  GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights", {
+  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights", {
     if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiling, balancing, a);
     else launch_weights<T, EpilogueKind::kStore>(maps, args, tiling, balancing, a);
   });
@@ -48,7 +48,7 @@ void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_
   TensorMaps maps{};
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are 64 rows of out[e], a warp's 16 rows 32 bytes of each
-  GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights_gathered", {
+  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights_gathered", {
     if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2>>(maps, args, balancing, a);
     else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1>>(maps, args, balancing, a);
     else tiling.refuse("hopper_weights_gathered");

@@ -93,12 +93,4 @@ template <typename Settings> void launch(const TensorMaps& maps, Arguments args,
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, grouped_gemm_kernel<Traits>, maps, args));
 }
 
-// Runs body with T bound to the C++ type of `dtype`, one of those that the tensor cores are used for here.
-#define GBMOE_DISPATCH_HALF(dtype, name, ...)                                              \
-  do {                                                                                     \
-    if (dtype == ScalarType::BFloat16) { using T = __nv_bfloat16; __VA_ARGS__; }           \
-    else if (dtype == ScalarType::Half) { using T = __half; __VA_ARGS__; }                 \
-    else STD_TORCH_CHECK(false, name, ": expected bfloat16 or float16");                   \
-  } while (0)
-
 }  // namespace gbmoe::hopper

@@ -53,7 +53,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
     maps.out[i] = tensor_map(*outputs[i], kBoxOut);
     args.out[i] = outputs[i]->data_ptr();
   }
-  GBMOE_DISPATCH_HALF(x.scalar_type(), "hopper_up", (launch_up_family<T, kKind>(maps, args, tiling, {workspace, {}}, x)));
+  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_up", (launch_up_family<T, kKind>(maps, args, tiling, {workspace, {}}, x)));
 }
 
 }  // namespace gbmoe::hopper

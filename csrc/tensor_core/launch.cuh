@@ -1,0 +1,52 @@
+// Launches an instance of the grouped GEMM. Only these functions know a tile's size as a number; the kernels have it as a type.
+
+#pragma once
+
+#include "../ops.h"
+#include "grouped_gemm.cuh"
+
+namespace gbmoe::tensor_core {
+
+// The fields of tuning.grouped_gemm.TensorCoreConfig, under its names.
+struct Tiling {
+  int64_t tile_m, tile_n, panel;
+};
+
+// `rows` of all groups, `columns` of one output tensor.
+inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, const Tiling& tiling) {
+  Arguments args{};
+  args.sizes = sizes.data_ptr();
+  args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
+  args.groups = static_cast<int>(sizes.numel());
+  args.rows = static_cast<int>(rows);
+  args.size_n = static_cast<int>(columns);
+  args.operand_pairs = 1;
+  args.panel_tiles = static_cast<int>(tiling.panel);
+  return args;
+}
+
+inline void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
+
+// As many CTAs as are at work at the same time.
+template <typename Traits> void launch(const Arguments& args, const Tensor& on) {
+  constexpr auto kernel = grouped_gemm_kernel<Traits>;
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+  const int ctas = multiprocessors(on.get_device_index()) * Traits::kCtasPerMultiprocessor;
+  kernel<<<ctas, Traits::kThreads, Traits::kSharedBytes, current_stream(on)>>>(args);
+  STD_CUDA_CHECK(cudaGetLastError());
+}
+
+// Calls f with an instance of the tile that was asked for, one of `Tiles`.
+template <typename... Tiles, typename F> void with_tile(const char* name, const Tiling& tiling, const F& f) {
+  const bool found = ((tiling.tile_m == Tiles::kTileM && tiling.tile_n == Tiles::kTileN ? (f(Tiles()), true) : false) || ...);
+  STD_TORCH_CHECK(found, name, ": no kernel has tiles of ", tiling.tile_m, " x ", tiling.tile_n);
+}
+
+// Runs body with T bound to the C++ type of `dtype`; float's operands are rounded to TF32.
+#define GBMOE_DISPATCH_TENSOR_CORE(dtype, name, ...)                                       \
+  do {                                                                                     \
+    if (dtype == ScalarType::Float) { using T = float; __VA_ARGS__; }                      \
+    else GBMOE_DISPATCH_16_BIT(dtype, name, __VA_ARGS__);                                  \
+  } while (0)
+
+}  // namespace gbmoe::tensor_core

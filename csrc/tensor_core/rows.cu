@@ -1,0 +1,34 @@
+// m-grouped GEMMs, whose groups are rows of the result: forward, and the gradient of the rows. ops.h has the operator's arguments.
+
+#include "launch.cuh"
+
+namespace gbmoe {
+namespace {
+
+template <typename T, bool kKMajorB> void launch_rows(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
+  using namespace tensor_core;
+  with_tile<WideTile, SquareTile, LowTile>("tensor_core_rows", tiling, [&](auto tile) {
+    launch<GemmTraits<T, T, decltype(tile), true, kKMajorB, false, EpilogueKind::kStore>>(args, on);
+  });
+}
+
+}  // namespace
+
+void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_m,
+                      int64_t tile_n, int64_t panel, Tensor out) {
+  using namespace tensor_core;
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  const Tiling tiling{tile_m, tile_n, panel};
+  Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
+  args.size_k = static_cast<int>(a.size(1));
+  args.operand_pairs = a2 ? 2 : 1;
+  args.a[0] = a.data_ptr(), args.a[1] = pointer(a2);
+  args.b[0] = b.data_ptr(), args.b[1] = pointer(b2);
+  args.out[0] = out.data_ptr();
+  GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_rows", {
+    if (trans_b) launch_rows<T, true>(args, tiling, a);
+    else launch_rows<T, false>(args, tiling, a);
+  });
+}
+
+}  // namespace gbmoe
