@@ -17,12 +17,13 @@ from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
 from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.engines.torch_grouped import TorchGrouped
 from gbmoe.problem import Problem, known
 from gbmoe.tuning import grouped_gemm as tuning
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (
-    Hopper(), HopperBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+    Hopper(), HopperBatchInvariant(), TensorCore(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
 
 
 def names() -> list[str]:
@@ -80,7 +81,7 @@ def forget() -> None:
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name, or an engine that is named and cannot compute it."""
     p = problem  # passed on field by field, because `remembered` looks at each argument
-    return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.k_grouped, p.sizes_on_host)
+    return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.k_grouped, p.sizes_on_host, p.tf32)
 
 
 @remembered
@@ -125,12 +126,12 @@ class _ByProduct(Engine):
 
 def for_experts(engine: str, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor, sizes_E: torch.Tensor) -> Engine:
     """The engine that computes a layer's experts with P = `rows` rows: one for all products, or one that chooses for each product."""
-    return _for_experts(engine, x_TH.device, x_TH.dtype, rows, *w1_EFH.shape, sizes_E.device.type == "cpu")
+    return _for_experts(engine, x_TH.device, x_TH.dtype, rows, *w1_EFH.shape, sizes_E.device.type == "cpu", allows_tf32(x_TH.dtype))
 
 
 @remembered
-def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> Engine:
-    chosen = {select(engine, Problem(device, dtype, rows, experts, *inner_columns, k_grouped, on_host))
+def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host, tf32) -> Engine:
+    chosen = {select(engine, Problem(device, dtype, rows, experts, *inner_columns, k_grouped, on_host, tf32))
               for inner_columns in ((hidden, ffn), (ffn, hidden)) for k_grouped in (False, True)}
     return chosen.pop() if len(chosen) == 1 else _ByProduct(engine)
 

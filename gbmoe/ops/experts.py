@@ -28,7 +28,7 @@ from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.plan import RoutingPlan
-from gbmoe.problem import Problem
+from gbmoe.problem import Problem, allows_tf32
 from gbmoe.slot_map import SlotMap
 
 # Modules and functions for which there are kernels; modules with the forward method that the kernels stand for.
@@ -123,14 +123,15 @@ def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engin
     """The plan's rows per expert: on the host, at the cost of one wait for each plan, if the engine needs them there, or on the device."""
     if x_TH.is_meta:
         return plan.padded_counts_E
-    wanted = wants_host_sizes(engine, x_TH.device, computed_dtype(x_TH), plan.num_rows, *w_EFH.shape, plan.has_host_sizes)
+    dtype = computed_dtype(x_TH)
+    wanted = wants_host_sizes(engine, x_TH.device, dtype, plan.num_rows, *w_EFH.shape, plan.has_host_sizes, allows_tf32(dtype))
     return plan.host_sizes() if wanted else plan.padded_counts_E
 
 
 @engines.remembered
-def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> bool:
+def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host, tf32) -> bool:
     """Whether the engine of a layer with `rows` rows and weights [experts,ffn,hidden] reads its sizes on the host."""
-    problems = (Problem(device, dtype, rows, experts, hidden, ffn, k_grouped, on_host) for k_grouped in (False, True))
+    problems = (Problem(device, dtype, rows, experts, hidden, ffn, k_grouped, on_host, tf32) for k_grouped in (False, True))
     return any(engines.select(engine, problem).needs_host_sizes for problem in problems)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.ops.experts import wants_host_sizes
+from gbmoe.problem import allows_tf32
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions
 from gbmoe.plan import RoutingPlan
@@ -135,7 +136,7 @@ class Arrival:
             numbers = self._on_host.wait(self._spread.group)
         offsets_E1 = numbers[ranks:]
         rows = self._rows(int(offsets_E1[-1]))
-        on_host = wants_host_sizes(engine, self._x_TH.device, self._x_TH.dtype, rows, *w1_EFH.shape, False)
+        on_host = wants_host_sizes(engine, self._x_TH.device, self._x_TH.dtype, rows, *w1_EFH.shape, False, allows_tf32(self._x_TH.dtype))
         return self._arrived(rows, offsets_E1.diff().long() if on_host else self._plan.padded_counts_E)
 
     def _rows(self, needed: int) -> int:

@@ -267,3 +267,52 @@ def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> Experts
         gather_weight_gradient=reachable and ffn <= 512,
         fuse_activation_gradient=hidden >= 1536,
     )
+
+
+# ------------------------------------------------------------------------------------------- tiles of the tensor_core engine
+#
+# Not measured yet: these choices follow from what a tile reads and from how many tiles there are.
+
+
+@dataclass(frozen=True)
+class TensorCoreConfig:
+    """How one grouped GEMM of the tensor_core engine is divided; the launches take these fields by name.
+
+    Attributes:
+        tile_m, tile_n: the size of a CTA's tile; csrc/tensor_core/traits.cuh names those that there are.
+        panel: the most tiles along M that are walked before the next tile along N.
+    """
+    tile_m: int
+    tile_n: int
+    panel: int = 16
+
+
+TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW = TensorCoreConfig(128, 256), TensorCoreConfig(128, 128), TensorCoreConfig(64, 128)
+# Fewer wide tiles than this leave many of a large GPU's multiprocessors without one in the last wave.
+_FEWEST_WIDE_TILES = 512
+
+
+def _tensor_core_tile(tiles_m: float, columns: int) -> TensorCoreConfig:
+    """Wide tiles, which read a quarter less of their operands for each term, where there are many and the last one is not half empty."""
+    fits = columns % WIDE == 0 or columns % WIDE > WIDE // 2
+    return TENSOR_CORE_WIDE if fits and tiles_m * _ceil_div(columns, WIDE) >= _FEWEST_WIDE_TILES else TENSOR_CORE_SQUARE
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_core_rows_gemm(rows: int, groups: int, columns: int) -> TensorCoreConfig:
+    """The configuration of out[rows of e] = a[rows of e] @ b[e]: low tiles where groups have at most 64 rows on average."""
+    if rows <= 64 * groups:
+        return TENSOR_CORE_LOW
+    return _tensor_core_tile(rows / TILE_M, columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_core_up_gemm(rows: int, groups: int, columns: int) -> TensorCoreConfig:
+    """The configuration of an expert's first GEMM with its activation; `columns` counts both matrices of a GLU. No square tiles."""
+    return TENSOR_CORE_LOW if rows <= 64 * groups else TENSOR_CORE_WIDE
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_core_weight_gradient_gemm(groups: int, features: int, columns: int) -> TensorCoreConfig:
+    """The configuration of out[e] = a[rows of e].T @ b[rows of e], [features,columns] for each group."""
+    return replace(_tensor_core_tile(groups * _ceil_div(features, TILE_M), columns), panel=8)

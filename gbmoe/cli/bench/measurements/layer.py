@@ -31,7 +31,7 @@ from gbmoe.cli.bench.measurements.base import (
 )
 from gbmoe.cli.bench.peers.base import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
-from gbmoe.problem import Problem
+from gbmoe.problem import Problem, allows_tf32
 from gbmoe.testing import accuracy, oracle
 from gbmoe.testing.exact_inputs import generator
 from gbmoe.testing.moe_shapes import MoeCase
@@ -251,7 +251,7 @@ class _GraphedLayer(LayerSubject):
 
 def _refuse_host_sizes(measurement, device, dtype) -> None:
     case = measurement.case
-    problem = Problem(device, dtype, case.slots, case.experts, case.hidden, case.ffn, False)
+    problem = Problem(device, dtype, case.slots, case.experts, case.hidden, case.ffn, False, tf32=allows_tf32(dtype))
     chosen = engines.select(measurement.engine, problem)
     if chosen.needs_host_sizes:
         raise Refusal(f"engine {chosen.name} reads the group sizes on the host")
