@@ -592,7 +592,12 @@ def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1])
     scatter = experts.scatter
-    monkeypatch.setattr(experts, "scatter", lambda *args: alive.extend(r() is not None for r in preactivations) or scatter(*args))
+
+    def watching(*args, **named):
+        alive.extend(preactivation() is not None for preactivation in preactivations)
+        return scatter(*args, **named)
+
+    monkeypatch.setattr(experts, "scatter", watching)
     torch.autograd.grad(out, leaves, grad, retain_graph=retain)
     assert alive == [retain, retain]
 
