@@ -84,8 +84,8 @@ template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAnd
   }
 }
 
-// The same of several numbers by the hardware's approximations, side by side. The slope is arranged around the value, which is
-// needed anyhow: fewer instructions than in activation_at, and another rounding.
+// The same for several numbers side by side, by the hardware's approximations. The slope is computed from the value, which is
+// needed anyway. That takes fewer instructions than in activation_at, and rounds differently.
 template <int kKind, int N> __device__ __forceinline__ void activations_at(const float (&x)[N], ValueAndSlope<float> (&result)[N]) {
   if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     float s[N];

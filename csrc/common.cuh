@@ -4,7 +4,7 @@
 // P padded rows (each expert's rows rounded up to the plan's alignment).
 //
 // A slot is a token's choice: token t's j-th choice is slot t * K + j, and -1 stands for "none". CTA is what CUDA also calls a
-// thread block; the word block is not used for anything else.
+// thread block. The word block occurs only in k-block, a slice of 64 terms of the sums of a GEMM (hopper/).
 
 #pragma once
 
@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 
 namespace gbmoe {
 
@@ -53,7 +54,13 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// In the type that a and b have in common, so that 32 bits stay 32 bits on the device.
+template <typename A, typename B> __host__ __device__ constexpr std::common_type_t<A, B> ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+
+// The values of slot_of_row for rows without a slot: an expert's padding, and rows behind the last expert (as in plain_torch.py).
+constexpr int kPadding = -1, kBehindTheLast = -2;
 
 constexpr unsigned kFullWarp = 0xffffffffu;  // the mask of all lanes of a warp, for shuffles and votes
 

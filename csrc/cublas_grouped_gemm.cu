@@ -149,19 +149,17 @@ Factor factor(double value, cublasComputeType_t compute) {
 
 constexpr int kPointersPerLaunch = 128;
 
-struct OffsetChunk {
-  int64_t left[kPointersPerLaunch], right[kPointersPerLaunch], out[kPointersPerLaunch];
-};
+struct LaunchOffsets { int64_t left[kPointersPerLaunch], right[kPointersPerLaunch], out[kPointersPerLaunch]; };
 
 // Kernel parameters carry the offsets, so no host buffer has to outlive the call and a captured graph holds its own copy.
 __global__ void write_pointers(
-    const __grid_constant__ OffsetChunk chunk, int count, const char* left, const char* right, char* out,
+    const __grid_constant__ LaunchOffsets offsets, int count, const char* left, const char* right, char* out,
     const void** left_pointers, const void** right_pointers, void** out_pointers) {
   const int i = threadIdx.x;
   if (i >= count) return;
-  left_pointers[i] = left + chunk.left[i];
-  right_pointers[i] = right + chunk.right[i];
-  out_pointers[i] = out + chunk.out[i];
+  left_pointers[i] = left + offsets.left[i];
+  right_pointers[i] = right + offsets.right[i];
+  out_pointers[i] = out + offsets.out[i];
 }
 
 // The three base addresses of a call.
@@ -235,16 +233,16 @@ void cublas_grouped(
   const void** right_pointers = left_pointers + count;
   void** out_pointers = const_cast<void**>(right_pointers + count);
   for (int64_t first = 0; first < count; first += kPointersPerLaunch) {
-    const int chunk_size = static_cast<int>(std::min<int64_t>(kPointersPerLaunch, count - first));
-    OffsetChunk chunk;
-    for (int i = 0; i < chunk_size; ++i) {
+    const int in_launch = static_cast<int>(std::min<int64_t>(kPointersPerLaunch, count - first));
+    LaunchOffsets offsets;
+    for (int i = 0; i < in_launch; ++i) {
       const Gemm& gemm = gemms[first + i];
-      chunk.left[i] = gemm.left;
-      chunk.right[i] = gemm.right;
-      chunk.out[i] = gemm.out;
+      offsets.left[i] = gemm.left;
+      offsets.right[i] = gemm.right;
+      offsets.out[i] = gemm.out;
     }
     write_pointers<<<1, kPointersPerLaunch, 0, stream>>>(
-        chunk, chunk_size, at.left, at.right, at.out, left_pointers + first, right_pointers + first, out_pointers + first);
+        offsets, in_launch, at.left, at.right, at.out, left_pointers + first, right_pointers + first, out_pointers + first);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 

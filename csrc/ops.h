@@ -39,8 +39,8 @@ void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_
 void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
-// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32; lanes and what follows are a
-// tuning.router.RouterConfig
+// router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32; lanes and what follows
+// are a tuning.router.RouterConfig
 void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores,
            Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
@@ -48,8 +48,8 @@ void route_backward(
     std::optional<Tensor> grad_logsumexp, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
     int64_t slots_per_lane, Tensor grad);
 
-// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row stride,
-// short_row is tuning.permutation.SHORT_ROW
+// padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row
+// stride, short_row is tuning.permutation.SHORT_ROW
 void padded_gather(
     Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
     std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, int64_t short_row,
@@ -62,9 +62,10 @@ void padded_scatter_backward(
     std::optional<Tensor> counts, std::optional<Tensor> weights, bool clear_behind, std::optional<Tensor> grad_y,
     std::optional<Tensor> grad_weights);
 
-// peer_slots.cu, peer_pull.cu, peer_push.cu, peer_sum.cu; expert parallelism among ranks that map each other's memory. `peers` and
-// *_peers are int64 on the CPU: the address, in each rank's memory, of the region that is read or written; rows are aligned to 16 bytes
-// there. The tokens of all ranks are numbered rank * capacity + index; S = ranks * capacity of them, Z shards of an expert; `rank` is this rank.
+// peer_slots.cu, peer_pull.cu, peer_push.cu, peer_sum.cu; expert parallelism among ranks that map each other's memory. `peers`
+// and *_peers are int64 on the CPU: the address, in each rank's memory, of the region that is read or written; rows are aligned
+// to 16 bytes there. The tokens of all ranks are numbered rank * capacity + index, and S = ranks * capacity. Z is the number of
+// shards of an expert, `rank` is this rank.
 // ids [T,K] int32 or int64 -> ids_out int32, weights_out float32 [capacity,K]
 void publish_slots(Tensor ids, std::optional<Tensor> weights, Tensor ids_out, std::optional<Tensor> weights_out);
 // -> ids int32 [S,K], counted from first_expert, -1 where they name none of `experts`; weights float32 [S,K]
@@ -91,26 +92,31 @@ void activate_backward(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
     Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights);
 
-// hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_n,
-// cluster_m, cluster_n, panel, even_panels and min_k_blocks, split_cost, most_splits, even are gbmoe/tuning/grouped_gemm.py's.
+// hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device.
+// tile_n, cluster_m, cluster_n, panel and even_panels are fields of tuning.grouped_gemm.GemmConfig; min_k_blocks, split_cost,
+// most_splits and even are min_k_blocks, cost, most and even of its SplitConfig.
 bool hopper_built();
-// Bytes of a workspace, which may hold anything. `splits_per_sm`, 0 to 4: for how many partial sums of a tile there is room, for
-// every multiprocessor. A workspace with room for partial sums balances a GEMM; with none its tiles are counted in it.
+// The bytes of a workspace, which may hold anything before it is used. `splits_per_sm`, 0 to 4: the number of tiles' partial sums
+// that it has room for, for each multiprocessor; with 0 no sum is split, and clusters only take their tiles from its counter.
 int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm);
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_n, int64_t cluster_m,
     int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits,
     Tensor out);
+// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32
 void hopper_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks,
     int64_t split_cost, int64_t most_splits, double even, Tensor out);
-// With a (of rows), or b (of weights), gathered: row r is that of token slot_of_row[r] / top_k, or zeros
+// hopper_rows with b [E,N,K] and a[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot
 void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out);
+// hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only
 void hopper_weights_gathered(
     Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel, Tensor workspace,
     int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out);
-// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; no use is made of
-// cluster_n and the workspace then.
+// h = x @ w1[e].T and a = act(h), or with g = x @ v1[e].T a = act(h) * g; h and g are written if they are given, both or neither.
+// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; cluster_n and
+// the workspace are not used then.
 void hopper_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, int64_t cluster_n,
     int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
@@ -118,8 +124,8 @@ void hopper_up_glu(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
     int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h,
     std::optional<Tensor> g);
-// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given where
-// grad_weights is
+// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
+// where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
     int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,

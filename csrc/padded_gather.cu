@@ -48,7 +48,7 @@ struct GatherScalars {
 template <typename Step, int S, int U, bool kProbs>
 __global__ void __launch_bounds__(kThreads) gather_kernel(
     const typename Step::Vec* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row,
-    const GatherScalars scalars, typename Step::Vec* __restrict__ out_PH, const Shape shape) {
+    const GatherScalars scalars, typename Step::Vec* __restrict__ out_PH, const LaunchShape shape) {
   using V = typename Step::Vec;
   constexpr bool kAhead = S > 1 && !kProbs;
   const PaddingRows padding(slot_of_row, shape);
@@ -134,7 +134,7 @@ void padded_gather(
     constexpr int S = decltype(slots_per_pass)::value;
     const auto start = [&](auto vectors_per_thread, int token_threads) {
       constexpr int U = decltype(vectors_per_thread)::value;
-      const Shape shape = make_shape(tokens, slots.most, rows, vectors, token_threads, clear_behind);
+      const LaunchShape shape = make_launch_shape(tokens, slots.most, rows, vectors, token_threads, clear_behind);
       if (shape.ctas == 0) return;
       const auto kernel = probs ? gather_kernel<Step, S, U, true> : gather_kernel<Step, S, U, false>;
       kernel<<<shape.ctas, shape.threads, 0, current_stream(x)>>>(

@@ -5,9 +5,9 @@
 // allow it. Sums are kept in fp32 (fp64 for fp64), in slot order, and rounded once; there are no floating-point atomics, so two
 // runs give the same bits. Row and slot numbers fit int32; element offsets are int64.
 //
-// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is -1
-// and clears them when its token is done, so no memset precedes the launch, no few CTAs clear at its end, and no warp waits for
-// another. Rows behind the last expert (slot -2) are cleared only where asked.
+// The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is
+// kPadding, and clears them when its token is done. So no memset precedes the launch, the clearing is not left to a few CTAs at
+// its end, and no warp waits for another. Rows behind the last expert (slot kBehindTheLast) are cleared only where asked.
 //
 // Maps may be a caller's: a row beyond the last, a slot beyond T * K and a column beyond the scalars' count as none, and a count
 // beyond K counts as K. Whatever maps hold, nothing outside the tensors is read or written.
@@ -24,10 +24,10 @@
 namespace gbmoe {
 namespace {
 
-// The threads of a CTA, the vectors that a thread has in flight and the slots of a pass are template parameters and launch bounds of
-// these kernels. A launch takes the smallest instance that its call fits in. Choices by shape that were measured are in gbmoe/tuning/.
+// The threads of a CTA, the vectors that a thread has in flight and the slots of a pass are template parameters and launch bounds
+// of these kernels. A launch takes the smallest instance that its call fits in. Choices by shape that were measured are in
+// gbmoe/tuning/.
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBehindTheLast = -2;
 
 // The rows of each token's slots, and where their scalars (weights, probabilities) are. Dense: row [T,K], scalars [T,K]. Ragged
 // (a map made from a mask): the first count[t] entries of row and column are in use, and slot j's scalar sits in column[t,j] of
@@ -54,7 +54,7 @@ struct Slots {
 };
 
 // How one launch divides its work: token_threads threads own one token, and each warp owns a share of the padded rows.
-struct Shape {
+struct LaunchShape {
   int64_t tokens, rows;
   int vectors;          // in one row of H elements
   int token_threads;    // threads that own one token: a multiple of 32, at most kThreads
@@ -69,7 +69,7 @@ struct Shape {
   }
 };
 
-inline Shape make_shape(
+inline LaunchShape make_launch_shape(
     int64_t tokens, int slots_per_token, int64_t rows, int64_t vectors, int token_threads, bool clear_behind) {
   const int tokens_per_cta = kThreads / token_threads, threads = tokens_per_cta * token_threads, warps = threads / 32;
   const int64_t ctas = std::max<int64_t>(ceil_div(tokens, tokens_per_cta), rows > 0 ? 1 : 0);
@@ -101,15 +101,16 @@ template <typename V> __device__ __forceinline__ void store_streaming(V* to, con
   else *to = value;
 }
 
-// One warp's share of the padded rows. All its lanes construct it before they begin with their token, and clear after they have
-// ended with it, so that the share's slots are read while the token is. Meanwhile it keeps nothing but those slots.
+// One warp's share of the padded rows. All its lanes construct it before they begin with their token, so that the loads of the
+// share's slots and of the token overlap, and call clear when they have ended with the token. In between it holds only those
+// slots.
 class PaddingRows {
  public:
-  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const Shape& shape) : slot_(find(slot_of_row, shape, 0)) {}
+  __device__ __forceinline__ PaddingRows(const int* slot_of_row, const LaunchShape& shape) : slot_(find(slot_of_row, shape, 0)) {}
 
   // Clears the share's padding, and calls also(row), in one lane, for every row that it clears.
   template <typename V, typename F>
-  __device__ __forceinline__ void clear(V* rows_PH, const int* slot_of_row, const Shape& shape, const F& also) const {
+  __device__ __forceinline__ void clear(V* rows_PH, const int* slot_of_row, const LaunchShape& shape, const F& also) const {
     for (int base = 0; base < shape.rows_per_warp; base += 32) {
       const int slot = base == 0 ? slot_ : find(slot_of_row, shape, base);
       const bool own = slot == kBehindTheLast ? shape.clear_behind : static_cast<unsigned>(slot) >= shape.slots;
@@ -123,11 +124,11 @@ class PaddingRows {
   }
 
  private:
-  static __device__ __forceinline__ int64_t first(const Shape& shape) {
+  static __device__ __forceinline__ int64_t first(const LaunchShape& shape) {
     return (static_cast<int64_t>(blockIdx.x) * (shape.threads / 32) + threadIdx.x / 32) * shape.rows_per_warp;
   }
   // The slot of this lane's row from `base` on; 0, which stands for a row not to be cleared, where the share or the rows end.
-  static __device__ __forceinline__ int find(const int* slot_of_row, const Shape& shape, int base) {
+  static __device__ __forceinline__ int find(const int* slot_of_row, const LaunchShape& shape, int base) {
     const int i = base + threadIdx.x % 32;
     return i < shape.rows_per_warp && first(shape) + i < shape.rows ? slot_of_row[first(shape) + i] : 0;
   }

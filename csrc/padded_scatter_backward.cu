@@ -10,8 +10,8 @@ namespace {
 template <typename T, int N, int S, bool kDots>
 __global__ void __launch_bounds__(kThreads) scatter_backward_kernel(
     const Vector<T, N>* __restrict__ grad_TH, const Vector<T, N>* __restrict__ y_PH, const Slots slots,
-    const int* __restrict__ slot_of_row, const Scalars weights, Vector<T, N>* __restrict__ grad_y_PH,
-    const Scalars grad_weights, const Shape shape) {
+    const int* __restrict__ slot_of_row, const Scalars weights, Vector<T, N>* __restrict__ grad_y_PH, const Scalars grad_weights,
+    const LaunchShape shape) {
   using A = accumulate_t<T>;
   constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
   const PaddingRows padding(slot_of_row, shape);
@@ -110,7 +110,7 @@ void padded_scatter_backward(
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&grad, y_data, grad_y_data});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
       using V = Vector<T, N>;
-      const Shape shape = make_shape(tokens, slots.most, rows, hidden / N, few_threads(hidden / N), clear_behind);
+      const LaunchShape shape = make_launch_shape(tokens, slots.most, rows, hidden / N, few_threads(hidden / N), clear_behind);
       const auto kernel = y ? scatter_backward_kernel<T, N, S, true> : scatter_backward_kernel<T, N, S, false>;
       kernel<<<shape.ctas, shape.threads, 0, current_stream(grad)>>>(
           data<V>(grad), data<V>(y), slots, data<const int>(slot_of_row), scalars(weights),

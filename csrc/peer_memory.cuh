@@ -1,13 +1,13 @@
-// What the peer_*.cu kernels share, which move rows over the links between GPUs: they pull rows from the memory of the ranks that own
-// the tokens, and push sums back into it.
+// What the peer_*.cu kernels share, which move rows over the links between GPUs: they pull rows from the memory of the ranks that
+// own the tokens, and push sums back into it.
 //
-// The ranks of an expert-parallel group map each other's memory. The tokens of all ranks have one numbering, rank * capacity + index,
-// with room for `capacity` tokens a rank. A plan takes all of them to this rank's experts, and says which rows they have here. A row
-// crosses a link once for each rank that needs it, whatever the number of its slots there. CTAs visit the ranks' tokens in turns, this
-// rank's own tokens among them, so that links and device memory are busy at the same time.
+// The ranks of an expert-parallel group map each other's memory. The tokens of all ranks have one numbering, rank * capacity +
+// index, with room for `capacity` tokens a rank. A plan takes all of them to this rank's experts, and says which rows they have
+// here. A row crosses a link once for each rank that needs it, whatever the number of its slots there. CTAs visit the ranks'
+// tokens in turns, this rank's own tokens among them, so that links and device memory are busy at the same time.
 //
-// The kernels do not synchronise ranks: the caller puts a barrier between one rank's write and another's read. All of them are bound by
-// memory and links: a pull moves each row that is needed once over a link, and writes it to the rows of its slots.
+// The kernels do not synchronise ranks: the caller puts a barrier between one rank's write and another's read. All of them are
+// bound by memory and links: a pull moves each row that is needed once over a link, and writes it to the rows of its slots.
 
 #pragma once
 

@@ -6,12 +6,12 @@
 namespace gbmoe {
 namespace {
 
-// out[row] = the row of that row's token, read from its owner's memory. With kMany the slots take several passes, during which the
-// token's vectors stay in registers.
+// out[row] = the row of that row's token, read from its owner's memory. With kMany the slots take several passes, during which
+// the token's vectors stay in registers.
 template <int S, int U, bool kMany>
-__global__ void __launch_bounds__(kThreads) pull_kernel(
-    const __grid_constant__ Peers peers, const Slots slots, uint4* __restrict__ out_PH, const Shape shape) {
-  using Slice = Pass<float, S, false>;
+__global__ void __launch_bounds__(kThreads)
+    pull_kernel(const __grid_constant__ Peers peers, const Slots slots, uint4* __restrict__ out_PH, const LaunchShape shape) {
+  using UnweightedPass = Pass<float, S, false>;
   if (const int64_t i = shape.own_token(); i < shape.tokens) {
     const Visited from(peers, i);
     const int thread = threadIdx.x % shape.token_threads;  // of those that own the token
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(
         store(v, value);
       }
     };
-    const auto put = [&](const Slice& pass, int v, const uint4 (&value)[U]) {
+    const auto put = [&](const UnweightedPass& pass, int v, const uint4(&value)[U]) {
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         const int at = v + u * shape.token_threads;
@@ -35,14 +35,16 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(
         }
       }
     };
-    const Slice first(slots, {}, from.token, 0, slots.most, shape.vectors);
+    const UnweightedPass first(slots, {}, from.token, 0, slots.most, shape.vectors);
     if constexpr (kMany) {
       unsigned exists = first.exists;
-      for (int base = S; base < slots.most; base += S) exists |= Slice(slots, {}, from.token, base, slots.most, shape.vectors).exists;
+      for (int base = S; base < slots.most; base += S) {
+        exists |= UnweightedPass(slots, {}, from.token, base, slots.most, shape.vectors).exists;
+      }
       if (exists) {
         copy([&](int v, const uint4 (&value)[U]) {
           for (int base = 0; base < slots.most; base += S) {
-            put(Slice(slots, {}, from.token, base, slots.most, shape.vectors), v, value);
+            put(UnweightedPass(slots, {}, from.token, base, slots.most, shape.vectors), v, value);
           }
         });
       }
@@ -62,7 +64,7 @@ void pull_rows(Tensor peers, int64_t rank, Tensor row_of_slot, Tensor out) {
   const Peers from = make_peers(peers, rank, tokens / peers.numel());
   const auto launch = [&](auto kernel) {
     const int64_t warps = std::clamp<int64_t>(ceil_div(vectors, 32 * 4), 1, kWarps);
-    const Shape shape = make_shape(tokens, slots.most, 0, vectors, 32 * static_cast<int>(warps), false);
+    const LaunchShape shape = make_launch_shape(tokens, slots.most, 0, vectors, 32 * static_cast<int>(warps), false);
     kernel<<<shape.ctas, shape.threads, 0, current_stream(out)>>>(from, slots, data<uint4>(out), shape);
   };
   if (slots.most <= 1) launch(pull_kernel<1, 4, false>);

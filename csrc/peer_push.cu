@@ -1,4 +1,5 @@
-// Sums, rows and scalars pushed into the memory of the ranks that own the tokens, where peer_sum.cu adds them up. See peer_memory.cuh.
+// Sums, rows and scalars pushed into the memory of the ranks that own the tokens. There peer_sum.cu adds them up. See
+// peer_memory.cuh.
 
 #include "ops.h"
 #include "peer_memory.cuh"
@@ -7,17 +8,17 @@
 namespace gbmoe {
 namespace {
 
-// Writes the weighted sum of a token's rows here to [this rank, index of the token] of the owner's [ranks, capacity, H]; writes nothing
-// for a token without rows.
+// Writes the weighted sum of a token's rows here to [this rank, index of the token] of the owner's [ranks, capacity, H]; writes
+// nothing for a token without rows.
 template <typename T, int N, int S, bool kMany>
 __global__ void __launch_bounds__(kThreads) push_sums_kernel(
     const Vector<T, N>* __restrict__ y_PH, const Slots slots, const Scalars weights, const __grid_constant__ Peers peers,
-    const Shape shape) {
+    const LaunchShape shape) {
   const int64_t i = shape.own_token();
   if (i >= shape.tokens) return;
   const Visited to(peers, i);
-  // Tokens are skipped only if none of their slots has a row number. If a token's only rows lie beyond the bound and were dropped, its
-  // sum is zero and is pushed, because the owner adds whatever lies in the place of this rank's sum.
+  // Tokens are skipped only if none of their slots has a row number. If a token's only rows lie beyond the bound and were
+  // dropped, its sum is zero and is pushed, because the owner adds whatever lies in the place of this rank's sum.
   bool any = false;
   for (int slot = threadIdx.x % 32; slot < slots.most; slot += 32) any = any || slots.row[to.token * slots.row_stride + slot] >= 0;
   if (!__any_sync(kFullWarp, any)) return;
@@ -37,8 +38,8 @@ __global__ void __launch_bounds__(kThreads) push_slots_kernel(
   for (int v = threadIdx.x % 32; v < vectors; v += 32) out[v] = __ldcs(y_PH + row * vectors + v);
 }
 
-// Writes the scalar of each slot of this rank's experts to [this rank's shard, index, slot] of the owner's [shards, capacity, K]; 0 if
-// the slot's row lies beyond the bound of rows.
+// Writes the scalar of each slot of this rank's experts to [this rank's shard, index, slot] of the owner's [shards, capacity, K];
+// 0 if the slot's row lies beyond the bound of rows.
 __global__ void __launch_bounds__(kThreads) push_scalars_kernel(
     const float* __restrict__ scalars_SK, const int* __restrict__ row_of_slot, const __grid_constant__ Peers peers, int64_t slots_of_rank,
     int shard, int64_t rows) {
@@ -61,7 +62,7 @@ void push_row_sums(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, 
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "push_row_sums", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
-      const Shape shape = make_shape(tokens, slots.most, 0, hidden / N, few_threads(hidden / N), false);
+      const LaunchShape shape = make_launch_shape(tokens, slots.most, 0, hidden / N, few_threads(hidden / N), false);
       const auto kernel = slots.most > S ? push_sums_kernel<T, N, S, true> : push_sums_kernel<T, N, S, false>;
       kernel<<<shape.ctas, shape.threads, 0, current_stream(y)>>>(data<Vector<T, N>>(y), slots, scalars(weights), to, shape);
     });

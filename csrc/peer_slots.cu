@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kThreads) publish_slots_kernel(
   if (weights_CK && slot < slots) weights_CK[slot] = static_cast<float>(weights.read(slot));
 }
 
-// Reads the ids and weights of all ranks. Ids are counted from this rank's first expert; those of other ranks' experts become kNoExpert.
+// Reads the ids and weights of all ranks. Ids are counted from this rank's first expert; those of other ranks' experts become
+// kNoExpert.
 __global__ void __launch_bounds__(kThreads) collect_slots_kernel(
     const __grid_constant__ Peers id_peers, const __grid_constant__ Peers weight_peers, int64_t slots_of_rank, int first_expert,
     int experts, int* __restrict__ ids_SK, float* __restrict__ weights_SK) {

@@ -30,7 +30,7 @@ Holders make_holders(int64_t ranks, int64_t experts, int64_t experts_per_rank) {
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) sum_ranks_kernel(
     const Vector<T, N>* __restrict__ pushed_WCH, const int64_t* __restrict__ ids_TK, int top_k, const Holders holders,
-    int64_t capacity, Vector<T, N>* __restrict__ out_TH, const Shape shape) {
+    int64_t capacity, Vector<T, N>* __restrict__ out_TH, const LaunchShape shape) {
   constexpr int kTogether = 4;
   const int64_t token = shape.own_token();
   if (token >= shape.tokens) return;
@@ -88,7 +88,7 @@ void sum_pushed_rows(Tensor pushed, Tensor ids, int64_t experts, int64_t experts
   GBMOE_DISPATCH_FLOATING(out.scalar_type(), "sum_pushed_rows", {
     const auto launch = [&](auto vector_length) {
       constexpr int N = decltype(vector_length)::value;
-      const Shape shape = make_shape(tokens, 1, 0, hidden / N, few_threads(hidden / N), false);
+      const LaunchShape shape = make_launch_shape(tokens, 1, 0, hidden / N, few_threads(hidden / N), false);
       sum_ranks_kernel<T, N><<<shape.ctas, shape.threads, 0, current_stream(out)>>>(
           data<const Vector<T, N>>(pushed), data<const int64_t>(ids), static_cast<int>(ids.size(1)), holders, capacity,
           data<Vector<T, N>>(out), shape);

@@ -1,8 +1,9 @@
-// The router's kernels, as tables of what is compiled: how a token is laid out over lanes (router_rows.cuh), and for how many slots.
+// The router's kernels, as tables of what is compiled: how a token is laid out over lanes (router_rows.cuh), and for how many
+// slots.
 //
-// gbmoe/tuning/router.py chooses one of them for each call; nothing is chosen here, only that the choice has a kernel, and serves
-// the call, is seen to. With fewer lanes each sorts more numbers, with more lanes they exchange more. A number of experts that vectors
-// do not divide has kernels of its own, with shorter vectors or none.
+// gbmoe/tuning/router.py chooses one of them for each call. Nothing is chosen here; launches only check that the choice has a
+// kernel, and that it serves the call. With fewer lanes each sorts more numbers, with more lanes they exchange more. A number of
+// experts that is not a multiple of the vectors' length has kernels of its own, with shorter vectors or none.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // What the router's kernels share: rows of E numbers in the registers of a lane group, sums over a lane group, norms.
 //
 // A lane group is G lanes, 2, 4, 8, 16 or a whole warp. It owns one token and keeps its E numbers in registers, N per lane in
-// vectors of V: lane l has the experts [(c * G + l) * V, ... + V) of every chunk c, so that loads and stores are coalesced and
+// vectors of V: lane l has the experts [(c * G + l) * V, ... + V) for c = 0, 1, ..., so that loads and stores are coalesced and
 // vectorised.
 //
 // Legend of template parameters: T type of the logits, S type of the scores and weights; G lanes per token, N numbers per lane, V

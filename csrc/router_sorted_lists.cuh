@@ -118,8 +118,8 @@ __device__ __forceinline__ void list_own(const uint32_t (&order)[W], uint32_t co
   }
 }
 
-// How many of its own keys a lane lists where `places` are shared by `lanes`: so many times its share that it rarely has more
-// of the highest (the larger the share, the less that number varies). With 4 or fewer places there is nothing to save.
+// How many of its own keys a lane lists where `places` are shared by `lanes`: a multiple of its share, so that it rarely has more
+// of the highest keys than it lists (the larger the share, the less that number varies). With 4 or fewer places nothing is saved.
 constexpr int listed(int lanes, int places) {
   const int share = places / lanes, enough = share >= 8 ? 2 * share : share > 0 ? 4 * share : 4;
   return places < 8 || enough > places ? places : enough;

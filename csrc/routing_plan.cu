@@ -80,10 +80,12 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slo
 
   // What no slot writes: padding, the rows behind the last expert, and the tables. Divided over the CTAs.
   for (int e = here; e < E; e += chunks) {
-    for (int row = offsets[e] + rows.total_E[e] + threadIdx.x; row < offsets[e + 1]; row += kThreads) out.slot_of_row[row] = -1;
+    for (int row = offsets[e] + rows.total_E[e] + threadIdx.x; row < offsets[e + 1]; row += kThreads) {
+      out.slot_of_row[row] = kPadding;
+    }
   }
   const int64_t thread = static_cast<int64_t>(here) * kThreads + threadIdx.x, threads = static_cast<int64_t>(chunks) * kThreads;
-  for (int64_t row = offsets[E] + thread; row < out.rows; row += threads) out.slot_of_row[row] = -2;
+  for (int64_t row = offsets[E] + thread; row < out.rows; row += threads) out.slot_of_row[row] = kBehindTheLast;
   if (here == 0) {
     for (int e = threadIdx.x; e < E; e += kThreads) {
       out.counts_E[e] = rows.total_E[e];

@@ -1,5 +1,5 @@
-// Row maps, which send a token to any number of experts. They are made from a mask [T,E] by the counting sort of counting_sort.cuh, and
-// turned into the maps that the gather and the scatter read.
+// Row maps, which send a token to any number of experts. They are made from a mask [T,E] by the counting sort of
+// counting_sort.cuh, and turned into the maps that the gather and the scatter read.
 //
 // The mask's tokens are divided into chunks, one for each CTA. A lane owns an expert, and a warp visits consecutive tokens.
 
@@ -18,9 +18,8 @@ struct Mask {
   __device__ __forceinline__ int64_t chunk_end() const { return min(chunk_begin() + per_chunk, tokens); }
 };
 
-// The tensors of a map that the gather and the scatter read: row_of_slot, -1 where a slot has no row; and slot_of_row, which is filled
-// with kPadding before, and gets 0 for the rows that have a slot. No entry of a caller's map leads outside the tensors.
-constexpr int kPadding = -1;
+// The tensors of a map that the gather and the scatter read: row_of_slot, -1 where a slot has no row; and slot_of_row, which is
+// filled with kPadding before, and gets 0 for the rows that have a slot. No entry of a caller's map leads outside the tensors.
 struct SlotOutputs {
   const int64_t* pad_offsets_E;  // added to the rows of an expert; nullptr to add nothing
   int* row_of_slot_TK;           // nullptr where this tensor is not wanted
@@ -61,8 +60,8 @@ __global__ void __launch_bounds__(kThreads) count_mask_kernel(
   for (int64_t row = thread; row < out.rows; row += int64_t{kThreads} * gridDim.x) out.slot_of_row_P[row] = kPadding;
 }
 
-// Writes the map [T,M] with M = 2 * E + 1: a token's rows, from column E on the experts of these rows, and their number in the last
-// column.
+// Writes the map [T,M] with M = 2 * E + 1: a token's rows, from column E on the experts of these rows, and their number in the
+// last column.
 template <typename Entry>
 __global__ void __launch_bounds__(kThreads, 1) place_mask_kernel(
     const Entry* __restrict__ mask_TE, const Mask mask, const int* counts_CE, int* __restrict__ map_TM, const SlotOutputs out) {

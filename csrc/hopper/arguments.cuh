@@ -41,8 +41,9 @@ struct Arguments {
   int size_m;              // M, k-grouped
   int k_blocks;            // of one pair of operands, m-grouped
   int operand_pairs;       // that are summed
-  int panel_tiles;         // tiles along M that are walked before the next along N, at the most
-  bool even_panels;        // a group's panels differ by as little as can be; else only its last one is smaller
+  int panel_tiles;         // the most tiles along M that are walked before the next along N
+  // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.
+  bool even_panels;
   int activation;
   bool save;               // whether h (and g) are stored
   // The workspace, null without one. Partial sums are [entry][CTA of the cluster][consumer warp][a warp's share of a tile].
@@ -63,8 +64,6 @@ struct Arguments {
   Scalars weights;         // [T,top_k], of at most four bytes each
   float* dots;             // [64 columns each, P]: partial sums of the weights' gradients
 };
-
-__host__ __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 // Sizes come from a caller, who may have overwritten them. A size counts as one in [0, P], and a sum of sizes as at most P:
 // groups that would reach beyond the last row end there, and the kernels stay inside of every tensor.

@@ -1,13 +1,14 @@
-// The schedule of a balanced product, made on the device ahead of it by one CTA: how its tiles are cut into work items.
+// The schedule of a balanced GEMM, made on the device ahead of it by one CTA: how its tiles are cut into work items.
 //
 // A work item is a tile, or one split of a tile's sum. Clusters take items in order: each takes the next one when it begins the
 // one before.
 //
-// m-grouped, all sums are of one length. What is left over after all clusters had equally many tiles, the tail, is cut into as
-// many splits as end soonest, if there is room for partial sums; else the schedule is no more than a counter of tiles.
+// m-grouped: all sums have one length. The tiles that are left when all clusters have had equally many (the tail) are cut into
+// the number of splits that ends soonest, if there is room for partial sums. Otherwise the schedule is only a counter of tiles.
 //
-// k-grouped (gradients of weights), the length is the group's: tiles that last longer than a good part of one cluster's share of
-// all are split, and the longest items come first, so that what is left for the end is short.
+// k-grouped (gradients of weights): a sum is as long as its group. If whole tiles would keep some clusters busy for too long, the
+// tiles that take a large part of one cluster's share of the work are split. The longest items come first, so that the last ones
+// are short.
 
 #include "balanced_schedule.cuh"
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ int warp_max(int value) {
   return value;
 }
 
-// One number of every warp, for all threads: thread l of each warp gets that of warp l. All threads of the CTA meet in it.
+// Gives lane l of every warp the value of warp l, or 0 if there is no such warp. All threads of the CTA must call it.
 __device__ __forceinline__ int of_warps(int value, int (&shared)[32]) {
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
@@ -65,7 +66,7 @@ __device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& s
   __shared__ int shared[32];
   int tiles = 0;
   for (int group = threadIdx.x; group < args.groups; group += blockDim.x) {
-    tiles += divide_up(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
+    tiles += ceil_div(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
   }
   const int all = warp_sum(of_warps(warp_sum(tiles), shared));
   if (threadIdx.x > 0) return;
@@ -73,7 +74,7 @@ __device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& s
   int best = 1, best_cost = shape.k_blocks;
   const int most = min(shape.most_splits, shape.k_blocks / shape.min_k_blocks);
   for (int splits = 2; splits <= most && tail > 0 && tail * splits <= shape.entries; ++splits) {
-    const int cost = divide_up(tail * splits, shape.clusters) * divide_up(shape.k_blocks, splits) + (splits + 2) * shape.split_cost;
+    const int cost = ceil_div(tail * splits, shape.clusters) * ceil_div(shape.k_blocks, splits) + (splits + 2) * shape.split_cost;
     if (cost < best_cost) best = splits, best_cost = cost;
   }
   *args.schedule = {0, all - (best > 1 ? tail : 0), best > 1 ? tail : 0, best};
@@ -84,13 +85,13 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
   __shared__ int shared[4][32], length_of[kMaxThreads];
   const int group = threadIdx.x;
   const Sums of_rows = sum_threads(size_of_group(args, group), shared[0], PlusRows{args});
-  const int row = of_rows.begin, rows = of_rows.end - row, length = divide_up(rows, kBlockK);
+  const int row = of_rows.begin, rows = of_rows.end - row, length = ceil_div(rows, kBlockK);
   const int k_blocks = warp_sum(of_warps(warp_sum(length), shared[1]));
   const int longest = warp_max(of_warps(warp_max(length), shared[2]));
   const int filled = __syncthreads_count(length > 0), tiles = shape.tiles_n * shape.tiles_m;
   const float fair = static_cast<float>(k_blocks) * tiles / shape.clusters;  // k-blocks of one cluster
   // All have ended after this many k-blocks if no tile is cut.
-  const float uncut = static_cast<float>(longest) * divide_up(filled * tiles, shape.clusters);
+  const float uncut = static_cast<float>(longest) * ceil_div(filled * tiles, shape.clusters);
   // Cut into floor(length / of_split) splits, all groups together do not need more entries than there are.
   const int splits_a_cluster = shape.entries / shape.clusters;
   const float of_split = fmaxf(fair / max(splits_a_cluster, 1), shape.min_k_blocks);
@@ -98,7 +99,7 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
   int splits = cut ? min(static_cast<int>(length / of_split), shape.most_splits) : 1;
   const int entries = splits > 1 ? splits * tiles : 0, entry = sum_threads(entries, shared[3], Plus{}).begin;
   if (entry + entries > shape.entries) splits = 1;
-  const int item = divide_up(length, splits);
+  const int item = ceil_div(length, splits);
   length_of[group] = item;
   __syncthreads();
   if (group >= args.groups) return;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kMaxThreads) balanced_schedule_kernel(const Ar
 }  // namespace
 
 void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream_t stream) {
-  const int threads = std::clamp(divide_up(args.groups, 32) * 32, 256, kMaxThreads);
+  const int threads = std::clamp(ceil_div(args.groups, 32) * 32, 256, kMaxThreads);
   balanced_schedule_kernel<<<1, threads, 0, stream>>>(args, shape);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -143,10 +144,10 @@ void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream
 
 namespace gbmoe {
 
-int64_t hopper_workspace(Tensor on, int64_t groups, int64_t parts) {
+int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm) {
   using namespace hopper;
   const int count = multiprocessors(on.get_device_index());
-  return Workspace::head_bytes(static_cast<int>(groups), max_entries(count)) + parts * count * Workspace::kEntryBytes;
+  return Workspace::head_bytes(static_cast<int>(groups), max_entries(count)) + splits_per_sm * count * Workspace::kEntryBytes;
 }
 
 }  // namespace gbmoe

@@ -1,4 +1,4 @@
-// The workspace of a balanced product, and the launch that makes its schedule ahead of it.
+// The workspace of a balanced GEMM, and the launch that makes its schedule ahead of it.
 
 #pragma once
 
@@ -34,17 +34,17 @@ struct Workspace {
     entries = static_cast<int>(std::min<int64_t>((bytes.numel() - head) / kEntryBytes, max_entries));
   }
 };
-// Four for every multiprocessor: schedules use what they are given, up to this.
+// The most entries that a schedule uses: four for every multiprocessor.
 inline int max_entries(int multiprocessors) { return 4 * multiprocessors; }
 
 // What a schedule is made for.
 struct ScheduleShape {
   bool grouped_k;
-  int tiles_n, tiles_m;   // of clusters; tiles_m where k-grouped
-  int tile_rows;          // of a cluster's tile, m-grouped
-  int k_blocks;           // of a tile's sum, m-grouped
-  int clusters, entries;  // the workspace's entries for partial sums of a cluster's tile
-  int counters;           // of arrivals, to be cleared
+  int tiles_n, tiles_m;   // tiles of clusters along N and, k-grouped only, along M
+  int tile_rows;          // rows of a cluster's tile; m-grouped only
+  int k_blocks;           // k-blocks of a tile's sum; m-grouped only
+  int clusters, entries;  // clusters of the launch; the workspace's entries for partial sums of a cluster's tile
+  int counters;           // the counters of arrivals, which the schedule's kernel clears
   int min_k_blocks, split_cost, most_splits;  // as in Splitting
   float even;
 };

@@ -6,8 +6,8 @@
 
 namespace gbmoe::hopper {
 
-// Makes a device and its context current: tensor maps are made by the driver, which, unlike the runtime, does not see to that
-// itself, and the thread that runs backward may not have used the device before.
+// Makes a device and its context current. Tensor maps are made by the driver, which, unlike the runtime, does not make a context
+// current by itself, and the thread that runs backward may not have used the device before.
 struct OnDevice {
   torch::stable::accelerator::DeviceGuard guard;
   explicit OnDevice(const Tensor& tensor) : guard(tensor.get_device_index()) {

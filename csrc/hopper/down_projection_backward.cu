@@ -36,14 +36,13 @@ __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
 
 }  // namespace
 
-// With d = dz[rows of e] @ w2[e].T: what activate_backward makes of it. dots: float32 [F / 64 rounded up, P], to work in.
 void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
                           std::optional<Tensor> weights, int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a,
                           Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   const Tiling tiling{tile_n, 1, cluster_n, panel, false};
   Arguments args = arguments(sizes, h.size(0), h.size(1), tiling);
-  args.k_blocks = divide_up(static_cast<int>(dz.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = weights ? static_cast<uint32_t>(weights->numel()) : INT32_MAX;  // without weights all that counts is the sign
@@ -64,8 +63,9 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
     else launch_down_backward<T, false>(maps, args, tiling, dz);
   });
   if (!dots) return;
-  sum_dots_kernel<<<static_cast<unsigned>(ceil_div(args.rows, kSumRows)), dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
-      args.dots, divide_up(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
+  const unsigned ctas = static_cast<unsigned>(ceil_div<int64_t>(args.rows, kSumRows));
+  sum_dots_kernel<<<ctas, dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
+      args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

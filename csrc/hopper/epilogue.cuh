@@ -1,7 +1,7 @@
 // The epilogue: one warp's 16 rows of a tile, from its sums to memory (EpilogueKind says what becomes of them).
 //
-// A tile is stored a chunk of 64 columns at a time, a chunk in kChunkSteps steps, and behind each k-block of the next tile there
-// is one. Code is unrolled for one chunk only: that of all of them would not stay in the instruction cache.
+// A tile is stored in chunks of 64 columns, and a chunk in kChunkSteps steps. One step follows each k-block of the next tile,
+// until all are done. Code is unrolled for one chunk only, because that of all would not stay in the instruction cache.
 
 #pragma once
 
@@ -28,8 +28,9 @@ template <typename Traits> struct Epilogue {
   uint32_t buffers;                  // kBuffers of this warp
   int lane = threadIdx.x % 32, row_in_tile = threadIdx.x / 32 * 16;
   uint32_t next = 0, activated = 0;  // the buffer to take next, and the one that is filled quarter by quarter
-  bool held = false;                 // whether there is a tile to store
-  int chunk = 0;                     // that is next
+  // Whether a tile is held, which is still to be stored; the tile, and its chunk to store next.
+  bool held = false;
+  int chunk = 0;
   Tile tile = {};
   uint32_t pair[kHeld];              // its sums from that chunk on, two columns each: [chunk][quarter][row half of column half]
 

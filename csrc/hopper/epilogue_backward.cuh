@@ -1,9 +1,9 @@
-// The activation's backward behind the product d = dz @ w2[e].T, by three warps of their own.
+// The activation's backward behind the GEMM d = dz @ w2[e].T, by three warps of their own.
 //
 // Consumers do not store d. Each hands its rows of a tile, rounded to 16 bits, through its epilogue buffers to these warps, and
 // goes on to the next tile. They read h and g beside them, and store a', dh and dg (the formulas stand in activation_kernels.cu)
-// while the tensor cores work: d itself never leaves the chip. There are buffers for more than a tile, at the price of a stage, so
-// that neither side waits for the other.
+// while the tensor cores work: d itself never leaves the chip. There are buffers for more than a tile, at the price of a stage,
+// so that neither side waits for the other.
 //
 // The router weights' gradients are sums over all columns of a row, of which a patch has 64: each leaves its partial sum, and
 // sum_dots_kernel (down_projection_backward.cu) adds them up in order.
@@ -62,8 +62,10 @@ template <typename Traits> struct ActivationBackward {
   struct Eight { uint32_t pair[4]; };  // elements, neighbours in a row
 
   struct Patch {
-    int64_t begin;                 // of the lane's first row, in bytes; of the tensor where it has nothing in the patch
-    int rows;                      // from the lane's first on; none where its columns lie behind the last, and behind the last patch
+    // The byte offset of the lane's elements in its first row, and the group's rows from that one on. Both are 0 if the lane's
+    // columns do not exist, and behind the last patch; the offset also if the group has ended before (rows <= 0).
+    int64_t begin;
+    int rows;
     int row, chunk;                // the first of the 16 rows, and which 64 columns
     int valid;                     // rows that belong to the group
     uint32_t buffer, full, empty;  // the epilogue buffer and its barriers; 0 behind the last patch
@@ -77,9 +79,10 @@ template <typename Traits> struct ActivationBackward {
   const int index;             // which of the kBackwardWarps this is
   PipelineState tiles;
   Tile tile{};
-  int warps = 1, inverse = 0;  // consumer warps that have rows in the tile; n * inverse >> 16 == n / warps, for the tile's patches
-  uint32_t own = 0;            // bit n: patch n of the tile is this warp's, and still to come; it comes from consumer warp n % warps
-  int before = 0, chunks = 0;  // lane l: patches that consumer warp l handed over of earlier tiles; and how many of each this has
+  int warps = 1, inverse = 0;  // consumer warps that have rows in the tile; n / warps is n * inverse >> 16 for the tile's patches
+  // Bit n: patch n of the tile, which comes from consumer warp n % warps, is this warp's and still to come.
+  uint32_t own = 0;
+  int before = 0, chunks = 0;  // lane l: patches of earlier tiles from consumer warp l; chunks of this tile
 
   __device__ ActivationBackward(const TensorMaps& maps_, const Arguments& args_, uint32_t shared_)
       : maps(maps_), args(args_), shared(shared_), index(threadIdx.x / 32 - kConsumerWarps - Traits::kProducerWarps) {}
@@ -96,10 +99,10 @@ template <typename Traits> struct ActivationBackward {
       before += lane < warps ? chunks : 0;
       tile = receive_tile<Traits>(shared, tiles);
       if (tile.group < 0) return Patch{};
-      // Warps without rows hand over nothing, and of columns that do not exist nobody does.
-      warps = divide_up(min(tile.rows, kTileM), 16);
-      chunks = max(min(divide_up(args.size_n - tile.n, 64), Traits::kTileN / 64), 0);
-      inverse = divide_up(1 << 16, warps);
+      // Warps without rows hand over nothing, and no warp hands over columns that do not exist.
+      warps = ceil_div(min(tile.rows, kTileM), 16);
+      chunks = max(min(ceil_div(args.size_n - tile.n, 64), Traits::kTileN / 64), 0);
+      inverse = ceil_div(1 << 16, warps);
       const int chunk = lane * inverse >> 16, warp = lane - chunk * warps;
       const int buffer = (__shfl_sync(kFullWarp, before, warp) + chunk) % Traits::kEpilogueBuffers;
       own = __ballot_sync(kFullWarp, lane < chunks * warps && (warp + buffer) % Traits::kBackwardWarps == index);

@@ -20,13 +20,11 @@ void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, 
 
 }  // namespace
 
-// out[rows of e] = a[rows of e] @ b[e].T with a[r] = tokens[slot_of_row[r] / top_k], or zeros where the slot is negative; b
-// [E,N,K]
 void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out) {
   using namespace hopper;
   const OnDevice current(tokens);
   Arguments args = arguments(sizes, out.size(0), out.size(1), {kWideTileN, 1, 1, panel, false});
-  args.k_blocks = divide_up(static_cast<int>(tokens.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(tokens.size(1)), kBlockK);
   args.out[0] = out.data_ptr();
   gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
@@ -45,7 +43,6 @@ bool hopper_built() {
 #endif
 }
 
-// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
 void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_n,
                  int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
                  int64_t split_cost, int64_t most_splits, Tensor out) {
@@ -54,7 +51,7 @@ void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Ten
   const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false};
   const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, 1.0}};
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
-  args.k_blocks = divide_up(static_cast<int>(a.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
   args.operand_pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
   const int box_b = trans_b ? box_of_b(static_cast<int>(tile_n)) : kBoxContiguousMN;

@@ -17,7 +17,6 @@ void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& arg
 
 }  // namespace
 
-// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is fp32
 void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace,
                     int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
@@ -36,8 +35,7 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t
   });
 }
 
-// The same with b[r] = tokens[slot_of_row[r] / top_k], or zeros where the slot is negative; in their dtype only. The kernel's a
-// are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
+// The kernel's a are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
 void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel,
                              Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
@@ -49,7 +47,7 @@ void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_
   gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
-  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are tokens, of the 16 rows that a warp has
+  maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are 64 rows of out[e], a warp's 16 rows 32 bytes of each
   GBMOE_DISPATCH_HALF(a.scalar_type(), "hopper_weights_gathered", {
     if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2>>(maps, args, balancing, a);
     else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1>>(maps, args, balancing, a);

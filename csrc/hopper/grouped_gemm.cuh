@@ -19,10 +19,10 @@
 // says ahead of the launch.
 //
 // Where kGatherA, a is not in memory: there are four producer warps, which gather its rows from the tokens' matrix
-// (gather_producer.cuh), and TMA brings b only. Rows without a slot are zeros. Of sums over rows it is then out[e].T that is
-// computed, because a tile has half as many rows as columns, and what is gathered should be the lesser part; stores transpose it.
+// (gather_producer.cuh), and TMA brings b only. Rows without a slot are zeros. A k-grouped GEMM then computes out[e].T, because a
+// tile has half as many rows as columns, and the gathered operand should be the smaller one; the stores transpose it back.
 //
-// Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups.
+// Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups. A chunk is 64 columns of a tile.
 
 #pragma once
 

@@ -28,8 +28,8 @@ template <typename T> struct GatheredRowsSettings : GemmSettings {
   static constexpr bool kGatherA = true;
 };
 
-// m-grouped: the first product of an expert with its activation. What is gathered is not shared, so that
-// kGather wants clusters of one CTA.
+// m-grouped: the first GEMM of an expert with its activation. CTAs do not share what they gather, so that kGather needs
+// clusters of one CTA.
 template <typename T, EpilogueKind kKind, typename Family, bool kGather, int kClusterN_> struct UpSettings : GemmSettings {
   using Element = T;
   using ActivationFamily = Family;
@@ -38,8 +38,8 @@ template <typename T, EpilogueKind kKind, typename Family, bool kGather, int kCl
   static constexpr int kClusterN = kClusterN_;
 };
 
-// m-grouped: back through the second product and the activation. What three stages leave of shared memory, or four narrow ones,
-// are buffers for a whole tile and some of the next.
+// m-grouped: back through the second GEMM and the activation. The shared memory that three stages (four with narrow tiles) leave
+// free holds buffers for a whole tile and some of the next.
 template <typename T, bool kGate_, int kTileN_, int kClusterN_> struct DownBackwardSettings : GemmSettings {
   using Element = T;
   static constexpr EpilogueKind kEpilogue = EpilogueKind::kActivationBackward;

@@ -43,7 +43,7 @@ inline CUtensorMap map_of_a(const Tensor& a, const Tiling& tiling) {
   return tensor_map(a, tiling.cluster_n == 2 ? kTileM / 2 : kTileM);
 }
 
-// Has the product balanced with this workspace: makes its schedule, ahead of the launch.
+// Makes the GEMM's balanced schedule in this workspace, ahead of the launch.
 template <typename Traits>
 void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, int ctas, cudaStream_t stream) {
   const Workspace workspace(bytes, args.groups, max_entries(ctas));
@@ -53,8 +53,8 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   args.partial_sums = workspace.partial_sums;
   ScheduleShape shape{};
   shape.grouped_k = Traits::kGroupedK;
-  shape.tiles_n = divide_up(args.size_n, Traits::kOutputTileN * Traits::kClusterN);
-  shape.tiles_m = divide_up(args.size_m, kTileM * Traits::kClusterM);
+  shape.tiles_n = ceil_div(args.size_n, Traits::kOutputTileN * Traits::kClusterN);
+  shape.tiles_m = ceil_div(args.size_m, kTileM * Traits::kClusterM);
   shape.tile_rows = kTileM * Traits::kClusterM;
   shape.k_blocks = args.k_blocks * args.operand_pairs;
   shape.clusters = ctas / Traits::kClusterSize;
@@ -67,7 +67,7 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   make_schedule(args, shape, stream);
 }
 
-// The memory of a balanced schedule, absent where tiles are dealt out in fixed shares, and when it splits sums.
+// The workspace of a balanced schedule, or none where tiles are dealt out in fixed shares; and the rule by which sums are split.
 struct Balancing {
   std::optional<Tensor> workspace;
   Splitting splitting;

@@ -20,7 +20,7 @@ template <typename Traits> struct GradientSender;  // epilogue_backward.cuh
 
 template <typename Traits> struct MainLoop {
   using Shared = SharedMemory<Traits>;
-  using Step = Mma<Traits>;
+  using Mma = hopper::Mma<Traits>;
   using Accumulators = typename Traits::Accumulators;
   static constexpr bool kGroupedK = Traits::kGroupedK;
   static constexpr int kStages = Traits::kStages;
@@ -38,7 +38,7 @@ template <typename Traits> struct MainLoop {
       if (tile.group < 0) break;
       if (!kGroupedK && warpgroup * 64 >= tile.rows) {
         epilogue.finish();
-        Step::skip_tile(tile, shared, pipe);
+        Mma::skip_tile(tile, shared, pipe);
         upcoming = receive_tile<Traits>(shared, tiles);
         continue;
       }
@@ -73,11 +73,11 @@ template <typename Traits> struct MainLoop {
       for (int chunk = 0; chunk < kTileSteps / kChunkSteps; ++chunk) {
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step, ++k_block) {
-          Step::wait_full(full + pipe.stage * 8, pipe.parity);
+          Mma::wait_full(full + pipe.stage * 8, pipe.parity);
           start_k_block(sum, shared + pipe.stage * Traits::kStageBytes, warpgroup, k_block > 0);
           epilogue.step(step);
           wgmma_wait<1>();
-          if (k_block > 0) Step::release(empty + previous * 8);
+          if (k_block > 0) Mma::release(empty + previous * 8);
           previous = pipe.stage;
           pipe.template advance<kStages>();
         }
@@ -88,21 +88,21 @@ template <typename Traits> struct MainLoop {
     }
 #pragma unroll 1
     for (; k_block < k_blocks; ++k_block) {
-      Step::wait_full(full + pipe.stage * 8, pipe.parity);
+      Mma::wait_full(full + pipe.stage * 8, pipe.parity);
       start_k_block(sum, shared + pipe.stage * Traits::kStageBytes, warpgroup, k_block > 0);
       wgmma_wait<1>();
-      if (k_block > 0) Step::release(empty + previous * 8);
+      if (k_block > 0) Mma::release(empty + previous * 8);
       previous = pipe.stage;
       pipe.template advance<kStages>();
     }
     if constexpr (kGroupedK) {
       const int valid = tile.rows % kBlockK;
       if (valid > 0) {
-        Step::wait_full(full + pipe.stage * 8, pipe.parity);
+        Mma::wait_full(full + pipe.stage * 8, pipe.parity);
         clear_lines(shared + pipe.stage * Traits::kStageBytes, valid);
         start_k_block(sum, shared + pipe.stage * Traits::kStageBytes, warpgroup, k_blocks > 0);
         wgmma_wait<1>();
-        if (k_blocks > 0) Step::release(empty + previous * 8);
+        if (k_blocks > 0) Mma::release(empty + previous * 8);
         previous = pipe.stage;
         pipe.template advance<kStages>();
       }
@@ -110,13 +110,13 @@ template <typename Traits> struct MainLoop {
     upcoming = receive_tile<Traits>(shared, tiles);
     wgmma_wait<0>();
     fence_accumulators(sum);
-    if (!kGroupedK || tile.rows > 0) Step::release(empty + previous * 8);
+    if (!kGroupedK || tile.rows > 0) Mma::release(empty + previous * 8);
   }
 
   // Starts the products of a k-block by this warpgroup's rows.
   static __device__ __forceinline__ void start_k_block(Accumulators& sum, uint32_t stage, int warpgroup, bool add) {
     wgmma_fence();
-    Step::multiply(sum, stage, warpgroup, add);
+    Mma::multiply(sum, stage, warpgroup, add);
     wgmma_commit();
   }
 

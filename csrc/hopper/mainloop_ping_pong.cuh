@@ -1,8 +1,8 @@
 // The main loop in ping-pong: tiles have 128 x 128 results, and each consumer warpgroup multiplies whole ones, in turns: while
 // one multiplies, the other stores what it has summed up.
 //
-// Nothing is held behind the next tile's products then, and no wait for a tile's last ones leaves the tensor cores idle, but
-// every product takes more from the L2: it pays where sums are short.
+// So no results are held while the next tile is multiplied, and the tensor cores are not idle while the last products of a tile
+// end. But tiles are smaller, so that every product reads more from the L2: ping-pong pays where sums are short.
 //
 // Each warpgroup has a barrier, at which the other's warps arrive once they have started the last products of their tile. Only
 // then may it wait for stages of its own: until then the stages' barriers can be two phases behind, which a parity does not tell.
@@ -17,7 +17,7 @@ namespace gbmoe::hopper {
 
 template <typename Traits> struct PingPongMainLoop {
   using Shared = SharedMemory<Traits>;
-  using Step = Mma<Traits>;
+  using Mma = hopper::Mma<Traits>;
   using Accumulators = typename Traits::Accumulators;
   static constexpr int kStages = Traits::kStages;
 
@@ -41,7 +41,7 @@ template <typename Traits> struct PingPongMainLoop {
       Accumulators sum[2];
       if (tile.rows > 64) multiply_tile<2>(sum, tile, shared, pipe, others_turn);
       else if (tile.rows > 0) multiply_tile<1>(sum, tile, shared, pipe, others_turn);
-      else Step::skip_tile(tile, shared, pipe), end_turn(others_turn);  // CTA 1 of a cluster along M
+      else Mma::skip_tile(tile, shared, pipe), end_turn(others_turn);  // CTA 1 of a cluster along M
       const Tile upcoming = receive_tile<Traits>(shared, tiles);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -64,15 +64,15 @@ template <typename Traits> struct PingPongMainLoop {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
-      Step::wait_full(full + pipe.stage * 8, pipe.parity);
+      Mma::wait_full(full + pipe.stage * 8, pipe.parity);
       wgmma_fence();
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        Step::multiply(sum[half], shared + pipe.stage * Traits::kStageBytes, half, k_block > 0);
+        Mma::multiply(sum[half], shared + pipe.stage * Traits::kStageBytes, half, k_block > 0);
       }
       wgmma_commit();
       wgmma_wait<1>();
-      if (k_block > 0) Step::release(empty + previous * 8);
+      if (k_block > 0) Mma::release(empty + previous * 8);
       previous = pipe.stage;
       pipe.template advance<kStages>();
     }
@@ -80,7 +80,7 @@ template <typename Traits> struct PingPongMainLoop {
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) fence_accumulators(sum[half]);
-    Step::release(empty + previous * 8);
+    Mma::release(empty + previous * 8);
   }
 
   static __device__ __forceinline__ void end_turn(uint32_t others_turn) {

@@ -15,8 +15,8 @@ template <typename Traits> struct Producer {
   static constexpr int kClusterM = Traits::kClusterM, kClusterN = Traits::kClusterN, kClusterSize = Traits::kClusterSize;
   static constexpr uint32_t kStageBytesB = Traits::kStageBytesB;
 
-  // k-blocks are loaded whole: of a tile at a group's end they reach into the next group, which is harmless. (A TMA load of half
-  // of one under a condition is what ptxas 13.0 has compiled to a load from a row that it had not set.)
+  // k-blocks are loaded whole: at a group's end they reach into the next group, which is harmless. (A TMA load of half a k-block
+  // under a condition was compiled by ptxas 13.0 to a load from a row number that was never set.)
   static __device__ void run(const TensorMaps& maps, const Arguments& args, uint32_t shared) {
     const uint32_t rank = kClusterSize > 1 ? cta_rank_in_cluster() : 0;
     const bool loads = threadIdx.x == kConsumerWarps * 32;
@@ -29,7 +29,7 @@ template <typename Traits> struct Producer {
       const Tile tile = receive_tile<Traits>(shared, tiles);
       if (tile.group < 0) break;
       if (schedules && !kTransposedOut) sender.send(shared);  // one ahead
-      const int k_blocks = kGroupedK ? divide_up(tile.rows, kBlockK) : tile.k_blocks;
+      const int k_blocks = kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks;
       typename Gather::Rows rows;
       if constexpr (kGatherA && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
       int slot = kTransposedOut ? Gather::slot_in_k_block(args, tile, 0) : 0;

@@ -5,7 +5,7 @@
 //   barriers           stages full, then empty; tile ring full, then empty; kActivationBackward: epilogue buffers; kPingPong: turns
 //   tile ring          [place] Tile
 //
-// Full barriers say that somebody has written, empty ones that all readers have read.
+// A full barrier says that the writer has written, an empty one that all readers have read.
 
 #pragma once
 

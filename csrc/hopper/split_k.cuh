@@ -38,18 +38,18 @@ template <typename Traits> struct SplitK {
     if (__shfl_sync(kFullWarp, before, 0) + 1 < split_count(tile.split)) return false;
     __syncwarp();
 #pragma unroll
-    for (int chunk = 0; chunk < kTileN / 2; chunk += 32) {
+    for (int base = 0; base < kTileN / 2; base += 32) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sum[chunk + i] = 0.0f;
+      for (int i = 0; i < 32; ++i) sum[base + i] = 0.0f;
 #pragma unroll 1
       for (int split = 0; split < split_count(tile.split); ++split) {
         float4 read[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) read[i] = __ldcg(first + split * kDistance + (chunk / 4 + i) * 32);
+        for (int i = 0; i < 8; ++i) read[i] = __ldcg(first + split * kDistance + (base / 4 + i) * 32);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          sum[chunk + 4 * i] += read[i].x, sum[chunk + 4 * i + 1] += read[i].y;
-          sum[chunk + 4 * i + 2] += read[i].z, sum[chunk + 4 * i + 3] += read[i].w;
+          sum[base + 4 * i] += read[i].x, sum[base + 4 * i + 1] += read[i].y;
+          sum[base + 4 * i + 2] += read[i].z, sum[base + 4 * i + 3] += read[i].w;
         }
       }
     }

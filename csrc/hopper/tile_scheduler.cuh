@@ -1,7 +1,7 @@
 // The tile scheduler: which tile a cluster makes next, and how all of its warps are told.
 //
-// Without a schedule in the workspace, tiles are dealt out round and round. With one (balanced_schedule.cu; k-grouped GEMMs
-// always have one), whichever cluster is ready takes the next work item from a counter.
+// Without a schedule in the workspace, tiles are dealt out to the clusters round-robin. With one (balanced_schedule.cu; k-grouped
+// GEMMs always have one), whichever cluster is ready takes the next work item from a counter.
 
 #pragma once
 
@@ -26,8 +26,8 @@ template <typename Traits> struct TileScheduler {
 
   __device__ explicit TileScheduler(const Arguments& arguments) : args(arguments) {
     lane = threadIdx.x % 32;
-    tiles_n = divide_up(args.size_n, kTileN * kClusterN);
-    tiles_m_fixed = divide_up(args.size_m, kTileM * kClusterM);
+    tiles_n = ceil_div(args.size_n, kTileN * kClusterN);
+    tiles_m_fixed = ceil_div(args.size_m, kTileM * kClusterM);
     upcoming = blockIdx.x / (kClusterM * kClusterN);
   }
 
@@ -51,7 +51,7 @@ template <typename Traits> struct TileScheduler {
     tile.rows = __shfl_sync(kFullWarp, lane_rows, owner);
     int local = item - __shfl_sync(kFullWarp, lane_item, owner);
     const int along_m = tiles_m(tile.rows), most = args.panel_tiles;
-    const int panel_tiles = !kGroupedK && args.even_panels ? divide_up(along_m, divide_up(along_m, most)) : most;
+    const int panel_tiles = !kGroupedK && args.even_panels ? ceil_div(along_m, ceil_div(along_m, most)) : most;
     const int tiles_of_panel = panel_tiles * tiles_n;
     if constexpr (kGroupedK) local = split_rows(local, along_m * tiles_n, __shfl_sync(kFullWarp, lane_split, owner), tile);
     const int panel = local / tiles_of_panel, first_m = panel * panel_tiles;
@@ -72,7 +72,9 @@ template <typename Traits> struct TileScheduler {
   }
 
  private:
-  __device__ __forceinline__ int tiles_m(int rows) const { return kGroupedK ? tiles_m_fixed : divide_up(rows, kTileM * kClusterM); }
+  __device__ __forceinline__ int tiles_m(int rows) const {
+    return kGroupedK ? tiles_m_fixed : ceil_div(rows, kTileM * kClusterM);
+  }
 
   __device__ __forceinline__ int take_item() {
     int item = upcoming;
@@ -84,7 +86,8 @@ template <typename Traits> struct TileScheduler {
     return __shfl_sync(kFullWarp, item, 0);
   }
 
-  // m-grouped: the tile that an item is, or is a split of. First come all tiles' first splits, then all second ones.
+  // m-grouped: the tile of a work item, which is the whole tile or a split of it. Whole tiles come first, then the first splits
+  // of all others, then their second ones, and so on.
   __device__ __forceinline__ int split_tail(int item, Tile& tile) const {
     const int whole = args.schedule->whole_tiles, tail = args.schedule->tail_tiles, splits = args.schedule->splits;
     const int k_blocks = tile.k_blocks;
@@ -97,13 +100,13 @@ template <typename Traits> struct TileScheduler {
     return whole + of_tail;
   }
 
-  // k-grouped: the same for one of a group's items, whose splits are rows to sum over. First come all its tiles' first splits,
-  // and so on.
+  // k-grouped: the same for one of a group's work items. A split is some of the rows that are summed over. The first splits of
+  // all the group's tiles come first, then the second ones, and so on.
   static __device__ __forceinline__ int split_rows(int local, int tiles, int split, Tile& tile) {
     const int splits = split_count(split);
     if (splits <= 1) return local;
     const int index = local / tiles, of_group = local - index * tiles;
-    const uint32_t k_blocks = divide_up(tile.rows, kBlockK);  // at most 2^25, and kMaxSplits times that is below 2^32
+    const uint32_t k_blocks = ceil_div(tile.rows, kBlockK);  // at most 2^25, and kMaxSplits times that is below 2^32
     const int first = index * k_blocks / splits * kBlockK;
     const int last = min(static_cast<int>((index + 1) * k_blocks / splits) * kBlockK, tile.rows);
     tile.row += first;
@@ -188,12 +191,12 @@ template <typename Traits> struct TileSender {
     }
     __syncwarp();
     ++sent;
-    more_ahead = (Traits::kGroupedK ? divide_up(tile.rows, kBlockK) : tile.k_blocks) < 12;
+    more_ahead = (Traits::kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks) < 12;
     return tile.group >= 0;
   }
 
-  // Waits until the other CTA's warps, which arrive at this CTA's barriers, have received all tiles but the last: for that one
-  // nobody arrives.
+  // Waits until the other CTA's warps, which arrive at this CTA's barriers, have received all tiles but the last: no warp arrives
+  // for that one.
   __device__ __forceinline__ void drain(uint32_t shared) const {
     for (int received = max(sent - kTileRing, 0); received < sent - 1; ++received) {
       mbarrier_wait(Shared::tiles_empty(shared) + received % kTileRing * 8, received / kTileRing & 1);
@@ -208,7 +211,7 @@ template <typename Traits> __device__ __forceinline__ Tile receive_tile(uint32_t
   mbarrier_wait(full, ring.parity);
   const Tile tile = Tile::of(load_shared_16(from), load_shared_16(from + 16));
   __syncwarp();
-  // For the last tile nobody waits for arrivals, and CTA 0 may have ended by then.
+  // No warp waits for arrivals for the last tile, and CTA 0 may have ended by then.
   if (threadIdx.x % 32 == 0 && tile.group >= 0) {
     if constexpr (Traits::kClusterSize == 1) mbarrier_arrive(full + kTileRing * 8);
     else mbarrier_arrive_remote(full + kTileRing * 8, 0);

@@ -78,11 +78,12 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr int kPackedAccumulators = kTileN / 4;  // the same rounded to 16 bits, in pairs
 
   static_assert(kTileN == kWideTileN || (!kGroupedK && !kGlu), "gradients of weights, and gates, need the widest tile");
-  static_assert(!kActivationBackward || (!kGroupedK && !kGatherA),
-                "the activation's backward follows plain m-grouped products only");
+  static_assert(
+      !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
-  static_assert(!kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
-                "ping-pong is for plain m-grouped products in square tiles");
+  static_assert(
+      !kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
+      "ping-pong is for plain m-grouped GEMMs in square tiles");
 };
 
 }  // namespace gbmoe::hopper

@@ -1,5 +1,5 @@
-// The first product of an expert with its activation. Each kind of epilogue, kActivation and kGlu, is a translation unit, which
-// are compiled side by side.
+// The first GEMM of an expert with its activation. The two kinds of epilogue, kActivation and kGlu, are translation units of
+// their own, which are compiled side by side.
 
 #pragma once
 
@@ -35,7 +35,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
                const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
-  args.k_blocks = divide_up(static_cast<int>(x.size(1)), kBlockK);
+  args.k_blocks = ceil_div(static_cast<int>(x.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.save = h != nullptr;
   TensorMaps maps{};

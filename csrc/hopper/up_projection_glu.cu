@@ -4,13 +4,14 @@
 
 namespace gbmoe {
 
-// h and g are stored where they are given, both or neither. With slot_of_row, x is [tokens,H], and row r that of token
-// slot_of_row[r] / top_k.
-void hopper_up_glu(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
-                   int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+void hopper_up_glu(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
+    int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h,
+    std::optional<Tensor> g) {
   using namespace hopper;
+  const Tiling tiling{kWideTileN, 1, cluster_n, panel, even_panels};
   launch_up<EpilogueKind::kGlu>(
-      x, slot_of_row, top_k, w1, &v1, sizes, activation, {kWideTileN, 1, cluster_n, panel, even_panels}, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
+      x, slot_of_row, top_k, w1, &v1, sizes, activation, tiling, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
 }
 
 }  // namespace gbmoe

@@ -4,12 +4,13 @@
 
 namespace gbmoe {
 
-// h is stored where it is given. With slot_of_row, x is [tokens,H], and row r that of token slot_of_row[r] / top_k.
-void hopper_up(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation,
-               int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h) {
+void hopper_up(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, int64_t cluster_n,
+    int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h) {
   using namespace hopper;
+  const Tiling tiling{kWideTileN, 1, cluster_n, panel, even_panels};
   launch_up<EpilogueKind::kActivation>(
-      x, slot_of_row, top_k, w1, nullptr, sizes, activation, {kWideTileN, 1, cluster_n, panel, even_panels}, workspace, a, h ? &*h : nullptr, nullptr);
+      x, slot_of_row, top_k, w1, nullptr, sizes, activation, tiling, workspace, a, h ? &*h : nullptr, nullptr);
 }
 
 }  // namespace gbmoe
