@@ -24,7 +24,7 @@ printf '%s\n' "${sdist##*/}" "${wheel##*/}"
 
 say "installing the wheel with every extra"
 "$python" -m pip install -q "${GBMOE_TORCH:-torch==2.13.0}"
-"$python" -m pip install -q "${wheel}[cli,plot,docs,test,lint,transformers]"
+"$python" -m pip install -q "${wheel}[bench,cli,plot,docs,test,lint,transformers]"
 "$python" -m pip check
 cd "$folder"  # from here on Python cannot find the checkout
 files() {

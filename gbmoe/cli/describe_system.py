@@ -13,8 +13,8 @@ import torch
 
 import gbmoe
 from gbmoe import engines, extension
-from gbmoe.engines.base import Problem
 from gbmoe.extension import build, loader
+from gbmoe.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -112,6 +112,6 @@ def refusal(engine: str, device: torch.device, dtype: torch.dtype, rows: int, gr
     """None if `engine` can compute a product of these shapes and both its gradients, otherwise the reason why not."""
     if engine == "auto":
         return None
-    problems = [Problem(device, dtype, rows, groups, *shape, variable_k)
-                for shape in ((inner, columns), (columns, inner)) for variable_k in (False, True)]
+    problems = [Problem(device, dtype, rows, groups, *shape, k_grouped)
+                for shape in ((inner, columns), (columns, inner)) for k_grouped in (False, True)]
     return next(filter(None, map(engines.ENGINES[engine].refuses, problems)), None)

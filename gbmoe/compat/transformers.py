@@ -130,7 +130,7 @@ def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1):
     """rows @ weight[e] + bias[e], [P,N], with e the expert of each row."""
     out_PN = _grouped(rows_P, weight, sizes_E, not is_transposed)
     if bias_EN is not None:
-        # The bias is added by a product with ones. Then its gradient is a grouped product too, which sums in float32 and in a fixed
+        # The bias is added by a product with ones. Then its gradient is a grouped GEMM too, which sums in float32 and in a fixed
         # order, and does not read the rows of dropped slots.
         ones_PB = rows_P.new_ones(rows_P.size(0), _BIAS_WIDTH)
         out_PN.add_(_grouped(ones_PB, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, _BIAS_WIDTH - 1)), sizes_E, False))

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from gbmoe._checks import require
-from gbmoe.engines.base import Engine, Problem, known
+from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
 from gbmoe.engines.plain_torch import Reference
 from gbmoe.engines.torch_grouped import TorchGrouped
+from gbmoe.problem import Problem, known
 from gbmoe.tuning import grouped_gemm as tuning
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (
@@ -79,7 +80,7 @@ def forget() -> None:
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name, or an engine that is named and cannot compute it."""
     p = problem  # passed on field by field, because `remembered` looks at each argument
-    return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.variable_k, p.sizes_on_host)
+    return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.k_grouped, p.sizes_on_host)
 
 
 @remembered
@@ -103,7 +104,7 @@ def _select(engine: str, *of_problem) -> Engine:
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
             *, engine: str = "auto", out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-    """The grouped product by the engine that `engine` names or "auto" chooses; see Engine.gmm for shapes, out and accumulate.
+    """The grouped GEMM by the engine that `engine` names or "auto" chooses; see Engine.gmm for shapes, out and accumulate.
 
     Operators call this inside. It has no autograd, does not check the sizes, and lets the groups have fewer rows than a; rows behind the
     last group are neither read nor written.
@@ -129,8 +130,8 @@ def for_experts(engine: str, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor
 
 @remembered
 def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> Engine:
-    chosen = {select(engine, Problem(device, dtype, rows, experts, *inner_columns, variable_k, on_host))
-              for inner_columns in ((hidden, ffn), (ffn, hidden)) for variable_k in (False, True)}
+    chosen = {select(engine, Problem(device, dtype, rows, experts, *inner_columns, k_grouped, on_host))
+              for inner_columns in ((hidden, ffn), (ffn, hidden)) for k_grouped in (False, True)}
     return chosen.pop() if len(chosen) == 1 else _ByProduct(engine)
 
 

@@ -1,67 +1,29 @@
-"""What an engine is: one way to compute grouped products, and with them the experts of a layer.
+"""What an engine is: one way to compute grouped GEMMs, and with them the experts of a layer.
 
-Shape suffixes of a product: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
+Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
 H hidden, F ffn hidden, P padded rows of the plan. Group e has sizes[e] consecutive rows. Rows behind the last group belong to no group:
 they are not read, and in the result they are undefined.
 
-    variable m:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
-    variable k:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
+    m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
+    k-grouped:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from gbmoe import kernels
+from gbmoe import extension, kernels
 from gbmoe._checks import require
 from gbmoe.kernels.alignment import aligned
+from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
-
-
-def known(condition: bool) -> bool:
-    """`condition`, or False where a compiled graph cannot know it because it depends on a size that only the data determine."""
-    if not torch.compiler.is_compiling():
-        return condition
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-    return guard_or_false(condition)
-
-
-def result_shape(a: torch.Tensor, b: torch.Tensor, groups: int, trans_a: bool, trans_b: bool) -> tuple[int, ...]:
-    """Shape of the product of a and b."""
-    if trans_a:
-        return groups, a.size(1), b.size(1)
-    return a.size(0), b.size(1) if trans_b else b.size(2)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A grouped product without its data: enough to choose an engine before there are operands.
-
-    sizes_on_host: the sizes are on the host, so that an engine that needs them there does not have to wait.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    rows: int
-    groups: int
-    inner: int
-    columns: int
-    variable_k: bool
-    sizes_on_host: bool = False
-
-    @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> Problem:
-        """The problem of these operands."""
-        columns = result_shape(a, b, sizes.numel(), trans_a, trans_b)[-1]
-        return cls(a.device, a.dtype, a.size(0), sizes.numel(), a.size(1), columns, trans_a, sizes.device.type == "cpu")
 
 
 class GatheredRows:
     """The rows of tokens in the order of a plan's rows, [P,H]. They are gathered when rows_PH() is first called, and then kept.
 
-    An engine whose kernels gather reads tokens_TH instead. That is None where the rows came from other ranks, and are gathered already.
+    An engine whose kernels gather reads tokens_TH instead. That is None where there is nothing to gather, because the rows were pulled
+    from other ranks or were in expert order from the beginning.
     """
 
     def __init__(self, tokens_TH: torch.Tensor | None, slots: SlotMap, rows_PH: torch.Tensor | None = None):
@@ -70,9 +32,11 @@ class GatheredRows:
 
     @property
     def are_gathered(self) -> bool:
+        """Whether rows_PH() has nothing left to compute."""
         return self._rows_PH is not None
 
     def rows_PH(self) -> torch.Tensor:
+        """The rows [P,H]."""
         if self._rows_PH is None:
             assert self.tokens_TH is not None  # without tokens, the rows were given
             self._rows_PH, _ = kernels.gather(self.tokens_TH, self.slots)
@@ -87,8 +51,8 @@ class GatheredRows:
 class Engine:
     """A stateless way to compute the experts of a layer; one instance each in gbmoe.engines.ENGINES.
 
-    An engine has to define `gmm`, the grouped product. The methods that a layer calls, `up`, `down` and their gradients, are composed
-    here of the gather, that product and the activation; an engine with kernels that fuse several of these overrides them.
+    An engine has to define `gmm`, the grouped GEMM. The methods that a layer calls, `up`, `down` and their gradients, are composed
+    here of the gather, that GEMM and the activation; an engine with kernels that fuse several of these overrides them.
 
     Attributes:
         name: what `engine=` takes.
@@ -115,7 +79,7 @@ class Engine:
             out: contiguous tensor for the result; allocated where it is None.
             accumulate: add to `out` instead of overwriting it (out must be given).
         """
-        raise TypeError(f"{type(self).__name__} does not say how it computes a grouped product")
+        raise TypeError(f"{type(self).__name__} does not say how it computes a grouped GEMM")
 
     def product(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
                 out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
@@ -157,7 +121,7 @@ class Engine:
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
         a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
-        return a_PF, d_PF, None if g_PF is None else dg_PF, None if weights_TK is None else dweights_TK
+        return a_PF, d_PF, dg_PF, dweights_TK
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:
@@ -170,6 +134,17 @@ class Engine:
     def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> torch.Tensor:
         """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
         return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
+
+
+def why_not_cuda(device: torch.device) -> str | None:
+    """None if the device is a CUDA device, otherwise why an engine that needs one does not run on it."""
+    return None if device.type == "cuda" else f"runs on CUDA devices only, not on {device.type}"
+
+
+def why_no_extension() -> str | None:
+    """None if the CUDA extension is loaded, otherwise why an engine that needs it does not run. Loads it if it can be."""
+    status = extension.status()
+    return None if status.loaded else f"needs the CUDA extension: {status.reason}"
 
 
 def host_sizes(sizes: torch.Tensor) -> torch.Tensor:

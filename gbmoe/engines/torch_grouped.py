@@ -6,34 +6,39 @@ import torch
 import torch.nn.functional as F
 
 from gbmoe import extension
-from gbmoe.engines.base import Engine, device_sizes, known
+from gbmoe._checks import dtype_name
+from gbmoe.engines.base import Engine, device_sizes, why_not_cuda
+from gbmoe.problem import known
 
 
 class TorchGrouped(Engine):
+    """torch.nn.functional.grouped_mm: bfloat16 only, with kernels from compute capability 9.0 on."""
+
     name = "torch"
 
     def unavailable(self, device):
-        if device.type != "cuda":
-            return f"runs on CUDA devices only, not on {device.type}"
+        reason = why_not_cuda(device)
+        if reason is not None:
+            return reason
         if not hasattr(F, "grouped_mm"):
             return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is None and capability < (9, 0):
-            return f"torch's grouped product has kernels from compute capability 9.0 on, this device has {capability[0]}.{capability[1]}"
+            return f"torch's grouped GEMM has kernels from compute capability 9.0 on, this device has {capability[0]}.{capability[1]}"
         return None
 
     def refuses(self, problem):
         if problem.dtype != torch.bfloat16:
-            return f"torch's grouped product takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+            return f"torch's grouped GEMM takes bfloat16, not {dtype_name(problem.dtype)}"
         # Its tensor maps need rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
-            return f"torch's grouped product takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
+            return f"torch's grouped GEMM takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
         if problem.groups >= 1024:
-            return f"torch's grouped product takes fewer than 1024 groups, not {problem.groups}"
+            return f"torch's grouped GEMM takes fewer than 1024 groups, not {problem.groups}"
         if known(problem.rows >= 2**31):
-            return f"torch's grouped product takes the groups' ends in int32, not {problem.rows} rows"
+            return f"torch's grouped GEMM takes the groups' ends in int32, not {problem.rows} rows"
         if 0 in (problem.rows, problem.groups, problem.inner, problem.columns):
-            return "torch's grouped product takes no empty operands"
+            return "torch's grouped GEMM takes no empty operands"
         return None
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):

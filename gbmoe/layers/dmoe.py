@@ -41,7 +41,11 @@ class ParallelDroplessMLP(torch.nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, x, scores, expert_weights, top_experts, *, meanwhile=None):
-        """`meanwhile` is called once, and may start work for the device, which it does while the host waits for numbers of rows."""
+        """Shapes and results are those of the class.
+
+        With expert parallelism `meanwhile` is called once. Work that it starts on the device runs there while the host waits for the
+        numbers of rows. Without expert parallelism it is not called.
+        """
         x_TH = x.reshape(-1, x.size(-1))
         if self.args.moe_expert_model_parallelism:
             out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile)

@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
-from gbmoe.engines.base import GatheredRows, Problem
+from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.plan import RoutingPlan
+from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
 
 # Modules and functions for which there are kernels; modules with the forward method that the kernels stand for.
@@ -84,7 +85,7 @@ def expert_mlp(
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which may
             hold parameters and may write to its argument. Torch's own functions and modules of those names are recognised and
             take the fused path, unless they have hooks or are altered.
-        engine: the engine of the grouped products; see gbmoe.engines.
+        engine: the engine of the grouped GEMMs; see gbmoe.engines.
         recompute_activation: for callables without a kernel: save the pre-activation and call the activation again in backward
             (True), as torch.utils.checkpoint does, or keep its graph (False). The fused path always recomputes. With True, a callable
             that writes to its argument costs a copy, one more product and one more call. A write that torch does not see (through
@@ -129,7 +130,7 @@ def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engin
 @engines.remembered
 def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host) -> bool:
     """Whether the engine of a layer with `rows` rows and weights [experts,ffn,hidden] reads its sizes on the host."""
-    problems = (Problem(device, dtype, rows, experts, hidden, ffn, variable_k, on_host) for variable_k in (False, True))
+    problems = (Problem(device, dtype, rows, experts, hidden, ffn, k_grouped, on_host) for k_grouped in (False, True))
     return any(engines.select(engine, problem).needs_host_sizes for problem in problems)
 
 
@@ -156,8 +157,8 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
 
 # ------------------------------------------------------------------------------------------------------- fused operator
 #
-# Without row_of_slot the tokens are in expert order, one slot each: row r is token r, or nobody's. They are not gathered then, and
-# without weights what would be scattered is the result, but for the rows of nobody.
+# Without row_of_slot the tokens are in expert order, with one slot each: row r is token r, or has no expert. Then nothing is gathered,
+# and without weights nothing is scattered: the rows are the result, with zeros in those that have no expert.
 
 
 def _slot_map(row_of_slot, slot_of_row):
@@ -170,7 +171,7 @@ def _gathered(tokens_TH, row_of_slot, slots):
 
 
 def _scattered(rows_PH, row_of_slot, slots, weights=None):
-    """Each token's sum; `rows_PH` are this function's to overwrite."""
+    """Each token's sum. It may be computed in the memory of `rows_PH`, which the caller must not use afterwards."""
     if row_of_slot is not None or weights is not None:
         return scatter(rows_PH, slots, weights=weights)
     clear_rows_without_slot(slots.slot_of_row_P, rows_PH)
@@ -208,8 +209,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
 
     `saved` is the list of the tensors that forward saved. It is emptied, so that the memory of the pre-activations is freed as soon
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
-    is in use at a time: at most five [P,F], a 32nd of one and one [P,H]; or two [P,F], one [P,H] (two where an engine cannot
-    accumulate into a product) and two of the weights' gradients; or one [P,F], one [P,H] and all three weights' gradients.
+    is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
+    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
@@ -263,7 +264,7 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
-    if torch.is_grad_enabled() or is_watched(grad, *saved):  # the operator, because something watches or differentiates again
+    if torch.is_grad_enabled() or is_watched(grad, *saved):  # something watches this call, or will differentiate it again
         computed = _expert_mlp_backward(grad, *saved, ctx.activation, ctx.engine, *wanted.values())
     else:
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
@@ -368,9 +369,9 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
     If all rows without a slot lie behind the last expert, no product reads them. They are set to zero for the activation alone, in
     place, in a product's result that nothing else refers to, which takes no pass over [P,F] beyond the activation's own.
 
-    If they lie among an expert's rows, the products of the weights' gradients read them: act(0) in a and in dg, its slope at 0 in dh.
-    These are multiplied by zeros, but a NaN or an infinity times zero is NaN. The activation's result, and the gradient that it hands
-    back, may be its own memory, which must not be written to. So `masked` makes copies.
+    If they lie among an expert's rows, the GEMMs of the weights' gradients read them. There act(0) is a factor of a and of dg, and its
+    slope at 0 is one of dh. The other factors are zeros, but a NaN or an infinity times zero is NaN. The activation's result, and the
+    gradient that it hands back, may be its own memory, which must not be written to. So `masked` makes copies.
     """
     w2_EFH = w2_EFH.to(computed_dtype(w2_EFH))
     cleared_P = slot_of_row_P if masked is None else None

@@ -66,6 +66,10 @@ class Gpu:
     layer: float = 50e-6
 
 
+# The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_experts.py says why.
+RANKS_WITH_COPY_ENGINES = 4
+
+
 @dataclass(frozen=True)
 class Links:
     """Speeds of the links of each GPU, in bytes a second each way, and latencies in seconds.
@@ -96,7 +100,7 @@ class Links:
     network: float = 45e9
     network_latency: float = 30e-6
     message: float = 2e-6
-    beside: int = 4
+    beside: int = RANKS_WITH_COPY_ENGINES
     moving: float = 0.1
 
     def pull_of(self, row_bytes: int) -> float:

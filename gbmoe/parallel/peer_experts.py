@@ -19,6 +19,7 @@ import torch
 from gbmoe import engines
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import scatter
+from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
 from gbmoe.parallel.peer_memory import PeerMemory, Regions, of_group
 from gbmoe.slot_map import SlotMap
@@ -63,10 +64,9 @@ def pull_rows(addresses: torch.Tensor, arrived: Arrived, like_TH: torch.Tensor, 
     return GatheredRows(None, arrived.slots, rows_PH)
 
 
-# The most ranks with which copy engines copy whole matrices of tokens beside backward's GEMMs. The GEMMs need all multiprocessors, and
-# copy engines none. But copy engines also copy the rows that are not needed here: few of the tokens where two ranks have eight slots a
-# token, 67 % where eight ranks do.
-_COPIES_BESIDE = 4
+# Up to cost_model.RANKS_WITH_COPY_ENGINES ranks, copy engines copy whole matrices of tokens while backward's GEMMs run. The GEMMs need
+# all multiprocessors, and copy engines none. But copy engines also copy the rows that are not needed here: with eight slots a token
+# these are hardly any of another rank's rows where there are two ranks, but a third of them where there are eight.
 
 
 class _TokensOnTheirWay:
@@ -171,7 +171,7 @@ class _PeerExperts(torch.autograd.Function):
         arrived = Arrived(memory.regions(ctx.layout), slots, sizes_E, weights_SK)
         own = arrived.regions.own
         dx_TH = dweights_TK = dw1 = dw2 = dv1 = None
-        beside = memory.ranks <= _COPIES_BESIDE
+        beside = memory.ranks <= cost_model.RANKS_WITH_COPY_ENGINES
         tokens_x = _TokensOnTheirWay(memory, arrived.regions, x_TH) if beside and (need_w1 or need_v1) else None
         own["grad"][:tokens].copy_(grad_TH)
         if tokens_x is None and (need_w1 or need_v1):

@@ -23,7 +23,7 @@ def exact_values(*shape: int, dtype: torch.dtype, device: torch.device | str, se
 
 
 def fan_in_scale(inner: int) -> float:
-    """The largest power of two below 1 / sqrt(inner), which keeps sums of `inner` products near 1 and values exact."""
+    """A power of two at most a factor of sqrt(2) from 1 / sqrt(inner): it keeps sums of `inner` products near 1, and values exact."""
     return 2.0 ** -((inner.bit_length()) // 2)
 
 

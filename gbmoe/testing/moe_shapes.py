@@ -1,4 +1,4 @@
-"""Shapes of layers, grouped products and permutations, defined once for the tests, `verify` and `bench`.
+"""Shapes of layers, grouped GEMMs and permutations, defined once for the tests, `verify` and `bench`.
 
 Shape letters: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups.
 """
@@ -40,7 +40,8 @@ def _nyu(sequences: int, length: int, hidden: int, experts: int, top_k: int) -> 
     return MoeCase(name, sequences * length, hidden, 2 * hidden, experts, top_k)
 
 
-# The article's cases, (num_sequences, sequence_length, hidden, experts, top_k), ffn = 2 * hidden, a plain MLP.
+# The cases of "Improving MoE Inference with Variable-Sized Batched GEMM Kernels" (NYU), which gbmoe calls the article: (num_sequences,
+# sequence_length, hidden, experts, top_k), ffn = 2 * hidden, a plain MLP.
 NYU_CASES = tuple(_nyu(*case) for case in (
     *((16, 1024, 512, e, 1) for e in (1, 2, 4, 8)),
     *((8, 2048, 512, e, 1) for e in (1, 2, 4)),
@@ -92,7 +93,7 @@ INFERENCE_CASES = tuple(MoeCase(f"{name}-t{tokens}", tokens, *sizes, "glu")
                         for name, sizes in (("mixtral", (4096, 14336, 8, 2)), ("qwen3", (2048, 768, 128, 8)))
                         for tokens in (1, 8, 64, 512))
 
-# Single grouped products: a[M,H] @ b[E][H,F], M = T * K.
+# Single grouped GEMMs: a[M,H] @ b[E][H,F], M = T * K.
 GEMM_CASES = (
     MoeCase("mixtral", 16384, 4096, 14336, 8, 2),
     MoeCase("olmoe", 16384, 2048, 1024, 64, 8),
@@ -132,7 +133,7 @@ def scaled_down(case: MoeCase) -> MoeCase:
     return MoeCase(f"{case.name}-small", max(16, case.tokens // 256), hidden, 2 * hidden, case.experts, case.top_k, case.mlp_type)
 
 
-# Rows of each group: the shapes that a grouped product gets wrong first.
+# Rows of each group: the shapes that a grouped GEMM gets wrong first.
 GROUP_SIZES = {
     "equal": (16, 16, 16, 16),
     "uneven": (37, 5, 64, 22),

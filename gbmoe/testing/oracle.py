@@ -61,7 +61,7 @@ def scatter(y_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, weights_TK: torch.
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], trans_a: bool = False,
             trans_b: bool = False) -> torch.Tensor:
-    """The grouped product of gbmoe.gmm; b is cast to a's dtype one group at a time."""
+    """The grouped GEMM of gbmoe.gmm; b is cast to a's dtype one group at a time."""
     if trans_a:
         return torch.stack([left.t() @ right for left, right in zip(a.split(sizes), b.split(sizes))])
     weights = (weight.to(a.dtype) for weight in b)

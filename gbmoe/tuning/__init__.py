@@ -1,4 +1,4 @@
-"""Every number that a measurement chose: which engine, and which instance of a kernel, computes a call. The one place to tune.
+"""The choices by shape, dtype and device that measurements made: which engine, and which instance of a kernel, computes a call.
 
 Every function here is pure: from shapes, dtypes and a device to a named configuration, without a tensor, so that it is tested on a
 CPU. Engines and operators hand the configuration down to the launches (csrc/), which choose nothing themselves and refuse a

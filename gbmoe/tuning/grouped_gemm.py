@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gbmoe.engines.base import Problem, known
+from gbmoe.problem import Problem, known
 
 TILE_M = 128                      # rows of every tile of the Hopper kernels
 WIDE, NARROW, SQUARE = 256, 192, 128  # the widths of tiles that these kernels have instances for
@@ -99,7 +99,7 @@ class _EngineRule:
     at_least_flops_a_group: float
     order: tuple[str, ...]
     sizes_on_host: bool = False      # True: only for products whose sizes are on the host
-    variable_k: bool | None = None   # True or False: only for products whose groups do, or do not, divide the inner dimension
+    k_grouped: bool | None = None    # True or False: only for products whose groups do, or do not, divide the inner dimension
 
 
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
@@ -111,7 +111,7 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # weight gradients of so few groups that their tiles do not fill the multiprocessors evenly, if groups are uneven, and in some runs if
 # they are equal; but that depends on the data, which are not known here.
 _ENGINE_ORDER = (
-    _EngineRule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, variable_k=False),
+    _EngineRule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, k_grouped=False),
     _EngineRule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
     _EngineRule((torch.bfloat16,), 1.2e10, ("hopper", "cublas_loop", "torch")),
     _EngineRule((torch.bfloat16,), 0, ("hopper", "torch", "cublas_grouped")),
@@ -128,7 +128,7 @@ def engine_order(problem: Problem) -> tuple[str, ...]:
     flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
     return next(rule.order for rule in _ENGINE_ORDER if problem.dtype in rule.dtypes
                 and (problem.sizes_on_host or not rule.sizes_on_host)
-                and rule.variable_k in (None, problem.variable_k)
+                and rule.k_grouped in (None, problem.k_grouped)
                 and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
 
 
@@ -158,7 +158,7 @@ def _tile_along_n(columns: int) -> GemmConfig:
     return GemmConfig(WIDE, cluster_n=2 if paired else 1)
 
 
-# So many that nothing depends on how many more there are: what is batch-invariant is configured for these, whatever there is.
+# More rows than any threshold in this file: batch-invariant GEMMs are always configured as if they had this many.
 _GREAT_MANY_ROWS = 1 << 24
 
 

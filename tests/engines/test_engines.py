@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from gbmoe import engines
-from gbmoe.engines.base import Problem
+from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
 CPU = torch.device("cpu")
 
 
-def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, columns=64, variable_k=False):
-    return Problem(torch.device(device), dtype, rows, groups, inner, columns, variable_k)
+def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, columns=64, k_grouped=False):
+    return Problem(torch.device(device), dtype, rows, groups, inner, columns, k_grouped)
 
 
 def test_every_engine_says_yes_or_why_not(device):
@@ -51,24 +51,24 @@ def test_the_hopper_engine_says_what_it_does_not_take(change, words):
     assert engines.ENGINES["hopper"].refuses(problem(rows=2**31 - 2**10)) is None
 
 
-@pytest.mark.parametrize("variable_k", [False, True])
+@pytest.mark.parametrize("k_grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rows, groups, inner, columns", [
     (0, 4, 8, 8), (8, 4, 8, 8), (7, 3, 5, 9), (65536, 8, 4096, 4096), (8, 512, 64, 64)])
-def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, inner, columns, variable_k):
-    wanted = problem(device, dtype, rows, groups, inner, columns, variable_k)
+def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, inner, columns, k_grouped):
+    wanted = problem(device, dtype, rows, groups, inner, columns, k_grouped)
     chosen = engines.select("auto", wanted)
     assert chosen.unavailable(wanted.device) is None and chosen.refuses(wanted) is None
 
 
-@pytest.mark.parametrize("groups, variable_k, sizes_on_host, name", [
+@pytest.mark.parametrize("groups, k_grouped, sizes_on_host, name", [
     (8, False, True, "cublas_loop"), (8, False, False, "hopper"), (64, False, True, "hopper"),
     (16, False, True, "cublas_loop"), (16, True, True, "hopper"), (8, True, True, "cublas_loop")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, dtype, groups, variable_k, sizes_on_host, name):
+def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, dtype, groups, k_grouped, sizes_on_host, name):
     for engine in engines.ENGINES.values():
         monkeypatch.setattr(engine, "unavailable", lambda device: None)
-    wanted = Problem(torch.device("cuda"), dtype, 65536, groups, 4096, 14336, variable_k, sizes_on_host)
+    wanted = Problem(torch.device("cuda"), dtype, 65536, groups, 4096, 14336, k_grouped, sizes_on_host)
     assert engines.select("auto", wanted).name == name
 
 

@@ -145,7 +145,7 @@ def test_why_not():
     nvcc = build.Nvcc(Path("nvcc"), (12, 4), frozenset({"90"}))
     torch_cpu, torch_13 = build.Torch(Path(), None, "2.13.0+cpu"), build.Torch(Path(), "13.0", "2.13.0")
     old = build.Nvcc(Path("nvcc"), (12, 4), frozenset())
-    assert build.why_not(old, build.Torch(Path(), "12.8", "2.10.0")) == "nvcc is 12.4; cuBLAS has grouped products from CUDA 12.5 on"
+    assert build.why_not(old, build.Torch(Path(), "12.8", "2.10.0")) == "nvcc is 12.4; cuBLAS has grouped GEMMs from CUDA 12.5 on"
     assert build.why_not(nvcc, None) == "torch is not importable"
     assert build.why_not(nvcc, torch_cpu) == "torch 2.13.0+cpu is built without CUDA"
     assert build.why_not(None, torch_13).startswith("nvcc was not found")

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, engines
-from gbmoe.engines.base import Problem
 from gbmoe.layers import Arguments
 from gbmoe.layers.expert_weights import make_experts
+from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs, moe_shapes
 from tests.conftest import assert_as_accurate_as, dtype_id
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import gbmoe
 from gbmoe import Arguments, RoutingPlan, engines
 from gbmoe.engines import hopper
-from gbmoe.engines.base import GatheredRows, Problem
+from gbmoe.engines.base import GatheredRows
+from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
 CPU, PINNED = torch.device("cpu"), "hopper_batch_invariant"

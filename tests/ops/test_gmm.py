@@ -9,8 +9,9 @@ import torch
 
 import gbmoe
 from gbmoe import engines
-from gbmoe.engines.base import Problem, device_sizes
+from gbmoe.engines.base import device_sizes
 from gbmoe.ops.gmm import _sizes_fill
+from gbmoe.problem import Problem
 from gbmoe.testing import accuracy, exact_inputs, moe_shapes
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -73,7 +74,7 @@ def test_forward_and_gradients(engine_on, layout, dtype, sizes):
 def test_nyu_prototype_grouped_kernel_wrong_for_unequal_sizes(engine_on, dtype):
     """The prototype placed group i at i * m * k, which holds only where every group has the same rows.
 
-    Variable m is the forward product and the input's gradient, variable k the weight's. The same operands in equal groups
+    m-grouped are the forward product and the input's gradient, k-grouped is that of the weight. The same operands in equal groups
     must be right too, and the two splits must differ, or the test would prove nothing.
     """
     engine, device = engine_on

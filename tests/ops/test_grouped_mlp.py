@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import gbmoe
 from gbmoe import RoutingPlan, engines, kernels
-from gbmoe.engines.base import Problem
 from gbmoe.ops import experts
+from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from gbmoe.testing.oracle import ACTIVATIONS as CALLABLES
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id

@@ -7,7 +7,6 @@ Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F f
 
 import contextlib
 import functools
-import importlib
 import os
 import traceback
 
@@ -18,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp
-from gbmoe.parallel import Spread, check_overflow, peer_experts, peer_memory
+from gbmoe.parallel import Spread, check_overflow, cost_model, peer_experts, peer_memory
 
 WORLD = 2
 CASES = {}
@@ -200,7 +199,7 @@ def more_ranks_than_whole_matrices_are_copied_for(rank, world):
     """As with eight ranks, kernels pull and push rows in backward too."""
     layer = Layer(rank, world, [90, 120])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("gbmoe.parallel.peer_experts"), "_COPIES_BESIDE", 1)  # the package has a function of the name
+        patch.setattr(cost_model, "RANKS_WITH_COPY_ENGINES", 1)
         layer.check(layer.run())
 
 

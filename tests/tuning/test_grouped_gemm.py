@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gbmoe.engines.base import Problem
+from gbmoe.problem import Problem
 from gbmoe.tuning import grouped_gemm as tuning
 from gbmoe.tuning.grouped_gemm import NARROW, SQUARE, WIDE, GemmConfig, SplitConfig
 

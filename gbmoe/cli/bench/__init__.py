@@ -1,4 +1,4 @@
-"""`gbmoe bench`: time layers, grouped products and permutations; the time of an unverified result is never shown.
+"""`gbmoe bench`: time layers, grouped GEMMs and permutations; the time of an unverified result is never shown.
 
     python -m gbmoe bench --suite smoke --json smoke.json            # a suite, its table and its file
     python -m gbmoe bench --suite layers --config 3 --output parts   # one configuration of it, as a part

@@ -1,4 +1,4 @@
-"""gbmoe's own side of every measurement: its layer with any mlp_impl and engine, its grouped product, its permutation."""
+"""gbmoe's own side of every measurement: its layer with any mlp_impl and engine, its grouped GEMM, its permutation."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ layer's forward has 2RHF(c+1) operations and moves at least
     gather          b * H(T + R)           second product  b * R(F + H)
     combine         b * H(R + T)
 
-Backward has twice the operations and bytes: two products for each one of forward, with rows moved for both. A grouped product moves
+Backward has twice the operations and bytes: two products for each one of forward, with rows moved for both. A grouped GEMM moves
 its operands and its result. measurements/permutation.py has the bytes of the permutation's steps.
 """
 

@@ -196,7 +196,7 @@ SUITES = {
     "smoke": Suite("small layers and products, for any machine", _smoke, ("bmm", "loop"), needs_cuda=False, **_IN_BURSTS),
     "nyu": Suite("the article's cases", _nyu, _EXPERTS),
     "layers": Suite("layers of known models, evenly and unevenly routed, or those of --shape", _layers, _EXPERTS, takes_shapes=True),
-    "gemm": Suite("single grouped products, each engine, equal and skewed groups", _gemm,
+    "gemm": Suite("single grouped GEMMs, each engine, equal and skewed groups", _gemm,
                   ("bmm", "loop", "grouped_gemm")),
     "permute": Suite("plan, router operator, gather and scatter, each against what a copy of its bytes takes", _permute,
                      ("megablocks", "transformer_engine"), baseline="megablocks", uses_engines=False, **_IN_BURSTS_ALONE),

@@ -6,8 +6,8 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import require, require_tensor
-from gbmoe.engines.base import result_shape
 from gbmoe.ops.gmm import check_arguments, check_operands, check_sizes
+from gbmoe.problem import result_shape
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,

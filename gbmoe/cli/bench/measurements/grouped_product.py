@@ -1,4 +1,4 @@
-"""Single grouped products, compared with float64 on some rows, or a submatrix, of every group.
+"""Single grouped GEMMs, compared with float64 on some rows, or a submatrix, of every group.
 
 Shape suffixes: E experts, H hidden, F ffn hidden, M rows of all groups.
 """
@@ -26,7 +26,7 @@ _SKEW = 0.5
 
 
 class ProductMeasurement(Measurement):
-    """One grouped product: "forward" a[M,H] @ b[E][H,F], or the "weight-gradient" a[M,H].T @ b[M,F] of each group.
+    """One grouped GEMM: "forward" a[M,H] @ b[E][H,F], or the "weight-gradient" a[M,H].T @ b[M,F] of each group.
 
     Groups are "equal", "skewed", or "uneven" as the article's split into eight. The implementation "dense" is one product of all rows.
     """

@@ -31,7 +31,7 @@ from gbmoe.cli.bench.measurements.base import (
 )
 from gbmoe.cli.bench.peers.base import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
-from gbmoe.engines.base import Problem
+from gbmoe.problem import Problem
 from gbmoe.testing import accuracy, oracle
 from gbmoe.testing.exact_inputs import generator
 from gbmoe.testing.moe_shapes import MoeCase

@@ -89,8 +89,8 @@ class Peer:
         raise TypeError(f"{type(self).__name__} has no expert parallelism")
 
     def product(self, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], trans_a: bool) -> Prepared:
-        """The grouped product of gbmoe.gmm."""
-        raise TypeError(f"{type(self).__name__} has no grouped product")
+        """The grouped GEMM of gbmoe.gmm."""
+        raise TypeError(f"{type(self).__name__} has no grouped GEMM")
 
     def permutation(self, ids_TK: torch.Tensor, experts: int, align: int) -> Permutation:
         """The permutation to the rows of these experts, each padded to a multiple of `align`."""

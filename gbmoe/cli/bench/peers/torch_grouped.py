@@ -1,4 +1,4 @@
-"""torch's own grouped product in a layer of plain PyTorch, eager and with torch.compile."""
+"""torch's own grouped GEMM in a layer of plain PyTorch, eager and with torch.compile."""
 
 from __future__ import annotations
 

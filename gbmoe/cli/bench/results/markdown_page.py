@@ -137,7 +137,7 @@ def _shares_a_cell(row: dict, computation: str) -> bool:
 
 def _heading(kind: str, shared: Sequence[str]) -> str:
     measure = "Microseconds" if kind in MOVING else "TFLOP/s"
-    what = {"layer": "One whole layer, router included", "product": "One grouped product",
+    what = {"layer": "One whole layer, router included", "product": "One grouped GEMM",
             "permutation": "Permutation", "link": "One trip over the links"}[kind]
     fastest = f": {' / '.join(shared)}. The fastest {shared[-1]}" if shared else ". The fastest"
     return f"{what}. {measure}{fastest} of each line is bold."

@@ -1,4 +1,4 @@
-"""Grouped products: the sizes of the groups, and that samples find what is wrong."""
+"""Grouped GEMMs: the sizes of the groups, and that samples find what is wrong."""
 
 import torch
 
