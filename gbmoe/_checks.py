@@ -23,6 +23,11 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
         raise error(f"{operator}: {argument}: expected {expected}, got {got}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def autocast_enabled(device_type: str) -> bool:
     """torch.is_autocast_enabled, but False for the meta device, for which torch's function raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -44,6 +49,6 @@ def require_tensor(value: Any, operator: str, argument: str, *, rank: int | tupl
                 lambda: f"{' or '.join(map(str, ranks))} dimensions", list(value.shape))
     if dtypes is not None:
         require(value.dtype in dtypes, operator, argument,
-                lambda: f"dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}", value.dtype, TypeError)
+                lambda: f"dtype {', '.join(map(dtype_name, dtypes))}", value.dtype, TypeError)
     if device is not None:
         require(value.device == device, operator, argument, lambda: f"device {device}", value.device)

@@ -17,7 +17,8 @@ from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
 
-_NAME = "RoutingPlan.from_experts"
+_OF_EXPERTS = "RoutingPlan.from_experts"
+_OF_COUNTS = "RoutingPlan.from_counts"
 _INT32_MAX = 2**31 - 1
 
 
@@ -37,20 +38,28 @@ def kernels_serve(device: torch.device, num_experts: int) -> bool:
     return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
 
 
+def _resolved_check(operator: str, check: str, device: torch.device) -> str:
+    """`check` with "auto" resolved: "wait" for tensors on the CPU, where nothing has to be waited for, and "device" elsewhere."""
+    require(check in ("auto", "wait", "device", "none"), operator, "check", "auto, wait, device or none", repr(check))
+    if check != "auto":
+        return check
+    return "wait" if device.type == "cpu" else "device"
+
+
 def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
     # Called inside the operator, which has the values, so that a compiled graph checks them too.
     rows = plain_torch.padded_rows(experts_TK.numel(), num_experts, align)
-    require(rows <= _INT32_MAX, _NAME, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
+    require(rows <= _INT32_MAX, _OF_EXPERTS, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
     if check == "none" or experts_TK.numel() == 0:
         return
     low, high = experts_TK.aminmax()
     if check == "wait":
         lowest, highest = int(low), int(high)
-        require(lowest >= -1 and highest < num_experts, _NAME, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
+        require(lowest >= -1 and highest < num_experts, _OF_EXPERTS, "experts", f"ids in [0, {num_experts}), or -1 to drop a slot",
                 f"ids from {lowest} to {highest}")
     else:
         torch._assert_async((low >= -1) & (high < num_experts),
-                            f"{_NAME}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")
+                            f"{_OF_EXPERTS}: experts: expected ids in [0, {num_experts}), or -1 to drop a slot")
 
 
 def _routing_plan_reference(experts, num_experts, align, check):
@@ -73,11 +82,8 @@ _routing_plan = define(
 )
 
 
-_OF_COUNTS = "RoutingPlan.from_counts"
-
-
 def _check_counts(counts_E: torch.Tensor, rows: int, check: str) -> None:
-    # Inside the operators, as _check_values.
+    # Called inside the operators, for the same reason as _check_values.
     require(rows <= _INT32_MAX, _OF_COUNTS, "num_rows", f"at most {_INT32_MAX} (rows are int32)", rows)
     if check == "wait":
         sizes = counts_E.tolist()  # Python's sums do not wrap
@@ -96,7 +102,8 @@ def _bounded_counts_reference(counts, rows, check):
 
 _bounded_counts = define(
     "bounded_counts(Tensor counts, SymInt rows, str check) -> Tensor", reference=_bounded_counts_reference,
-    fake=lambda counts, rows, check: counts.new_empty(counts.shape, dtype=torch.int64),  # of counts on the host, where nobody waits
+    # Without `waits`, because these counts are on the host.
+    fake=lambda counts, rows, check: counts.new_empty(counts.shape, dtype=torch.int64),
 )
 
 
@@ -177,7 +184,7 @@ class RoutingPlan:
     padded_counts_E: torch.Tensor
     _host_sizes_E: torch.Tensor | None = field(default=None, repr=False)
     _made_by_hand: bool = field(default=False, repr=False)
-    _in_expert_order: bool = field(default=False, repr=False)  # row r is token r, up to the first that belongs to nobody
+    _in_expert_order: bool = field(default=False, repr=False)  # row r is token r, up to the first row that has no expert
     _trusted: InitVar[bool] = False  # made by gbmoe: the check, which takes several us, is left out
 
     def __post_init__(self, _trusted: bool) -> None:
@@ -200,14 +207,12 @@ class RoutingPlan:
                 device-side assertion without a wait; "none" drops their slots. "auto" is "wait" on the CPU, where nothing
                 has to be waited for, and "device" elsewhere. With all of them no row out of bounds is ever touched.
         """
-        require_tensor(experts_TK, _NAME, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
-        require(isinstance(num_experts, int) and num_experts >= 1, _NAME, "num_experts", "an int of at least 1", num_experts)
-        require(isinstance(align, int) and align >= 1, _NAME, "align", "an int of at least 1", align)
-        require(check in ("auto", "wait", "device", "none"), _NAME, "check", "auto, wait, device or none", repr(check))
+        require_tensor(experts_TK, _OF_EXPERTS, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
+        require(isinstance(num_experts, int) and num_experts >= 1, _OF_EXPERTS, "num_experts", "an int of at least 1", num_experts)
+        require(isinstance(align, int) and align >= 1, _OF_EXPERTS, "align", "an int of at least 1", align)
+        check = _resolved_check(_OF_EXPERTS, check, experts_TK.device)
         if experts_TK.dim() == 1:
             experts_TK = experts_TK.unsqueeze(1)
-        if check == "auto":
-            check = "wait" if experts_TK.device.type == "cpu" else "device"
         plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)  # type: ignore[misc]
         return plan.exact() if exact else plan
 
@@ -215,10 +220,10 @@ class RoutingPlan:
     def from_counts(
         cls, counts_E: torch.Tensor, num_rows: int, *, device: torch.device | str | None = None, check: str = "auto",
     ) -> RoutingPlan:
-        """The plan of rows that somebody else has brought into expert order: each is a token with one slot, and stays where it is.
+        """The plan of rows that are in expert order already: each row is a token with one slot, and stays where it is.
 
         Nothing is gathered and nothing padded: expert_mlp computes with such rows as they lie, and its weights are [num_rows,1].
-        Rows behind the sum of the counts belong to nobody: they come out as zeros and get gradients of zero. No host wait, unless
+        Rows behind the sum of the counts have no expert: they come out as zeros and get gradients of zero. No host wait, unless
         `check` asks for one.
 
         Args:
@@ -227,8 +232,8 @@ class RoutingPlan:
             num_rows: R, at least the sum of the counts.
             device: of the rows; that of the counts by default.
             check: what happens to a negative count, and to counts whose sum is more than num_rows. "wait" reads them and raises
-                ValueError; "device" fails an assertion on the device; with "none" only the rows that are there count. "auto" is
-                "wait" for counts on the CPU, where nothing has to be waited for, and "device" elsewhere.
+                ValueError; "device" fails an assertion on the device; "none" takes negative counts for 0 and cuts off what is beyond
+                num_rows. "auto" is "wait" for counts on the CPU, where nothing has to be waited for, and "device" elsewhere.
 
         Raises:
             TypeError, ValueError: naming the argument, what was expected and what came.
@@ -241,12 +246,10 @@ class RoutingPlan:
         require_tensor(counts_E, _OF_COUNTS, "counts", rank=1, dtypes=(torch.int32, torch.int64))
         require(counts_E.size(0) >= 1, _OF_COUNTS, "counts", "at least one expert", 0)
         require(num_rows >= 0, _OF_COUNTS, "num_rows", "at least 0", num_rows)
-        require(check in ("auto", "wait", "device", "none"), _OF_COUNTS, "check", "auto, wait, device or none", repr(check))
+        check = _resolved_check(_OF_COUNTS, check, counts_E.device)
         device = counts_E.device if device is None else torch.device(device)
         require(counts_E.device.type == "cpu" or counts_E.device == device, _OF_COUNTS, "counts",
                 lambda: "device cpu" if device.type == "cpu" else f"device cpu or {device}", counts_E.device)
-        if check == "auto":
-            check = "wait" if counts_E.device.type == "cpu" else "device"
         host_sizes_E = None
         if counts_E.device != device:
             host_sizes_E = _bounded_counts(counts_E, num_rows, check)
@@ -256,10 +259,12 @@ class RoutingPlan:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.row_of_slot_TK.size(0)
 
     @property
     def top_k(self) -> int:
+        """K."""
         return self.row_of_slot_TK.size(1)
 
     @property
@@ -287,7 +292,7 @@ class RoutingPlan:
 
     @property
     def is_in_expert_order(self) -> bool:
-        """True where the tokens are the rows, so that token r's one slot has row r, or none, and those without lie behind all others."""
+        """True where the tokens are the rows. Then token r's one slot has row r or none, and tokens without a row come last."""
         return self._in_expert_order
 
     @property
@@ -311,5 +316,12 @@ class RoutingPlan:
 
     def exact(self) -> RoutingPlan:
         """The same plan without the rows behind the last expert. Waits for the device once for each plan."""
-        rows = int(self.host_sizes().sum())
+        return self.first_rows(int(self.host_sizes().sum()))
+
+    def first_rows(self, rows: int) -> RoutingPlan:
+        """The same plan with its first `rows` rows alone; no slot may have a row behind them."""
         return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], _in_expert_order=False, _trusted=True)
+
+    def with_host_sizes(self, sizes_E: torch.Tensor) -> RoutingPlan:
+        """The same plan, given its padded_counts_E as int64 on the CPU, so that host_sizes() does not wait."""
+        return replace(self, _host_sizes_E=sizes_E, _trusted=True)

@@ -5,21 +5,11 @@
     python scripts/simulate_expert_parallelism.py --shape 16384,2048,768,128,8 --network 90 --skew 0.5 --replicate 4
     python scripts/simulate_expert_parallelism.py --check                      # compare with measurements on two GPUs
 
-Each line is forward and backward of one layer on the slowest rank. With T tokens a rank, k distinct experts a token of E, rows of b
-bytes, W ranks in a group and N nodes:
-
-    rows sent to ranks, a token     W * reach(E / W),      reach(m) = 1 - C(E - m, k) / C(E, k)
-    rows sent to nodes, a token     N * reach(E / N), of which (N - 1) / N leave the node
-    one node, mapped memory         publish, plan, pull T * rows * b / pull, products, push T * rows * b / push, barriers, sum of ranks
-    several nodes, all-to-all       latency + T * rows * b / rate over the network, then inside the node; sums back the same way
-    products                        flops / rate + exposed * bytes / bandwidth
-    c chunks                        d + m + b + (c - 1) * max(d, m, b), each chunk's rows taking d to arrive, m to compute, b to go back
-                                    (gbmoe pulls rows from mapped memory in one chunk today, which is --chunks 1)
-    replicated experts              their weights go to all ranks, their gradients come back, and no rows travel for them
+Each line is forward and backward of one layer on the slowest rank. The formulas are at the top of gbmoe/parallel/cost_model.py.
+gbmoe itself pulls rows from mapped memory in one chunk, which is --chunks 1.
 
 By default a group has at most as many ranks as there are experts, and more ranks form several such groups. --group all spreads
-the experts over all ranks: then several ranks hold shards of the same expert, and a row goes to each of them. The formulas are in
-gbmoe/parallel/cost_model.py.
+the experts over all ranks: then several ranks hold shards of the same expert, and a row goes to each of them.
 """
 
 from __future__ import annotations
@@ -32,19 +22,21 @@ from dataclasses import replace
 from gbmoe.cli.text_table import print_table
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.cost_model import Gpu, Links, Shape
+from gbmoe.testing.moe_shapes import PARALLEL_CASES
 
-SHAPES = {"mixtral": Shape(8192, 4096, 14336, 8, 2), "deepseek-v3": Shape(4096, 7168, 2048, 256, 8)}
+CASES = {case.name: Shape(case.tokens, case.hidden, case.ffn, case.experts, case.top_k) for case in PARALLEL_CASES}
+SHAPES = {"mixtral": CASES["mixtral"], "deepseek-v3": replace(CASES["dsv3"], experts=256)}
 RANKS = tuple(2**power for power in range(3, 13))
 
-# Measured on two H200 with 18 NVLinks, for (tokens, hidden, ffn, experts, top_k): milliseconds of forward and backward (on two GPUs, on
-# one), and microseconds of single kernels. The defaults of Gpu and Links were fitted to these figures. The rates of pulled rows are
-# measured ones; rows of 14 KiB were slower than shorter ones. So the check only shows that one set of rates explains three layers.
+# Measured on two H200 with 18 NVLinks, for each case: milliseconds of forward and backward (on two GPUs, on one), and microseconds of
+# single kernels. The defaults of Gpu and Links were fitted to these figures. The rates of pulled rows are measured ones; rows of 14 KiB
+# were slower than shorter ones. So the check only shows that one set of rates explains three layers.
 MEASURED = {
-    "mixtral": (Shape(8192, 4096, 14336, 8, 2), {"two GPUs": 27.5, "one GPU": 26.8},
+    "mixtral": (CASES["mixtral"], {"two GPUs": 27.5, "one GPU": 26.8},
                 {"pull": 161, "push": 149, "sum of ranks": 62, "local gather": 55, "local scatter": 58, "publish": 35}),
-    "qwen3": (Shape(16384, 2048, 768, 128, 8), {"two GPUs": 7.6, "one GPU": 7.1},
+    "qwen3": (CASES["qwen3"], {"two GPUs": 7.6, "one GPU": 7.1},
               {"pull": 208, "push": 189, "sum of ranks": 71, "local gather": 163, "local scatter": 141}),
-    "dsv3": (Shape(4096, 7168, 2048, 64, 8), {"two GPUs": 15.7, "one GPU": 16.0},
+    "dsv3": (CASES["dsv3"], {"two GPUs": 15.7, "one GPU": 16.0},
              {"pull": 239, "push": 188, "sum of ranks": 60, "local gather": 141, "local scatter": 126}),
 }
 MEASURED_LINKS = Links(ranks_per_node=2, pull={4096: 322e9, 8192: 326e9, 14336: 246e9})

@@ -82,6 +82,8 @@ def graphs_of(backend="aot_eager"):
 
 # -------------------------------------------------------------------------------------------------------------- the layer
 
+# On a CPU, inductor precompiles torch's headers for 20 s, once in a process.
+INDUCTOR = pytest.mark.xdist_group("inductor")
 LAYERS = {
     "mlp": dict(),
     "glu": dict(mlp_type="glu", bias=False),
@@ -102,7 +104,7 @@ LAYERS = {
 @pytest.mark.parametrize("name, backend", [
     *((name, "aot_eager") for name in LAYERS),
     *((name, "eager") for name in ("shared expert", "callable, computed again, glu", "bmm")),
-    *((name, "inductor") for name in ("shared expert", "callable, computed again, glu")),
+    *(pytest.param(name, "inductor", marks=INDUCTOR) for name in ("shared expert", "callable, computed again, glu")),
 ])
 def test_compiled_layer_is_the_layer(device, name, backend):
     skip_without_compiler(backend)
@@ -142,7 +144,7 @@ def test_losses_inside_the_graph(device):
     assert len(gbmoe.get_load_balancing_loss()) == 2  # the compiled step's, and not of the step before
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 def test_a_checkpoint_inside_the_graph(device, backend):
     """What the layer keeps for the losses leaves the checkpoint, which torch.compile takes for a function without side effects."""
     skip_without_compiler(backend)
@@ -326,7 +328,7 @@ def operands(tokens, device, dtype=torch.float32, seed=0):
 
 @pytest.mark.parametrize("function, backend", [
     *((function, "aot_eager") for function in (gather_and_scatter, fused, composed, exact, grouped_products, routed)),
-    (gather_and_scatter, "inductor"),
+    pytest.param(gather_and_scatter, "inductor", marks=INDUCTOR),
 ], ids=lambda value: getattr(value, "__name__", value))
 def test_operators_with_any_number_of_tokens(device, function, backend):
     skip_without_compiler(backend)
@@ -554,7 +556,7 @@ def test_compiled_autograd_traces_backward():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True),
                                     dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
 @pytest.mark.parametrize("engine", ["hopper", "torch"])
 def test_a_compiled_step_waits_for_nothing(fields, backend, engine):
     reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))

@@ -158,11 +158,12 @@ def test_what_is_frozen_has_no_graph(device):
 
 
 def functions(device):
-    """Name of an operator -> a function of its floating operands, and the operands."""
+    """Name of an operator -> a function of its floating operands, and the operands, which are small: jacfwd makes an identity of each."""
+    hidden, ffn = 8, 8
     plan = gbmoe.RoutingPlan.from_experts(exact_inputs.expert_ids(TOKENS, EXPERTS, TOP_K, device=device, seed=1), EXPERTS)
     random = functools.partial(torch.randn, device=device)
-    x, rows, weights = random(TOKENS, HIDDEN), random(plan.num_rows, HIDDEN), random(TOKENS, TOP_K)
-    w1, w2, v1 = (random(EXPERTS, FFN, HIDDEN) for _ in range(3))
+    x, rows, weights = random(TOKENS, hidden), random(plan.num_rows, hidden), random(TOKENS, TOP_K)
+    w1, w2, v1 = (random(EXPERTS, ffn, hidden) for _ in range(3))
     return {
         "gmm": (lambda a, b: gbmoe.gmm(a, b, plan.host_sizes(), trans_b=True), (rows, w1)),
         "route": (lambda logits: tuple(t for t in route(logits, TOP_K) if t.is_floating_point()), (random(TOKENS, EXPERTS),)),

@@ -17,7 +17,7 @@ from gbmoe.slot_map import SlotMap
 FIELDS = [field.rsplit("_", 1)[0] for field in SlotMap._fields]  # without their shapes
 WITH_A_MAP = [kernels.gather, kernels.scatter, kernels.scatter_backward, plain_torch.padded_gather, plain_torch.padded_scatter,
               plain_torch.padded_scatter_backward, permute.gather_slots, permute.scatter_slots]
-OF_PARTS = [kernels.map_slots, permute.make_slot_map, plain_torch.dense_slots]
+OF_PARTS = [kernels.map_slots, plain_torch.map_slots, permute.make_slot_map, plain_torch.dense_slots]
 
 
 @pytest.mark.parametrize("function", WITH_A_MAP + OF_PARTS, ids=lambda function: f"{function.__module__}.{function.__name__}")

@@ -19,6 +19,7 @@ from itertools import cycle
 import torch
 
 from gbmoe import RoutingPlan, engines, expert_mlp, gmm, padded_gather, padded_scatter
+from gbmoe._checks import dtype_name
 from gbmoe.cli.describe_system import DTYPES, device_argument, refusal
 from gbmoe.cli.text_table import print_table
 from gbmoe.layers import Arguments, dMoE
@@ -115,12 +116,8 @@ def verify(device: torch.device) -> tuple[list[Row], list[str]]:
                 if trials:
                     rows.append(_verify(operator, engine, dtype, trials))
                 else:
-                    notes[f"engine {engine} refuses {_name(dtype)}: {refusals[0]}"] = None
+                    notes[f"engine {engine} refuses {dtype_name(dtype)}: {refusals[0]}"] = None
     return rows, list(notes)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _outputs(function: Callable, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +129,7 @@ def _outputs(function: Callable, inputs: dict[str, torch.Tensor]) -> dict[str, t
 
 
 def _verify(operator: Operator, engine: str, dtype: torch.dtype, trials: list[Trial]) -> Row:
-    row = partial(Row, operator.name, engine, _name(dtype), len(trials))
+    row = partial(Row, operator.name, engine, dtype_name(dtype), len(trials))
     results, exacts, yardsticks = defaultdict(list), defaultdict(list), defaultdict(list)
     for trial in trials:
         try:

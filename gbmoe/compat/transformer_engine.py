@@ -278,10 +278,9 @@ def _slots_of_mask(row_id_map_TM, pad_offsets_E, rows) -> SlotMap:
 
 def _move(inp, slots: SlotMap, probs=None):
     """(out [P,H], probs [P] or None). With a mask, a probability of 0 makes its row zeros."""
-    as_bytes, of_mask = inp.dtype in _BYTES, slots.columns_TK is not None
-    rows = inp.detach().view(torch.uint8) if as_bytes else inp
-    out, probs_P = gather_slots(rows, slots, probs=probs, drop_zero_probs=of_mask and probs is not None)
-    return out.view(inp.dtype) if as_bytes else out, None if probs is None else probs_P
+    of_mask = slots.columns_TK is not None
+    out_PH, probs_P = gather_slots(inp, slots, probs=probs, drop_zero_probs=of_mask and probs is not None)
+    return out_PH, None if probs is None else probs_P
 
 
 def _padded(counts, align):

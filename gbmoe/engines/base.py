@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import extension, kernels
 from gbmoe._checks import require
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem
@@ -121,7 +121,7 @@ class Engine:
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
         a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
-        return a_PF, d_PF, None if g_PF is None else dg_PF, None if weights_TK is None else dweights_TK
+        return a_PF, d_PF, dg_PF, dweights_TK
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:
@@ -134,6 +134,17 @@ class Engine:
     def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> torch.Tensor:
         """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
         return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
+
+
+def why_not_cuda(device: torch.device) -> str | None:
+    """None if the device is a CUDA device, otherwise why an engine that needs one does not run on it."""
+    return None if device.type == "cuda" else f"runs on CUDA devices only, not on {device.type}"
+
+
+def why_no_extension() -> str | None:
+    """None if the CUDA extension is loaded, otherwise why an engine that needs it does not run. Loads it if it can be."""
+    status = extension.status()
+    return None if status.loaded else f"needs the CUDA extension: {status.reason}"
 
 
 def host_sizes(sizes: torch.Tensor) -> torch.Tensor:

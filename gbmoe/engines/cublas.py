@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import extension
-from gbmoe.engines.base import Engine, host_sizes
+from gbmoe.engines.base import Engine, host_sizes, why_no_extension, why_not_cuda
 from gbmoe.problem import result_shape
 
 
@@ -13,10 +12,7 @@ class _Cublas(Engine):
     needs_host_sizes = True
 
     def unavailable(self, device):
-        if device.type != "cuda":
-            return f"runs on CUDA devices only, not on {device.type}"
-        status = extension.status()
-        return None if status.loaded else f"needs the CUDA extension: {status.reason}"
+        return why_not_cuda(device) or why_no_extension()
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if out is None:

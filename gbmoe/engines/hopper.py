@@ -1,6 +1,6 @@
 """Our own kernels for compute capability 9.0 (csrc/hopper/): sizes on the device, the activation inside the products.
 
-Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden.
+Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, C runs of 64 columns.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from gbmoe import extension, kernels
-from gbmoe.engines.base import Engine, GatheredRows, device_sizes
+from gbmoe import kernels
+from gbmoe._checks import dtype_name
+from gbmoe.engines.base import Engine, GatheredRows, device_sizes, why_no_extension, why_not_cuda
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import known, result_shape
@@ -34,21 +35,22 @@ class Hopper(Engine):
     batch_invariant = False
 
     def unavailable(self, device):
-        if device.type != "cuda":
-            return f"runs on CUDA devices only, not on {device.type}"
+        reason = why_not_cuda(device)
+        if reason is not None:
+            return reason
         capability = _capability(device)
         if capability != (9, 0):
             return f"runs on compute capability 9.0, this device has {capability[0]}.{capability[1]}"
-        status = extension.status()
-        if not status.loaded:
-            return f"needs the CUDA extension: {status.reason}"
+        reason = why_no_extension()  # asked after the capability, so that no other GPU builds the extension for this engine
+        if reason is not None:
+            return reason
         if not torch.ops.gbmoe_cuda.hopper_built():
             return "the extension was compiled without sm_90; rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST"
         return None
 
     def refuses(self, problem):
         if problem.dtype not in _DTYPES:
-            return f"takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
+            return f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
         # TMA's tensor maps need rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
             return f"takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
@@ -86,7 +88,7 @@ class Hopper(Engine):
         if config.gather_down_backward and w2_EFH.is_contiguous():
             d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, aligned(w2_EFH), sizes_E)
             a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
-            return a_PF, d_PF, None if g_PF is None else dg_PF, None if weights_TK is None else dweights_TK
+            return a_PF, d_PF, dg_PF, dweights_TK
         if config.fuse_activation_gradient and w2_EFH.is_contiguous():
             return down_backward_gemm(aligned(dz.rows_PH()), aligned(w2_EFH), sizes_E, aligned(h_PF),
                                       None if g_PF is None else aligned(g_PF), dz.slots.slot_of_row_P, weights_TK, activation)
@@ -109,12 +111,12 @@ class Hopper(Engine):
 
 
 class HopperBatchInvariant(Hopper):
-    """The same kernels, of which those of forward give a row the same bits whatever other rows there are, and however many.
+    """The same kernels, but in forward a row gets the same bits whatever other rows there are, and however many.
 
-    What could tell is pinned: the configuration does not depend on the number of rows or on the groups, no sum is split along K, and
-    no other engine takes its place. A row's place in its tile and in its group does not count: each row of a tile is summed up by
-    itself, k-block after k-block. Gradients are computed as `hopper` computes them, but for products that `gmm` differentiates through,
-    which are products of this engine.
+    All that could depend on other rows is fixed: the configuration depends neither on the number of rows nor on the groups, no sum is
+    split along K, and no other engine takes this one's place. A row's position in its tile and in its group makes no difference: each
+    row of a tile is summed by itself, k-block after k-block. Gradients are computed as by `hopper`, except those of `gmm`, which are
+    computed by this engine too.
     """
 
     name = "hopper_batch_invariant"

@@ -1,4 +1,4 @@
-"""Plain PyTorch, one matrix product for each group: it works on every device, and is the engine of the CPU."""
+"""Plain PyTorch: the engine of the CPU, which runs on every device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from gbmoe.problem import result_shape
 
 
 class Reference(Engine):
+    """One matrix product for each group, in plain PyTorch, for every dtype and on any device."""
+
     name = "reference"
     needs_host_sizes = True
 

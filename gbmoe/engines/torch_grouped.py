@@ -6,16 +6,20 @@ import torch
 import torch.nn.functional as F
 
 from gbmoe import extension
-from gbmoe.engines.base import Engine, device_sizes
+from gbmoe._checks import dtype_name
+from gbmoe.engines.base import Engine, device_sizes, why_not_cuda
 from gbmoe.problem import known
 
 
 class TorchGrouped(Engine):
+    """torch.nn.functional.grouped_mm: bfloat16 only, with kernels from compute capability 9.0 on."""
+
     name = "torch"
 
     def unavailable(self, device):
-        if device.type != "cuda":
-            return f"runs on CUDA devices only, not on {device.type}"
+        reason = why_not_cuda(device)
+        if reason is not None:
+            return reason
         if not hasattr(F, "grouped_mm"):
             return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
         capability = torch.cuda.get_device_capability(device)
@@ -25,7 +29,7 @@ class TorchGrouped(Engine):
 
     def refuses(self, problem):
         if problem.dtype != torch.bfloat16:
-            return f"torch's grouped GEMM takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+            return f"torch's grouped GEMM takes bfloat16, not {dtype_name(problem.dtype)}"
         # Its tensor maps need rows that start at multiples of 16 bytes.
         if problem.inner % 8 or problem.columns % 8:
             return f"torch's grouped GEMM takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"

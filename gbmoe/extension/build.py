@@ -1,8 +1,8 @@
 """Compile csrc/ into one shared object. Standard library only: setup.py runs this file before gbmoe can be imported.
 
 The object is written against torch's stable ABI and holds no Python API, so one file serves every Python version and
-every torch from 2.10 on that was built for the same CUDA major version. Two callers: setup.py, ahead of time, when torch
-is importable during the build; gbmoe/extension/cache.py, once, at the first use of a CUDA tensor. No GPU is probed here.
+every torch from 2.10 on that was built for the same CUDA major version. setup.py calls it ahead of time, if torch can be
+imported during the build; gbmoe/extension/cache.py calls it once, at the first use of a CUDA tensor. No GPU is probed here.
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ def source_folder() -> Path:
     package = Path(__file__).parent.parent
     checkout = package.parent / "csrc"
     return checkout if (checkout / "register.cpp").exists() else package / "csrc"
+
 
 def source_digest(folder: Path) -> str:
     """A digest of everything that decides what is compiled, and how: the files of `folder`, and this file."""

@@ -78,40 +78,20 @@ def map_slots(
     row_TK: torch.Tensor, *, columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
     pad_offsets_E: torch.Tensor | None = None, probs: torch.Tensor | None = None, rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """row_of_slot [T,K] and slot_of_row [P] of a SlotMap with these rows, P being `rows`; the CUDA kernel where it is loaded.
-
-    A slot's row is the given one plus pad_offsets_E of its column. It is -1 where that is not in [0, P), where the column is out of
-    range and, with probs, where the slot's probability is 0. Entries beyond a ragged map's counts may hold anything. slot_of_row is 0
-    for rows that have a slot and PADDING for the others, because gathers and scatters read its sign only.
-    """
-    if _kernels_serve(row_TK):
-        row_of_slot_TK = torch.empty(row_TK.shape, dtype=torch.int32, device=row_TK.device)
-        slot_of_row_P = row_of_slot_TK.new_empty(rows)
-        pad_offsets_E = None if pad_offsets_E is None else pad_offsets_E.long().contiguous()
-        torch.ops.gbmoe_cuda.map_slots(
-            row_TK, columns_TK, counts_T, pad_offsets_E, _contiguous(probs), row_of_slot_TK, slot_of_row_P)
-        return row_of_slot_TK, slot_of_row_P
-    slots = row_TK.size(1)
-    if columns_TK is not None:
-        row_TK = torch.where((columns_TK >= 0) & (columns_TK < slots), row_TK, -1)
-    row_TK, columns_TK, probs = plain_torch.dense_slots(
-        row_TK, probs, columns_TK=columns_TK, counts_T=counts_T, rows=torch.iinfo(torch.int32).max)
-    if pad_offsets_E is not None:
-        row_TK = torch.where(row_TK >= 0, row_TK + pad_offsets_E.long()[columns_TK], -1)
-    exists_TK = (row_TK >= 0) & (row_TK < rows)
-    if probs is not None:
-        exists_TK &= probs != 0
-    row_TK = torch.where(exists_TK, row_TK, -1).int()
-    # Slots without a row write behind the last row, each column to an entry of its own: writes to a single entry would be serialised.
-    target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, device=row_TK.device))
-    slot_of_row_P = torch.full((rows + slots,), plain_torch.PADDING, dtype=torch.int32, device=row_TK.device)
-    return row_TK, slot_of_row_P.scatter_(0, target_TK.flatten().long(), 0)[:rows].clone()
+    """row_of_slot [T,K] and slot_of_row [P] of a SlotMap with these rows, see plain_torch.map_slots; the CUDA kernel where it is loaded."""
+    if not _kernels_serve(row_TK):
+        return plain_torch.map_slots(row_TK, columns_TK=columns_TK, counts_T=counts_T, pad_offsets_E=pad_offsets_E, probs=probs, rows=rows)
+    row_of_slot_TK = torch.empty(row_TK.shape, dtype=torch.int32, device=row_TK.device)
+    slot_of_row_P = row_of_slot_TK.new_empty(rows)
+    pad_offsets_E = None if pad_offsets_E is None else pad_offsets_E.long().contiguous()
+    torch.ops.gbmoe_cuda.map_slots(row_TK, columns_TK, counts_T, pad_offsets_E, _contiguous(probs), row_of_slot_TK, slot_of_row_P)
+    return row_of_slot_TK, slot_of_row_P
 
 
 def clear_rows_without_slot(slot_of_row_P: torch.Tensor, rows_PF: torch.Tensor) -> None:
     """Write zeros to the rows of a contiguous [P,F], of any dtype, whose entry in slot_of_row_P is negative; leave the others."""
     if not _kernels_serve(rows_PF):
-        rows_PF.masked_fill_((slot_of_row_P < 0).unsqueeze(1), 0)
+        plain_torch.clear_rows_without_slot(slot_of_row_P, rows_PF)
     else:
         torch.ops.gbmoe_cuda.clear_rows_without_slot(slot_of_row_P, rows_PF)
 
@@ -128,10 +108,10 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
 def activate_backward(
     h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
     weights_TK: torch.Tensor | None, activation: str,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The activation's share of the experts' backward, (weight * a, dg, grad_weights); see plain_torch.activate_backward.
 
-    dh overwrites d. dg is empty without g, grad_weights is empty without weights.
+    dh overwrites d. dg is None without g, grad_weights is None without weights.
     """
     if not _kernels_serve(h_PF):
         return plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
@@ -141,4 +121,4 @@ def activate_backward(
     grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
     torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
                                            a_PF, dg_PF, grad_weights_TK)
-    return a_PF, *(h_PF.new_empty(0) if t is None else t for t in (dg_PF, grad_weights_TK))
+    return a_PF, dg_PF, grad_weights_TK

@@ -5,7 +5,7 @@ order in which threads finish, or reads a row that the plan does not name. The f
 gbmoe/ops/ give them gradients.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups, N columns,
-P padded rows (see gbmoe/plan.py).
+P padded rows (see gbmoe/plan.py), R = T * K slots.
 """
 
 from __future__ import annotations
@@ -163,16 +163,48 @@ def dense_slots(row_of_slot_TK, *scalars, columns_TK, counts_T, rows):
     return torch.where(exists_TK, row_of_slot_TK, -1), columns_TK, *scalars
 
 
+def map_slots(
+    row_TK: torch.Tensor, *, columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
+    pad_offsets_E: torch.Tensor | None = None, probs: torch.Tensor | None = None, rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """row_of_slot [T,K] and slot_of_row [P] of a SlotMap with these rows, P being `rows`.
+
+    A slot's row is the given one plus pad_offsets_E of its column. It is -1 where that is not in [0, P), where the column is out of
+    range and, with probs, where the slot's probability is 0. Entries beyond a ragged map's counts may hold anything. slot_of_row is 0
+    for rows that have a slot and PADDING for the others, because gathers and scatters read its sign only.
+    """
+    slots = row_TK.size(1)
+    if columns_TK is not None:
+        row_TK = torch.where((columns_TK >= 0) & (columns_TK < slots), row_TK, -1)
+    row_TK, columns_TK, probs = dense_slots(
+        row_TK, probs, columns_TK=columns_TK, counts_T=counts_T, rows=torch.iinfo(torch.int32).max)
+    if pad_offsets_E is not None:
+        row_TK = torch.where(row_TK >= 0, row_TK + pad_offsets_E.long()[columns_TK], -1)
+    exists_TK = (row_TK >= 0) & (row_TK < rows)
+    if probs is not None:
+        exists_TK &= probs != 0
+    row_TK = torch.where(exists_TK, row_TK, -1).int()
+    # Slots without a row write behind the last row, each column to an entry of its own: writes to a single entry would be serialised.
+    target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, device=row_TK.device))
+    slot_of_row_P = torch.full((rows + slots,), PADDING, dtype=torch.int32, device=row_TK.device)
+    return row_TK, slot_of_row_P.scatter_(0, target_TK.flatten().long(), 0)[:rows].clone()
+
+
+def clear_rows_without_slot(slot_of_row_P: torch.Tensor, rows_PF: torch.Tensor) -> None:
+    """Write zeros to the rows of [P,F] whose entry in slot_of_row_P is negative; leave the others."""
+    rows_PF.masked_fill_((slot_of_row_P < 0).unsqueeze(1), 0)
+
+
 def _dense(slots: SlotMap, *scalars, rows):
     return dense_slots(slots.row_of_slot_TK, *scalars, columns_TK=slots.columns_TK, counts_T=slots.counts_T, rows=rows)
 
 
-def _token_and_place(row_of_slot_TK, rows):
+def _slot_of_row(row_of_slot_TK, rows):
     """For each row the index of its slot in the flattened map, or -1. Rows are unique, so no two slots write to one row."""
     flat_R = row_of_slot_TK.reshape(-1).long()
-    place_P = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat_R.device)
-    place_P[torch.where(flat_R >= 0, flat_R, rows)] = torch.arange(flat_R.numel(), device=flat_R.device)
-    return place_P[:rows]
+    slot_P = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat_R.device)
+    slot_P[torch.where(flat_R >= 0, flat_R, rows)] = torch.arange(flat_R.numel(), device=flat_R.device)
+    return slot_P[:rows]
 
 
 def padded_gather(
@@ -188,16 +220,16 @@ def padded_gather(
     row_of_slot_TK, _, scale, probs = _dense(slots, scale, probs, rows=rows)
     if rows == 0 or x_TH.size(0) == 0:
         return x_TH.new_zeros(rows, x_TH.size(1)), x_TH.new_zeros(0) if probs is None else probs.new_zeros(rows)
-    place_P = _token_and_place(row_of_slot_TK, rows)
-    live_P, place_P = place_P >= 0, place_P.clamp(min=0)
-    out_PH = x_TH.index_select(0, place_P // row_of_slot_TK.size(1))
+    slot_P = _slot_of_row(row_of_slot_TK, rows)
+    live_P, slot_P = slot_P >= 0, slot_P.clamp(min=0)
+    out_PH = x_TH.index_select(0, slot_P // row_of_slot_TK.size(1))
     if scale is not None:
         wide = accumulate_dtype(x_TH.dtype)
-        out_PH = (out_PH.to(wide) * scale.reshape(-1)[place_P, None].to(wide)).to(x_TH.dtype)
+        out_PH = (out_PH.to(wide) * scale.reshape(-1)[slot_P, None].to(wide)).to(x_TH.dtype)
     probs_P = x_TH.new_zeros(0)
     keep_P = live_P
     if probs is not None:
-        probs_P = torch.where(live_P, probs.reshape(-1)[place_P], 0)
+        probs_P = torch.where(live_P, probs.reshape(-1)[slot_P], 0)
         if drop_zero_probs:
             keep_P = live_P & (probs_P != 0)
     return torch.where(keep_P.unsqueeze(1), out_PH, torch.zeros((), dtype=out_PH.dtype, device=out_PH.device)), probs_P
@@ -327,15 +359,15 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
 def activate_backward(
     h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
     weights_TK: torch.Tensor | None, activation: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The activation's share of the experts' backward; the formulas stand at the top of csrc/activation_kernels.cu.
 
     d_PF is the gradient of the activation before the router weight, and is overwritten with dh. Returns (weight * a [P,F],
-    dg [P,F] or empty, grad_weights [T,K] or empty). Rows without a slot are zero; a slot beyond the weights counts as none.
+    dg [P,F] or None, grad_weights [T,K] or None). Rows without a slot are zero; a slot beyond the weights counts as none.
     """
     wide = accumulate_dtype(h_PF.dtype)
     a_PF = torch.empty_like(h_PF)
-    dg_PF = torch.empty_like(h_PF) if g_PF is not None else h_PF.new_empty(0)
+    dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
     function = ACTIVATIONS[activation]
     # Rows without a slot use one spare slot behind the last.
@@ -354,11 +386,11 @@ def activate_backward(
             weight = weight_R.index_select(0, slot).unsqueeze(1).to(wide)
             dot_P[rows] = (value * gate * d).sum(1)
         a_PF[rows] = torch.where(live, weight * value * gate, 0).to(h_PF.dtype)
-        if g_PF is not None:
+        if dg_PF is not None:
             dg_PF[rows] = torch.where(live, weight * d * value, 0).to(h_PF.dtype)
         d_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(h_PF.dtype)  # written last, because d may be a view of d_PF
     if weights_TK is None:
-        return a_PF, dg_PF, h_PF.new_empty(0)
+        return a_PF, dg_PF, None
     spread = torch.zeros(spare + 1, dtype=wide, device=h_PF.device)
     spread[slot_P] = dot_P
     return a_PF, dg_PF, spread[:-1].view(weights_TK.shape).to(weights_TK.dtype, copy=True)

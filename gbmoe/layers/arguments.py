@@ -17,6 +17,7 @@ from gbmoe._checks import require
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
 MLP_TYPES = ("mlp", "glu")
 MLP_IMPLS = ("gbmoe", "bmm", "reference")
+MLP_IMPLS_OF_MEGABLOCKS = ("grouped", "sparse")
 
 
 def default_device() -> torch.device:
@@ -49,9 +50,9 @@ class Arguments:
 
     Constructing such a layer is collective over the group: it compares the ranks' arguments.
 
-    `batch_invariant` asks for a layer whose output for a token has the same bits whatever other tokens are in the batch and however many,
-    router included; forward. It takes the engine `hopper`, a plain linear router, and neither a shared expert nor experts spread over
-    ranks.
+    `batch_invariant` asks that the output for a token, the router's choice included, has the same bits whatever other tokens are in the
+    batch, and however many. It is about forward alone. It needs the engine `hopper` and a router that is a plain linear layer, and
+    excludes a shared expert and experts spread over ranks.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -114,11 +115,9 @@ class Arguments:
     # Not in MegaBlocks.
     engine: str = "auto"
     batch_invariant: bool = False
-    # Expert parallelism: the bits of a single process; the ranks of the group on each node; the chunks of a rank's experts.
     expert_parallel_exact: bool = False
     expert_parallel_ranks_per_node: int | None = None
     expert_parallel_chunks: int | None = 1
-    # How rows travel; and a bound of a rank's rows, as a multiple of their mean, with which the host need not wait for their number.
     expert_parallel_transport: str = "auto"
     expert_parallel_rows: float | None = None
 
@@ -129,7 +128,7 @@ class Arguments:
         require(self.moe_top_k <= self.moe_num_experts, "Arguments", "moe_top_k",
                 f"at most moe_num_experts == {self.moe_num_experts}", self.moe_top_k)
         require(self.mlp_type in MLP_TYPES, "Arguments", "mlp_type", f"one of {', '.join(MLP_TYPES)}", repr(self.mlp_type))
-        hint = " (one of MegaBlocks'; use 'gbmoe' instead)" if self.mlp_impl in ("grouped", "sparse") else ""
+        hint = " (one of MegaBlocks'; use 'gbmoe' instead)" if self.mlp_impl in MLP_IMPLS_OF_MEGABLOCKS else ""
         require(self.mlp_impl in MLP_IMPLS, "Arguments", "mlp_impl", f"one of {', '.join(MLP_IMPLS)}", repr(self.mlp_impl) + hint)
         require(self.engine in engines.names(), "Arguments", "engine", f"one of {', '.join(engines.names())}", repr(self.engine))
         if self.batch_invariant:
@@ -170,6 +169,6 @@ def from_megatron(megatron_args: Any) -> Arguments:
     """
     names = [field.name for field in dataclasses.fields(Arguments) if hasattr(megatron_args, field.name)]
     values = {name: getattr(megatron_args, name) for name in names}
-    if values.get("mlp_impl") in ("grouped", "sparse"):
+    if values.get("mlp_impl") in MLP_IMPLS_OF_MEGABLOCKS:
         values["mlp_impl"] = "gbmoe"
     return Arguments(**values)

@@ -49,16 +49,21 @@ def prepare(args: Arguments) -> None:
 
 def placement(args: Arguments) -> exchange.Placement:
     """Which rank holds which experts. `args` may be MegaBlocks' own Arguments, which lack gbmoe's additional fields."""
-    local, shards = expert_sharding.experts_per_rank(args), expert_sharding.hidden_sharding_degree(args)
-    exact = getattr(args, "expert_parallel_exact", False)
+    experts_per_rank, shards = expert_sharding.experts_per_rank(args), expert_sharding.hidden_sharding_degree(args)
+    exact = _own(args, "expert_parallel_exact")
     require(not exact or shards == 1, "Arguments", "expert_parallel_exact",
             "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", exact)
     return exchange.Placement(
         group=args.expert_parallel_group, world=expert_sharding.expert_parallel_world_size(args),
         rank=expert_sharding.expert_parallel_rank(args),
-        experts=args.moe_num_experts, local=local, shards=shards,
-        nodes=None if exact else groups.nodes_of(args.expert_parallel_group, getattr(args, "expert_parallel_ranks_per_node", None)),
-        chunks=1 if exact else min(getattr(args, "expert_parallel_chunks", 1) or 1, local))
+        experts=args.moe_num_experts, experts_per_rank=experts_per_rank, shards=shards,
+        nodes=None if exact else groups.nodes_of(args.expert_parallel_group, _own(args, "expert_parallel_ranks_per_node")),
+        chunks=1 if exact else min(_own(args, "expert_parallel_chunks") or 1, experts_per_rank))
+
+
+def _own(args: Any, name: str) -> Any:
+    """A field that gbmoe adds to Arguments, or its default where `args` are MegaBlocks' own, which lack it."""
+    return getattr(args, name, getattr(Arguments, name))
 
 
 def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments,
@@ -70,7 +75,7 @@ def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
     Raises:
         ValueError: where args.expert_parallel_transport asks for mapped memory and it cannot be used; it says why.
     """
-    transport = getattr(args, "expert_parallel_transport", "auto")
+    transport = _own(args, "expert_parallel_transport")
     if transport == "exchange":
         return None
     reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
@@ -78,9 +83,9 @@ def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
             lambda: f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(transport))
     if reason is not None:
         return None
-    return Spread(group=args.expert_parallel_group, experts=where.experts, experts_per_rank=where.local, first_expert=where.first,
-                  shards=where.shards, rows=getattr(args, "expert_parallel_rows", None),
-                  by_slot=getattr(args, "expert_parallel_exact", False))
+    return Spread(group=args.expert_parallel_group, experts=where.experts, experts_per_rank=where.experts_per_rank,
+                  first_expert=where.first_expert, shards=where.shards, rows=_own(args, "expert_parallel_rows"),
+                  by_slot=_own(args, "expert_parallel_exact"))
 
 
 def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
@@ -91,7 +96,7 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
     if activation_name(args.activation_fn) is None:
         return "gbmoe has no kernel for the activation"
     if weights_TK.dtype == torch.float64:
-        return "router weights in float64"
+        return "the router weights are float64"
     if where.chunks > 1 or where.nodes is not None:
         return "only the exchange divides experts into chunks and ranks into nodes"
     return peer_memory.check_rows(x_TH.dtype, x_TH.size(1)) or peer_memory.unavailable(args.expert_parallel_group, x_TH.device)
@@ -119,10 +124,10 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()
-    if getattr(args, "expert_parallel_exact", False):
+    if _own(args, "expert_parallel_exact"):
         rows = experts.rows_before_weights()
         return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None)
-    if not getattr(args, "expert_parallel_chunks", 1):
+    if not _own(args, "expert_parallel_chunks"):
         matrices = 2 if args.mlp_type == "mlp" else 3
         where = dataclasses.replace(where, chunks=automatic_chunks.choose(
             where, x_TH.size(0), args.hidden_size, args.ffn_hidden_size, args.moe_top_k, matrices, x_TH.dtype, x_TH.device))

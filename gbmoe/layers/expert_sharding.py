@@ -48,6 +48,16 @@ def features_per_rank(args: Arguments) -> int:
     return args.ffn_hidden_size // hidden_sharding_degree(args)
 
 
+def first_expert(args: Arguments) -> int:
+    """The first expert of which this rank holds the weights, or a shard of them."""
+    return expert_parallel_rank(args) % expert_sharding_degree(args) * experts_per_rank(args)
+
+
+def first_feature(args: Arguments) -> int:
+    """The first ffn row of each of these experts that this rank holds."""
+    return expert_parallel_rank(args) // expert_sharding_degree(args) * features_per_rank(args)
+
+
 def set_expert_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool) -> None:
     """Mark a parameter as expert-parallel or not, under MegaBlocks' attribute name; optimizers and clipping read it."""
     tensor.expert_model_parallel = is_parallel  # type: ignore[attr-defined]

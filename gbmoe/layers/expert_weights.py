@@ -1,6 +1,7 @@
 """The experts' weights, and the three implementations that compute with them.
 
-Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden on this rank, C capacity, P padded rows.
+Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden on this rank, C capacity, P padded rows,
+R = T * K slots.
 """
 
 from __future__ import annotations
@@ -135,10 +136,9 @@ def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
         return
     every_EFH = torch.empty(shape, device=args.device, dtype=args.dtype)
     init_method(every_EFH)
-    rank, degree = expert_sharding.expert_parallel_rank(args), expert_sharding.expert_sharding_degree(args)
-    experts, features = expert_sharding.experts_per_rank(args), expert_sharding.features_per_rank(args)
-    first_expert, first_row = rank % degree * experts, rank // degree * features
-    mine = every_EFH[first_expert : first_expert + experts, first_row : first_row + features]
+    first_expert, first_feature = expert_sharding.first_expert(args), expert_sharding.first_feature(args)
+    mine = every_EFH[first_expert : first_expert + expert_sharding.experts_per_rank(args),
+                     first_feature : first_feature + expert_sharding.features_per_rank(args)]
     weight.copy_(mine.reshape(weight.shape))
 
 
@@ -160,7 +160,7 @@ class GroupedExperts(ExpertWeights):
 
 
 class BmmExperts(ExpertWeights):
-    """mlp_impl='bmm': every expert padded to the largest and multiplied by torch.bmm; the article's baseline.
+    """mlp_impl='bmm': every expert padded to the largest and multiplied by torch.bmm, for comparison.
 
     It drops no token: the capacity C is the count of the largest expert, which is read back from the device. With unbalanced routing
     it uses more memory, and multiplies zeros.

@@ -158,8 +158,8 @@ def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
 
 # ------------------------------------------------------------------------------------------------------- fused operator
 #
-# Without row_of_slot the tokens are in expert order, one slot each: row r is token r, or nobody's. They are not gathered then, and
-# without weights what would be scattered is the result, but for the rows of nobody.
+# Without row_of_slot the tokens are in expert order, with one slot each: row r is token r, or has no expert. Then nothing is gathered,
+# and without weights nothing is scattered: the rows are the result, with zeros in those that have no expert.
 
 
 def _slot_map(row_of_slot, slot_of_row):
@@ -172,7 +172,7 @@ def _gathered(tokens_TH, row_of_slot, slots):
 
 
 def _scattered(rows_PH, row_of_slot, slots, weights=None):
-    """Each token's sum; `rows_PH` are this function's to overwrite."""
+    """Each token's sum. It may be computed in the memory of `rows_PH`, which the caller must not use afterwards."""
     if row_of_slot is not None or weights is not None:
         return scatter(rows_PH, slots, weights=weights)
     clear_rows_without_slot(slots.slot_of_row_P, rows_PH)
@@ -210,8 +210,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
 
     `saved` is the list of the tensors that forward saved. It is emptied, so that the memory of the pre-activations is freed as soon
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
-    is in use at a time: at most five [P,F], a 32nd of one and one [P,H]; or two [P,F], one [P,H] (two where an engine cannot
-    accumulate into a product) and two of the weights' gradients; or one [P,F], one [P,H] and all three weights' gradients.
+    is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
+    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
@@ -265,7 +265,7 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
-    if torch.is_grad_enabled() or is_watched(grad, *saved):  # the operator, because something watches or differentiates again
+    if torch.is_grad_enabled() or is_watched(grad, *saved):  # something watches this call, or will differentiate it again
         computed = _expert_mlp_backward(grad, *saved, ctx.activation, ctx.engine, *wanted.values())
     else:
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
@@ -370,9 +370,9 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
     If all rows without a slot lie behind the last expert, no product reads them. They are set to zero for the activation alone, in
     place, in a product's result that nothing else refers to, which takes no pass over [P,F] beyond the activation's own.
 
-    If they lie among an expert's rows, the products of the weights' gradients read them: act(0) in a and in dg, its slope at 0 in dh.
-    These are multiplied by zeros, but a NaN or an infinity times zero is NaN. The activation's result, and the gradient that it hands
-    back, may be its own memory, which must not be written to. So `masked` makes copies.
+    If they lie among an expert's rows, the GEMMs of the weights' gradients read them. There act(0) is a factor of a and of dg, and its
+    slope at 0 is one of dh. The other factors are zeros, but a NaN or an infinity times zero is NaN. The activation's result, and the
+    gradient that it hands back, may be its own memory, which must not be written to. So `masked` makes copies.
     """
     w2_EFH = w2_EFH.to(computed_dtype(w2_EFH))
     cleared_P = slot_of_row_P if masked is None else None

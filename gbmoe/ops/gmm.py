@@ -31,8 +31,9 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
             device. Sizes on the host may be rewritten once gmm has returned, sizes on the device only after backward.
         trans_a: k-grouped, out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
         engine: "auto", or one of gbmoe.engines.ENGINES.
-        batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups:
-            of the engine `hopper`, in one configuration, or ValueError says why not. Not for trans_a, which sums over rows.
+        batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups.
+            The engine `hopper` does this, in one configuration; where it cannot, ValueError says why. Not for trans_a, which sums over
+            rows.
 
     Returns:
         [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. With the engine `hopper` a group's
@@ -78,6 +79,7 @@ def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
+    """Raise ValueError unless no size is negative and their sum is `rows`; on a device this is an assertion, without a wait."""
     if batch_sizes.device.type == "cpu":
         sizes = batch_sizes.tolist()  # Python's sums do not overflow
         low, total = min(sizes, default=0), sum(sizes)
@@ -101,6 +103,7 @@ def _sizes_fill(sizes: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+    """Raise TypeError or ValueError unless a and b have one dtype and their inner dimensions match."""
     # Called inside the operator, after autocast's rule has cast the operands: only here the dtypes are those that are multiplied.
     require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
     if trans_a:

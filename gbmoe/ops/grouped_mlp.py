@@ -21,13 +21,13 @@ def grouped_mlp(
 ) -> torch.Tensor:
     """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
 
-    For whoever permutes tokens elsewhere: what an all-to-all or DeepEP hands over, what the GroupedExperts of torchtitan, prime-rl
-    and NeMo Automodel take. mlp_e is that of expert_mlp. Rows are read where they lie and written once: nothing is gathered, padded
-    or scattered. Differentiable in x, weights, w1, w2 and v1, any of which may be frozen. It is expert_mlp of
-    RoutingPlan.from_counts, whose errors it raises.
+    It is for programs that permute tokens themselves: it takes the rows that an all-to-all or DeepEP delivers, as the GroupedExperts
+    modules of torchtitan, prime-rl and NeMo Automodel do. mlp_e is that of expert_mlp. Rows are read where they lie and written once:
+    nothing is gathered, padded or scattered. Differentiable in x, weights, w1, w2 and v1, any of which may be frozen. It is expert_mlp
+    with RoutingPlan.from_counts, whose errors it raises.
 
     Args:
-        x_RH: [R,H], bfloat16, float16, float32 or float64. Rows behind the sum of the counts belong to nobody, may hold anything,
+        x_RH: [R,H], bfloat16, float16, float32 or float64. Rows behind the sum of the counts have no expert, may hold anything,
             come out as zeros and get gradients of zero, so that a buffer of a fixed size may be handed over.
         counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where nobody waits for them (unless an engine wants
             them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.

@@ -1,7 +1,7 @@
 """padded_gather and padded_scatter: tokens to expert-major padded rows, and back. gather_slots, scatter_slots and make_slot_map do the
 same with any SlotMap, for adapters, which have maps of their own.
 
-Shape suffixes: T tokens, K slots a token, H hidden, P padded rows of the plan, S scales a row.
+Shape suffixes: T tokens, K slots a token, H hidden, P padded rows of the plan, S scales a row, C columns of a ragged map's scalars.
 
 Under autocast they keep the dtype of the rows, which the products around them cast.
 """
@@ -51,13 +51,10 @@ def padded_gather(
     for argument, scalars in (("slot_scale", slot_scale_TK), ("probs", probs_TK)):
         if scalars is not None:
             check_slot_scalars(scalars, "padded_gather", argument, plan)
-    slots = plan.slot_map
     if x_TH.dtype in FLOAT8:
         require(slot_scale_TK is None, "padded_gather", "slot_scale", "None with a float8 x", "a tensor")
-        out, probs_P = gather_slots(x_TH.detach().view(torch.uint8), slots, probs=probs_TK)
-        out = out.view(x_TH.dtype)
-    else:
-        out, probs_P = gather_slots(x_TH, slots, scale=slot_scale_TK, probs=probs_TK)
+    slots = plan.slot_map
+    out, probs_P = gather_slots(x_TH, slots, scale=slot_scale_TK, probs=probs_TK)
     results = [out] if probs_TK is None else [out, probs_P]
     if row_scales_TS is not None:
         _check(row_scales_TS, "padded_gather", "row_scales", plan, plan.num_tokens, FLOATING)
@@ -113,7 +110,7 @@ def gather_slots(
     anything: one outside its range counts as none.
 
     Args:
-        x_TH: [T,H], bfloat16, float16, float32 or float64; or, without a scale, uint8, which is not differentiable.
+        x_TH: [T,H], bfloat16, float16, float32 or float64; or, without a scale, float8 or uint8, which are not differentiable.
         slots: a map of T tokens and P rows, on the device of x.
         scale: factor of each slot's row, any floating dtype; [T,K] or, for a ragged map, [T,C] with columns below C. Multiplied in
             float32 (float64 for float64), rounded once.
@@ -123,7 +120,9 @@ def gather_slots(
     Returns:
         (out [P,H], dtype of x; probs [P], zero where a row has no slot, and empty where none were given).
     """
-    return _gather(x_TH, *slots, scale, probs, drop_zero_probs)
+    as_bytes = x_TH.dtype in FLOAT8
+    out_PH, probs_P = _gather(x_TH.detach().view(torch.uint8) if as_bytes else x_TH, *slots, scale, probs, drop_zero_probs)
+    return out_PH.view(x_TH.dtype) if as_bytes else out_PH, probs_P
 
 
 def scatter_slots(y_PH: torch.Tensor, slots: SlotMap, *, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,7 +191,7 @@ def _gather_fake(x, row_of_slot, slot_of_row, columns, counts, scale, probs, dro
 def _gather_setup_context(ctx, inputs, output):
     x, *slots, scale, probs, ctx.drop_zero_probs = inputs
     need_scale = scale is not None and ctx.needs_input_grad[5]
-    # Beside the map, the gradients read the scale (for x's), x (for the scale's), and probs, which tell the rows that were zeroed.
+    # The gradient of x reads the scale, that of the scale reads x, and both read probs, which tell which rows were zeroed.
     ctx.save_for_backward(x if need_scale else None, *slots, scale, probs)
     ctx.set_materialize_grads(False)
 

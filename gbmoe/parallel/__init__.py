@@ -1,11 +1,15 @@
-"""Experts spread over the ranks of a process group: rows travel to the ranks that hold their experts, and sums travel back.
+"""Experts spread over the ranks of a process group: rows travel to the ranks that hold their experts (dispatch), and sums travel back
+(combine).
 
 Inside a node peer_experts.py pulls rows from the memory of the ranks that own them and pushes sums back into it. peer_memory.py
 holds that memory and the barrier between its ranks; arrival.py collects what must be known of all ranks' tokens before their rows
 are pulled. Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs).
+gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
+
 host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, whether all ranks were given
-the same arguments, and which ranks are missing when a collective fails. gbmoe.layers.expert_parallelism chooses between the two.
-cost_model.py predicts what each costs from the speeds of links and GPUs.
+the same arguments, and which ranks are missing when a collective fails. cost_model.py predicts what each way costs, and
+automatic_chunks.py chooses the number of chunks by it. training.py has what such a model needs in training: gradients, clipping and
+checkpoints.
 """
 
 from gbmoe.parallel.arrival import Spread, check_overflow

@@ -104,6 +104,7 @@ class Arrival:
         own["header"].fill_(tokens)
         memory.barrier()
         self._plan_rows()
+        # A header is read as the ids of one token's four slots, all of which are in range.
         headers_W4 = torch.empty(memory.ranks, 4, dtype=torch.int32, device=self._x_TH.device)
         torch.ops.gbmoe_cuda.collect_slots(self._regions.peers["header"], None, 0, _ANY_ID, headers_W4, None)
         self._on_host = HostCopy(torch.cat([headers_W4[:, 0], self._plan.offsets_E1]))

@@ -36,11 +36,11 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         matrices: weights of an expert, 3 for a GLU and 2 for a plain MLP.
         dtype, device: of the rows.
     """
-    if device.type not in SPEEDS or where.local == 1:
+    if device.type not in SPEEDS or where.experts_per_rank == 1:
         return 1
     group: Any = dist.group.WORLD if where.group is None else where.group
     chosen = _CHOSEN.setdefault(group, {})
-    key = (where.experts, where.local, hidden, ffn, top_k, matrices, dtype, device.type)
+    key = (where.experts, where.experts_per_rank, hidden, ffn, top_k, matrices, dtype, device.type)
     if key not in chosen:
         if torch.compiler.is_compiling():
             return 1

@@ -13,23 +13,25 @@ every chunk of every rank that needs it.
 A destination is a rank or, on the trip between nodes, a node.
 
 Shape suffixes: T tokens, K slots a token, N destinations that a token may have, W ranks, R rows sent, S rows received, H hidden,
-C chunks, E experts on this rank, B bytes. In exact mode every slot has a row of its own: U slots of this rank's tokens, V slots of
-this rank's experts.
+C chunks, E experts on this rank, B bytes, X = C + E numbers of a message. In exact mode every slot has a row of its own: U slots of this
+rank's tokens, V slots of this rank's experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from gbmoe.ops import padded_gather, padded_scatter
+from gbmoe.ops.permute import gather_slots
 from gbmoe.parallel.groups import Nodes, guarded
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.plan import RoutingPlan
+from gbmoe.slot_map import SlotMap
 
 # The experts of one chunk: (rows [S,H], their plan, router weights [S,K] or None) -> weighted sums [S,H].
 Compute = Callable[[torch.Tensor, RoutingPlan, "torch.Tensor | None"], torch.Tensor]
@@ -37,7 +39,7 @@ Compute = Callable[[torch.Tensor, RoutingPlan, "torch.Tensor | None"], torch.Ten
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which experts: this one, `rank` of `world`, holds [first, first + local) of `experts`.
+    """Which rank holds which experts: this one, `rank` of `world`, holds `experts_per_rank` of `experts`, from `first_expert` on.
 
     Where there are more ranks than experts, `shards` ranks hold shards of each expert's ffn rows, and a row goes to all of them.
     Rank r holds shards of the same experts as rank r + world / shards.
@@ -47,23 +49,24 @@ class Placement:
     world: int
     rank: int
     experts: int
-    local: int
+    experts_per_rank: int
     shards: int
     nodes: Nodes | None = None
     chunks: int = 1
 
     @property
-    def first(self) -> int:
+    def first_expert(self) -> int:
         """The first expert of this rank."""
-        return self.rank % (self.world // self.shards) * self.local
+        return self.rank % (self.world // self.shards) * self.experts_per_rank
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """The local experts of a chunk: the first, and the one behind the last."""
-        return -(-chunk * self.local // self.chunks), -(-(chunk + 1) * self.local // self.chunks)
+        return -(-chunk * self.experts_per_rank // self.chunks), -(-(chunk + 1) * self.experts_per_rank // self.chunks)
 
     def keys(self, experts_TK: torch.Tensor) -> torch.Tensor:
         """The ranks and chunks that compute each token's slots, as rank * chunks + chunk, int32 [T,N]; -1 for an id of no expert."""
-        key_TK = torch.where((experts_TK >= 0) & (experts_TK < self.experts), experts_TK * self.chunks // self.local, -1).int()
+        exists_TK = (experts_TK >= 0) & (experts_TK < self.experts)
+        key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
         if self.shards == 1:
             return key_TK
         step = self.world // self.shards * self.chunks
@@ -93,7 +96,7 @@ def _cut(plan: RoutingPlan, rows: int) -> RoutingPlan:
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # imported here because it imports sympy
         if statically_known_true(plan.num_rows == 0):  # the compiler does not slice an empty tensor by an unknown size
             return plan
-    return replace(plan, slot_of_row_P=plan.slot_of_row_P[:rows], _trusted=True)
+    return plan.first_rows(rows)
 
 
 # ------------------------------------------------------------------------------------------------------------- all-to-all
@@ -197,7 +200,7 @@ class _Wait(torch.autograd.Function):
         return grad_SH, None
 
 
-class _Arrived:
+class _Received:
     """Takes the place of _Travelling under torch.compile, which orders collectives itself."""
 
     def __init__(self, rows):
@@ -209,7 +212,7 @@ class _Arrived:
 
 def _start(rows, receives, sends, group):
     if torch.compiler.is_compiling():
-        return _Arrived(_AllToAll.apply(rows, receives, sends, group))
+        return _Received(_AllToAll.apply(rows, receives, sends, group))
     return _Travelling(rows, receives, sends, group)
 
 
@@ -227,7 +230,7 @@ class _Trip:
 
     def slots(self, ids_TK, weights_TK):
         """(router weights [S,K], ids [S,K]) of the rows that arrive, by chunk."""
-        ids_RK = padded_gather(ids_TK.view(torch.float8_e4m3fn), self.plan).view(torch.int32)  # moves bytes unchanged
+        ids_RK = gather_slots(ids_TK.view(torch.uint8), self.plan.slot_map)[0].view(torch.int32)  # moves bytes unchanged
         chunks = zip(self._by_chunk(padded_gather(weights_TK, self.plan)), self._by_chunk(ids_RK), self.receives, self.sends)
         return [_AllToAllWithIds.apply(weights, ids, receives, sends, self.group) for weights, ids, receives, sends in chunks]
 
@@ -280,7 +283,7 @@ def _lists(counts_WC: torch.Tensor) -> list[list[int]]:
 
 def _message(to_ranks: RoutingPlan, plan: RoutingPlan, p: Placement) -> torch.Tensor:
     """What each rank is told: the rows that go to it, by chunk, and the slots of each of its experts; int32 [W, C + E]."""
-    slots_WE = plan.counts_E.repeat(p.shards).view(p.world, p.local)
+    slots_WE = plan.counts_E.repeat(p.shards).view(p.world, p.experts_per_rank)
     return torch.cat([to_ranks.counts_E.view(p.chunks, p.world).t(), slots_WE], dim=1)
 
 
@@ -295,7 +298,7 @@ def _counts(message_WX: torch.Tensor, p: Placement) -> _Counts:
 def _counts_by_node(message_WX: torch.Tensor, to_nodes: RoutingPlan, p: Placement, nodes: Nodes) -> _Counts:
     """The counts where rows make two trips. This rank hands on, inside its node, the rows that the ranks with its position in every node
     send to it: the sum of their messages."""
-    c, width = p.chunks, p.chunks + p.local
+    c, width = p.chunks, p.chunks + p.experts_per_rank
     rows_NC = to_nodes.counts_E.view(c, nodes.count).t()
     across = torch.cat([rows_NC, message_WX.view(nodes.count, nodes.size * width)], dim=1)
     came = _exchange_counts(across, nodes.across)
@@ -372,13 +375,13 @@ def _compute(compute, chunk, rows, ids_SK, weights_SK, counts, p) -> torch.Tenso
     """The weighted sums of a chunk's experts. Its plan is built while the rows travel."""
     first, behind = p.bounds(chunk)
     # Ids of other ranks' experts, and of other chunks', are outside the plan's range: it drops their slots.
-    plan = RoutingPlan.from_experts(ids_SK - (p.first + first), behind - first, check="none")
+    plan = RoutingPlan.from_experts(ids_SK - (p.first_expert + first), behind - first, check="none")
     return compute(rows.wait(), _with_sizes(plan, counts.sizes[first:behind]), weights_SK)
 
 
 def _with_sizes(plan: RoutingPlan, sizes: torch.Tensor) -> RoutingPlan:
     """The plan with its sizes given on the host, so that no engine waits for them, and without rows behind the last expert."""
-    return replace(_cut(plan, sum(sizes.tolist())), _host_sizes_E=sizes, _trusted=True)
+    return _cut(plan, sum(sizes.tolist())).with_host_sizes(sizes)
 
 
 def _of_nodes(key_TN, p, nodes):
@@ -421,8 +424,9 @@ class _WholeRows:
 
     def scalars_out(self, weights_TK):
         """Each slot's router weight at the rank that computes the slot, [V,1]."""
-        flat = replace(self.slots, row_of_slot_TK=self.slots.row_of_slot_TK.view(-1, 1), _trusted=True)
-        return _AllToAll.apply(padded_gather(weights_TK.reshape(-1, 1), flat), self.received, self.sent, self.trip.group)
+        flat = SlotMap(row_of_slot_TK=self.slots.row_of_slot_TK.view(-1, 1), slot_of_row_P=self.slots.slot_of_row_P)
+        weights_U1, _ = gather_slots(weights_TK.reshape(-1, 1), flat)
+        return _AllToAll.apply(weights_U1, self.received, self.sent, self.trip.group)
 
 
 class _OutWhole(torch.autograd.Function):
@@ -483,14 +487,14 @@ def _exact_experts_by_exchange(
     trip = _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
     (_, ids_SK), = trip.slots(ids_TK, weights_TK.detach())
 
-    local_SK = ids_SK - p.first
-    here_SK = (local_SK >= 0) & (local_SK < p.local)
+    local_SK = ids_SK - p.first_expert
+    here_SK = (local_SK >= 0) & (local_SK < p.experts_per_rank)
     sent, received = (slots_W.tolist() for slots_W in counts.slots)
     here = _cut(RoutingPlan.from_experts(torch.where(here_SK, 0, -1), 1, check="none"), sum(received))
     slots = _cut(RoutingPlan.from_experts(key_TK, p.world, check="none"), sum(sent))
     rows = _WholeRows(trip, slots, here, sent, received)
     expert_V = local_SK.reshape(-1)[here.slot_of_row_P.long()]
-    of_slots = _with_sizes(RoutingPlan.from_experts(expert_V, p.local, check="none"), counts.sizes)
+    of_slots = _with_sizes(RoutingPlan.from_experts(expert_V, p.experts_per_rank, check="none"), counts.sizes)
 
     x_VH = _OutWhole.apply(x_TH, rows)
     if weighs_later:

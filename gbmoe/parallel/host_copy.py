@@ -29,6 +29,7 @@ class HostCopy:
         return self._copy
 
     def if_there(self) -> torch.Tensor | None:
+        """The numbers if they have arrived, otherwise None. Does not wait."""
         return self._copy if self._there.query() else None
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe import extension
-from gbmoe._checks import require
+from gbmoe._checks import dtype_name, require
 from gbmoe.parallel import groups
 
 MOST_RANKS = 64  # kMostPeers of csrc/peer_memory.cuh
@@ -52,6 +52,7 @@ class Layout:
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each region by its name, in the order in which they lie in memory."""
         C, K, H = self.tokens, self.top_k, self.hidden
         return {
             "header": ((4,), torch.int32),
@@ -225,7 +226,7 @@ def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"memory is mapped on CUDA devices only, not on {device.type}"
     if not extension.loaded():
-        return f"needs the CUDA extension: {extension.status().reason}"
+        return f"the CUDA extension is needed: {extension.status().reason}"
     if dist.get_world_size(group) > MOST_RANKS:
         return f"at most {MOST_RANKS} ranks can map each other's memory, and the group has {dist.get_world_size(group)}"
     try:
@@ -242,8 +243,8 @@ def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def check_rows(dtype: torch.dtype, hidden: int) -> str | None:
     """None if rows of `hidden` elements of `dtype` can be pulled and pushed, otherwise the reason why not."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"takes bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
+        return f"rows may be bfloat16, float16 or float32, not {dtype_name(dtype)}"
     if hidden * dtype.itemsize % 16:
-        return f"takes rows of a multiple of 16 bytes, not {hidden * dtype.itemsize}"
+        return f"the bytes of a row must be a multiple of 16, and are {hidden * dtype.itemsize}"
     return None
 

@@ -40,7 +40,8 @@ def _nyu(sequences: int, length: int, hidden: int, experts: int, top_k: int) -> 
     return MoeCase(name, sequences * length, hidden, 2 * hidden, experts, top_k)
 
 
-# The article's cases, (num_sequences, sequence_length, hidden, experts, top_k), ffn = 2 * hidden, a plain MLP.
+# The cases of "Improving MoE Inference with Variable-Sized Batched GEMM Kernels" (NYU), which gbmoe calls the article: (num_sequences,
+# sequence_length, hidden, experts, top_k), ffn = 2 * hidden, a plain MLP.
 NYU_CASES = tuple(_nyu(*case) for case in (
     *((16, 1024, 512, e, 1) for e in (1, 2, 4, 8)),
     *((8, 2048, 512, e, 1) for e in (1, 2, 4)),

@@ -158,7 +158,7 @@ def _tile_along_n(columns: int) -> GemmConfig:
     return GemmConfig(WIDE, cluster_n=2 if paired else 1)
 
 
-# So many that nothing depends on how many more there are: what is batch-invariant is configured for these, whatever there is.
+# More rows than any threshold in this file: batch-invariant GEMMs are always configured as if they had this many.
 _GREAT_MANY_ROWS = 1 << 24
 
 

@@ -64,7 +64,7 @@ def expected_down_backward(inputs, activation, dtype):
         d[first:first + rows] = dz[first:first + rows] @ w2[group].t()
         first += rows
     a, dg, dweights = plain_torch.activate_backward(h, g, d, inputs["slot_of_row"], weights, activation)
-    results = {"a": a, "dh": d, "dg": dg if g is not None else None, "dweights": dweights if weights is not None else None}
+    results = {"a": a, "dh": d, "dg": dg, "dweights": dweights}
     return {name: t for name, t in results.items() if t is not None}
 
 

@@ -25,26 +25,46 @@ def inputs(world):
     return torch.randn(world, TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(7))
 
 
-def worker(rank, world, store, experts, mlp_type, results):
+# (world, experts): (4, 2) has more ranks than experts, so that each expert's ffn rows are sharded over two ranks.
+LAYERS = [(world, experts, mlp_type) for world, experts in ((2, 4), (2, 2), (4, 2), (2, 1)) for mlp_type in ("mlp", "glu")]
+
+
+def worker(rank, world, store, results):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for case in LAYERS:
+        if case[0] == world:
+            results[case, rank] = one_rank(rank, *case)
+    dist.destroy_process_group()
+
+
+def one_rank(rank, world, experts, mlp_type):
     layer = make(experts, True, mlp_type)
     x = inputs(world)[rank].requires_grad_()
     out = layer(x)
     counts = gbmoe.get_load_balancing_loss()[-1][0]
+    gbmoe.clear_load_balancing_loss()
     out.square().sum().backward()
-    results[rank] = {"out": out.detach(), "x": x.grad, "counts": counts, "router": layer.router.layer.weight.grad,
-                     **{name: (p.detach(), p.grad) for name, p in layer.experts.mlp.named_parameters()}}
-    dist.destroy_process_group()
+    return {"out": out.detach(), "x": x.grad, "counts": counts, "router": layer.router.layer.weight.grad,
+            **{name: (p.detach(), p.grad) for name, p in layer.experts.mlp.named_parameters()}}
 
 
-@pytest.mark.parametrize("world, experts", [(2, 4), (2, 2), (4, 2), (2, 1)])
-@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
-def test_ranks_together_are_one_layer(tmp_path, world, experts, mlp_type):
-    """(4, 2) has more ranks than experts: each expert's ffn rows are sharded over two ranks."""
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (world, tmp_path / "store", experts, mlp_type, results), nprocs=world)
-        results = [results[rank] for rank in range(world)]
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory):
+    """A function from the number of ranks to what each of them computed of every layer; they are started once."""
+    @functools.cache
+    def start(world):
+        with mp.Manager() as manager:
+            results = manager.dict()
+            mp.spawn(worker, (world, tmp_path_factory.mktemp("ranks") / "store", results), nprocs=world)
+            return dict(results)
+
+    return start
+
+
+@pytest.mark.xdist_group("expert_parallelism")
+@pytest.mark.parametrize("world, experts, mlp_type", LAYERS)
+def test_ranks_together_are_one_layer(results_of, world, experts, mlp_type):
+    results = [results_of(world)[(world, experts, mlp_type), rank] for rank in range(world)]
     layer, x = make(experts, False, mlp_type), inputs(world).requires_grad_()
     outs = [layer(x[rank]) for rank in range(world)]
     counts = [c for c, _ in gbmoe.get_load_balancing_loss()[-world:]]

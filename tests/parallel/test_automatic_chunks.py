@@ -8,10 +8,10 @@ import torch
 from gbmoe.parallel import automatic_chunks, cost_model
 from gbmoe.parallel.exchange import Placement
 
-WHERE = Placement(group=None, world=4, rank=0, experts=16, local=4, shards=1)
+WHERE = Placement(group=None, world=4, rank=0, experts=16, experts_per_rank=4, shards=1)
 
 
-@pytest.mark.parametrize("where, device", [(WHERE, "cpu"), (replace(WHERE, experts=4, local=1), "cuda")])
+@pytest.mark.parametrize("where, device", [(WHERE, "cpu"), (replace(WHERE, experts=4, experts_per_rank=1), "cuda")])
 def test_one_chunk_where_speeds_are_unknown_or_there_is_one_expert(where, device):
     assert automatic_chunks.choose(where, 100, 16, 32, 2, 3, torch.float32, torch.device(device)) == 1
 

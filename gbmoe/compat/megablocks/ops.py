@@ -50,7 +50,7 @@ def gather(
     """
     _check_slots("gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bin_ids=bin_ids, bins=bins)
     slots = slot_map_of_bins("gather", indices, bin_ids=bin_ids, bins=bins, padded_bins=bins, top_k=top_k, rows=indices.numel())
-    return _gather_rows(x, slots)
+    return gather_slots(x, slots)[0]
 
 
 def padded_gather(
@@ -69,7 +69,7 @@ def padded_gather(
                  padded_bins=padded_bins)
     slots = slot_map_of_bins("padded_gather", indices, bin_ids=bin_ids, bins=bins, padded_bins=padded_bins, top_k=top_k,
                              rows=padded_rows(padded_bins, "padded_gather"))
-    return _gather_rows(x, slots)
+    return gather_slots(x, slots)[0]
 
 
 def scatter(
@@ -120,7 +120,7 @@ def binned_gather(
     """
     _check_slots("binned_gather", x, indices, top_k, dtypes=FLOATING + FLOAT8, bins=bins)
     require(isinstance(bin_size, int) and bin_size >= 0, "binned_gather", "bin_size", "an int of at least 0", bin_size)
-    out_PH = _gather_rows(x, slot_map_of_capacity("binned_gather", indices, bins=bins, capacity=bin_size, top_k=top_k))
+    out_PH, _ = gather_slots(x, slot_map_of_capacity("binned_gather", indices, bins=bins, capacity=bin_size, top_k=top_k))
     return out_PH.view(bins.numel(), bin_size, x.size(1))
 
 
@@ -162,12 +162,6 @@ def _check_slots(operator, x, indices, top_k, *, rank=2, dtypes=FLOATING, weight
     if weights is not None:
         require_tensor(weights, operator, "weights", rank=1, dtypes=FLOATING, device=x.device)
         require(weights.numel() == slots, operator, "weights", f"{slots} entries, one a slot", weights.numel())
-
-
-def _gather_rows(x_TH, slots: SlotMap):
-    as_bytes = x_TH.dtype in FLOAT8
-    out_PH, _ = gather_slots(x_TH.detach().view(torch.uint8) if as_bytes else x_TH, slots)
-    return out_PH.view(x_TH.dtype) if as_bytes else out_PH
 
 
 def _scatter_rows(x_PH, slots: SlotMap, weights_R):

@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from gbmoe._atomic_files import one_line, read_json, write_text
+from gbmoe._checks import dtype_name
 from gbmoe.cli.bench.measurements.base import SEED
 from gbmoe.cli.bench.results import article_findings
 from gbmoe.cli.bench.results.schema import misshapen, timing_of
@@ -42,7 +43,7 @@ def describe_run(conditions: Conditions, limit_rows: Sequence[dict], **more) -> 
     return {
         "machine": describe_machine(conditions.device), "clocks": describe_clocks(conditions.device),
         "versions": describe_versions(), "extension": _without_folder(describe_extension()),
-        "dtype": str(conditions.dtype).removeprefix("torch."), "seed": SEED,
+        "dtype": dtype_name(conditions.dtype), "seed": SEED,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "limits": conditions.limits.describe(), "limit_rows": list(limit_rows), **more,
     }

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gbmoe._checks import dtype_name
 from gbmoe.cli.bench.measurements import layer, permutation
 from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Refusal, Subject
 from gbmoe.cli.bench.roofline import PASSES, Limits
@@ -106,9 +107,8 @@ def few_threads(device: torch.device):
 
 def unmeasured(measurement: Measurement, conditions: Conditions, outcome: str, problem: str | None) -> dict:
     """The row of a measurement without a result."""
-    dtype = str(conditions.dtype).removeprefix("torch.")
-    return measurement.describe() | {"dtype": dtype, "timing": conditions.timing, "verified": False, "outcome": outcome,
-                                     "problem": problem}
+    return measurement.describe() | {"dtype": dtype_name(conditions.dtype), "timing": conditions.timing, "verified": False,
+                                     "outcome": outcome, "problem": problem}
 
 
 def forget(device: torch.device) -> None:
