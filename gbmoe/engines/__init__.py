@@ -19,7 +19,7 @@ from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
 from gbmoe.engines.plain_torch import Reference
 from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.engines.torch_grouped import TorchGrouped
-from gbmoe.problem import Problem, known
+from gbmoe.problem import Problem, allows_tf32, known
 from gbmoe.tuning import grouped_gemm as tuning
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (

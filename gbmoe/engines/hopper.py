@@ -12,22 +12,16 @@ import torch
 
 from gbmoe import kernels
 from gbmoe._checks import dtype_name
-from gbmoe.engines.base import Engine, GatheredRows, device_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.own_kernels import OwnKernels, capability
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
-from gbmoe.problem import known, result_shape
 from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last one
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-class Hopper(Engine):
+class Hopper(OwnKernels):
     """gbmoe's own kernels: nearly as fast as a dense product from a few hundred rows a group on, and without a host wait."""
 
     name = "hopper"
@@ -38,9 +32,9 @@ class Hopper(Engine):
         reason = why_not_cuda(device)
         if reason is not None:
             return reason
-        capability = _capability(device)
-        if capability != (9, 0):
-            return f"runs on compute capability 9.0, this device has {capability[0]}.{capability[1]}"
+        found = capability(device)
+        if found != (9, 0):
+            return f"runs on compute capability 9.0, this device has {found[0]}.{found[1]}"
         reason = why_no_extension()  # asked after the capability, so that no other GPU builds the extension for this engine
         if reason is not None:
             return reason
@@ -48,31 +42,22 @@ class Hopper(Engine):
             return "the extension was compiled without sm_90; rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST"
         return None
 
-    def refuses(self, problem):
-        if problem.dtype not in _DTYPES:
-            return f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
-        # TMA's tensor maps need rows that start at multiples of 16 bytes.
-        if problem.inner % 8 or problem.columns % 8:
-            return f"takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
-        sizes = (problem.rows, problem.groups, problem.inner, problem.columns)
-        if 0 in sizes:
-            return "takes no empty operands"
-        too_large = [size for size in sizes if known(size > _MAX_SIZE)]
-        if too_large:
-            return f"takes at most {_MAX_SIZE} rows, groups and columns, not {too_large[0]}"
-        return None
+    def refuses_dtype(self, problem):
+        return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
-    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        if trans_a and accumulate and out.dtype == torch.float32:
-            return _weight_gradient_gemm(a, b, sizes, out)
-        product = out
-        if out is None or accumulate:
-            product = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
-        if trans_a:
-            _weight_gradient_gemm(a, b, sizes, product)
-        else:
-            _rows_gemm(a, b, None, None, sizes, trans_b, product, self.batch_invariant)
-        return out.add_(product) if accumulate else product
+    def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
+        inner = a.size(1) * (1 if a2 is None else 2)
+        config = tuning.rows_gemm(a.size(0), sizes.numel(), inner, out.size(1), batch_invariant=self.batch_invariant)
+        launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
+
+    def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
+        assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
+        sizes = device_sizes(sizes, a.device)
+        config = tuning.weight_gradient_gemm(a.size(0), *out.shape, gathered=False)
+        split = config.split
+        torch.ops.gbmoe_cuda.hopper_weights(
+            a, b, sizes, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config), split.min_k_blocks, split.cost,
+            split.most, split.even, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
@@ -94,15 +79,6 @@ class Hopper(Engine):
                                       None if g_PF is None else aligned(g_PF), dz.slots.slot_of_row_P, weights_TK, activation)
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 
-    def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
-        """Both products in one GEMM, so that their sum is rounded once."""
-        if v1_EFH is None:
-            dg_PF = None
-        else:
-            dg_PF, v1_EFH = aligned(dg_PF), aligned(v1_EFH)
-        dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
-        return _rows_gemm(aligned(dh_PF), aligned(w1_EFH), dg_PF, v1_EFH, sizes_E, False, dx_PH)
-
     def weight_gradient(self, left_PF, rows, sizes_E):
         tokens_TH = rows.tokens_TH
         if rows.are_gathered or not tuning.experts(tokens_TH.size(1), left_PF.size(1), "", tokens_TH.nbytes).gather_weight_gradient:
@@ -121,6 +97,12 @@ class HopperBatchInvariant(Hopper):
 
     name = "hopper_batch_invariant"
     batch_invariant = True
+
+    def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
+        return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
+
+
+_HOPPER = Hopper()
 
 
 def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.ExpertsConfig:
@@ -190,31 +172,12 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 
-def _rows_gemm(a, b, a2, b2, sizes, trans_b, out, batch_invariant=False):
-    """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded."""
-    inner = a.size(1) * (1 if a2 is None else 2)
-    config = tuning.rows_gemm(a.size(0), sizes.numel(), inner, out.size(1), batch_invariant=batch_invariant)
-    launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
-    return out
-
-
 def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
-    """_rows_gemm with a given configuration, and sizes on the device."""
+    """Hopper.rows_gemm with a given configuration, and sizes on the device."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
         a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config),
         split.min_k_blocks, split.cost, split.most, out)
-
-
-def _weight_gradient_gemm(a, b, sizes, out):
-    """out[e] = a[rows of e].T @ b[rows of e]; where out is float32 the product is added to it instead."""
-    sizes = device_sizes(sizes, a.device)
-    config = tuning.weight_gradient_gemm(a.size(0), *out.shape, gathered=False)
-    split = config.split
-    torch.ops.gbmoe_cuda.hopper_weights(
-        a, b, sizes, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config), split.min_k_blocks, split.cost,
-        split.most, split.even, out)
-    return out
 
 
 def _workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfig) -> torch.Tensor | None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.ops.experts import wants_host_sizes
-from gbmoe.problem import allows_tf32
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions
 from gbmoe.plan import RoutingPlan
+from gbmoe.problem import allows_tf32
 from gbmoe.slot_map import SlotMap
 
 _ROWS_TOGETHER = 1024  # P is rounded up to a multiple of this, so that the allocator sees few different sizes

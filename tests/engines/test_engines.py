@@ -16,7 +16,7 @@ def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, col
 
 def test_every_engine_says_yes_or_why_not(device):
     table = engines.availability(device)
-    assert list(table) == ["hopper", "hopper_batch_invariant", "cublas_loop", "cublas_grouped", "torch", "reference"]
+    assert list(table) == ["hopper", "hopper_batch_invariant", "tensor_core", "cublas_loop", "cublas_grouped", "torch", "reference"]
     assert table["reference"] is None
     for name, reason in table.items():
         assert reason is None or len(reason) > 10, name
@@ -49,6 +49,28 @@ def test_the_hopper_engine_says_what_it_does_not_take(change, words):
     assert words in engines.ENGINES["hopper"].refuses(problem(**change))
     assert engines.ENGINES["hopper"].refuses(problem(dtype=torch.float16)) is None
     assert engines.ENGINES["hopper"].refuses(problem(rows=2**31 - 2**10)) is None
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(dtype=torch.float64), "takes bfloat16, float16 and float32, not float64"),
+    (dict(dtype=torch.float32), "takes float32 only where TF32 is allowed"),
+    (dict(inner=60), "multiples of 8, not 60 and 64"),
+    (dict(groups=0), "takes no empty operands"),
+    (dict(rows=2**31), "takes at most 2147482624 rows, groups and columns, not 2147483648"),
+])
+def test_the_tensor_core_engine_says_what_it_does_not_take(change, words):
+    assert words in engines.ENGINES["tensor_core"].refuses(problem(**change))
+    assert engines.ENGINES["tensor_core"].refuses(problem(dtype=torch.float16)) is None
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_problem_in_float32_knows_whether_tf32_is_allowed(monkeypatch, allowed):
+    """It is part of what the choice of an engine is remembered for, so that a later change of the setting counts."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if allowed else "ieee")
+    a, b, sizes = torch.zeros(8, 8), torch.zeros(1, 8, 8), torch.tensor([8])
+    single = Problem.of(a, b, sizes, False, False)
+    assert single.tf32 == allowed and (engines.ENGINES["tensor_core"].refuses(single) is None) == allowed
+    assert not Problem.of(a.bfloat16(), b.bfloat16(), sizes, False, False).tf32
 
 
 @pytest.mark.parametrize("k_grouped", [False, True])

@@ -111,5 +111,15 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     assert config.tile_n == WIDE or config.cluster_n == 2
 
 
+@given(rows=sizes, groups=st.integers(1, 4096), features=sizes, columns=sizes)
+def test_every_choice_of_the_tensor_core_engine_has_an_instance(rows, groups, features, columns):
+    """The instances are those of the launches in csrc/tensor_core/."""
+    wide, square, low = ((c.tile_m, c.tile_n) for c in (tuning.TENSOR_CORE_WIDE, tuning.TENSOR_CORE_SQUARE, tuning.TENSOR_CORE_LOW))
+    for config, instances in ((tuning.tensor_core_rows_gemm(rows, groups, columns), (wide, square, low)),
+                              (tuning.tensor_core_up_gemm(rows, groups, columns), (wide, low)),
+                              (tuning.tensor_core_weight_gradient_gemm(groups, features, columns), (wide, square))):
+        assert (config.tile_m, config.tile_n) in instances and config.panel >= 1
+
+
 def test_engine_order_of_other_devices_is_empty():
     assert tuning.engine_order(Problem(torch.device("cpu"), torch.bfloat16, 64, 2, 8, 8, False)) == ()

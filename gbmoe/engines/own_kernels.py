@@ -1,0 +1,77 @@
+"""What the engines with kernels of our own share: the operands that they take, and which of their GEMMs computes what.
+
+Shape suffixes: P rows of all groups, E groups (experts), H hidden, F ffn hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from gbmoe.engines.base import Engine
+from gbmoe.kernels.alignment import aligned
+from gbmoe.problem import Problem, known, result_shape
+
+_MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last one
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+class OwnKernels(Engine):
+    """An engine of two GEMMs, m-grouped and k-grouped, that read the sizes on the device. A subclass defines both, and `refuses_dtype`."""
+
+    def refuses_dtype(self, problem: Problem) -> str | None:
+        """None if the kernels take operands of the problem's dtype, otherwise the reason why not."""
+        raise TypeError(f"{type(self).__name__} does not say which dtypes it takes")
+
+    def rows_gemm(self, a: torch.Tensor, b: torch.Tensor, a2: torch.Tensor | None, b2: torch.Tensor | None, sizes: torch.Tensor,
+                  trans_b: bool, out: torch.Tensor) -> None:
+        """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded."""
+        raise TypeError(f"{type(self).__name__} does not say how it computes an m-grouped GEMM")
+
+    def weight_gradient_gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+        """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then."""
+        raise TypeError(f"{type(self).__name__} does not say how it computes a k-grouped GEMM")
+
+    def refuses(self, problem):
+        reason = self.refuses_dtype(problem)
+        if reason is not None:
+            return reason
+        # Rows are read 16 bytes at a time, and TMA's tensor maps need rows that start at multiples of them.
+        if problem.inner % 8 or problem.columns % 8:
+            return f"takes row lengths that are multiples of 8, not {problem.inner} and {problem.columns}"
+        sizes = (problem.rows, problem.groups, problem.inner, problem.columns)
+        if 0 in sizes:
+            return "takes no empty operands"
+        too_large = [size for size in sizes if known(size > _MAX_SIZE)]
+        if too_large:
+            return f"takes at most {_MAX_SIZE} rows, groups and columns, not {too_large[0]}"
+        return None
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        if trans_a and accumulate and out.dtype == torch.float32:
+            self.weight_gradient_gemm(a, b, sizes, out, True)
+            return out
+        product = out
+        if out is None or accumulate:
+            product = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
+        if trans_a:
+            self.weight_gradient_gemm(a, b, sizes, product, False)
+        else:
+            self.rows_gemm(a, b, None, None, sizes, trans_b, product)
+        return out.add_(product) if accumulate else product
+
+    def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
+        """Both products in one GEMM, so that their sum is rounded once."""
+        if v1_EFH is None:
+            dg_PF = None
+        else:
+            dg_PF, v1_EFH = aligned(dg_PF), aligned(v1_EFH)
+        dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
+        self.rows_gemm(aligned(dh_PF), aligned(w1_EFH), dg_PF, v1_EFH, sizes_E, False, dx_PH)
+        return dx_PH
