@@ -17,24 +17,13 @@
 
 #include <type_traits>
 
+#include "approximations.cuh"
+
 namespace gbmoe {
 
 enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity };
 
 // --------------------------------------------------------------------------------------------------- what formulas are made of
-
-// The hardware's approximations. They are volatile, which keeps several of them in the order in which they are written: all are
-// started one after the other before the first result is waited for.
-__device__ __forceinline__ float fast_exp2(float x) {
-  float result;
-  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float result;
-  asm volatile("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 constexpr float kMinusLog2E = -1.4426950408889634f;  // exp(-x) = exp2(kMinusLog2E * x)
 

@@ -1,4 +1,6 @@
-"""The tensor_core engine's kernels with every tile, on a GPU; tests/engines/emulated_gpu/ has what can be seen without one."""
+"""The tensor_core engine's kernels with every tile: on a GPU, and on a CPU that emulates one, where shapes are small."""
+
+import functools
 
 import pytest
 import torch
@@ -11,25 +13,37 @@ from gbmoe.testing import exact_inputs
 from gbmoe.tuning import grouped_gemm as tuning
 from gbmoe.tuning.grouped_gemm import TENSOR_CORE_LOW, TENSOR_CORE_SQUARE, TENSOR_CORE_WIDE, TensorCoreConfig
 from tests.conftest import assert_as_accurate_as, dtype_id
+from tests.engines import emulated_gpu
 
-pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda")
 ENGINE = engines.ENGINES["tensor_core"]
 SIZES = [130, 0, 1, 64, 65, 128, 17, 300]
-GROUPS = pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [0, 9, 0], [0] * 5],
-                                 ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
+GROUPS = {"cuda": [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [0, 9, 0], [0] * 5],
+          "cpu": [[70, 0, 1, 129, 0]]}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
+TILES = {"wide": TENSOR_CORE_WIDE, "square": TENSOR_CORE_SQUARE, "low": TENSOR_CORE_LOW}
 
 
-@pytest.fixture(autouse=True)
-def on_a_gpu_since_ampere():
-    reason = ENGINE.unavailable(DEVICE)
-    if reason is not None:
-        pytest.skip(f"tensor_core: {reason}")
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    return emulated_gpu.compile_kernels(tmp_path_factory.mktemp("emulated_gpu"))
 
 
-def drawn(*shape, dtype, seed, scale=1.0):
-    return exact_inputs.exact_values(*shape, dtype=dtype, device=DEVICE, seed=seed, scale=scale)
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu),
+                        *(pytest.param(f"emulated, {when} copies", marks=pytest.mark.xdist_group("emulated_gpu")) for when in ("early", "late"))])
+def device(request):
+    """Where the kernels run; cp.async writes shared memory at once, or as late as it may."""
+    if request.param == "cuda":
+        reason = ENGINE.unavailable(torch.device("cuda"))
+        if reason is not None:
+            pytest.skip(f"tensor_core: {reason}")
+        yield torch.device("cuda")
+    else:
+        with emulated_gpu.operators(request.getfixturevalue("kernels"), ctas=3, late_copies="late" in request.param):
+            yield torch.device("cpu")
+
+
+def drawn(*shape, dtype, device, seed, scale=1.0):
+    return exact_inputs.exact_values(*shape, dtype=dtype, device=device, seed=seed, scale=scale)
 
 
 def rounded(dtype):
@@ -41,130 +55,170 @@ def assert_accurate(got, baseline, exact, name):
     assert_as_accurate_as(got.to(rounded(got.dtype)), baseline.to(rounded(got.dtype)), exact, name)
 
 
-def poisoned(*shape, dtype):
-    exact_inputs.poison(DEVICE)
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+def poisoned(*shape, dtype, device):
+    exact_inputs.poison(device)
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
-@GROUPS
 @DTYPES
-@pytest.mark.parametrize("columns", [8, 72, 256, 264, 1920])
-def test_rows_of_every_tile(dtype, sizes, columns):
-    """One product or the sum of two, in both layouts of b; fewer k-blocks than stages; a k-block that is not full."""
-    rows, on_device = sum(sizes), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
-    for inner, products in ((8, 1), (72, 2), (328, 1), (1544, 2)):
-        a = [drawn(rows + 40, inner, dtype=dtype, seed=i) for i in range(products)]
-        b = [drawn(len(sizes), inner, columns, dtype=dtype, seed=2 + i, scale=exact_inputs.fan_in_scale(inner)) for i in range(products)]
-        for x in a:
-            x[rows:] = float("nan")
-        exact, baseline = (sum(torch.cat([r.to(wide) @ w.to(wide) for r, w in zip(x[:rows].split(sizes), y)]) for x, y in zip(a, b))
-                           for wide in (torch.float64, torch.float32))
-        for trans_b in (False, True):
-            if trans_b:
-                b = [w.transpose(1, 2).contiguous() for w in b]
-            operands = [a[0], b[0], *((a[1], b[1]) if products == 2 else (None, None)), on_device, trans_b]
-            for config in (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW, TensorCoreConfig(128, 128, panel=1)):
-                first, second = poisoned(rows + 40, columns, dtype=dtype), poisoned(rows + 40, columns, dtype=dtype)
-                for out in (first, second):
-                    tensor_core.launch_rows(config, *operands, out)
-                name = f"inner {inner}, {trans_b=}, {config}"
-                assert_accurate(first[:rows], baseline, exact, name)
-                assert torch.equal(first[:rows], second[:rows]) and bool(first[rows:].isnan().all()), name
+@pytest.mark.parametrize("tile", TILES)
+def test_rows_of_every_tile(device, dtype, tile):
+    """One product or the sum of two, in both layouts of b; fewer k-blocks than stages; a k-block that is not full; short panels."""
+    shapes = [(8, 264, 1, 16), (72, 136, 2, 1)]
+    if device.type == "cuda":
+        shapes += [(200, 8, 1, 16), (328, 1920, 1, 16), (1544, 264, 2, 16), (72, 256, 1, 16)]
+    for sizes in GROUPS[device.type]:
+        rows, on_device = sum(sizes), torch.tensor(sizes, dtype=torch.int32, device=device)
+        for inner, columns, products, panel in shapes:
+            draw = functools.partial(drawn, dtype=dtype, device=device)
+            a = [draw(rows + 40, inner, seed=i) for i in range(products)]
+            b = [draw(len(sizes), inner, columns, seed=2 + i, scale=exact_inputs.fan_in_scale(inner)) for i in range(products)]
+            exact, baseline = (sum(torch.cat([r.to(wide) @ w.to(wide) for r, w in zip(x[:rows].split(sizes), y)]) for x, y in zip(a, b))
+                               for wide in (torch.float64, torch.float32))
+            for x in a:
+                x[rows:] = float("nan")
+            for trans_b in (False, True):
+                second = [w.transpose(1, 2).contiguous() for w in b] if trans_b else b
+                operands = [a[0], second[0], *((a[1], second[1]) if products == 2 else (None, None)), on_device, trans_b]
+                outs = [poisoned(rows + 40, columns, dtype=dtype, device=device) for _ in range(2)]
+                for out in outs:
+                    tensor_core.launch_rows(TensorCoreConfig(TILES[tile].tile_m, TILES[tile].tile_n, panel), *operands, out)
+                name = f"{sizes} of {inner} x {columns}, {trans_b=}"
+                assert_accurate(outs[0][:rows], baseline, exact, name)
+                assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all()), name
 
 
-@GROUPS
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_weight_gradients_of_every_tile(dtype, sizes, accumulate):
+@pytest.mark.parametrize("tile", ["wide", "square"])
+def test_weight_gradients_of_every_tile(device, dtype, tile, accumulate):
     """Exact zeros for groups without rows; with `accumulate` they leave what was there."""
-    rows, on_device = sum(sizes), torch.tensor(sizes, dtype=torch.int64, device=DEVICE)
-    for features, columns in ((8, 8), (136, 72), (200, 520)):
-        a, b = drawn(rows + 40, features, dtype=dtype, seed=1), drawn(rows + 40, columns, dtype=dtype, seed=2)
-        a[rows:], b[rows:] = float("nan"), float("nan")
-        before = drawn(len(sizes), features, columns, dtype=torch.float32, seed=3)
-        exact, baseline = (torch.stack([x.to(wide).t() @ y.to(wide) for x, y in zip(a[:rows].split(sizes), b[:rows].split(sizes))])
-                           for wide in (torch.float64, torch.float32))
-        for config in (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE):
-            outs = [before.clone() if accumulate else poisoned(*before.shape, dtype=dtype) for _ in range(2)]
+    for sizes in GROUPS[device.type]:
+        rows, on_device = sum(sizes), torch.tensor(sizes, dtype=torch.int64, device=device)
+        for features, columns in ((136, 72), (200, 520)) if device.type == "cuda" else ((8, 8), (136, 264)):
+            a, b = (drawn(rows + 40, width, dtype=dtype, device=device, seed=width) for width in (features, columns))
+            exact, baseline = (torch.stack([x.to(wide).t() @ y.to(wide) for x, y in zip(a[:rows].split(sizes), b[:rows].split(sizes))])
+                               for wide in (torch.float64, torch.float32))
+            a[rows:], b[rows:] = float("nan"), float("nan")
+            before = drawn(len(sizes), features, columns, dtype=torch.float32, device=device, seed=3)
+            outs = [before.clone() if accumulate else poisoned(*before.shape, dtype=dtype, device=device) for _ in range(2)]
             for out in outs:
-                tensor_core.launch_weight_gradient(config, a, b, on_device, out, accumulate)
+                tensor_core.launch_weight_gradient(TILES[tile], a, b, on_device, out, accumulate)
             got = outs[0] - before if accumulate else outs[0]
-            assert_accurate(got, baseline if accumulate else baseline.to(dtype), exact, f"{features} x {columns}, {config}")
+            assert_accurate(got, baseline.to(got.dtype), exact, f"{sizes} of {features} x {columns}")
             assert torch.equal(*outs)
             empty = [e for e, size in enumerate(sizes) if size == 0]
             assert bool((got[empty] == 0).all())
 
 
-@pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
-def test_up_of_every_activation(activation, glu, save):
-    for dtype, sizes, hidden, ffn in ((torch.bfloat16, SIZES, 72, 136), (torch.float16, [1] * 300, 136, 520)):
-        x = drawn(sum(sizes), hidden, dtype=dtype, seed=1)
-        w1, v1 = (drawn(len(sizes), ffn, hidden, dtype=dtype, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (2, 3))
-        exact_inputs.poison(DEVICE)
-        a, h, g = tensor_core.up_gemm(x, w1, v1 if glu else None, torch.tensor(sizes), activation, save)
-        assert (h is None, g is None) == (not save, not (save and glu))
-        _, h, g = tensor_core.up_gemm(x, w1, v1 if glu else None, torch.tensor(sizes), activation, True)
-        for name, weights, got in (("h", w1, h), ("g", v1 if glu else None, g)):
+def test_up_of_every_activation(device, activation, glu):
+    """Both tiles, by the number of rows; what backward needs is stored only if it is asked for."""
+    for sizes, hidden, ffn in ((SIZES, 72, 136), ([1] * 300, 136, 520)) if device.type == "cuda" else (([70, 0, 129], 72, 136), ([1] * 9, 8, 72)):
+        on_device = torch.tensor(sizes, device=device)
+        draw = functools.partial(drawn, dtype=torch.bfloat16, device=device)
+        x = draw(sum(sizes), hidden, seed=1)
+        w1, v1 = (draw(len(sizes), ffn, hidden, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (2, 3))
+        v1 = v1 if glu else None
+        exact_inputs.poison(device)
+        alone, *nothing = tensor_core.up_gemm(x, w1, v1, on_device, activation, False)
+        a, h, g = tensor_core.up_gemm(x, w1, v1, on_device, activation, True)
+        assert nothing == [None, None] and torch.equal(alone, a) and (g is None) == (not glu)
+        for name, weights, got in (("h", w1, h), ("g", v1, g)):
             if weights is not None:
                 each = [torch.cat([rows.to(wide) @ w.to(wide).t() for rows, w in zip(x.split(sizes), weights)])
                         for wide in (torch.float32, torch.float64)]
-                assert_as_accurate_as(got, each[0].to(dtype), each[1], name)
-        for_a = [plain_torch.activate(h.to(wide), g.to(wide) if glu else None, activation) for wide in (torch.float32, torch.float64)]
-        assert_as_accurate_as(a, for_a[0].to(dtype), for_a[1], "a")
+                assert_as_accurate_as(got, each[0].to(got.dtype), each[1], name)
+        each = [plain_torch.activate(h.to(wide), g.to(wide) if glu else None, activation) for wide in (torch.float32, torch.float64)]
+        assert_as_accurate_as(a, each[0].to(a.dtype), each[1], "a")
 
 
-@pytest.mark.parametrize("config", [TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW], ids=["wide", "square", "low"])
-def test_rows_keep_nan_in_its_row(config):
+@pytest.mark.parametrize("tile", TILES)
+def test_rows_keep_nan_in_its_row(device, tile):
     """Tiles reach into the rows of the next group, which they must not read."""
-    on_device, rows = torch.tensor(SIZES, device=DEVICE), sum(SIZES)
-    a, b = drawn(rows, 200, dtype=torch.bfloat16, seed=1), drawn(len(SIZES), 200, 264, dtype=torch.bfloat16, seed=2)
-    clean, out = poisoned(rows, 264, dtype=a.dtype), poisoned(rows, 264, dtype=a.dtype)
-    tensor_core.launch_rows(config, a, b, None, None, on_device, False, clean)
-    hit = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    on_device, rows = torch.tensor(SIZES, device=device), sum(SIZES)
+    a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, 40), (len(SIZES), 40, 72)))
+    clean, out = (poisoned(rows, 72, dtype=a.dtype, device=device) for _ in range(2))
+    tensor_core.launch_rows(TILES[tile], a, b, None, None, on_device, False, clean)
+    hit = torch.zeros(rows, dtype=torch.bool, device=device)
     hit[[0, 63, 64, 128, 129, 130, 131, 195, 196, rows - 1]] = True
     a[hit] = float("nan")
-    tensor_core.launch_rows(config, a, b, None, None, on_device, False, out)
+    tensor_core.launch_rows(TILES[tile], a, b, None, None, on_device, False, out)
     assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
 
 
 @pytest.mark.memcheck
 @pytest.mark.parametrize("sizes", [[2**40, 5], [-7, 2**62, 3], [100, 100, 2**31], [-1, -1], [2**31 + 5]], ids=str)
-def test_sizes_beyond_the_rows_stay_inside_of_every_tensor(sizes):
-    rows, sizes = 130, torch.tensor(sizes, device=DEVICE)
-    a, b = drawn(rows, 72, dtype=torch.bfloat16, seed=1), drawn(sizes.numel(), 72, 136, dtype=torch.bfloat16, seed=2)
-    guarded = torch.full((rows + 512, 136), 7.0, dtype=a.dtype, device=DEVICE)
-    for config in (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW):
-        tensor_core.launch_rows(config, a, b, None, None, sizes, False, guarded[:rows])
+def test_sizes_beyond_the_rows_stay_inside_of_every_tensor(device, sizes):
+    rows, sizes = 130, torch.tensor(sizes, device=device)
+    a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, 72), (sizes.numel(), 72, 136)))
+    right = drawn(rows, 136, dtype=torch.bfloat16, device=device, seed=2)
+    for tile in TILES.values():
+        guarded = torch.full((rows + 512, 136), 7.0, dtype=a.dtype, device=device)
+        tensor_core.launch_rows(tile, a, b, None, None, sizes, False, guarded[:rows])
         assert bool((guarded[rows:] == 7).all())
-    for config in (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE):
-        out = torch.full((sizes.numel() + 1, 72, 136), 7.0, dtype=a.dtype, device=DEVICE)
-        tensor_core.launch_weight_gradient(config, a, guarded[:rows].contiguous(), sizes, out[:-1])
+    for tile in (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE):
+        out = torch.full((sizes.numel() + 1, 72, 136), 7.0, dtype=a.dtype, device=device)
+        tensor_core.launch_weight_gradient(tile, a, right, sizes, out[:-1])
         assert bool((out[-1] == 7).all())
 
 
-def test_float32_is_taken_where_tf32_is_allowed(monkeypatch):
-    """And is the product of operands that were rounded to TF32, to nearest."""
-    a, b, sizes = torch.randn(64, 32, device=DEVICE), torch.randn(2, 32, 16, device=DEVICE), torch.tensor([30, 34])
-    with pytest.raises(ValueError, match="takes float32 only where TF32 is allowed"):
-        engines.product(a, b, sizes, engine="tensor_core")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    got = engines.product(a, b, sizes, engine="tensor_core")
+def test_float32_is_rounded_to_tf32_to_nearest(device):
+    a, b, sizes = torch.randn(64, 32, device=device), torch.randn(2, 32, 16, device=device), torch.tensor([30, 34], device=device)
+    out = torch.empty(64, 16, device=device)
+    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, sizes, False, out)
 
     def to_tf32(t):
         return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
     exact = torch.cat([to_tf32(x) @ to_tf32(w) for x, w in zip(a.split([30, 34]), b)])
-    assert float((got.double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+    assert float((out.double() - exact).abs().max()) < 1e-5 * float(exact.abs().max())
 
 
+def test_the_engines_experts_are_those_of_plain_pytorch(device):
+    """up, down and all gradients through the engine's methods, which choose the tiles."""
+    sizes, hidden, ffn = [70, 0, 33], 40, 72
+    on_device, draw = torch.tensor(sizes, device=device), functools.partial(drawn, dtype=torch.bfloat16, device=device)
+    x, dh, dg = draw(sum(sizes), hidden, seed=1), draw(sum(sizes), ffn, seed=2), draw(sum(sizes), ffn, seed=3)
+    w1, v1, w2 = (draw(len(sizes), ffn, hidden, seed=seed, scale=exact_inputs.fan_in_scale(ffn)) for seed in (4, 5, 6))
+
+    def products(wide):
+        def of(left, right, transposed=False):
+            return torch.cat([r.to(wide) @ (w.to(wide).t() if transposed else w.to(wide)) for r, w in zip(left.split(sizes), right)])
+        gradient = torch.stack([l.to(wide).t() @ r.to(wide) for l, r in zip(dh.split(sizes), x.split(sizes))])
+        return of(dh, w2), of(x, w1, True), of(dh, w1) + of(dg, v1), gradient
+
+    got = (ENGINE.down(dh, w2, on_device), ENGINE.product(x, w1, on_device, trans_b=True),
+           ENGINE.up_backward(dh, w1, dg, v1, on_device), ENGINE.product(dh, x, on_device, trans_a=True))
+    for name, mine, baseline, exact in zip(("down", "trans_b", "up_backward", "gradient"), got, products(torch.float32), products(torch.float64)):
+        assert_as_accurate_as(mine, baseline.to(mine.dtype), exact, name)
+
+
+@pytest.mark.gpu
+def test_float32_is_taken_where_tf32_is_allowed(monkeypatch):
+    a, b, sizes = torch.randn(64, 32, device="cuda"), torch.randn(2, 32, 16, device="cuda"), torch.tensor([30, 34])
+    reason = ENGINE.unavailable(a.device)
+    if reason is not None:
+        pytest.skip(f"tensor_core: {reason}")
+    with pytest.raises(ValueError, match="takes float32 only where TF32 is allowed"):
+        engines.product(a, b, sizes, engine="tensor_core")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    exact = torch.cat([x.double() @ w.double() for x, w in zip(a.split([30, 34]), b)])
+    torch.testing.assert_close(engines.product(a, b, sizes, engine="tensor_core").double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
 def test_a_step_is_one_cuda_graph_and_is_replayed_with_other_sizes():
     """Nothing waits for the host, and the sizes are read when the graph is replayed."""
+    reason = ENGINE.unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"tensor_core: {reason}")
     rows, hidden, ffn = 384, 64, 128
-    x, dy = (drawn(rows, hidden, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
-    w1, w2 = (drawn(3, ffn, hidden, dtype=torch.bfloat16, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (3, 4))
-    sizes = torch.tensor([128, 128, 128], device=DEVICE)
+    draw = functools.partial(drawn, dtype=torch.bfloat16, device="cuda")
+    x, dy = (draw(rows, hidden, seed=seed) for seed in (1, 2))
+    w1, w2 = (draw(3, ffn, hidden, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (3, 4))
+    sizes = torch.tensor([128, 128, 128], device="cuda")
 
     def step():
         a, h, _ = tensor_core.up_gemm(x, w1, None, sizes, "silu", True)
@@ -189,8 +243,12 @@ def test_a_step_is_one_cuda_graph_and_is_replayed_with_other_sizes():
         torch.testing.assert_close(replayed[0].double(), y, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.gpu
 def test_a_tile_without_an_instance_is_refused():
-    a, b = (torch.zeros(*shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((8, 8), (1, 8, 8)))
+    reason = ENGINE.unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"tensor_core: {reason}")
+    a, b = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((8, 8), (1, 8, 8)))
     with pytest.raises(RuntimeError, match="tensor_core_rows: no kernel has tiles of 32 x 32"):
         tensor_core.launch_rows(TensorCoreConfig(32, 32), a, b, None, None, torch.tensor([8]), False, torch.empty_like(a))
     assert tuning.tensor_core_rows_gemm(8, 1, 8) == TENSOR_CORE_LOW

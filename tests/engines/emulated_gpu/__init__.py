@@ -1,0 +1,100 @@
+"""The kernels of csrc/tensor_core/ on a CPU: their own source, compiled by the C++ compiler, with the instructions of a GPU emulated.
+
+`operators()` stands in for the extension's operators of these kernels where their tensors are on the CPU, so that the engine itself
+runs on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gbmoe import extension
+
+_HERE = Path(__file__).parent
+_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+_STAND_INS = {"common.cuh": "common.cuh", "emulated_gpu.h": "emulated_gpu.h", "approximations.cuh": "approximations.cuh",
+              "ptx.cuh": "tensor_core/ptx.cuh"}
+_SCHEMAS = {
+    "tensor_core_rows": "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
+                        " Tensor(a!) out) -> ()",
+    "tensor_core_weights": "(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out) -> ()",
+    "tensor_core_up": "(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel, Tensor(a!) a,"
+                      " Tensor(b!)? h, Tensor(c!)? g) -> ()",
+}
+
+
+class _Arguments(ctypes.Structure):
+    """tensor_core::Arguments, field by field."""
+    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
+                *((name, ctypes.c_int) for name in (
+                    "groups", "rows", "size_m", "size_n", "size_k", "operand_pairs", "panel_tiles", "activation")),
+                ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("out", ctypes.c_void_p * 3)]
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("seed", ctypes.c_uint)]
+
+
+def compile_kernels(folder: Path) -> ctypes.CDLL:
+    """Compile the kernels with their stand-ins in `folder`, and load them."""
+    source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
+    shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
+    for name in ("group_sizes.cuh", "activation_formulas.cuh"):
+        shutil.copy(extension.source_folder() / name, source / name)
+    for name, place in _STAND_INS.items():
+        shutil.copy(_HERE / name, source / place)
+    library = folder / "kernels.so"
+    subprocess.run(["g++", "-std=c++17", "-O2", "-fno-extern-tls-init", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-I", str(folder),
+                    "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def _pointers(*tensors):
+    return tuple(None if t is None else t.data_ptr() for t in tensors)
+
+
+@contextlib.contextmanager
+def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, seed: int = 0) -> Iterator[None]:
+    """Within it, torch.ops.gbmoe_cuda.tensor_core_* take tensors on the CPU. `late_copies`: cp.async writes when it is waited for."""
+    run = _Run(ctas, late_copies, seed)
+
+    def arguments(sizes, rows, columns, panel, **fields):
+        assert sizes.dtype in (torch.int32, torch.int64)
+        return _Arguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(), rows=rows,
+                          size_n=columns, panel_tiles=panel, **{"operand_pairs": 1, **fields})
+
+    def call(function, *leading, of):
+        assert function(*leading, ctypes.byref(of), ctypes.byref(run)), "there is no such instance"
+
+    def rows(a, b, a2, b2, sizes, trans_b, tile_m, tile_n, panel, out):
+        of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
+                       b=_pointers(b, b2), out=_pointers(out))
+        call(kernels.rows, _DTYPES.index(a.dtype), tile_m, tile_n, trans_b, of=of)
+
+    def weights(a, b, sizes, tile_m, tile_n, panel, accumulate, out):
+        of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out))
+        call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of)
+
+    def up(x, w1, v1, sizes, activation, tile_m, tile_n, panel, a, h, g):
+        assert x.dtype == torch.bfloat16
+        of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=activation, a=_pointers(x), b=_pointers(w1, v1),
+                       out=_pointers(a, h, g))
+        call(kernels.up, tile_m, tile_n, v1 is not None, of=of)
+
+    extension.status()  # where the extension can be loaded, it has defined the operators by now
+    library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
+    try:
+        for name, function in (("tensor_core_rows", rows), ("tensor_core_weights", weights), ("tensor_core_up", up)):
+            if not hasattr(torch.ops.gbmoe_cuda, name):
+                library.define(name + _SCHEMAS[name])
+            library.impl(name, function, "CPU")
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,172 @@
+// One CTA at a time of a CUDA kernel, on a CPU: each of its threads is a fiber, and a fiber waits where a thread would.
+//
+// It is made for kernels of barriers, warp-wide functions and cp.async. It shows wrong indices, reads of what has not arrived and
+// writes to what is still read: fibers run in a random order, cp.async writes either at once or as late as a wait lets it, and shared
+// memory begins full of NaN. It does not show what takes two threads to run at the same time.
+
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ thread_local
+#define __align__(bytes)
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+using std::max;
+using std::min;
+
+struct uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+
+namespace emulated_gpu {
+
+constexpr uint32_t kSharedBytes = 1 << 17;
+constexpr int kMostWords = 12;  // that a lane gives to the others at once
+
+// Ends the process: what went wrong is a fault of the kernel's.
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "emulated GPU: %s\n", what);
+  std::_Exit(3);
+}
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+  bool exists;
+};
+
+struct Fiber {
+  ucontext_t context;
+  jmp_buf resume;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  bool started = false, ended = false;
+  std::deque<std::vector<Copy>> groups;  // of cp.async, the oldest first
+  std::vector<Copy> open_group;
+};
+
+// What the lanes of a warp gave in this exchange and in the one before, which a slow lane may still read.
+struct Warp {
+  int arrived = 0;
+  unsigned exchanges = 0;
+  uint32_t words[2][32][kMostWords];
+};
+
+struct Cta {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::function<void()> kernel;
+  int arrived = 0;
+  unsigned barriers = 0;
+  bool late_copies = false;
+};
+
+inline Cta cta;
+inline int thread, block, blocks;
+inline unsigned char* shared_memory;
+inline jmp_buf scheduler;
+
+// Lets the other fibers run.
+inline void yield() {
+  if (_setjmp(cta.fibers[thread].resume) == 0) _longjmp(scheduler, 1);
+}
+
+inline void barrier() {
+  const unsigned before = cta.barriers;
+  if (++cta.arrived == static_cast<int>(cta.fibers.size())) cta.arrived = 0, ++cta.barriers;
+  else while (cta.barriers == before) yield();
+}
+
+// Gives words of 4 bytes to the other lanes of the warp, and returns all lanes' words.
+template <typename T> auto exchange(const T* mine, int words) -> const T (*)[kMostWords] {
+  static_assert(sizeof(T) == 4);
+  Warp& warp = cta.warps[thread / 32];
+  const unsigned before = warp.exchanges;
+  std::memcpy(warp.words[before & 1][thread % 32], mine, 4 * words);
+  if (++warp.arrived == 32) warp.arrived = 0, ++warp.exchanges;
+  else while (warp.exchanges == before) yield();
+  return reinterpret_cast<const T(*)[kMostWords]>(warp.words[before & 1]);
+}
+
+inline void write(const Copy& copy) {
+  if (copy.to % 16 || (copy.exists && reinterpret_cast<uintptr_t>(copy.from) % 16)) fail("cp.async: addresses that are not aligned");
+  if (copy.to + 16 > kSharedBytes) fail("cp.async: beyond the shared memory");
+  if (copy.exists) std::memcpy(shared_memory + copy.to, copy.from, 16);
+  else std::memset(shared_memory + copy.to, 0, 16);
+}
+
+inline void run_fiber() {
+  cta.kernel();
+  cta.fibers[thread].ended = true;
+  _longjmp(scheduler, 1);
+}
+
+inline void resume(int index) {
+  Fiber& fiber = cta.fibers[thread = index];
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.resume, 1);
+  fiber.started = true;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.data();
+  fiber.context.uc_stack.ss_size = fiber.stack.size();
+  makecontext(&fiber.context, run_fiber, 0);
+  setcontext(&fiber.context);
+}
+
+// Runs the kernel in `ctas` CTAs of `threads` threads, one CTA after the other.
+inline void launch(int ctas, int threads, unsigned char* shared, bool late_copies, unsigned seed, std::function<void()> kernel) {
+  std::mt19937 generator(seed);
+  std::vector<int> order(threads);
+  for (int i = 0; i < threads; ++i) order[i] = i;
+  blocks = ctas;
+  shared_memory = shared;
+  for (block = 0; block < ctas; ++block) {
+    cta = Cta{std::vector<Fiber>(threads), std::vector<Warp>(threads / 32), kernel, 0, 0, late_copies};
+    std::memset(shared, 0xff, kSharedBytes);
+    std::shuffle(order.begin(), order.end(), generator);
+    const auto ended = [](int index) { return cta.fibers[index].ended; };
+    while (!std::all_of(order.begin(), order.end(), ended)) {
+      for (int index : order) if (!ended(index)) resume(index);
+    }
+  }
+}
+
+struct Index { int x; };
+
+}  // namespace emulated_gpu
+
+#define threadIdx (emulated_gpu::Index{emulated_gpu::thread})
+#define blockIdx (emulated_gpu::Index{emulated_gpu::block})
+#define gridDim (emulated_gpu::Index{emulated_gpu::blocks})
+
+inline void __syncthreads() { emulated_gpu::barrier(); }
+inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
+inline uint32_t shuffle(uint32_t word, int lane) { return emulated_gpu::exchange(&word, 1)[lane][0]; }
+inline uint32_t __shfl_sync(unsigned, uint32_t word, int lane) { return shuffle(word, lane % 32); }
+inline uint32_t __shfl_up_sync(unsigned, uint32_t word, int by) {
+  const int lane = emulated_gpu::thread % 32;
+  return shuffle(word, lane < by ? lane : lane - by);
+}
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t word, int mask) { return shuffle(word, emulated_gpu::thread % 32 ^ mask); }
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  const uint32_t own = vote;
+  const auto votes = emulated_gpu::exchange(&own, 1);
+  unsigned result = 0;
+  for (int lane = 0; lane < 32; ++lane) result |= votes[lane][0] << lane;
+  return result;
+}

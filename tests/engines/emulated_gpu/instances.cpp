@@ -1,0 +1,81 @@
+// The instances of the tensor_core engine's kernel that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
+
+#include "csrc/tensor_core/grouped_gemm.cuh"
+
+namespace gbmoe::tensor_core {
+
+thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];  // which the kernel declares as extern
+
+namespace {
+
+struct Run {
+  int ctas, late_copies;
+  unsigned seed;
+};
+
+template <typename Traits> void launch(const Arguments& args, const Run& run) {
+  static_assert(Traits::kSharedBytes <= emulated_gpu::kSharedBytes);
+  emulated_gpu::launch(run.ctas, Traits::kThreads, shared_bytes, run.late_copies != 0, run.seed, [&] { grouped_gemm_kernel<Traits>(args); });
+}
+
+template <typename... Tiles, typename F> bool with_tile(int tile_m, int tile_n, const F& f) {
+  return ((tile_m == Tiles::kTileM && tile_n == Tiles::kTileN ? (f(Tiles()), true) : false) || ...);
+}
+
+template <typename F> bool with_dtype(int dtype, const F& f) {
+  if (dtype == 0) f(__nv_bfloat16());
+  else if (dtype == 1) f(__half());
+  else f(float());
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Each returns whether there is an instance.
+bool rows(int dtype, int tile_m, int tile_n, bool trans_b, const Arguments* args, const Run* run) {
+  bool found = false;
+  with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    found = with_tile<WideTile, SquareTile, LowTile>(tile_m, tile_n, [&](auto tile) {
+      using Tile = decltype(tile);
+      if (trans_b) launch<GemmTraits<T, T, Tile, true, true, false, EpilogueKind::kStore>>(*args, *run);
+      else launch<GemmTraits<T, T, Tile, true, false, false, EpilogueKind::kStore>>(*args, *run);
+    });
+  });
+  return found;
+}
+
+bool weights(int dtype, int tile_m, int tile_n, bool accumulate, const Arguments* args, const Run* run) {
+  bool found = false;
+  with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    found = with_tile<WideTile, SquareTile>(tile_m, tile_n, [&](auto tile) {
+      using Tile = decltype(tile);
+      if (accumulate) launch<GemmTraits<T, float, Tile, false, false, true, EpilogueKind::kAccumulate>>(*args, *run);
+      else launch<GemmTraits<T, T, Tile, false, false, true, EpilogueKind::kStore>>(*args, *run);
+    });
+  });
+  return found;
+}
+
+// In bfloat16, with one activation of each family.
+bool up(int tile_m, int tile_n, bool glu, const Arguments* args, const Run* run) {
+  using T = __nv_bfloat16;
+  return with_tile<WideTile, LowTile>(tile_m, tile_n, [&](auto tile) {
+    using Tile = decltype(tile);
+    const auto of_family = [&](auto family) {
+      using Family = decltype(family);
+      if (glu) launch<GemmTraits<T, T, Tile, true, true, false, EpilogueKind::kGlu, Family>>(*args, *run);
+      else launch<GemmTraits<T, T, Tile, true, true, false, EpilogueKind::kActivation, Family>>(*args, *run);
+    };
+    if (args->activation == kGelu) of_family(ErfActivation(kGelu));
+    else if (args->activation <= kGeluTanh) of_family(SigmoidActivation(kSilu));
+    else of_family(PiecewiseActivation(kRelu));
+  });
+}
+
+}  // extern "C"
+
+}  // namespace gbmoe::tensor_core
