@@ -39,7 +39,9 @@ class _Arguments(ctypes.Structure):
 
 
 class _Run(ctypes.Structure):
-    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("seed", ctypes.c_uint)]
+    """emulated_gpu::Run, field by field."""
+    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("seed", ctypes.c_uint), ("ranges", ctypes.c_int),
+                ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
 
 
 def compile_kernels(folder: Path) -> ctypes.CDLL:
@@ -53,7 +55,9 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     library = folder / "kernels.so"
     subprocess.run(["g++", "-std=c++17", "-O2", "-fno-extern-tls-init", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-I", str(folder),
                     "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    kernels = ctypes.CDLL(str(library))
+    kernels.failure.restype = ctypes.c_char_p
+    return kernels
 
 
 def _pointers(*tensors):
@@ -63,30 +67,32 @@ def _pointers(*tensors):
 @contextlib.contextmanager
 def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, seed: int = 0) -> Iterator[None]:
     """Within it, torch.ops.gbmoe_cuda.tensor_core_* take tensors on the CPU. `late_copies`: cp.async writes when it is waited for."""
-    run = _Run(ctas, late_copies, seed)
-
     def arguments(sizes, rows, columns, panel, **fields):
         assert sizes.dtype in (torch.int32, torch.int64)
         return _Arguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(), rows=rows,
                           size_n=columns, panel_tiles=panel, **{"operand_pairs": 1, **fields})
 
-    def call(function, *leading, of):
+    def call(function, *leading, of, reads):
+        begin = [t.data_ptr() for t in reads if t is not None]
+        end = [t.data_ptr() + t.nbytes for t in reads if t is not None]
+        run = _Run(ctas, late_copies, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
         assert function(*leading, ctypes.byref(of), ctypes.byref(run)), "there is no such instance"
+        assert kernels.failure() is None, kernels.failure().decode()
 
     def rows(a, b, a2, b2, sizes, trans_b, tile_m, tile_n, panel, out):
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
                        b=_pointers(b, b2), out=_pointers(out))
-        call(kernels.rows, _DTYPES.index(a.dtype), tile_m, tile_n, trans_b, of=of)
+        call(kernels.rows, _DTYPES.index(a.dtype), tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
 
     def weights(a, b, sizes, tile_m, tile_n, panel, accumulate, out):
         of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out))
-        call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of)
+        call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
 
     def up(x, w1, v1, sizes, activation, tile_m, tile_n, panel, a, h, g):
         assert x.dtype == torch.bfloat16
         of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=activation, a=_pointers(x), b=_pointers(w1, v1),
                        out=_pointers(a, h, g))
-        call(kernels.up, tile_m, tile_n, v1 is not None, of=of)
+        call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")

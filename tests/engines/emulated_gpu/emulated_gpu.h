@@ -11,8 +11,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -39,12 +37,6 @@ namespace emulated_gpu {
 constexpr uint32_t kSharedBytes = 1 << 17;
 constexpr int kMostWords = 12;  // that a lane gives to the others at once
 
-// Ends the process: what went wrong is a fault of the kernel's.
-[[noreturn]] inline void fail(const char* what) {
-  std::fprintf(stderr, "emulated GPU: %s\n", what);
-  std::_Exit(3);
-}
-
 struct Copy {
   uint32_t to;
   const void* from;
@@ -67,19 +59,34 @@ struct Warp {
   uint32_t words[2][32][kMostWords];
 };
 
+// How a kernel is launched. cp.async may read the `ranges` of global memory alone.
+struct Run {
+  int ctas, late_copies;
+  unsigned seed;
+  int ranges;
+  uintptr_t begin[4], end[4];
+};
+
 struct Cta {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::function<void()> kernel;
   int arrived = 0;
   unsigned barriers = 0;
-  bool late_copies = false;
 };
 
 inline Cta cta;
+inline Run run;
+inline const char* failure;  // of the kernel that was launched last, or null
 inline int thread, block, blocks;
 inline unsigned char* shared_memory;
 inline jmp_buf scheduler;
+
+// Ends the kernel.
+[[noreturn]] inline void fail(const char* what) {
+  failure = what;
+  _longjmp(scheduler, 1);
+}
 
 // Lets the other fibers run.
 inline void yield() {
@@ -106,6 +113,12 @@ template <typename T> auto exchange(const T* mine, int words) -> const T (*)[kMo
 inline void write(const Copy& copy) {
   if (copy.to % 16 || (copy.exists && reinterpret_cast<uintptr_t>(copy.from) % 16)) fail("cp.async: addresses that are not aligned");
   if (copy.to + 16 > kSharedBytes) fail("cp.async: beyond the shared memory");
+  bool readable = !copy.exists;
+  for (int i = 0; i < run.ranges; ++i) {
+    const auto from = reinterpret_cast<uintptr_t>(copy.from);
+    readable = readable || (from >= run.begin[i] && from + 16 <= run.end[i]);
+  }
+  if (!readable) fail("cp.async: reads outside of the operands");
   if (copy.exists) std::memcpy(shared_memory + copy.to, copy.from, 16);
   else std::memset(shared_memory + copy.to, 0, 16);
 }
@@ -128,20 +141,25 @@ inline void resume(int index) {
   setcontext(&fiber.context);
 }
 
-// Runs the kernel in `ctas` CTAs of `threads` threads, one CTA after the other.
-inline void launch(int ctas, int threads, unsigned char* shared, bool late_copies, unsigned seed, std::function<void()> kernel) {
-  std::mt19937 generator(seed);
+// Runs the kernel in CTAs of `threads` threads, one CTA after the other, until all have ended or one has failed.
+inline void launch(const Run& as, int threads, unsigned char* shared, std::function<void()> kernel) {
+  std::mt19937 generator(as.seed);
   std::vector<int> order(threads);
   for (int i = 0; i < threads; ++i) order[i] = i;
-  blocks = ctas;
+  run = as;
+  failure = nullptr;
+  blocks = run.ctas;
   shared_memory = shared;
-  for (block = 0; block < ctas; ++block) {
-    cta = Cta{std::vector<Fiber>(threads), std::vector<Warp>(threads / 32), kernel, 0, 0, late_copies};
+  for (block = 0; block < blocks; ++block) {
+    cta = Cta{std::vector<Fiber>(threads), std::vector<Warp>(threads / 32), kernel, 0, 0};
     std::memset(shared, 0xff, kSharedBytes);
     std::shuffle(order.begin(), order.end(), generator);
     const auto ended = [](int index) { return cta.fibers[index].ended; };
     while (!std::all_of(order.begin(), order.end(), ended)) {
-      for (int index : order) if (!ended(index)) resume(index);
+      for (int index : order) {
+        if (!ended(index)) resume(index);
+        if (failure) return;
+      }
     }
   }
 }

@@ -8,14 +8,11 @@ thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];  // which t
 
 namespace {
 
-struct Run {
-  int ctas, late_copies;
-  unsigned seed;
-};
+using emulated_gpu::Run;
 
 template <typename Traits> void launch(const Arguments& args, const Run& run) {
   static_assert(Traits::kSharedBytes <= emulated_gpu::kSharedBytes);
-  emulated_gpu::launch(run.ctas, Traits::kThreads, shared_bytes, run.late_copies != 0, run.seed, [&] { grouped_gemm_kernel<Traits>(args); });
+  emulated_gpu::launch(run, Traits::kThreads, shared_bytes, [&] { grouped_gemm_kernel<Traits>(args); });
 }
 
 template <typename... Tiles, typename F> bool with_tile(int tile_m, int tile_n, const F& f) {
@@ -32,6 +29,9 @@ template <typename F> bool with_dtype(int dtype, const F& f) {
 }  // namespace
 
 extern "C" {
+
+// What the kernel that was launched last did wrong, or null.
+const char* failure() { return emulated_gpu::failure; }
 
 // Each returns whether there is an instance.
 bool rows(int dtype, int tile_m, int tile_n, bool trans_b, const Arguments* args, const Run* run) {

@@ -1,5 +1,5 @@
 // Stands in for csrc/tensor_core/ptx.cuh: the same functions, as the PTX manual defines their instructions. Reads of shared memory
-// end the process where lanes that read at the same time would meet in a bank.
+// fail where lanes that read at the same time would meet in a bank.
 
 #pragma once
 
@@ -12,7 +12,7 @@ inline uint32_t shared_address(const void*) { return 0; }
 inline void cp_async_16(uint32_t to, const void* from, bool exists) {
   const emulated_gpu::Copy copy{to, from, exists};
   emulated_gpu::cta.fibers[emulated_gpu::thread].open_group.push_back(copy);
-  if (!emulated_gpu::cta.late_copies) emulated_gpu::write(copy);
+  if (!emulated_gpu::run.late_copies) emulated_gpu::write(copy);
 }
 inline void cp_async_commit() {
   auto& fiber = emulated_gpu::cta.fibers[emulated_gpu::thread];
@@ -22,7 +22,7 @@ inline void cp_async_commit() {
 template <int kPending> void cp_async_wait() {
   auto& fiber = emulated_gpu::cta.fibers[emulated_gpu::thread];
   for (; static_cast<int>(fiber.groups.size()) > kPending; fiber.groups.pop_front()) {
-    if (emulated_gpu::cta.late_copies) for (const auto& copy : fiber.groups.front()) emulated_gpu::write(copy);
+    if (emulated_gpu::run.late_copies) for (const auto& copy : fiber.groups.front()) emulated_gpu::write(copy);
   }
 }
 
