@@ -23,7 +23,7 @@ from pathlib import Path
 
 # The oldest torch whose stable ABI has all that csrc/ uses (2.10), in the encoding of TORCH_TARGET_VERSION.
 TORCH_TARGET_VERSION = "0x020a000000000000"
-DEFAULT_ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0")
+DEFAULT_ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # TORCH_CUDA_ARCH_LIST also takes family names.
 _ARCHITECTURE_NAMES = {
     "Volta": "7.0+PTX", "Turing": "7.5+PTX", "Ampere": "8.0;8.6+PTX", "Ada": "8.9+PTX",

@@ -1,6 +1,7 @@
 """The tensor_core engine's kernels with every tile: on a GPU, and on a CPU that emulates one, where shapes are small."""
 
 import functools
+import shutil
 
 import pytest
 import torch
@@ -25,11 +26,16 @@ TILES = {"wide": TENSOR_CORE_WIDE, "square": TENSOR_CORE_SQUARE, "low": TENSOR_C
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("the emulated GPU needs g++")
     return emulated_gpu.compile_kernels(tmp_path_factory.mktemp("emulated_gpu"))
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu),
-                        *(pytest.param(f"emulated, {when} copies", marks=pytest.mark.xdist_group("emulated_gpu")) for when in ("early", "late"))])
+EMULATED = pytest.mark.xdist_group("emulated_gpu")  # the kernels are compiled once
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("emulated, early copies", marks=EMULATED),
+                        pytest.param("emulated, late copies", marks=EMULATED)])
 def device(request):
     """Where the kernels run; cp.async writes shared memory at once, or as late as it may."""
     if request.param == "cuda":
@@ -115,7 +121,8 @@ def test_weight_gradients_of_every_tile(device, dtype, tile, accumulate):
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
 def test_up_of_every_activation(device, activation, glu):
     """Both tiles, by the number of rows; what backward needs is stored only if it is asked for."""
-    for sizes, hidden, ffn in ((SIZES, 72, 136), ([1] * 300, 136, 520)) if device.type == "cuda" else (([70, 0, 129], 72, 136), ([1] * 9, 8, 72)):
+    shapes = {"cuda": ((SIZES, 72, 136), ([1] * 300, 136, 520)), "cpu": (([70, 0, 129], 72, 136), ([1] * 9, 8, 72))}
+    for sizes, hidden, ffn in shapes[device.type]:
         on_device = torch.tensor(sizes, device=device)
         draw = functools.partial(drawn, dtype=torch.bfloat16, device=device)
         x = draw(sum(sizes), hidden, seed=1)
@@ -186,12 +193,13 @@ def test_the_engines_experts_are_those_of_plain_pytorch(device):
     def products(wide):
         def of(left, right, transposed=False):
             return torch.cat([r.to(wide) @ (w.to(wide).t() if transposed else w.to(wide)) for r, w in zip(left.split(sizes), right)])
-        gradient = torch.stack([l.to(wide).t() @ r.to(wide) for l, r in zip(dh.split(sizes), x.split(sizes))])
+        gradient = torch.stack([left.to(wide).t() @ right.to(wide) for left, right in zip(dh.split(sizes), x.split(sizes))])
         return of(dh, w2), of(x, w1, True), of(dh, w1) + of(dg, v1), gradient
 
     got = (ENGINE.down(dh, w2, on_device), ENGINE.product(x, w1, on_device, trans_b=True),
            ENGINE.up_backward(dh, w1, dg, v1, on_device), ENGINE.product(dh, x, on_device, trans_a=True))
-    for name, mine, baseline, exact in zip(("down", "trans_b", "up_backward", "gradient"), got, products(torch.float32), products(torch.float64)):
+    names = ("down", "trans_b", "up_backward", "gradient")
+    for name, mine, baseline, exact in zip(names, got, products(torch.float32), products(torch.float64)):
         assert_as_accurate_as(mine, baseline.to(mine.dtype), exact, name)
 
 

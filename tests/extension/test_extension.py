@@ -64,7 +64,7 @@ def test_every_file_compiles_and_uses_no_python_api(nvcc, source, tmp_path):
 def test_the_default_architectures_are_those_that_nvcc_knows(monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     new = build.Nvcc(Path("nvcc"), (13, 0), frozenset({"75", "80", "86", "89", "90", "100", "120"}))
-    assert build.architectures(new) == ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0+PTX"]
+    assert build.architectures(new) == ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX"]
     old = build.Nvcc(Path("nvcc"), (12, 4), frozenset({"70", "75", "80", "86", "89", "90", "90a"}))
     assert build.architectures(old) == ["7.0", "7.5", "8.0", "8.6", "8.9", "9.0+PTX"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,13 +22,13 @@ _HERE = Path(__file__).parent
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _STAND_INS = {"common.cuh": "common.cuh", "emulated_gpu.h": "emulated_gpu.h", "approximations.cuh": "approximations.cuh",
               "ptx.cuh": "tensor_core/ptx.cuh"}
-_SCHEMAS = {
-    "tensor_core_rows": "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
-                        " Tensor(a!) out) -> ()",
-    "tensor_core_weights": "(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out) -> ()",
-    "tensor_core_up": "(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel, Tensor(a!) a,"
-                      " Tensor(b!)? h, Tensor(c!)? g) -> ()",
-}
+
+
+def _schemas() -> dict[str, str]:
+    """The schema of each of the operators, as csrc/register.cpp defines it."""
+    definitions = re.findall(r'm\.def\(((?:\s*"[^"]*")+)\)', (extension.source_folder() / "register.cpp").read_text())
+    schemas = ("".join(re.findall(r'"([^"]*)"', definition)) for definition in definitions)
+    return {schema.partition("(")[0]: schema for schema in schemas if schema.startswith("tensor_core_")}
 
 
 class _Arguments(ctypes.Structure):
@@ -53,8 +54,11 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     for name, place in _STAND_INS.items():
         shutil.copy(_HERE / name, source / place)
     library = folder / "kernels.so"
-    subprocess.run(["g++", "-std=c++17", "-O2", "-fno-extern-tls-init", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-I", str(folder),
-                    "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)], check=True)
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+               "-fno-extern-tls-init",  # the shared memory needs no initialisation
+               "-U_FORTIFY_SOURCE"]     # longjmp leads to another stack
+    subprocess.run(["g++", *options, "-I", str(folder), "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)],
+                   check=True)
     kernels = ctypes.CDLL(str(library))
     kernels.failure.restype = ctypes.c_char_p
     return kernels
@@ -97,10 +101,11 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, seed: int =
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
     try:
-        for name, function in (("tensor_core_rows", rows), ("tensor_core_weights", weights), ("tensor_core_up", up)):
+        functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up}
+        for name, schema in _schemas().items():
             if not hasattr(torch.ops.gbmoe_cuda, name):
-                library.define(name + _SCHEMAS[name])
-            library.impl(name, function, "CPU")
+                library.define(schema)
+            library.impl(name, functions[name], "CPU")
         yield
     finally:
         library._destroy()
