@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(
     const LaunchShape shape) {
   const int64_t token = shape.own_token();
   if (token >= shape.tokens) return;
-  store_weighted_sum<T, N, S, kMany>(y_PH, slots, weights, token, shape, out_TH + token * shape.vectors);
+  store_weighted_sum<T, N, S, kMany>(y_PH, slots, weights, token, shape, out_TH, token);
 }
 
 }  // namespace
@@ -29,7 +29,7 @@ void padded_scatter(
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y, &out});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
       const LaunchShape shape = make_launch_shape(out.size(0), slots.most, 0, hidden / N, few_threads(hidden / N), false);
-      const auto kernel = slots.most > S ? scatter_kernel<T, N, S, true> : scatter_kernel<T, N, S, false>;
+      const auto kernel = slots.most > S ? scatter_kernel<T, N, S, kMayTakeSeveralPasses<N, S>> : scatter_kernel<T, N, S, false>;
       kernel<<<shape.ctas, shape.threads, 0, current_stream(y)>>>(
           data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out), shape);
     });

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) push_sums_kernel(
   for (int slot = threadIdx.x % 32; slot < slots.most; slot += 32) any = any || slots.row[to.token * slots.row_stride + slot] >= 0;
   if (!__any_sync(kFullWarp, any)) return;
   Vector<T, N>* out = peers.region<Vector<T, N>>(to.rank) + (peers.self * peers.capacity + to.index) * shape.vectors;
-  store_weighted_sum<T, N, S, kMany>(y_PH, slots, weights, to.token, shape, out);
+  store_weighted_sum<T, N, S, kMany>(y_PH, slots, weights, to.token, shape, out, 0);
 }
 
 // Writes each row to [its slot] of the owner's [capacity * K, H].
@@ -63,7 +63,7 @@ void push_row_sums(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, 
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
       const LaunchShape shape = make_launch_shape(tokens, slots.most, 0, hidden / N, few_threads(hidden / N), false);
-      const auto kernel = slots.most > S ? push_sums_kernel<T, N, S, true> : push_sums_kernel<T, N, S, false>;
+      const auto kernel = slots.most > S ? push_sums_kernel<T, N, S, kMayTakeSeveralPasses<N, S>> : push_sums_kernel<T, N, S, false>;
       kernel<<<shape.ctas, shape.threads, 0, current_stream(y)>>>(data<Vector<T, N>>(y), slots, scalars(weights), to, shape);
     });
   });

@@ -18,16 +18,17 @@ template <typename V> __device__ __forceinline__ V load_streaming(const V* from)
   }
 }
 
-// out = the sum of weight * y[row] over the token's slots. All threads that own the token call it. Each thread sums U vectors at
+// out_rows[out_row] = the sum of weight * y[row] over the token's slots. All threads that own the token call it. Each thread sums U vectors at
 // a time, with U * S loads in flight. With kMany the slots take several passes, each of which adds to the sums of those before.
 template <typename T, int N, int S, bool kMany>
 __device__ __forceinline__ void store_weighted_sum(
     const Vector<T, N>* __restrict__ y_PH, const Slots& slots, const Scalars& weights, int64_t token, const LaunchShape& shape,
-    Vector<T, N>* __restrict__ out) {
+    Vector<T, N>* __restrict__ out_rows, int64_t out_row) {
   using A = accumulate_t<T>;
   constexpr int U = S >= 8 ? 1 : S >= 4 ? 2 : 4;
   const int in_use = slots.in_use(token);
   const int thread = threadIdx.x % shape.token_threads;  // of those that own the token
+  Vector<T, N>* out = out_rows + out_row * shape.vectors;
   const auto add = [&](const Pass<A, S>& pass, int v, A (&sum)[U][N]) {
     Vector<T, N> value[U][S];
 #pragma unroll
@@ -73,6 +74,9 @@ __device__ __forceinline__ void store_weighted_sum(
     }
   }
 }
+
+// Whether a kernel with GBMOE_DISPATCH_VECTOR_AND_SLOTS' N and S may be launched for more than S slots.
+template <int N, int S> constexpr bool kMayTakeSeveralPasses = N == 1 || S == 8;
 
 }  // namespace
 }  // namespace gbmoe
