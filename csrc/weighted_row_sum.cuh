@@ -18,8 +18,9 @@ template <typename V> __device__ __forceinline__ V load_streaming(const V* from)
   }
 }
 
-// out_rows[out_row] = the sum of weight * y[row] over the token's slots. All threads that own the token call it. Each thread sums U vectors at
-// a time, with U * S loads in flight. With kMany the slots take several passes, each of which adds to the sums of those before.
+// out_rows[out_row] = the sum of weight * y[row] over the token's slots. All threads that own the token call it. Each thread sums U
+// vectors at a time, with U * S loads in flight. With kMany the slots take several passes, each of which adds to the sums of those
+// before.
 template <typename T, int N, int S, bool kMany>
 __device__ __forceinline__ void store_weighted_sum(
     const Vector<T, N>* __restrict__ y_PH, const Slots& slots, const Scalars& weights, int64_t token, const LaunchShape& shape,
