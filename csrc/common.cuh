@@ -4,7 +4,7 @@
 // P padded rows (each expert's rows rounded up to the plan's alignment).
 //
 // A slot is a token's choice: token t's j-th choice is slot t * K + j, and -1 stands for "none". CTA is what CUDA also calls a
-// thread block. The word block occurs only in k-block, a slice of 64 terms of the sums of a GEMM (hopper/).
+// thread block. The word block occurs only in k-block, a slice of the terms of a GEMM's sums (hopper/, tensor_core/).
 
 #pragma once
 
@@ -13,7 +13,6 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>

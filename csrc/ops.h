@@ -135,6 +135,8 @@ void hopper_down_backward(
 // tensor_core/; compute capability 8.0 and later, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_m,
 // tile_n and panel are fields of tuning.grouped_gemm.TensorCoreConfig.
 //
+// Whether the extension has code for this device (its index)
+bool tensor_core_built(int64_t device);
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; bf16, fp16, or fp32, whose
 // operands are rounded to TF32
 void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_m,
@@ -142,7 +144,8 @@ void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optiona
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; with `accumulate` it is added to out, which is fp32
 void tensor_core_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64_t tile_n, int64_t panel, bool accumulate, Tensor out);
-// As hopper_up and hopper_up_glu; bf16 and fp16
+// h = x[rows of e] @ w1[e].T, a = act(h); with v1 g = x[rows of e] @ v1[e].T, a = act(h) * g; h and g are stored where they are given;
+// bf16 and fp16
 void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation, int64_t tile_m, int64_t tile_n,
                     int64_t panel, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 

@@ -57,6 +57,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
         " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
         " Tensor(e!)? grad_weights) -> ()");
+  m.def("tensor_core_built(int device) -> bool");
   m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
         " Tensor(a!) out) -> ()");
   m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
@@ -68,6 +69,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
   m.impl("hopper_built", TORCH_BOX(&gbmoe::hopper_built));
   m.impl("routing_plan_max_experts", TORCH_BOX(&gbmoe::routing_plan_max_experts));
+  m.impl("tensor_core_built", TORCH_BOX(&gbmoe::tensor_core_built));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {

@@ -13,13 +13,15 @@ __device__ __forceinline__ void transpose_among_four_lanes(uint32_t (&words)[4])
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
-    const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? words[j] : words[j + 1], 1);
-    (odd ? words[j] : words[j + 1]) = got;
+    const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? words[j] : words[j + 1], 1), kept = odd ? words[j + 1] : words[j];
+    words[j] = odd ? got : kept;
+    words[j + 1] = odd ? kept : got;
   }
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const uint32_t got = __shfl_xor_sync(kFullWarp, high ? words[j] : words[j + 2], 2);
-    (high ? words[j] : words[j + 2]) = got;
+    const uint32_t got = __shfl_xor_sync(kFullWarp, high ? words[j] : words[j + 2], 2), kept = high ? words[j + 2] : words[j];
+    words[j] = high ? got : kept;
+    words[j + 2] = high ? kept : got;
   }
 }
 
@@ -40,7 +42,7 @@ template <typename Traits> class Epilogue {
  public:
   static __device__ __forceinline__ void store(const Arguments& args, const Tile& tile, Accumulators<Traits>& accumulators) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // The first row and column of the warp's share, and of them what this lane's sums begin with.
+    // The first row and the first output column of the warp's share.
     const int warp_m = warp % Traits::kWarpsM * Traits::kWarpTileM;
     const int first_column = tile.n + warp / Traits::kWarpsM * (Traits::kGlu ? Traits::kWarpTileN / 2 : Traits::kWarpTileN);
     const int rows = Traits::kGroupedK ? args.size_m - tile.m : tile.rows;  // of the result from the tile's first on

@@ -26,7 +26,8 @@
 namespace gbmoe::tensor_core {
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerMultiprocessor) grouped_gemm_kernel(const __grid_constant__ Arguments args) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerMultiprocessor)
+    grouped_gemm_kernel(const __grid_constant__ Arguments args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const uint32_t shared = shared_address(shared_bytes);
@@ -65,7 +66,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerMultiprocess
       fragments[1].multiply(accumulators);
     }
     Epilogue<Traits>::store(args, tile, accumulators);
+    __syncwarp();
   }
+#else
+  __trap();  // code for older GPUs, translated for this one: tensor_core_built has said no
 #endif
 }
 

@@ -25,6 +25,12 @@ inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, c
   return args;
 }
 
+// Rows are stored 16 bytes at a time.
+inline void check_output(const char* name, const Tensor& out, ScalarType dtype) {
+  STD_TORCH_CHECK(out.scalar_type() == dtype, name, ": out has another dtype than the result");
+  STD_TORCH_CHECK(aligned_16(out), name, ": expected out at a multiple of 16 bytes");
+}
+
 inline void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
 // As many CTAs as are at work at the same time.

@@ -32,15 +32,15 @@ template <typename Traits, bool kIsA> struct OperandCopy {
       const int source_row = kTwoTensors ? row / 64 * 32 + row % 32 : row;
       const bool exists = chunk_exists && source_row < (kKMajor ? valid : terms);
       const T* base = kTwoTensors && row / 32 % 2 ? second : from;
-      // Where nothing exists the address is not read, but it stays inside of the tensor.
+      // Where nothing exists the address is not read.
       const T* source = exists ? base + source_row * stride + chunk * Traits::kChunk : base;
       cp_async_16(first_to + i * kRowStep * Layout::kPitch, source, exists);
     }
   }
 };
 
-// The tiles that were begun, for the multiplication, which comes to them up to kStages - 1 k-blocks, and so as many tiles, later. A
-// barrier lies between an entry's write and its first read, and between its last read and the next write.
+// The tiles whose copies have begun. The multiplication is up to kStages - 1 k-blocks, so at most as many tiles, behind. A barrier lies
+// between an entry's write and its first read, and between its last read and the next write.
 constexpr int kTileRing = 8;
 
 template <typename Traits> class Producer {

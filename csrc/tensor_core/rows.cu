@@ -5,7 +5,8 @@
 namespace gbmoe {
 namespace {
 
-template <typename T, bool kKMajorB> void launch_rows(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
+template <typename T, bool kKMajorB>
+void launch_rows(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
   using namespace tensor_core;
   with_tile<WideTile, SquareTile, LowTile>("tensor_core_rows", tiling, [&](auto tile) {
     launch<GemmTraits<T, T, decltype(tile), true, kKMajorB, false, EpilogueKind::kStore>>(args, on);
@@ -14,11 +15,22 @@ template <typename T, bool kKMajorB> void launch_rows(const tensor_core::Argumen
 
 }  // namespace
 
+bool tensor_core_built(int64_t device) {
+  using namespace tensor_core;
+  const torch::stable::accelerator::DeviceGuard guard(static_cast<int>(device));
+  const auto kernel = grouped_gemm_kernel<GemmTraits<__half, __half, LowTile, true, true, false, EpilogueKind::kStore>>;
+  cudaFuncAttributes attributes{};
+  if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.ptxVersion >= 80;
+  (void)cudaGetLastError();  // that there is no code for this device is the answer, not an error to be found later
+  return false;
+}
+
 void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_m,
                       int64_t tile_n, int64_t panel, Tensor out) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const Tiling tiling{tile_m, tile_n, panel};
+  check_output("tensor_core_rows", out, a.scalar_type());
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
   args.size_k = static_cast<int>(a.size(1));
   args.operand_pairs = a2 ? 2 : 1;

@@ -54,8 +54,8 @@ template <typename Traits> class TileScheduler {
     return ceil_div(Traits::kGroupedK ? args.size_m : rows, Traits::kTileM);
   }
 
-  // On to the next 32 groups, one for each lane. An empty group has no items m-grouped, so that the last lane whose first item is
-  // not behind an item owns it.
+  // On to the next 32 groups, one for each lane. m-grouped, an empty group has no items: its first item is the next group's. So the
+  // owner of an item is the last lane whose first item is at most that one.
   __device__ __forceinline__ void advance(const Arguments& args, int lane) {
     base_ += 32;
     int end_row = size_of_group(args, base_ + lane);

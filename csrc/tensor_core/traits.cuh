@@ -14,7 +14,7 @@ enum class EpilogueKind {
   kStore,       // out = sums
   kAccumulate,  // out += sums; out is fp32
   kActivation,  // h = sums, a = act(h)
-  kGlu,         // a warp's tile has 32 columns of w1's product, h, beside the same 32 of v1's, g: a = act(h) * g
+  kGlu,         // of a warp's 64 columns 32 are w1's, h, and 32 are the same columns of v1's, g: a = act(h) * g
 };
 
 constexpr int kRowBytes = 64;      // of a k-block
@@ -52,7 +52,8 @@ struct GemmTraits : Tile {
   // Fragments of a warp's tile: 16 rows each along M, 8 columns each along N.
   static constexpr int kFragmentsM = Tile::kWarpTileM / 16, kFragmentsN = Tile::kWarpTileN / 8;
 
-  // The least that any GPU since Ampere gives: 99 KiB to a CTA, 100 KiB, less 1 KiB for each CTA, to a multiprocessor.
+  // The smallest limits since Ampere: 99 KiB for a CTA; 100 KiB for a multiprocessor, of which each CTA takes 1 KiB more than it asks
+  // for.
   static constexpr int kStaticBytes = 256;  // at most, of the kernel's own
   static_assert(kCtasPerMultiprocessor * (kSharedBytes + kStaticBytes + 1024) <= 100 << 10);
   static_assert(!kGlu || (kKMajorB && Tile::kWarpTileN == 64));

@@ -27,7 +27,13 @@ class TensorCore(OwnKernels):
         found = capability(device)
         if found < (8, 0):
             return f"runs on compute capability 8.0 and later, this device has {found[0]}.{found[1]}"
-        return why_no_extension()
+        reason = why_no_extension()
+        if reason is not None:
+            return reason
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if not torch.ops.gbmoe_cuda.tensor_core_built(index):
+            return f"the extension has no code for this device; rebuild it with {found[0]}.{found[1]} in TORCH_CUDA_ARCH_LIST"
+        return None
 
     def refuses_dtype(self, problem):
         if problem.dtype == torch.float32 and not problem.tf32:
@@ -62,8 +68,7 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
     a_PF = x_PH.new_empty(x_PH.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    columns = a_PF.size(1) * (1 if v1_EFH is None else 2)
-    config = tuning.tensor_core_up_gemm(a_PF.size(0), w1_EFH.size(0), columns)
+    config = tuning.tensor_core_up_gemm(a_PF.size(0), w1_EFH.size(0))
     torch.ops.gbmoe_cuda.tensor_core_up(
         x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_torch.ACTIVATION_INDEX[activation],
         config.tile_m, config.tile_n, config.panel, a_PF, h_PF, g_PF)

@@ -1,4 +1,4 @@
-"""Which engine and which instance of the Hopper kernels computes a grouped GEMM, and where a layer's rows are gathered.
+"""Which engine and which instance of its kernels computes a grouped GEMM, and where a layer's rows are gathered.
 
 Figures are of one H200, as gbmoe/tuning/__init__.py says.
 
@@ -307,8 +307,8 @@ def tensor_core_rows_gemm(rows: int, groups: int, columns: int) -> TensorCoreCon
 
 
 @functools.lru_cache(maxsize=1024)
-def tensor_core_up_gemm(rows: int, groups: int, columns: int) -> TensorCoreConfig:
-    """The configuration of an expert's first GEMM with its activation; `columns` counts both matrices of a GLU. No square tiles."""
+def tensor_core_up_gemm(rows: int, groups: int) -> TensorCoreConfig:
+    """The configuration of an expert's first GEMM with its activation, which has no square tiles."""
     return TENSOR_CORE_LOW if rows <= 64 * groups else TENSOR_CORE_WIDE
 
 

@@ -44,7 +44,8 @@ def device(request):
             pytest.skip(f"tensor_core: {reason}")
         yield torch.device("cuda")
     else:
-        with emulated_gpu.operators(request.getfixturevalue("kernels"), ctas=3, late_copies="late" in request.param):
+        late = "late" in request.param  # with one CTA, whose ring of tiles goes round
+        with emulated_gpu.operators(request.getfixturevalue("kernels"), ctas=1 if late else 3, late_copies=late):
             yield torch.device("cpu")
 
 
@@ -115,6 +116,21 @@ def test_weight_gradients_of_every_tile(device, dtype, tile, accumulate):
             assert torch.equal(*outs)
             empty = [e for e, size in enumerate(sizes) if size == 0]
             assert bool((got[empty] == 0).all())
+
+
+def test_more_groups_than_a_warp_has_lanes(device):
+    """Rows and tiles are counted 32 groups at a time."""
+    sizes = [1, 0, 3] * 14
+    on_device, draw = torch.tensor(sizes, device=device), functools.partial(drawn, dtype=torch.bfloat16, device=device)
+    a, b, right = draw(sum(sizes), 8, seed=1), draw(len(sizes), 8, 16, seed=2), draw(sum(sizes), 16, seed=3)
+    out, gradient = (poisoned(*shape, dtype=a.dtype, device=device) for shape in ((sum(sizes), 16), (len(sizes), 8, 16)))
+    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, False, out)
+    tensor_core.launch_weight_gradient(TENSOR_CORE_SQUARE, a, right, on_device, gradient)
+    for name, got, each in (("rows", out, lambda x, y, w: x @ w), ("gradient", gradient, lambda x, y, w: x.t() @ y)):
+        exact, baseline = ([each(*(t.to(wide) for t in of_group)) for of_group in zip(a.split(sizes), right.split(sizes), b)]
+                           for wide in (torch.float64, torch.float32))
+        join = torch.cat if name == "rows" else torch.stack
+        assert_as_accurate_as(got, join(baseline).to(got.dtype), join(exact), name)
 
 
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])

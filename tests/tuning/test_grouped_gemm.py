@@ -116,7 +116,7 @@ def test_every_choice_of_the_tensor_core_engine_has_an_instance(rows, groups, fe
     """The instances are those of the launches in csrc/tensor_core/."""
     wide, square, low = ((c.tile_m, c.tile_n) for c in (tuning.TENSOR_CORE_WIDE, tuning.TENSOR_CORE_SQUARE, tuning.TENSOR_CORE_LOW))
     for config, instances in ((tuning.tensor_core_rows_gemm(rows, groups, columns), (wide, square, low)),
-                              (tuning.tensor_core_up_gemm(rows, groups, columns), (wide, low)),
+                              (tuning.tensor_core_up_gemm(rows, groups), (wide, low)),
                               (tuning.tensor_core_weight_gradient_gemm(groups, features, columns), (wide, square))):
         assert (config.tile_m, config.tile_n) in instances and config.panel >= 1
 

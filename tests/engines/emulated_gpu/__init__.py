@@ -102,9 +102,10 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, seed: int =
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
     try:
         functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up}
-        for name, schema in _schemas().items():
+        schemas = _schemas()
+        for name in functions:
             if not hasattr(torch.ops.gbmoe_cuda, name):
-                library.define(schema)
+                library.define(schemas[name])
             library.impl(name, functions[name], "CPU")
         yield
     finally:

@@ -1,8 +1,9 @@
 // One CTA at a time of a CUDA kernel, on a CPU: each of its threads is a fiber, and a fiber waits where a thread would.
 //
 // It is made for kernels of barriers, warp-wide functions and cp.async. It shows wrong indices, reads of what has not arrived and
-// writes to what is still read: fibers run in a random order, cp.async writes either at once or as late as a wait lets it, and shared
-// memory begins full of NaN. It does not show what takes two threads to run at the same time.
+// writes to what is still read: warps run in a random order, now this and now that one far ahead of the others, cp.async writes either
+// at once or as late as a wait lets it, and shared memory begins full of NaN. It does not show what takes two threads to run at the
+// same time.
 
 #pragma once
 
@@ -76,6 +77,7 @@ struct Cta {
 };
 
 inline Cta cta;
+inline unsigned steps;  // that fibers have taken: arrivals, and ends
 inline Run run;
 inline const char* failure;  // of the kernel that was launched last, or null
 inline int thread, block, blocks;
@@ -95,6 +97,7 @@ inline void yield() {
 
 inline void barrier() {
   const unsigned before = cta.barriers;
+  ++steps;
   if (++cta.arrived == static_cast<int>(cta.fibers.size())) cta.arrived = 0, ++cta.barriers;
   else while (cta.barriers == before) yield();
 }
@@ -104,6 +107,7 @@ template <typename T> auto exchange(const T* mine, int words) -> const T (*)[kMo
   static_assert(sizeof(T) == 4);
   Warp& warp = cta.warps[thread / 32];
   const unsigned before = warp.exchanges;
+  ++steps;
   std::memcpy(warp.words[before & 1][thread % 32], mine, 4 * words);
   if (++warp.arrived == 32) warp.arrived = 0, ++warp.exchanges;
   else while (warp.exchanges == before) yield();
@@ -126,6 +130,7 @@ inline void write(const Copy& copy) {
 inline void run_fiber() {
   cta.kernel();
   cta.fibers[thread].ended = true;
+  ++steps;
   _longjmp(scheduler, 1);
 }
 
@@ -141,11 +146,25 @@ inline void resume(int index) {
   setcontext(&fiber.context);
 }
 
-// Runs the kernel in CTAs of `threads` threads, one CTA after the other, until all have ended or one has failed.
+// Lets a warp take up to so many steps; false if something failed.
+inline bool run_warp(int warp, int most_steps) {
+  for (int step = 0; step < most_steps; ++step) {
+    const unsigned before = steps;
+    for (int lane = 0; lane < 32; ++lane) {
+      if (!cta.fibers[32 * warp + lane].ended) resume(32 * warp + lane);
+      if (failure) return false;
+    }
+    if (steps == before) break;  // it waits for other warps
+  }
+  return true;
+}
+
+// Runs the kernel in CTAs of `threads` threads, one CTA after the other, until all have ended or one has failed. Warps take turns in a
+// random order, each for as many steps as chance will have it, so that now this and now that one is far ahead of the others.
 inline void launch(const Run& as, int threads, unsigned char* shared, std::function<void()> kernel) {
   std::mt19937 generator(as.seed);
-  std::vector<int> order(threads);
-  for (int i = 0; i < threads; ++i) order[i] = i;
+  std::vector<int> order(threads / 32);
+  for (int i = 0; i < threads / 32; ++i) order[i] = i;
   run = as;
   failure = nullptr;
   blocks = run.ctas;
@@ -153,13 +172,12 @@ inline void launch(const Run& as, int threads, unsigned char* shared, std::funct
   for (block = 0; block < blocks; ++block) {
     cta = Cta{std::vector<Fiber>(threads), std::vector<Warp>(threads / 32), kernel, 0, 0};
     std::memset(shared, 0xff, kSharedBytes);
-    std::shuffle(order.begin(), order.end(), generator);
-    const auto ended = [](int index) { return cta.fibers[index].ended; };
-    while (!std::all_of(order.begin(), order.end(), ended)) {
-      for (int index : order) {
-        if (!ended(index)) resume(index);
-        if (failure) return;
-      }
+    while (!std::all_of(cta.fibers.begin(), cta.fibers.end(), [](const Fiber& fiber) { return fiber.ended; })) {
+      const unsigned before = steps;
+      std::shuffle(order.begin(), order.end(), generator);
+      for (int warp : order) if (!run_warp(warp, 1 + generator() % 200)) return;
+      if (steps == before) failure = "a deadlock";
+      if (failure) return;
     }
   }
 }
@@ -173,6 +191,10 @@ struct Index { int x; };
 #define gridDim (emulated_gpu::Index{emulated_gpu::blocks})
 
 inline void __syncthreads() { emulated_gpu::barrier(); }
+inline void __syncwarp() {
+  const uint32_t nothing = 0;
+  emulated_gpu::exchange(&nothing, 1);
+}
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 inline uint32_t shuffle(uint32_t word, int lane) { return emulated_gpu::exchange(&word, 1)[lane][0]; }
 inline uint32_t __shfl_sync(unsigned, uint32_t word, int lane) { return shuffle(word, lane % 32); }
