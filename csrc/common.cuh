@@ -40,17 +40,20 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
   return value;
 }
-// The runtime is asked once per device.
-inline int multiprocessors(int device) {
+// f(device), a number that is not 0. It is asked for once per device.
+template <typename F> int once_per_device(int device, const F& f) {
   constexpr int kDevices = 64;  // those beyond are asked every time
   static std::atomic<int> known[kDevices];
-  if (device >= kDevices) return device_attribute(cudaDevAttrMultiProcessorCount, device);
-  int count = known[device].load(std::memory_order_relaxed);
-  if (count == 0) {
-    count = device_attribute(cudaDevAttrMultiProcessorCount, device);
-    known[device].store(count, std::memory_order_relaxed);
+  if (device >= kDevices) return f(device);
+  int number = known[device].load(std::memory_order_relaxed);
+  if (number == 0) {
+    number = f(device);
+    known[device].store(number, std::memory_order_relaxed);
   }
-  return count;
+  return number;
+}
+inline int multiprocessors(int device) {
+  return once_per_device(device, [](int of) { return device_attribute(cudaDevAttrMultiProcessorCount, of); });
 }
 
 // In the type that a and b have in common, so that 32 bits stay 32 bits on the device.

@@ -38,6 +38,11 @@ def kernels_serve(device: torch.device, num_experts: int) -> bool:
     return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
 
 
+def _numbered(device: torch.device) -> torch.device:
+    """The device as tensors that are on it name it: "cuda" alone is the current CUDA device."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
 def _resolved_check(operator: str, check: str, device: torch.device) -> str:
     """`check` with "auto" resolved: "wait" for tensors on the CPU, where nothing has to be waited for, and "device" elsewhere."""
     require(check in ("auto", "wait", "device", "none"), operator, "check", "auto, wait, device or none", repr(check))
@@ -247,7 +252,7 @@ class RoutingPlan:
         require(counts_E.size(0) >= 1, _OF_COUNTS, "counts", "at least one expert", 0)
         require(num_rows >= 0, _OF_COUNTS, "num_rows", "at least 0", num_rows)
         check = _resolved_check(_OF_COUNTS, check, counts_E.device)
-        device = counts_E.device if device is None else torch.device(device)
+        device = counts_E.device if device is None else _numbered(torch.device(device))
         require(counts_E.device.type == "cpu" or counts_E.device == device, _OF_COUNTS, "counts",
                 lambda: "device cpu" if device.type == "cpu" else f"device cpu or {device}", counts_E.device)
         host_sizes_E = None

@@ -25,19 +25,21 @@
 
 namespace gbmoe::tensor_core {
 
-template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerMultiprocessor)
-    grouped_gemm_kernel(const __grid_constant__ Arguments args) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+// What a CTA does.
+template <typename Traits> __device__ __forceinline__ void compute_tiles(const Arguments& args) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const uint32_t shared = shared_address(shared_bytes);
   __shared__ Tile tiles[kTileRing];
+  constexpr int kSteps = Traits::kSteps, kFragmentsM = Traits::kFragmentsM;
+  // The copies of a k-block are spread over all its steps but the last, one part for each fragment of rows.
+  constexpr int kParts = (kSteps - 1) * kFragmentsM;
   const auto behind = [](int stage) { return stage + 1 == Traits::kStages ? 0 : stage + 1; };
 
   Producer<Traits> producer(args, tiles);
 #pragma unroll
   for (int stage = 0; stage < Traits::kStages - 1; ++stage) {
-    producer.copy_next(args, shared + stage * Traits::kStageBytes);
+    producer.next_k_block(args);
+    producer.template copy<1>(args, shared + stage * Traits::kStageBytes, 0);
     cp_async_commit();
   }
   cp_async_wait<Traits::kStages - 2>();
@@ -52,24 +54,42 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerMultiprocess
     Accumulators<Traits> accumulators;
     accumulators.clear();
     for (int k_blocks = count_k_blocks<Traits>(args, tile); k_blocks > 0; --k_blocks) {
-      static_assert(kSteps == 2);
-      fragments[1].load(shared + stage * Traits::kStageBytes, 1);
-      producer.copy_next(args, shared + free_stage * Traits::kStageBytes);
-      cp_async_commit();
-      fragments[0].multiply(accumulators);
-      // The next k-block has arrived, and all warps have read all of this one.
-      cp_async_wait<Traits::kStages - 2>();
-      __syncthreads();
-      free_stage = stage;
-      stage = behind(stage);
-      fragments[0].load(shared + stage * Traits::kStageBytes, 0);
-      fragments[1].multiply(accumulators);
+      producer.next_k_block(args);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (step + 1 < kSteps) {
+          fragments[(step + 1) % 2].load(shared + stage * Traits::kStageBytes, step + 1);
+        } else {
+          cp_async_commit();
+          // The next k-block has arrived, and all warps have read all of this one.
+          cp_async_wait<Traits::kStages - 2>();
+          __syncthreads();
+          free_stage = stage;
+          stage = behind(stage);
+          fragments[0].load(shared + stage * Traits::kStageBytes, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < kFragmentsM; ++i) {
+          fragments[step % 2].multiply(i, accumulators);
+          if (step + 1 < kSteps) producer.template copy<kParts>(args, shared + free_stage * Traits::kStageBytes, step * kFragmentsM + i);
+        }
+      }
     }
     Epilogue<Traits>::store(args, tile, accumulators);
     __syncwarp();
   }
+  cp_async_wait<0>();
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerMultiprocessor)
+    grouped_gemm_kernel(const __grid_constant__ Arguments args) {
+#if defined(__CUDA_ARCH__)
+  // Where there are no instances, memory_of has said so, and the host launches none.
+  if constexpr (has_instances(__CUDA_ARCH__ / 10, Traits::kMemory)) compute_tiles<Traits>(args);
+  else __trap();
 #else
-  __trap();  // code for older GPUs, translated for this one: tensor_core_built has said no
+  compute_tiles<Traits>(args);
 #endif
 }
 

@@ -33,13 +33,27 @@ inline void check_output(const char* name, const Tensor& out, ScalarType dtype) 
 
 inline void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
+// The instances for a device: those for its shared memory, or for less where the code that it runs has no others (as code for 8.6 on a
+// later device). None where there is no code for it.
+std::optional<Memory> memory_of(int device);
+
 // As many CTAs as are at work at the same time.
-template <typename Traits> void launch(const Arguments& args, const Tensor& on) {
+template <typename Traits> void launch_instance(const Arguments& args, const Tensor& on) {
   constexpr auto kernel = grouped_gemm_kernel<Traits>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
   const int ctas = multiprocessors(on.get_device_index()) * Traits::kCtasPerMultiprocessor;
   kernel<<<ctas, Traits::kThreads, Traits::kSharedBytes, current_stream(on)>>>(args);
   STD_CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename Element, typename Output, typename Tile, bool kKMajorA, bool kKMajorB, bool kGroupedK, EpilogueKind kEpilogue,
+          typename Family = void>
+void launch(const Arguments& args, const Tensor& on) {
+  const auto of = [&](auto memory) {
+    launch_instance<GemmTraits<Element, Output, Tile, memory.value, kKMajorA, kKMajorB, kGroupedK, kEpilogue, Family>>(args, on);
+  };
+  if (memory_of(on.get_device_index()) == Memory::kLarge) of(std::integral_constant<Memory, Memory::kLarge>());
+  else of(std::integral_constant<Memory, Memory::kSmall>());
 }
 
 // Calls f with an instance of the tile that was asked for, one of `Tiles`.

@@ -29,21 +29,19 @@ template <typename Traits> struct Fragments {
     const int first_m = warp % Traits::kWarpsM * Traits::kWarpTileM, first_n = warp / Traits::kWarpsM * Traits::kWarpTileN;
 #pragma unroll
     for (int i = 0; i < Traits::kFragmentsM; ++i) {
-      load_fragment_a<T, Traits::kTileM, Traits::kKMajorA>(a[i], stage, first_m + 16 * i, step);
+      load_fragment_a<T, Traits::kTileM, Traits::kRowBytes, Traits::kKMajorA>(a[i], stage, first_m + 16 * i, step);
     }
 #pragma unroll
     for (int j = 0; j < Traits::kFragmentsN / 2; ++j) {
-      load_fragments_b<T, Traits::kTileN, Traits::kKMajorB>(b[j], stage + Traits::kBytesA, first_n + 16 * j, step);
+      load_fragments_b<T, Traits::kTileN, Traits::kRowBytes, Traits::kKMajorB>(b[j], stage + Traits::kBytesA, first_n + 16 * j, step);
     }
   }
 
-  __device__ __forceinline__ void multiply(Accumulators<Traits>& accumulators) const {
+  // The products of the fragment of rows number `i` with all columns.
+  __device__ __forceinline__ void multiply(int i, Accumulators<Traits>& accumulators) const {
 #pragma unroll
-    for (int i = 0; i < Traits::kFragmentsM; ++i) {
-#pragma unroll
-      for (int j = 0; j < Traits::kFragmentsN; ++j) {
-        mma<T>(accumulators.sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-      }
+    for (int j = 0; j < Traits::kFragmentsN; ++j) {
+      mma<T>(accumulators.sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
   }
 };

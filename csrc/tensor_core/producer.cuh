@@ -1,5 +1,8 @@
 // The producer's part of every thread: it runs kStages - 1 k-blocks ahead of the multiplication, beyond the end of a tile, and copies
 // the thread's share of each k-block to shared memory. What lies outside of the operands, or in another group, becomes zeros.
+//
+// These instructions stand between those of the multiplication, so there are few: pointers move on by a constant from k-block to
+// k-block, and a copy takes one multiplication for its address and one comparison.
 
 #pragma once
 
@@ -8,35 +11,61 @@
 
 namespace gbmoe::tensor_core {
 
-// One thread's share of one operand: chunks of one column, in every kRowStep-th row.
-template <typename Traits, bool kIsA> struct OperandCopy {
+// One thread's share of one operand: chunks of one column, in every kRowStep-th row of the tile.
+template <typename Traits, bool kIsA> class OperandCopies {
   using T = typename Traits::T;
   static constexpr int kSize = kIsA ? Traits::kTileM : Traits::kTileN;
   static constexpr bool kKMajor = kIsA ? Traits::kKMajorA : Traits::kKMajorB;
-  static constexpr bool kTwoTensors = !kIsA && Traits::kGlu;
-  using Layout = OperandTile<T, kSize, kKMajor>;
+  using Layout = OperandTile<T, kSize, Traits::kRowBytes, kKMajor>;
   static constexpr int kChunksOfRow = Layout::kChunksOfRow, kRowStep = Traits::kThreads / kChunksOfRow;
-  static constexpr int kCopies = Layout::kRows / kRowStep;
-  static_assert(kCopies * kRowStep == Layout::kRows && kRowStep % Layout::kSwizzlePeriod == 0);
+  // Under kGlu 32 of b's rows are w1's and the next 32 the same ones of v1's. A thread copies from both, or, with 64 rows at a time,
+  // from one.
+  static constexpr bool kGlu = !kIsA && Traits::kGlu, kBoth = kGlu && kRowStep <= 32;
 
-  // The tile's corner at `from` (and at `second`, v1's, under kGlu), whose rows are `stride` elements apart; `valid` elements along M
-  // or N exist, and `terms` along K from this k-block on.
-  static __device__ __forceinline__ void copy(uint32_t to, const T* from, const T* second, int64_t stride, int valid, int terms) {
-    const int chunk = threadIdx.x % kChunksOfRow, first = threadIdx.x / kChunksOfRow;
-    const bool chunk_exists = chunk * Traits::kChunk < (kKMajor ? terms : valid);
-    // All of a thread's rows have the same swizzle.
-    const uint32_t first_to = to + Layout::offset(first, chunk);
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int row = first + i * kRowStep;
-      const int source_row = kTwoTensors ? row / 64 * 32 + row % 32 : row;
-      const bool exists = chunk_exists && source_row < (kKMajor ? valid : terms);
-      const T* base = kTwoTensors && row / 32 % 2 ? second : from;
-      // Where nothing exists the address is not read.
-      const T* source = exists ? base + source_row * stride + chunk * Traits::kChunk : base;
-      cp_async_16(first_to + i * kRowStep * Layout::kPitch, source, exists);
-    }
+ public:
+  static constexpr int kCopies = Layout::kRows / kRowStep;
+  static_assert(kCopies * kRowStep == Layout::kRows && kRowStep % Layout::kSwizzlePeriod == 0 && (!kGlu || 64 % kRowStep == 0));
+
+  // The tile begins at `corner` (and at `second`, v1's, under kGlu), whose rows are `stride` elements apart; `valid` elements along M or
+  // N exist.
+  __device__ __forceinline__ void begin(const T* corner, const T* second, int stride, int valid) {
+    const int64_t offset = rows(first_row(), stride) + chunk() * kChunkBytes;
+    from_ = reinterpret_cast<const char*>(kGlu && !kBoth && of_second() ? second : corner) + offset;
+    if constexpr (kBoth) from_second_ = reinterpret_cast<const char*>(second) + offset;
+    valid_ = kKMajor ? valid : chunk() * Traits::kChunk < valid ? INT32_MAX : 0;
   }
+
+  // On to the tile's next k-block.
+  __device__ __forceinline__ void advance(int stride) {
+    const int64_t offset = kKMajor ? Traits::kRowBytes : rows(Traits::kBlockK, stride);
+    from_ += offset;
+    if constexpr (kBoth) from_second_ += offset;
+  }
+
+  // Copy number `i` of this k-block, with `terms` terms from it on, to the operand's place in a stage.
+  __device__ __forceinline__ void copy(int i, uint32_t to, int stride, int terms) const {
+    const int row = i * kRowStep;  // beyond the thread's first
+    const int source_row = kGlu ? row / 64 * 32 + row % 32 : row;
+    const int existing = kKMajor ? (chunk() * Traits::kChunk < terms ? valid_ : 0) : min(valid_, terms);
+    const char* from = kBoth && row / 32 % 2 ? from_second_ : from_;
+    // All of a thread's rows have the same swizzle. Where nothing exists the address is not read.
+    cp_async_16(to + Layout::offset(threadIdx.x / kChunksOfRow, chunk()) + row * Layout::kPitch,
+                from + rows(source_row, stride), first_row() + source_row < existing);
+  }
+
+ private:
+  // The bytes of so many rows: one multiplication of 32 by 32 bits, where the number of rows is a constant.
+  static __device__ __forceinline__ int64_t rows(int number, int stride) {
+    return static_cast<int64_t>(stride) * (number * static_cast<int>(sizeof(T)));
+  }
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % kChunksOfRow; }
+  static __device__ __forceinline__ bool of_second() { return threadIdx.x / kChunksOfRow >= 32; }
+  // Of the tensor that the thread copies from.
+  static __device__ __forceinline__ int first_row() { return threadIdx.x / kChunksOfRow % (kGlu ? 32 : Layout::kRows); }
+
+  const char* from_ = nullptr;  // the thread's chunk in its first row
+  const char* from_second_ = nullptr;
+  int valid_ = 0;  // K-major: rows that exist; MN-major: of the rows along K, those of chunks that exist: all or none
 };
 
 // The tiles whose copies have begun. The multiplication is up to kStages - 1 k-blocks, so at most as many tiles, behind. A barrier lies
@@ -50,43 +79,71 @@ template <typename Traits> class Producer {
  public:
   __device__ __forceinline__ Producer(const Arguments& args, Tile* ring) : scheduler_(args), ring_(ring) {}
 
-  // Copies the next k-block, of this or of a later tile, to a stage; none behind the last.
-  __device__ __forceinline__ void copy_next(const Arguments& args, uint32_t stage) {
-    if (k_block_ == k_blocks_) {
-      if (tile_.group < 0) return;
-      tile_ = scheduler_.next(args);
-      if (threadIdx.x == 0) ring_[begun_ % kTileRing] = tile_;
-      ++begun_;
-      k_block_ = k_blocks_ = 0;
-      if (tile_.group < 0) return;
-      k_blocks_ = count_k_blocks<Traits>(args, tile_);
+  // On to the next k-block, of this or of a later tile. Behind the last there are no terms, and zeros are copied.
+  __device__ __forceinline__ void next_k_block(const Arguments& args) {
+    if (k_blocks_ == 0) {
+      if (tile_.group >= 0) begin(args);
+      return;
     }
-    const int of_pair = Traits::kGroupedK ? k_blocks_ : k_blocks_ / args.operand_pairs;
-    const int pair = k_block_ >= of_pair ? 1 : 0, k = (k_block_ - pair * of_pair) * Traits::kBlockK;
-    ++k_block_;
-    const T* a = static_cast<const T*>(args.a[pair]);
-    const T* b = static_cast<const T*>(args.b[Traits::kGlu ? 0 : pair]);
-    const int64_t m = args.size_m, n = args.size_n;
-    if constexpr (Traits::kGroupedK) {
-      const int64_t row = tile_.row + k;
-      const int terms = tile_.rows - k;
-      OperandCopy<Traits, true>::copy(stage, a + row * m + tile_.m, nullptr, m, args.size_m - tile_.m, terms);
-      OperandCopy<Traits, false>::copy(stage + Traits::kBytesA, b + row * n + tile_.n, nullptr, n, args.size_n - tile_.n, terms);
-    } else {
-      const int64_t size_k = args.size_k, group = tile_.group;
-      const int terms = args.size_k - k, valid_n = args.size_n - tile_.n;
-      OperandCopy<Traits, true>::copy(stage, a + tile_.row * size_k + k, nullptr, size_k, tile_.rows, terms);
-      const int64_t corner = Traits::kKMajorB ? (group * n + tile_.n) * size_k + k : (group * size_k + k) * n + tile_.n;
-      const T* second = Traits::kGlu ? static_cast<const T*>(args.b[1]) + corner : nullptr;
-      OperandCopy<Traits, false>::copy(stage + Traits::kBytesA, b + corner, second, Traits::kKMajorB ? size_k : n, valid_n, terms);
+    --k_blocks_;
+    terms_ -= Traits::kBlockK;
+    a_.advance(stride_of_a(args));
+    b_.advance(stride_of_b(args));
+  }
+
+  // Part `part` of kParts of this k-block's copies.
+  template <int kParts> __device__ __forceinline__ void copy(const Arguments& args, uint32_t stage, int part) const {
+    constexpr int kOfA = decltype(a_)::kCopies, kAll = kOfA + decltype(b_)::kCopies;
+#pragma unroll
+    for (int i = part * kAll / kParts; i < (part + 1) * kAll / kParts; ++i) {
+      if (i < kOfA) a_.copy(i, stage, stride_of_a(args), terms_);
+      else b_.copy(i - kOfA, stage + Traits::kBytesA, stride_of_b(args), terms_);
     }
   }
 
  private:
+  static __device__ __forceinline__ int stride_of_a(const Arguments& args) { return Traits::kGroupedK ? args.size_m : args.size_k; }
+  static __device__ __forceinline__ int stride_of_b(const Arguments& args) {
+    return !Traits::kGroupedK && Traits::kKMajorB ? args.size_k : args.size_n;
+  }
+
+  // The first k-block of the tile's second pair of operands, or of the next tile.
+  __device__ __forceinline__ void begin(const Arguments& args) {
+    if (pair_ + 1 < pairs_) {
+      ++pair_;
+    } else {
+      tile_ = scheduler_.next(args);
+      if (threadIdx.x == 0) ring_[begun_ % kTileRing] = tile_;
+      ++begun_;
+      pair_ = 0;
+      pairs_ = args.operand_pairs;
+    }
+    terms_ = tile_.group < 0 ? 0 : Traits::kGroupedK ? tile_.rows : args.size_k;
+    k_blocks_ = max(0, ceil_div(terms_, Traits::kBlockK) - 1);
+    if (tile_.group < 0) return;
+    const T* a = static_cast<const T*>(args.a[pair_]);
+    const T* b = static_cast<const T*>(args.b[Traits::kGlu ? 0 : pair_]);
+    const int64_t row = tile_.row, group = tile_.group, m = tile_.m, n = tile_.n;
+    if constexpr (Traits::kGroupedK) {
+      a_.begin(a + row * args.size_m + m, nullptr, args.size_m, args.size_m - tile_.m);
+      b_.begin(b + row * args.size_n + n, nullptr, args.size_n, args.size_n - tile_.n);
+    } else {
+      const int64_t size_k = args.size_k, size_n = args.size_n;
+      a_.begin(a + row * size_k, nullptr, args.size_k, tile_.rows);
+      const int64_t corner = Traits::kKMajorB ? (group * size_n + n) * size_k : group * size_k * size_n + n;
+      const T* second = Traits::kGlu ? static_cast<const T*>(args.b[1]) + corner : nullptr;
+      b_.begin(b + corner, second, stride_of_b(args), args.size_n - tile_.n);
+    }
+  }
+
   TileScheduler<Traits> scheduler_;
   Tile* ring_;
+  OperandCopies<Traits, true> a_;
+  OperandCopies<Traits, false> b_;
   Tile tile_{};
-  int k_block_ = 0, k_blocks_ = 0, begun_ = 0;
+  int pair_ = 0, pairs_ = 0, begun_ = 0;
+  int k_blocks_ = 0;  // behind this one, of this pair
+  int terms_ = 0;     // from this k-block on, of this pair
 };
 
 }  // namespace gbmoe::tensor_core

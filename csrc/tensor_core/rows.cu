@@ -9,21 +9,32 @@ template <typename T, bool kKMajorB>
 void launch_rows(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
   using namespace tensor_core;
   with_tile<WideTile, SquareTile, LowTile>("tensor_core_rows", tiling, [&](auto tile) {
-    launch<GemmTraits<T, T, decltype(tile), true, kKMajorB, false, EpilogueKind::kStore>>(args, on);
+    launch<T, T, decltype(tile), true, kKMajorB, false, EpilogueKind::kStore>(args, on);
   });
 }
 
 }  // namespace
 
-bool tensor_core_built(int64_t device) {
-  using namespace tensor_core;
-  const torch::stable::accelerator::DeviceGuard guard(static_cast<int>(device));
-  const auto kernel = grouped_gemm_kernel<GemmTraits<__half, __half, LowTile, true, true, false, EpilogueKind::kStore>>;
-  cudaFuncAttributes attributes{};
-  if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.ptxVersion >= 80;
-  (void)cudaGetLastError();  // that there is no code for this device is the answer, not an error to be found later
-  return false;
+std::optional<tensor_core::Memory> tensor_core::memory_of(int device) {
+  enum Answer { kUnknown, kNone, kOfSmall, kOfLarge };
+  const int answer = once_per_device(device, [](int of) -> int {
+    const torch::stable::accelerator::DeviceGuard guard(of);
+    const auto kernel = grouped_gemm_kernel<GemmTraits<__half, __half, LowTile, Memory::kSmall, true, true, false, EpilogueKind::kStore>>;
+    cudaFuncAttributes attributes{};
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+      (void)cudaGetLastError();  // that there is no code for this device is the answer, not an error to be found later
+      return kNone;
+    }
+    const int arch = attributes.ptxVersion;
+    const bool large = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, of) >= shared_memory_bytes(Memory::kLarge);
+    if (large && has_instances(arch, Memory::kLarge)) return kOfLarge;
+    return has_instances(arch, Memory::kSmall) ? kOfSmall : kNone;
+  });
+  if (answer == kNone) return std::nullopt;
+  return answer == kOfLarge ? Memory::kLarge : Memory::kSmall;
 }
+
+bool tensor_core_built(int64_t device) { return tensor_core::memory_of(static_cast<int>(device)).has_value(); }
 
 void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_m,
                       int64_t tile_n, int64_t panel, Tensor out) {

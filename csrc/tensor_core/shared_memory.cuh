@@ -1,7 +1,7 @@
 // Where an operand's part of a k-block lies in shared memory, and how a warp reads its fragments from there.
 //
-// K-major: each row of the tile has 64 bytes, four chunks. MN-major: each of the kBlockK rows along K has the tile's elements along M
-// or N. Chunks are permuted within a row (swizzled), so that neither cp.async's stores nor the reads below meet in a bank.
+// K-major: each row of the tile has kRowBytes, four or eight chunks. MN-major: each of the kBlockK rows along K has the tile's elements
+// along M or N. Chunks are permuted within a row (swizzled), so that neither cp.async's stores nor the reads below meet in a bank.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace gbmoe::tensor_core {
 
 // kSize: the tile's elements along M or N.
-template <typename T, int kSize, bool kKMajor> struct OperandTile {
+template <typename T, int kSize, int kRowBytes, bool kKMajor> struct OperandTile {
   static constexpr int kPitch = kKMajor ? kRowBytes : kSize * static_cast<int>(sizeof(T));  // bytes from a row to the next
   static constexpr int kChunksOfRow = kPitch / kChunkBytes;
   static constexpr int kRows = kSize * kRowBytes / kPitch;
@@ -23,16 +23,17 @@ template <typename T, int kSize, bool kKMajor> struct OperandTile {
 
  private:
   static __device__ __forceinline__ int swizzle(int row) {
-    if constexpr (kKMajor) return row >> 1 & 3;        // two rows fill the banks once
-    else if constexpr (sizeof(T) == 2) return row & 7;  // ldmatrix reads one chunk of eight rows
-    else return (row & 3) << 1;                         // 32 lanes read 8 words, two chunks, of four rows
+    if constexpr (kKMajor && kRowBytes == 64) return row >> 1 & 3;  // two rows fill the banks once
+    else if constexpr (kKMajor) return row & 7;                     // each row does
+    else if constexpr (sizeof(T) == 2) return row & 7;              // ldmatrix reads one chunk of eight rows
+    else return (row & 3) << 1;                                     // 32 lanes read 8 words, two chunks, of four rows
   }
 };
 
 // A 16 x 32-byte fragment of a: rows from `first` on, of the k-block's step.
-template <typename T, int kSize, bool kKMajor>
+template <typename T, int kSize, int kRowBytes, bool kKMajor>
 __device__ __forceinline__ void load_fragment_a(uint32_t (&fragment)[4], uint32_t operand, int first, int step) {
-  using Layout = OperandTile<T, kSize, kKMajor>;
+  using Layout = OperandTile<T, kSize, kRowBytes, kKMajor>;
   const int lane = threadIdx.x % 32;
   if constexpr (kKMajor) {
     ldmatrix_x4(fragment, operand + Layout::offset(first + lane % 16, 2 * step + lane / 16));
@@ -52,9 +53,9 @@ __device__ __forceinline__ void load_fragment_a(uint32_t (&fragment)[4], uint32_
 }
 
 // Two fragments of b, of 8 columns each, from column `first` on: registers 0 and 1 are the first one's.
-template <typename T, int kSize, bool kKMajor>
+template <typename T, int kSize, int kRowBytes, bool kKMajor>
 __device__ __forceinline__ void load_fragments_b(uint32_t (&fragments)[4], uint32_t operand, int first, int step) {
-  using Layout = OperandTile<T, kSize, kKMajor>;
+  using Layout = OperandTile<T, kSize, kRowBytes, kKMajor>;
   const int lane = threadIdx.x % 32;
   if constexpr (kKMajor) {
     ldmatrix_x4(fragments, operand + Layout::offset(first + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));

@@ -9,7 +9,7 @@ template <typename T, tensor_core::EpilogueKind kKind, typename Family>
 void launch_up(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
   using namespace tensor_core;
   with_tile<WideTile, LowTile>("tensor_core_up", tiling, [&](auto tile) {
-    launch<GemmTraits<T, T, decltype(tile), true, true, false, kKind, Family>>(args, on);
+    launch<T, T, decltype(tile), true, true, false, kKind, Family>(args, on);
   });
 }
 

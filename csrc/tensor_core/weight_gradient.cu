@@ -9,7 +9,7 @@ template <typename T, typename Out, tensor_core::EpilogueKind kKind>
 void launch_weights(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
   using namespace tensor_core;
   with_tile<WideTile, SquareTile>("tensor_core_weights", tiling, [&](auto tile) {
-    launch<GemmTraits<T, Out, decltype(tile), false, false, true, kKind>>(args, on);
+    launch<T, Out, decltype(tile), false, false, true, kKind>(args, on);
   });
 }
 

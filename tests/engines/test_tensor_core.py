@@ -34,10 +34,13 @@ def kernels(tmp_path_factory):
 EMULATED = pytest.mark.xdist_group("emulated_gpu")  # the kernels are compiled once
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("emulated, early copies", marks=EMULATED),
-                        pytest.param("emulated, late copies", marks=EMULATED)])
+EMULATIONS = [f"{copies} copies, {memory} memory" for copies in ("early", "late") for memory in ("small", "large")]
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), *(pytest.param(name, marks=EMULATED) for name in EMULATIONS)])
 def device(request):
-    """Where the kernels run; cp.async writes shared memory at once, or as late as it may."""
+    """Where the kernels run. Emulated, cp.async writes shared memory at once, or as late as it may; with the kernels for small or large
+    shared memory."""
     if request.param == "cuda":
         reason = ENGINE.unavailable(torch.device("cuda"))
         if reason is not None:
@@ -45,7 +48,8 @@ def device(request):
         yield torch.device("cuda")
     else:
         late = "late" in request.param  # with one CTA, whose ring of tiles goes round
-        with emulated_gpu.operators(request.getfixturevalue("kernels"), ctas=1 if late else 3, late_copies=late):
+        with emulated_gpu.operators(request.getfixturevalue("kernels"), ctas=1 if late else 3, late_copies=late,
+                                    large_memory="large" in request.param):
             yield torch.device("cpu")
 
 

@@ -265,6 +265,7 @@ def test_one_graph_serves_every_number_of_rows(device, activation):
     torch._dynamo.reset()
     compiled = torch.compile(rows, backend=compiles, fullgraph=True, dynamic=True)
     for place in ("cpu", device) if device.type != "cpu" else (device,):
+        of_first = None
         for counts, number in ((COUNTS, 66), ((9, 9, 9, 9, 9), 50), ((0, 0, 0, 0, 33), 33)):
             tensors, counts, grad = inputs(torch.float32, device, counts, number)
             counts = counts.to(place)
@@ -272,7 +273,8 @@ def test_one_graph_serves_every_number_of_rows(device, activation):
             got = forward_and_gradients(lambda counts=counts, **t: compiled(
                 t["x"], counts, t["w1"], t["w2"], t["v1"], t["weights"]), tensors, grad)
             torch.testing.assert_close(got, eager)
-    assert compiles.frame_count <= 2
+            of_first = of_first or compiles.frame_count
+        assert compiles.frame_count == of_first
 
 
 def test_compiled_counts_are_checked():

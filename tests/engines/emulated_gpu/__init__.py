@@ -41,7 +41,7 @@ class _Arguments(ctypes.Structure):
 
 class _Run(ctypes.Structure):
     """emulated_gpu::Run, field by field."""
-    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("seed", ctypes.c_uint), ("ranges", ctypes.c_int),
+    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("large_memory", ctypes.c_int), ("seed", ctypes.c_uint), ("ranges", ctypes.c_int),
                 ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
 
 
@@ -69,8 +69,9 @@ def _pointers(*tensors):
 
 
 @contextlib.contextmanager
-def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, seed: int = 0) -> Iterator[None]:
-    """Within it, torch.ops.gbmoe_cuda.tensor_core_* take tensors on the CPU. `late_copies`: cp.async writes when it is waited for."""
+def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
+    """Within it, torch.ops.gbmoe_cuda.tensor_core_* take tensors on the CPU. `late_copies`: cp.async writes when it is waited for.
+    `large_memory`: with the kernels for multiprocessors that have much shared memory."""
     def arguments(sizes, rows, columns, panel, **fields):
         assert sizes.dtype in (torch.int32, torch.int64)
         return _Arguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(), rows=rows,
@@ -79,7 +80,7 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, seed: int =
     def call(function, *leading, of, reads):
         begin = [t.data_ptr() for t in reads if t is not None]
         end = [t.data_ptr() + t.nbytes for t in reads if t is not None]
-        run = _Run(ctas, late_copies, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
+        run = _Run(ctas, late_copies, large_memory, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
         assert function(*leading, ctypes.byref(of), ctypes.byref(run)), "there is no such instance"
         assert kernels.failure() is None, kernels.failure().decode()
 

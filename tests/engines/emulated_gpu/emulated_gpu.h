@@ -35,7 +35,7 @@ struct float2 { float x, y; };
 
 namespace emulated_gpu {
 
-constexpr uint32_t kSharedBytes = 1 << 17;
+constexpr uint32_t kSharedBytes = 1 << 18;
 constexpr int kMostWords = 12;  // that a lane gives to the others at once
 
 struct Copy {
@@ -62,7 +62,7 @@ struct Warp {
 
 // How a kernel is launched. cp.async may read the `ranges` of global memory alone.
 struct Run {
-  int ctas, late_copies;
+  int ctas, late_copies, large_memory;
   unsigned seed;
   int ranges;
   uintptr_t begin[4], end[4];

@@ -10,9 +10,19 @@ namespace {
 
 using emulated_gpu::Run;
 
-template <typename Traits> void launch(const Arguments& args, const Run& run) {
+template <typename Traits> void launch_instance(const Arguments& args, const Run& run) {
   static_assert(Traits::kSharedBytes <= emulated_gpu::kSharedBytes);
   emulated_gpu::launch(run, Traits::kThreads, shared_bytes, [&] { grouped_gemm_kernel<Traits>(args); });
+}
+
+template <typename Element, typename Output, typename Tile, bool kKMajorA, bool kKMajorB, bool kGroupedK, EpilogueKind kEpilogue,
+          typename Family = void>
+void launch(const Arguments& args, const Run& run) {
+  if (run.large_memory) {
+    launch_instance<GemmTraits<Element, Output, Tile, Memory::kLarge, kKMajorA, kKMajorB, kGroupedK, kEpilogue, Family>>(args, run);
+  } else {
+    launch_instance<GemmTraits<Element, Output, Tile, Memory::kSmall, kKMajorA, kKMajorB, kGroupedK, kEpilogue, Family>>(args, run);
+  }
 }
 
 template <typename... Tiles, typename F> bool with_tile(int tile_m, int tile_n, const F& f) {
@@ -40,8 +50,8 @@ bool rows(int dtype, int tile_m, int tile_n, bool trans_b, const Arguments* args
     using T = decltype(element);
     found = with_tile<WideTile, SquareTile, LowTile>(tile_m, tile_n, [&](auto tile) {
       using Tile = decltype(tile);
-      if (trans_b) launch<GemmTraits<T, T, Tile, true, true, false, EpilogueKind::kStore>>(*args, *run);
-      else launch<GemmTraits<T, T, Tile, true, false, false, EpilogueKind::kStore>>(*args, *run);
+      if (trans_b) launch<T, T, Tile, true, true, false, EpilogueKind::kStore>(*args, *run);
+      else launch<T, T, Tile, true, false, false, EpilogueKind::kStore>(*args, *run);
     });
   });
   return found;
@@ -53,8 +63,8 @@ bool weights(int dtype, int tile_m, int tile_n, bool accumulate, const Arguments
     using T = decltype(element);
     found = with_tile<WideTile, SquareTile>(tile_m, tile_n, [&](auto tile) {
       using Tile = decltype(tile);
-      if (accumulate) launch<GemmTraits<T, float, Tile, false, false, true, EpilogueKind::kAccumulate>>(*args, *run);
-      else launch<GemmTraits<T, T, Tile, false, false, true, EpilogueKind::kStore>>(*args, *run);
+      if (accumulate) launch<T, float, Tile, false, false, true, EpilogueKind::kAccumulate>(*args, *run);
+      else launch<T, T, Tile, false, false, true, EpilogueKind::kStore>(*args, *run);
     });
   });
   return found;
@@ -67,8 +77,8 @@ bool up(int tile_m, int tile_n, bool glu, const Arguments* args, const Run* run)
     using Tile = decltype(tile);
     const auto of_family = [&](auto family) {
       using Family = decltype(family);
-      if (glu) launch<GemmTraits<T, T, Tile, true, true, false, EpilogueKind::kGlu, Family>>(*args, *run);
-      else launch<GemmTraits<T, T, Tile, true, true, false, EpilogueKind::kActivation, Family>>(*args, *run);
+      if (glu) launch<T, T, Tile, true, true, false, EpilogueKind::kGlu, Family>(*args, *run);
+      else launch<T, T, Tile, true, true, false, EpilogueKind::kActivation, Family>(*args, *run);
     };
     if (args->activation == kGelu) of_family(ErfActivation(kGelu));
     else if (args->activation <= kGeluTanh) of_family(SigmoidActivation(kSilu));
