@@ -25,57 +25,80 @@
 
 namespace gbmoe::tensor_core {
 
+// One k-block: its products, the copies of another one to `free_stage`, and, while the products of a step are computed, the loads of the
+// next step's fragments. Few of these are issued in a row, because each waits in the same queue to shared memory.
+template <typename Traits> struct KBlock {
+  static constexpr int kSteps = Traits::kSteps, kFragmentsM = Traits::kFragmentsM;
+  // Copies are spread over all steps but the last, one part behind the products of each fragment of rows.
+  static constexpr int kCopyParts = (kSteps - 1) * kFragmentsM;
+  // The last step waits for the next k-block halfway, so that no warp is without products before and after the barrier.
+  static constexpr int kHalf = kFragmentsM / 2;
+
+  template <typename Copy, typename Wait>
+  static __device__ __forceinline__ void multiply(Fragments<Traits> (&fragments)[2], Accumulators<Traits>& accumulators, uint32_t stage,
+                                                  const Copy& copy, const Wait& wait_for_next_stage) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const bool last = step + 1 == kSteps;
+      const int first = last ? kHalf : 0;
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i) {
+        if (last && i == kHalf) stage = wait_for_next_stage();
+        if (i >= first) load_part(fragments[(step + 1) % 2], i - first, kFragmentsM - first, stage, last ? 0 : step + 1);
+        fragments[step % 2].multiply(i, accumulators);
+        if (!last) copy(step * kFragmentsM + i);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void load_part(Fragments<Traits>& fragments, int part, int parts, uint32_t stage, int step) {
+    constexpr int kLoads = Fragments<Traits>::kLoads;
+#pragma unroll
+    for (int i = part * kLoads / parts; i < (part + 1) * kLoads / parts; ++i) fragments.load(i, stage, step);
+  }
+};
+
 // What a CTA does.
 template <typename Traits> __device__ __forceinline__ void compute_tiles(const Arguments& args) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const uint32_t shared = shared_address(shared_bytes);
-  __shared__ Tile tiles[kTileRing];
-  constexpr int kSteps = Traits::kSteps, kFragmentsM = Traits::kFragmentsM;
-  // The copies of a k-block are spread over all its steps but the last, one part for each fragment of rows.
-  constexpr int kParts = (kSteps - 1) * kFragmentsM;
-  const auto behind = [](int stage) { return stage + 1 == Traits::kStages ? 0 : stage + 1; };
+  __shared__ TileQueue tiles;
+  static_assert(sizeof(tiles) <= Traits::kStaticBytes);
+  const auto address = [&](int stage) { return shared + stage * Traits::kStageBytes; };
 
   Producer<Traits> producer(args, tiles);
 #pragma unroll
   for (int stage = 0; stage < Traits::kStages - 1; ++stage) {
-    producer.next_k_block(args);
-    producer.template copy<1>(args, shared + stage * Traits::kStageBytes, 0);
+    __syncthreads();
+    producer.next_k_block(args, tiles);
+    producer.template copy<1>(args, address(stage), 0);
     cp_async_commit();
   }
   cp_async_wait<Traits::kStages - 2>();
   __syncthreads();
   Fragments<Traits> fragments[2];
-  fragments[0].load(shared, 0);
+  KBlock<Traits>::load_part(fragments[0], 0, 1, shared, 0);
 
   int stage = 0;                         // of the k-block that is multiplied
   int free_stage = Traits::kStages - 1;  // where no warp reads any more
-  for (int finished = 0; tiles[finished % kTileRing].group >= 0; ++finished) {
-    const Tile tile = tiles[finished % kTileRing];
+  for (int finished = 0; tiles[finished].group >= 0; ++finished) {
     Accumulators<Traits> accumulators;
     accumulators.clear();
-    for (int k_blocks = count_k_blocks<Traits>(args, tile); k_blocks > 0; --k_blocks) {
-      producer.next_k_block(args);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        if (step + 1 < kSteps) {
-          fragments[(step + 1) % 2].load(shared + stage * Traits::kStageBytes, step + 1);
-        } else {
-          cp_async_commit();
-          // The next k-block has arrived, and all warps have read all of this one.
-          cp_async_wait<Traits::kStages - 2>();
-          __syncthreads();
-          free_stage = stage;
-          stage = behind(stage);
-          fragments[0].load(shared + stage * Traits::kStageBytes, 0);
-        }
-#pragma unroll
-        for (int i = 0; i < kFragmentsM; ++i) {
-          fragments[step % 2].multiply(i, accumulators);
-          if (step + 1 < kSteps) producer.template copy<kParts>(args, shared + free_stage * Traits::kStageBytes, step * kFragmentsM + i);
-        }
-      }
+    for (int k_blocks = count_k_blocks<Traits>(args, tiles[finished]); k_blocks > 0; --k_blocks) {
+      producer.next_k_block(args, tiles);
+      const auto copy = [&](int part) { producer.template copy<KBlock<Traits>::kCopyParts>(args, address(free_stage), part); };
+      const auto wait_for_next_stage = [&] {
+        cp_async_commit();
+        // The next k-block has arrived, and all warps have read all of this one.
+        cp_async_wait<Traits::kStages - 2>();
+        __syncthreads();
+        free_stage = stage;
+        stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
+        return address(stage);
+      };
+      KBlock<Traits>::multiply(fragments, accumulators, address(stage), copy, wait_for_next_stage);
     }
-    Epilogue<Traits>::store(args, tile, accumulators);
+    Epilogue<Traits>::store(args, tiles[finished], accumulators);
     __syncwarp();
   }
   cp_async_wait<0>();

@@ -32,7 +32,7 @@ template <typename Traits, bool kIsA> class OperandCopies {
     const int64_t offset = rows(first_row(), stride) + chunk() * kChunkBytes;
     from_ = reinterpret_cast<const char*>(kGlu && !kBoth && of_second() ? second : corner) + offset;
     if constexpr (kBoth) from_second_ = reinterpret_cast<const char*>(second) + offset;
-    valid_ = kKMajor ? valid : chunk() * Traits::kChunk < valid ? INT32_MAX : 0;
+    valid_ = kKMajor ? valid - first_row() : chunk() * Traits::kChunk < valid ? INT32_MAX : 0;
   }
 
   // On to the tile's next k-block.
@@ -46,11 +46,11 @@ template <typename Traits, bool kIsA> class OperandCopies {
   __device__ __forceinline__ void copy(int i, uint32_t to, int stride, int terms) const {
     const int row = i * kRowStep;  // beyond the thread's first
     const int source_row = kGlu ? row / 64 * 32 + row % 32 : row;
-    const int existing = kKMajor ? (chunk() * Traits::kChunk < terms ? valid_ : 0) : min(valid_, terms);
+    const int existing = kKMajor ? (chunk() * Traits::kChunk < terms ? valid_ : 0) : min(valid_, terms) - first_row();
     const char* from = kBoth && row / 32 % 2 ? from_second_ : from_;
     // All of a thread's rows have the same swizzle. Where nothing exists the address is not read.
     cp_async_16(to + Layout::offset(threadIdx.x / kChunksOfRow, chunk()) + row * Layout::kPitch,
-                from + rows(source_row, stride), first_row() + source_row < existing);
+                from + rows(source_row, stride), source_row < existing);
   }
 
  private:
@@ -65,24 +65,35 @@ template <typename Traits, bool kIsA> class OperandCopies {
 
   const char* from_ = nullptr;  // the thread's chunk in its first row
   const char* from_second_ = nullptr;
-  int valid_ = 0;  // K-major: rows that exist; MN-major: of the rows along K, those of chunks that exist: all or none
+  int valid_ = 0;  // K-major: rows that exist from the first on; MN-major: of the rows along K those whose chunk exists: all or none
 };
 
-// The tiles whose copies have begun. The multiplication is up to kStages - 1 k-blocks, so at most as many tiles, behind. A barrier lies
-// between an entry's write and its first read, and between its last read and the next write.
+// The tiles whose copies have begun, and the next one. The multiplication is up to kStages - 1 k-blocks, so at most as many tiles,
+// behind. A barrier lies between an entry's write and its first read, and between its last read and the next write.
 constexpr int kTileRing = 8;
+struct TileQueue {
+  Tile ring[kTileRing];
+  SchedulerState scheduler;
+  __device__ __forceinline__ const Tile& operator[](int number) const { return ring[number % kTileRing]; }
+};
 
 template <typename Traits> class Producer {
   using T = typename Traits::T;
-  static_assert(Traits::kStages <= kTileRing);
+  static_assert(Traits::kStages + 2 <= kTileRing);
 
  public:
-  __device__ __forceinline__ Producer(const Arguments& args, Tile* ring) : scheduler_(args), ring_(ring) {}
+  // All threads of the CTA together. A barrier has to follow.
+  __device__ __forceinline__ Producer(const Arguments& args, TileQueue& queue) : pair_(args.operand_pairs - 1) {
+    if (threadIdx.x >= 32) return;
+    TileScheduler<Traits>::begin(queue.scheduler);
+    find_tile(args, queue, 0);
+  }
 
-  // On to the next k-block, of this or of a later tile. Behind the last there are no terms, and zeros are copied.
-  __device__ __forceinline__ void next_k_block(const Arguments& args) {
+  // On to the next k-block, of this or of a later tile; a barrier lies between two calls. Behind the last tile there are no terms, and
+  // zeros are copied.
+  __device__ __forceinline__ void next_k_block(const Arguments& args, TileQueue& queue) {
     if (k_blocks_ == 0) {
-      if (tile_.group >= 0) begin(args);
+      begin(args, queue);
       return;
     }
     --k_blocks_;
@@ -107,43 +118,46 @@ template <typename Traits> class Producer {
     return !Traits::kGroupedK && Traits::kKMajorB ? args.size_k : args.size_n;
   }
 
-  // The first k-block of the tile's second pair of operands, or of the next tile.
-  __device__ __forceinline__ void begin(const Arguments& args) {
-    if (pair_ + 1 < pairs_) {
-      ++pair_;
-    } else {
-      tile_ = scheduler_.next(args);
-      if (threadIdx.x == 0) ring_[begun_ % kTileRing] = tile_;
-      ++begun_;
-      pair_ = 0;
-      pairs_ = args.operand_pairs;
+  // Warp 0 alone.
+  static __device__ __forceinline__ void find_tile(const Arguments& args, TileQueue& queue, int number) {
+    const Tile tile = TileScheduler<Traits>::next(args, queue.scheduler);
+    if (threadIdx.x == 0) queue.ring[number % kTileRing] = tile;
+  }
+
+  // The first k-block of the tile's second pair of operands, or of the next tile; then warp 0 looks for the one after that.
+  __device__ __forceinline__ void begin(const Arguments& args, TileQueue& queue) {
+    const bool next_tile = pair_ + 1 == args.operand_pairs;
+    pair_ = next_tile ? 0 : pair_ + 1;
+    tile_ += next_tile;
+    const Tile tile = queue[tile_];
+    if (tile.group < 0) {
+      terms_ = 0;
+      k_blocks_ = INT32_MAX;  // more than are asked for
+      return;
     }
-    terms_ = tile_.group < 0 ? 0 : Traits::kGroupedK ? tile_.rows : args.size_k;
+    if (next_tile && threadIdx.x < 32) find_tile(args, queue, tile_ + 1);
+    terms_ = Traits::kGroupedK ? tile.rows : args.size_k;
     k_blocks_ = max(0, ceil_div(terms_, Traits::kBlockK) - 1);
-    if (tile_.group < 0) return;
     const T* a = static_cast<const T*>(args.a[pair_]);
     const T* b = static_cast<const T*>(args.b[Traits::kGlu ? 0 : pair_]);
-    const int64_t row = tile_.row, group = tile_.group, m = tile_.m, n = tile_.n;
+    const int64_t row = tile.row, group = tile.group, m = tile.m, n = tile.n;
     if constexpr (Traits::kGroupedK) {
-      a_.begin(a + row * args.size_m + m, nullptr, args.size_m, args.size_m - tile_.m);
-      b_.begin(b + row * args.size_n + n, nullptr, args.size_n, args.size_n - tile_.n);
+      a_.begin(a + row * args.size_m + m, nullptr, args.size_m, args.size_m - tile.m);
+      b_.begin(b + row * args.size_n + n, nullptr, args.size_n, args.size_n - tile.n);
     } else {
       const int64_t size_k = args.size_k, size_n = args.size_n;
-      a_.begin(a + row * size_k, nullptr, args.size_k, tile_.rows);
+      a_.begin(a + row * size_k, nullptr, args.size_k, tile.rows);
       const int64_t corner = Traits::kKMajorB ? (group * size_n + n) * size_k : group * size_k * size_n + n;
       const T* second = Traits::kGlu ? static_cast<const T*>(args.b[1]) + corner : nullptr;
-      b_.begin(b + corner, second, stride_of_b(args), args.size_n - tile_.n);
+      b_.begin(b + corner, second, stride_of_b(args), args.size_n - tile.n);
     }
   }
 
-  TileScheduler<Traits> scheduler_;
-  Tile* ring_;
   OperandCopies<Traits, true> a_;
   OperandCopies<Traits, false> b_;
-  Tile tile_{};
-  int pair_ = 0, pairs_ = 0, begun_ = 0;
-  int k_blocks_ = 0;  // behind this one, of this pair
-  int terms_ = 0;     // from this k-block on, of this pair
+  int tile_ = -1, pair_;  // number of the tile, and of the pair of operands, that this k-block is of
+  int k_blocks_ = 0;      // behind this one, of this pair
+  int terms_ = 0;         // from this k-block on, of this pair
 };
 
 }  // namespace gbmoe::tensor_core

@@ -66,7 +66,7 @@ struct GemmTraits : Tile {
   static constexpr int kFragmentsM = Tile::kWarpTileM / 16, kFragmentsN = Tile::kWarpTileN / 8;
 
   // A CTA takes 1 KiB more than it asks for.
-  static constexpr int kStaticBytes = 256;  // at most, of the kernel's own
+  static constexpr int kStaticBytes = 768;  // at most, of the kernel's own
   static_assert(kCtasPerMultiprocessor * (kSharedBytes + kStaticBytes + 1024) <= shared_memory_bytes(kMemory));
   static_assert(!kGlu || (kKMajorB && Tile::kWarpTileN == 64));
 };
