@@ -16,6 +16,7 @@ from gbmoe._checks import require
 from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
+from gbmoe.engines.own_kernels import capability
 from gbmoe.engines.plain_torch import Reference
 from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.engines.torch_grouped import TorchGrouped
@@ -46,9 +47,13 @@ def _unavailable(engine: str, device: torch.device) -> str | None:
     return ENGINES[engine].unavailable(device)
 
 
-# torch.compile calls this function instead of tracing it, because the answer may need the extension to be built and loaded. The
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return capability(device) if device.type == "cuda" else None
+
+
+# torch.compile calls these functions instead of tracing them, because the answer may need the extension to be built and loaded. The
 # attribute is what torch.compiler.assume_constant_result sets; calling that would add a second to the import.
-_unavailable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_unavailable._dynamo_marked_constant = _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _MEMORIES: list[Any] = []
@@ -96,7 +101,7 @@ def _select(engine: str, *of_problem) -> Engine:
         if reason is not None:
             raise ValueError(f"gmm: engine {engine!r} cannot serve this product: {reason}")
         return chosen
-    for name in tuning.engine_order(problem):
+    for name in tuning.engine_order(problem, _capability(problem.device)):
         candidate = ENGINES[name]
         if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate

@@ -12,7 +12,8 @@ from gbmoe.problem import known
 
 
 class TorchGrouped(Engine):
-    """torch.nn.functional.grouped_mm: bfloat16 only, with kernels from compute capability 9.0 on."""
+    """torch.nn.functional.grouped_mm: bfloat16 only, where it has kernels (compute capability 9 and 10). Elsewhere it loops over the
+    groups, and waits for the host."""
 
     name = "torch"
 
@@ -23,8 +24,8 @@ class TorchGrouped(Engine):
         if not hasattr(F, "grouped_mm"):
             return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
         capability = torch.cuda.get_device_capability(device)
-        if torch.version.hip is None and capability < (9, 0):
-            return f"torch's grouped GEMM has kernels from compute capability 9.0 on, this device has {capability[0]}.{capability[1]}"
+        if torch.version.hip is None and capability[0] not in (9, 10):
+            return f"torch's grouped GEMM has kernels for compute capability 9 and 10, this device has {capability[0]}.{capability[1]}"
         return None
 
     def refuses(self, problem):

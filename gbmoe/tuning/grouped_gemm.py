@@ -102,6 +102,7 @@ class _EngineRule:
     k_grouped: bool | None = None    # True or False: only for products whose groups do, or do not, divide the inner dimension
 
 
+# Where no Hopper kernels run, tensor_core is next, because it does not wait for the host; for its speed see the tiles below.
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # The first row that takes a product counts. Measured by `python -m gbmoe bench --suite gemm` (results/h200/gemm.json; cuBLAS 13.1,
 # torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where one group's GEMM takes longer than that.
@@ -113,23 +114,33 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 _ENGINE_ORDER = (
     _EngineRule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, k_grouped=False),
     _EngineRule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
-    _EngineRule((torch.bfloat16,), 1.2e10, ("hopper", "cublas_loop", "torch")),
-    _EngineRule((torch.bfloat16,), 0, ("hopper", "torch", "cublas_grouped")),
-    _EngineRule(_HALF_OR_SINGLE, 2.5e9, ("hopper", "cublas_loop")),
-    _EngineRule(_HALF_OR_SINGLE, 0, ("hopper", "cublas_grouped")),
+    _EngineRule((torch.bfloat16,), 1.2e10, ("hopper", "tensor_core", "cublas_loop", "torch")),
+    _EngineRule((torch.bfloat16,), 0, ("hopper", "tensor_core", "torch", "cublas_grouped")),
+    _EngineRule(_HALF_OR_SINGLE, 2.5e9, ("hopper", "tensor_core", "cublas_loop")),
+    _EngineRule(_HALF_OR_SINGLE, 0, ("hopper", "tensor_core", "cublas_grouped")),
     _EngineRule((torch.float64,), 0, ("cublas_loop",)),
 )
+# On data-centre Blackwell (compute capability 10) torch's bfloat16 kernel, which leaves the sizes on the device too, uses tcgen05.mma.
+# That is twice as fast as Hopper's wgmma ("Blackwell SM100 GEMMs", NVIDIA CUTLASS documentation), and mma.sync reaches no more than
+# 0.66 of wgmma's peak on an H200 (650 of 989 TFLOP/s). Not measured on such a GPU.
+_TCGEN05_CAPABILITY = 10
 
 
-def engine_order(problem: Problem) -> tuple[str, ...]:
-    """The engines in the order in which "auto" tries them; where none can, the caller takes `reference`."""
-    if problem.device.type != "cuda":
+def engine_order(problem: Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The engines in the order in which "auto" tries them; where none can, the caller takes `reference`.
+
+    `capability` is the compute capability of a CUDA device, None for any other device.
+    """
+    if problem.device.type != "cuda" or capability is None:
         return ()
     flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
-    return next(rule.order for rule in _ENGINE_ORDER if problem.dtype in rule.dtypes
-                and (problem.sizes_on_host or not rule.sizes_on_host)
-                and rule.k_grouped in (None, problem.k_grouped)
-                and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
+    order = next(rule.order for rule in _ENGINE_ORDER if problem.dtype in rule.dtypes
+                 and (problem.sizes_on_host or not rule.sizes_on_host)
+                 and rule.k_grouped in (None, problem.k_grouped)
+                 and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
+    if capability[0] == _TCGEN05_CAPABILITY and problem.dtype == torch.bfloat16 and "tensor_core" in order:
+        return ("torch", *(name for name in order if name != "torch"))
+    return order
 
 
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
@@ -271,7 +282,8 @@ def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> Experts
 
 # ------------------------------------------------------------------------------------------- tiles of the tensor_core engine
 #
-# Not measured yet: these choices follow from what a tile reads and from how many tiles there are.
+# Measured on one H200, which is not what this engine is for: see docs/notes/. TFLOP/s in wide | square | low tiles, sustained:
+# mixtral's first product 446 | 389 | 303, qwen3's 394 | 347 | 299, its weight gradient 390 | 319; with 32 rows a group 95 | 78 | 108.
 
 
 @dataclass(frozen=True)
@@ -288,14 +300,17 @@ class TensorCoreConfig:
 
 
 TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW = TensorCoreConfig(128, 256), TensorCoreConfig(128, 128), TensorCoreConfig(64, 128)
-# Fewer wide tiles than this leave many of a large GPU's multiprocessors without one in the last wave.
-_FEWEST_WIDE_TILES = 512
+# With fewer wide tiles than this there are multiprocessors without one.
+_FEWEST_WIDE_TILES = 128
+# A column in a wide tile takes that much less time than one in a square tile.
+_WIDE_IS_FASTER = 1.1
 
 
 def _tensor_core_tile(tiles_m: float, columns: int) -> TensorCoreConfig:
-    """Wide tiles, which read a quarter less of their operands for each term, where there are many and the last one is not half empty."""
-    fits = columns % WIDE == 0 or columns % WIDE > WIDE // 2
-    return TENSOR_CORE_WIDE if fits and tiles_m * _ceil_div(columns, WIDE) >= _FEWEST_WIDE_TILES else TENSOR_CORE_SQUARE
+    """Wide tiles, which read a quarter less of their operands for each term, where there are enough and the last one is not too empty."""
+    wide = _ceil_div(columns, WIDE)
+    fits = wide * WIDE < _ceil_div(columns, SQUARE) * SQUARE * _WIDE_IS_FASTER
+    return TENSOR_CORE_WIDE if fits and tiles_m * wide >= _FEWEST_WIDE_TILES else TENSOR_CORE_SQUARE
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,9 +1,13 @@
 """The table of engines: what is available where, what is refused, what "auto" takes."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from gbmoe import engines
+from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
@@ -87,11 +91,50 @@ def test_auto_always_finds_an_engine_that_serves(device, dtype, rows, groups, in
     (8, False, True, "cublas_loop"), (8, False, False, "hopper"), (64, False, True, "hopper"),
     (16, False, True, "cublas_loop"), (16, True, True, "hopper"), (8, True, True, "cublas_loop")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, dtype, groups, k_grouped, sizes_on_host, name):
-    for engine in engines.ENGINES.values():
-        monkeypatch.setattr(engine, "unavailable", lambda device: None)
-    wanted = Problem(torch.device("cuda"), dtype, 65536, groups, 4096, 14336, k_grouped, sizes_on_host)
+def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, forgotten, dtype, groups, k_grouped, sizes_on_host, name):
+    pretend_gpu(monkeypatch, (9, 0))
+    wanted = Problem(torch.device("cuda", 0), dtype, 65536, groups, 4096, 14336, k_grouped, sizes_on_host)
     assert engines.select("auto", wanted).name == name
+
+
+def pretend_gpu(monkeypatch, capability):
+    """Make the engines answer as on such a GPU, where the extension is loaded and has code for it."""
+    own_kernels.capability.cache_clear()
+    engines.forget()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(tensor_core, "why_no_extension", lambda: None)
+    monkeypatch.setattr(hopper, "why_no_extension", lambda: None)
+    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(tensor_core_built=lambda index: True, hopper_built=lambda: True))
+    for name in ("cublas_loop", "cublas_grouped"):
+        monkeypatch.setattr(engines.ENGINES[name], "unavailable", lambda device: None)
+
+
+@pytest.fixture
+def forgotten():
+    yield
+    own_kernels.capability.cache_clear()
+    engines.forget()
+
+
+@pytest.mark.parametrize("capability, dtype, name", [
+    ((7, 5), torch.float16, "cublas_loop"), ((8, 0), torch.bfloat16, "tensor_core"), ((8, 6), torch.float16, "tensor_core"),
+    ((8, 9), torch.bfloat16, "tensor_core"), ((9, 0), torch.bfloat16, "hopper"), ((10, 0), torch.bfloat16, "torch"),
+    ((10, 0), torch.float16, "tensor_core"), ((12, 0), torch.bfloat16, "tensor_core"), ((8, 0), torch.float32, "cublas_loop")])
+def test_auto_chooses_by_compute_capability(monkeypatch, forgotten, capability, dtype, name):
+    pretend_gpu(monkeypatch, capability)
+    w1_EFH = torch.empty(8, 14336, 4096, dtype=dtype, device="meta")
+    sizes_E = SimpleNamespace(device=torch.device("cuda", 0))
+    x_TH = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    assert engines.select("auto", Problem(torch.device("cuda", 0), dtype, 32768, 8, 4096, 14336, False)).name == name
+    if dtype != torch.float32:  # one engine for all of a layer's products, so that its fused steps are used
+        assert engines.for_experts("auto", x_TH, 32768, w1_EFH, sizes_E).name == name
+
+
+def test_auto_takes_tensor_core_on_hopper_where_tf32_is_allowed(monkeypatch, forgotten):
+    pretend_gpu(monkeypatch, (9, 0))
+    wanted = Problem(torch.device("cuda", 0), torch.float32, 32768, 8, 4096, 14336, False)
+    assert engines.select("auto", wanted).name == "cublas_loop"
+    assert engines.select("auto", replace(wanted, tf32=True)).name == "tensor_core"
 
 
 def test_a_forced_engine_serves_or_raises():

@@ -122,4 +122,38 @@ def test_every_choice_of_the_tensor_core_engine_has_an_instance(rows, groups, fe
 
 
 def test_engine_order_of_other_devices_is_empty():
-    assert tuning.engine_order(Problem(torch.device("cpu"), torch.bfloat16, 64, 2, 8, 8, False)) == ()
+    assert tuning.engine_order(Problem(torch.device("cpu"), torch.bfloat16, 64, 2, 8, 8, False), None) == ()
+
+
+def problem_of(dtype, rows=131072, **fields):
+    return Problem(torch.device("cuda", 0), dtype, rows, 128, 2048, 768, False, **fields)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [128, 131072, 1 << 22])
+def test_engine_order_where_hopper_does_not_serve_begins_with_tensor_core(capability, dtype, rows):
+    assert tuning.engine_order(problem_of(dtype, rows), capability)[:2] == ("hopper", "tensor_core")
+
+
+def test_engine_order_on_data_centre_blackwell_begins_with_torch_in_bfloat16():
+    for capability in ((10, 0), (10, 3)):
+        assert tuning.engine_order(problem_of(torch.bfloat16), capability)[:3] == ("torch", "hopper", "tensor_core")
+        assert tuning.engine_order(problem_of(torch.float16), capability)[:2] == ("hopper", "tensor_core")
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0), (10, 0)])
+def test_engine_order_of_large_groups_on_the_host_begins_with_the_loop(capability):
+    assert tuning.engine_order(problem_of(torch.bfloat16, 1 << 25, sizes_on_host=True), capability)[0] == "cublas_loop"
+
+
+@pytest.mark.parametrize("rows, groups, columns, config", [
+    (32768, 8, 14336, tuning.TENSOR_CORE_WIDE),     # mixtral
+    (131072, 128, 768, tuning.TENSOR_CORE_WIDE),    # qwen3
+    (131072, 64, 1408, tuning.TENSOR_CORE_WIDE),    # half of the last of six tiles is empty
+    (131072, 64, 128, tuning.TENSOR_CORE_SQUARE),   # half of the only one
+    (512, 1, 4096, tuning.TENSOR_CORE_SQUARE),      # 64 wide tiles
+    (4096, 128, 2048, tuning.TENSOR_CORE_LOW),      # 32 rows a group
+])
+def test_tensor_core_rows_gemm(rows, groups, columns, config):
+    assert tuning.tensor_core_rows_gemm(rows, groups, columns) == config
