@@ -25,36 +25,30 @@
 
 namespace gbmoe::tensor_core {
 
-// One k-block: its products, the copies of another one to `free_stage`, and, while the products of a step are computed, the loads of the
-// next step's fragments. Few of these are issued in a row, because each waits in the same queue to shared memory.
+// One k-block: its products; the loads of the next step's fragments, each step's before its products; and, between products, the copies
+// of another k-block.
 template <typename Traits> struct KBlock {
   static constexpr int kSteps = Traits::kSteps, kFragmentsM = Traits::kFragmentsM;
   // Copies are spread over all steps but the last, one part behind the products of each fragment of rows.
   static constexpr int kCopyParts = (kSteps - 1) * kFragmentsM;
-  // The last step waits for the next k-block halfway, so that no warp is without products before and after the barrier.
-  static constexpr int kHalf = kFragmentsM / 2;
 
-  template <typename Copy, typename Wait>
+  // copy(part) copies a part. finish_copies() is called behind the last part; next_stage() waits for the next k-block and returns its
+  // address. It is called halfway through the last step, so that there are products on both sides of its barrier.
+  template <typename Copy, typename Finish, typename Next>
   static __device__ __forceinline__ void multiply(Fragments<Traits> (&fragments)[2], Accumulators<Traits>& accumulators, uint32_t stage,
-                                                  const Copy& copy, const Wait& wait_for_next_stage) {
+                                                  const Copy& copy, const Finish& finish_copies, const Next& next_stage) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const bool last = step + 1 == kSteps;
-      const int first = last ? kHalf : 0;
+      if (last) finish_copies();
+      else fragments[(step + 1) % 2].load(stage, step + 1);
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
-        if (last && i == kHalf) stage = wait_for_next_stage();
-        if (i >= first) load_part(fragments[(step + 1) % 2], i - first, kFragmentsM - first, stage, last ? 0 : step + 1);
+        if (last && i == kFragmentsM / 2) fragments[0].load(next_stage(), 0);
         fragments[step % 2].multiply(i, accumulators);
         if (!last) copy(step * kFragmentsM + i);
       }
     }
-  }
-
-  static __device__ __forceinline__ void load_part(Fragments<Traits>& fragments, int part, int parts, uint32_t stage, int step) {
-    constexpr int kLoads = Fragments<Traits>::kLoads;
-#pragma unroll
-    for (int i = part * kLoads / parts; i < (part + 1) * kLoads / parts; ++i) fragments.load(i, stage, step);
   }
 };
 
@@ -77,7 +71,7 @@ template <typename Traits> __device__ __forceinline__ void compute_tiles(const A
   cp_async_wait<Traits::kStages - 2>();
   __syncthreads();
   Fragments<Traits> fragments[2];
-  KBlock<Traits>::load_part(fragments[0], 0, 1, shared, 0);
+  fragments[0].load(shared, 0);
 
   int stage = 0;                         // of the k-block that is multiplied
   int free_stage = Traits::kStages - 1;  // where no warp reads any more
@@ -87,8 +81,7 @@ template <typename Traits> __device__ __forceinline__ void compute_tiles(const A
     for (int k_blocks = count_k_blocks<Traits>(args, tiles[finished]); k_blocks > 0; --k_blocks) {
       producer.next_k_block(args, tiles);
       const auto copy = [&](int part) { producer.template copy<KBlock<Traits>::kCopyParts>(args, address(free_stage), part); };
-      const auto wait_for_next_stage = [&] {
-        cp_async_commit();
+      const auto next_stage = [&] {
         // The next k-block has arrived, and all warps have read all of this one.
         cp_async_wait<Traits::kStages - 2>();
         __syncthreads();
@@ -96,7 +89,7 @@ template <typename Traits> __device__ __forceinline__ void compute_tiles(const A
         stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
         return address(stage);
       };
-      KBlock<Traits>::multiply(fragments, accumulators, address(stage), copy, wait_for_next_stage);
+      KBlock<Traits>::multiply(fragments, accumulators, address(stage), copy, [] { cp_async_commit(); }, next_stage);
     }
     Epilogue<Traits>::store(args, tiles[finished], accumulators);
     __syncwarp();

@@ -24,18 +24,16 @@ template <typename Traits> struct Fragments {
   using T = typename Traits::T;
   uint32_t a[Traits::kFragmentsM][4], b[Traits::kFragmentsN / 2][4];
 
-  static constexpr int kLoads = Traits::kFragmentsN / 2 + Traits::kFragmentsM;
-
-  // Load number `i` of a step: first the fragments of b, two at a time, all of which the first products need, then those of a.
-  __device__ __forceinline__ void load(int i, uint32_t stage, int step) {
-    constexpr int kOfB = Traits::kFragmentsN / 2;
+  __device__ __forceinline__ void load(uint32_t stage, int step) {
     const int warp = threadIdx.x / 32;
-    if (i < kOfB) {
-      const int first_n = warp / Traits::kWarpsM * Traits::kWarpTileN + 16 * i;
-      load_fragments_b<T, Traits::kTileN, Traits::kRowBytes, Traits::kKMajorB>(b[i], stage + Traits::kBytesA, first_n, step);
-    } else {
-      const int first_m = warp % Traits::kWarpsM * Traits::kWarpTileM + 16 * (i - kOfB);
-      load_fragment_a<T, Traits::kTileM, Traits::kRowBytes, Traits::kKMajorA>(a[i - kOfB], stage, first_m, step);
+    const int first_m = warp % Traits::kWarpsM * Traits::kWarpTileM, first_n = warp / Traits::kWarpsM * Traits::kWarpTileN;
+#pragma unroll
+    for (int i = 0; i < Traits::kFragmentsM; ++i) {
+      load_fragment_a<T, Traits::kTileM, Traits::kRowBytes, Traits::kKMajorA>(a[i], stage, first_m + 16 * i, step);
+    }
+#pragma unroll
+    for (int j = 0; j < Traits::kFragmentsN / 2; ++j) {
+      load_fragments_b<T, Traits::kTileN, Traits::kRowBytes, Traits::kKMajorB>(b[j], stage + Traits::kBytesA, first_n + 16 * j, step);
     }
   }
 
