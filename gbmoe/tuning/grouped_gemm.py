@@ -282,8 +282,9 @@ def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> Experts
 
 # ------------------------------------------------------------------------------------------- tiles of the tensor_core engine
 #
-# Measured on one H200, which is not what this engine is for: see docs/notes/. TFLOP/s in wide | square | low tiles, sustained:
-# mixtral's first product 446 | 389 | 303, qwen3's 394 | 347 | 299, its weight gradient 390 | 319; with 32 rows a group 95 | 78 | 108.
+# Measured on one H200, which is not what this engine is for (docs/notes/tensor-core-speed.md). TFLOP/s in wide | square | low tiles,
+# sustained: mixtral's first product 446 | 389 | 303, qwen3's 394 | 347 | 299, its weight gradient 390 | 319; with 32 rows a group
+# 95 | 78 | 108.
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class _Arguments(ctypes.Structure):
 
 class _Run(ctypes.Structure):
     """emulated_gpu::Run, field by field."""
-    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("large_memory", ctypes.c_int), ("seed", ctypes.c_uint), ("ranges", ctypes.c_int),
+    _fields_ = [("ctas", ctypes.c_int), ("late_copies", ctypes.c_int), ("large_memory", ctypes.c_int), ("seed", ctypes.c_uint),
+                ("ranges", ctypes.c_int),
                 ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
 
 
