@@ -478,13 +478,17 @@ def main() -> None:
             train(args, ranks, signals)
     except InputError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print("train_lm:", " ".join(str(error).split()), file=sys.stderr)
+            print("train_lm:", " ".join(str(error).split()), file=sys.stderr, flush=True)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            sys.stdout.flush()
+            os._exit(2)  # as below
         sys.exit(2)
     except CollectiveFailed as error:
         print(" ".join(str(error).split()), file=sys.stderr, flush=True)
         os._exit(1)  # as below
     except Ended as ended:
-        # os._exit, because libraries may wait for ranks that have ended when the interpreter ends normally.
+        # os._exit, because libraries may wait for ranks that have ended when the interpreter ends normally, or abort: gloo's threads
+        # were seen to, where the error's traceback still held what the process group was made of.
         os._exit(ended.code)
     signals.ignore()
 

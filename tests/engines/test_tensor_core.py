@@ -34,10 +34,15 @@ def kernels(tmp_path_factory):
 EMULATED = pytest.mark.xdist_group("emulated_gpu")  # the kernels are compiled once
 
 
-EMULATIONS = [f"{copies} copies, {memory} memory" for copies in ("early", "late") for memory in ("small", "large")]
+def devices(*emulations):
+    return [pytest.param("cuda", marks=pytest.mark.gpu), *(pytest.param(name, marks=EMULATED) for name in emulations)]
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), *(pytest.param(name, marks=EMULATED) for name in EMULATIONS)])
+EVERY_EMULATION = pytest.mark.parametrize("device", devices(*(
+    f"{copies} copies, {memory} memory" for copies in ("early", "late") for memory in ("small", "large"))), indirect=True)
+
+
+@pytest.fixture(params=devices("early copies, small memory", "late copies, large memory"))
 def device(request):
     """Where the kernels run. Emulated, cp.async writes shared memory at once, or as late as it may; with the kernels for small or large
     shared memory."""
@@ -71,6 +76,7 @@ def poisoned(*shape, dtype, device):
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
+@EVERY_EMULATION
 @DTYPES
 @pytest.mark.parametrize("tile", TILES)
 def test_rows_of_every_tile(device, dtype, tile):
@@ -99,6 +105,7 @@ def test_rows_of_every_tile(device, dtype, tile):
                 assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all()), name
 
 
+@EVERY_EMULATION
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("tile", ["wide", "square"])

@@ -55,7 +55,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     for name, place in _STAND_INS.items():
         shutil.copy(_HERE / name, source / place)
     library = folder / "kernels.so"
-    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+    options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
                "-fno-extern-tls-init",  # the shared memory needs no initialisation
                "-U_FORTIFY_SOURCE"]     # longjmp leads to another stack
     subprocess.run(["g++", *options, "-I", str(folder), "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)],

@@ -1,18 +1,20 @@
-"""scripts/check_occupancy.py: it reads what nvcc prints, and finds kernels that do not fit."""
+"""scripts/check_csrc.py: it reads what nvcc prints, and finds kernels that do not fit and symbols that must not be needed."""
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "check_occupancy.py"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "check_csrc.py"
 
 
 @pytest.fixture(scope="module")
-def occupancy():
-    spec = importlib.util.spec_from_file_location("check_occupancy", SCRIPT)
+def check():
+    spec = importlib.util.spec_from_file_location("check_csrc", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
@@ -34,10 +36,10 @@ def printed(*kernels):
         for name, spilled, registers, smem in kernels)
 
 
-def test_stubs_are_left_out_and_do_not_hide_the_kernel_behind_them(occupancy):
+def test_stubs_are_left_out_and_do_not_hide_the_kernel_behind_them(check):
     large, small = name_of(memory=1), name_of()
-    kernels = occupancy.parse(printed((large, 0, 4, ""), (small, 0, 240, ", 560 bytes smem")))
-    assert kernels == [occupancy.Kernel(small, 240, 0, 560)]
+    kernels = check.parse(printed((large, 0, 4, ""), (small, 0, 240, ", 560 bytes smem")))
+    assert kernels == [check.Kernel(small, 240, 0, 560)]
     assert (kernels[0].threads, kernels[0].ctas, kernels[0].shared_bytes) == (256, 1, (4 * 24 << 10) + 560 + 1024)
 
 
@@ -52,6 +54,21 @@ def test_stubs_are_left_out_and_do_not_hide_the_kernel_behind_them(occupancy):
     ((name_of(memory=1), 240, 0, 560), "8.6", "1 CTAs of .* do not fit into 100 KiB"),
     ((name_of(tile=(128, 256, 32, 32, 4, 3)), 160, 0, 560), "8.0", "160 registers a thread leave room for 0 CTAs, not 1"),
 ])
-def test_what_does_not_fit_is_found(occupancy, kernel, architecture, words):
-    faults = list(occupancy.Kernel(*kernel).faults(architecture))
+def test_what_does_not_fit_is_found(check, kernel, architecture, words):
+    faults = list(check.Kernel(*kernel).faults(architecture))
     assert (faults == []) if words is None else (len(faults) == 1 and re.search(words, faults[0]))
+
+
+def test_symbols_of_python_and_of_torchs_c_plus_plus_are_found(check, tmp_path):
+    """With a C compiler's object, as nvcc's host compiler makes it."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or shutil.which("nm") is None:
+        pytest.skip("needs a C compiler and nm")
+    for name, wrong in (("PyList_New", True), ("_ZN2at5emptyEv", True), ("_ZNK3c104SizeEv", True), ("aoti_torch_empty", False)):
+        source, unit = tmp_path / f"{name}.c", tmp_path / f"{name}.o"
+        source.write_text(f"void {name}(void);\nvoid call(void) {{ {name}(); }}\n")
+        subprocess.run([compiler, "-c", str(source), "-o", str(unit)], check=True)
+        assert check.wrong_symbols(unit) == ([name] if wrong else [])
+    (tmp_path / "none.c").write_text("int nothing;\n")
+    subprocess.run([compiler, "-c", str(tmp_path / "none.c"), "-o", str(tmp_path / "none.o")], check=True)
+    assert check.wrong_symbols(tmp_path / "none.o") == ["it needs no symbol at all"]

@@ -1,0 +1,171 @@
+"""Compiles every file of csrc/, without a GPU, and checks what a test of Python cannot see.
+
+    scripts/check_csrc.py [ARCHITECTURE...]     for example 8.0 8.6; without arguments all of those in _SHARED_KIB
+
+1. Every file compiles for the oldest architecture that it has code for, uses no Python API, and of torch only the stable C ABI: a C++
+   symbol of torch's would tie the object to one release.
+2. The kernels of csrc/tensor_core/ fit on each of those architectures: a CTA's registers and shared memory leave room for the CTAs that
+   the launch counts on, and kernels in 16 bits keep their sums in registers. A spill to local memory in the main loop costs more than
+   any tile gains. Kernels in TF32 may spill up to _TF32_SPILL bytes.
+
+It needs nvcc and torch's headers, and takes some four minutes with two cores. The exit status is 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gbmoe.extension import build
+
+# Shared memory of a multiprocessor in KiB ("Technical Specifications per Compute Capability", CUDA C++ Programming Guide). Each CTA takes
+# 1 KiB more than it asks for.
+_SHARED_KIB = {"8.0": 164, "8.6": 100, "8.9": 100, "9.0": 228, "10.0": 228, "12.0": 100}
+_REGISTERS = 64 * 1024   # of a multiprocessor, on all of them
+_TF32_SPILL = 96         # bytes, stores of one thread
+_STUB_REGISTERS = 16     # an instance for GPUs with another amount of shared memory is an empty kernel
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one instance, and what its name says of its tile (TileShape and Memory in csrc/tensor_core/traits.cuh)."""
+    name: str
+    registers: int
+    spilled: int
+    static_bytes: int
+
+    @property
+    def tile(self) -> list[int]:
+        """Tile M and N, warp tile M and N, and the stages for little and for much shared memory."""
+        return [int(n) for n in re.findall(r"Li(\d+)E", re.search(r"TileShapeI((?:Li\d+E)+)E", self.name)[1])]
+
+    @property
+    def threads(self) -> int:
+        m, n, warp_m, warp_n = self.tile[:4]
+        return 32 * (m // warp_m) * (n // warp_n)
+
+    @property
+    def shared_bytes(self) -> int:
+        large = "MemoryE1" in self.name
+        return (self.tile[0] + self.tile[1]) * (128 if large else 64) * self.tile[5 if large else 4] + self.static_bytes + 1024
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that a launch counts on (kCtasPerMultiprocessor)."""
+        return 2 if self.threads <= 128 else 1
+
+    @property
+    def is_tf32(self) -> bool:
+        return "GemmTraitsIf" in self.name
+
+    def faults(self, architecture: str) -> Iterator[str]:
+        """What is wrong with it on such a GPU."""
+        # Registers are handed out to warps in steps of 8 a thread.
+        fit = _REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
+        if fit < self.ctas:
+            yield f"{self.registers} registers a thread leave room for {fit} CTAs, not {self.ctas}"
+        if self.shared_bytes * self.ctas > _SHARED_KIB[architecture] << 10:
+            yield f"{self.ctas} CTAs of {self.shared_bytes} bytes of shared memory do not fit into {_SHARED_KIB[architecture]} KiB"
+        if self.spilled > (_TF32_SPILL if self.is_tf32 else 0):
+            yield f"{self.spilled} bytes are spilled"
+
+
+def parse(printed: str) -> list[Kernel]:
+    """The kernels that nvcc --resource-usage has printed, without stubs."""
+    found = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
+                       printed, re.DOTALL)
+    kernels = [Kernel(name, int(registers), int(spilled), int(static or 0)) for name, spilled, registers, static in found]
+    return [kernel for kernel in kernels if kernel.registers > _STUB_REGISTERS]
+
+
+def includes_architecture_code(source: Path) -> bool:
+    """Whether the file, or one of csrc/ that it includes, has code that only some architectures compile."""
+    text = source.read_text()
+    return "__CUDA_ARCH__" in text or any(includes_architecture_code(source.parent / name)
+                                          for name in re.findall(r'^#include "(.*)"', text, re.MULTILINE))
+
+
+def wrong_symbols(unit: Path) -> list[str]:
+    """Symbols that an object must not need, or why it has none."""
+    printed = subprocess.run(["nm", "-u", str(unit)], capture_output=True, text=True, check=True).stdout
+    symbols = [line.split()[-1] for line in printed.splitlines()]
+    forbidden = ("Py", "_Py", "_ZN2at", "_ZN3c10", "_ZN5torch", "_ZNK2at", "_ZNK3c10")
+    return [symbol for symbol in symbols if symbol.startswith(forbidden)] if symbols else ["it needs no symbol at all"]
+
+
+class Compiler:
+    """nvcc and the headers of the torch that is installed; a CPU build of torch has the same ones."""
+
+    def __init__(self) -> None:
+        found = build.Nvcc.find()
+        if found is None:
+            raise SystemExit("check_csrc.py: expected nvcc in CUDA_HOME, PATH or /usr/local/cuda, found none")
+        self.nvcc = found
+        self.torch = replace(build.Torch.imported(), cuda=f"{found.version[0]}.{found.version[1]}")
+
+    def faults_of_file(self, source: Path) -> list[str]:
+        """What is wrong with a file, compiled for the oldest architecture that it has code for, and for Hopper where that differs."""
+        known = [a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes]
+        oldest = "9.0" if source.parent.name == "hopper" else known[0]
+        chosen = [oldest, "9.0"] if includes_architecture_code(source) else [oldest]
+        # Optimising takes most of the time and finds no more errors. Not every nvcc 12 can go without.
+        quickly = ("--Ofast-compile=max",) if self.nvcc.version >= (13, 0) else ()
+        with tempfile.TemporaryDirectory() as scratch:
+            unit = Path(scratch) / "unit.o"
+            try:
+                build.compile_unit(self.nvcc, self.torch, chosen, source, unit, quickly)
+            except build.CompileError as error:
+                return [str(error)]
+            return wrong_symbols(unit)
+
+    def kernels_of(self, source: Path, architecture: str) -> list[Kernel]:
+        """The kernels in a file, compiled for that architecture."""
+        with tempfile.TemporaryDirectory() as scratch:
+            unit = Path(scratch) / "unit.o"
+            command = [str(self.nvcc.path), *build.compile_flags(self.nvcc, self.torch, [architecture]), "--resource-usage", "-x", "cu",
+                       "-c", str(source), "-o", str(unit)]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            wrong = [done.stderr] if done.returncode else wrong_symbols(unit)
+            if wrong:
+                raise SystemExit(f"check_csrc.py: {source}: " + "\n".join(wrong))
+            return parse(done.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help=", ".join(_SHARED_KIB))
+    architectures = parser.parse_args().architectures or list(_SHARED_KIB)
+    unknown = set(architectures) - set(_SHARED_KIB)
+    if unknown:
+        parser.error(f"expected architectures among {', '.join(_SHARED_KIB)}, got {', '.join(sorted(unknown))}")
+    compiler, wrong = Compiler(), 0
+    sources = build.sources(build.source_folder())
+    of_tensor_core = [source for source in sources if source.parent.name == "tensor_core"]
+    others = [source for source in sources if source not in of_tensor_core]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = {arch: [pool.submit(compiler.kernels_of, source, arch) for source in of_tensor_core] for arch in architectures}
+        of_files = pool.map(compiler.faults_of_file, others)
+        for architecture, of_architecture in jobs.items():
+            kernels = [kernel for job in of_architecture for kernel in job.result()]
+            faults = [f"  {kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults(architecture)]
+            wrong += len(faults) + (not kernels)
+            most = max((kernel.registers for kernel in kernels), default=0)
+            spilled = max((kernel.spilled for kernel in kernels), default=0)
+            print(f"tensor_core for {architecture}: {len(kernels)} kernels, at most {most} registers, at most {spilled} bytes spilled "
+                  f"(TF32), {len(faults)} faults", *faults, sep="\n", flush=True)
+        for source, faults in zip(others, of_files):
+            wrong += len(faults)
+            print(f"{source.relative_to(build.source_folder())}: {'; '.join(faults) or 'compiles'}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
