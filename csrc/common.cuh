@@ -40,7 +40,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
   return value;
 }
-// f(device), a number that is not 0. It is asked for once per device.
+// f(device), which is asked for once per device; 0 is not kept.
 template <typename F> int once_per_device(int device, const F& f) {
   constexpr int kDevices = 64;  // those beyond are asked every time
   static std::atomic<int> known[kDevices];

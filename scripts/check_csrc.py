@@ -39,7 +39,7 @@ class Kernel:
     """What ptxas says of one instance, and what its name says of its tile (TileShape and Memory in csrc/tensor_core/traits.cuh)."""
     name: str
     registers: int
-    spilled: int
+    spilled: int       # bytes of local memory a thread: spills, and arrays whose index is not known when it is compiled
     static_bytes: int
 
     @property
@@ -80,9 +80,10 @@ class Kernel:
 
 def parse(printed: str) -> list[Kernel]:
     """The kernels that nvcc --resource-usage has printed, without stubs."""
-    found = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?",
-                       printed, re.DOTALL)
-    kernels = [Kernel(name, int(registers), int(spilled), int(static or 0)) for name, spilled, registers, static in found]
+    found = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
+                       r".*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?", printed, re.DOTALL)
+    kernels = [Kernel(name, int(registers), max(int(stack), int(spilled)), int(static or 0))
+               for name, stack, spilled, registers, static in found]
     return [kernel for kernel in kernels if kernel.registers > _STUB_REGISTERS]
 
 
@@ -136,7 +137,10 @@ class Compiler:
             wrong = [done.stderr] if done.returncode else wrong_symbols(unit)
             if wrong:
                 raise SystemExit(f"check_csrc.py: {source}: " + "\n".join(wrong))
-            return parse(done.stderr)
+            kernels = parse(done.stderr)
+            if not kernels:
+                raise SystemExit(f"check_csrc.py: {source}: expected kernels for {architecture}, got none but stubs")
+            return kernels
 
 
 def main() -> int:
@@ -156,9 +160,9 @@ def main() -> int:
         for architecture, of_architecture in jobs.items():
             kernels = [kernel for job in of_architecture for kernel in job.result()]
             faults = [f"  {kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults(architecture)]
-            wrong += len(faults) + (not kernels)
-            most = max((kernel.registers for kernel in kernels), default=0)
-            spilled = max((kernel.spilled for kernel in kernels), default=0)
+            wrong += len(faults)
+            most = max(kernel.registers for kernel in kernels)
+            spilled = max(kernel.spilled for kernel in kernels)
             print(f"tensor_core for {architecture}: {len(kernels)} kernels, at most {most} registers, at most {spilled} bytes spilled "
                   f"(TF32), {len(faults)} faults", *faults, sep="\n", flush=True)
         for source, faults in zip(others, of_files):

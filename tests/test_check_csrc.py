@@ -31,16 +31,21 @@ def name_of(element="13__nv_bfloat16", tile=(128, 256, 64, 64, 4, 3), memory=0):
 def printed(*kernels):
     return "ptxas info    : 0 bytes gmem\n" + "".join(
         f"ptxas info    : Compiling entry function '{name}' for 'sm_86'\nptxas info    : Function properties for {name}\n"
-        f"    0 bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\n"
+        f"    {stack} bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\n"
         f"ptxas info    : Used {registers} registers, used 1 barriers{smem}\nptxas info    : Compile time = 1.000 ms\n"
-        for name, spilled, registers, smem in kernels)
+        for name, stack, spilled, registers, smem in kernels)
 
 
 def test_stubs_are_left_out_and_do_not_hide_the_kernel_behind_them(check):
     large, small = name_of(memory=1), name_of()
-    kernels = check.parse(printed((large, 0, 4, ""), (small, 0, 240, ", 560 bytes smem")))
+    kernels = check.parse(printed((large, 0, 0, 4, ""), (small, 0, 0, 240, ", 560 bytes smem")))
     assert kernels == [check.Kernel(small, 240, 0, 560)]
     assert (kernels[0].threads, kernels[0].ctas, kernels[0].shared_bytes) == (256, 1, (4 * 24 << 10) + 560 + 1024)
+
+
+def test_sums_in_local_memory_are_spilled_though_nothing_is_stored_as_a_spill(check):
+    (kernel,) = check.parse(printed((name_of(), 512, 0, 200, "")))
+    assert list(kernel.faults("8.0")) == ["512 bytes are spilled"]
 
 
 @pytest.mark.parametrize("kernel, architecture, words", [

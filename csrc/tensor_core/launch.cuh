@@ -34,7 +34,7 @@ inline void check_output(const char* name, const Tensor& out, ScalarType dtype) 
 inline void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
 // The instances for a device: those for its shared memory, or for less where the code that it runs has no others (as code for 8.6 on a
-// later device). None where there is no code for it.
+// later device). None where there is no code for it: PTX for 8.7 and for 9.0 to 11 has no instances for 100 KiB.
 std::optional<Memory> memory_of(int device);
 
 // As many CTAs as are at work at the same time.

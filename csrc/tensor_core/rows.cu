@@ -16,21 +16,22 @@ void launch_rows(const tensor_core::Arguments& args, const tensor_core::Tiling& 
 }  // namespace
 
 std::optional<tensor_core::Memory> tensor_core::memory_of(int device) {
-  enum Answer { kUnknown, kNone, kOfSmall, kOfLarge };
+  enum Answer { kUnknown, kNone, kOfSmall, kOfLarge };  // kUnknown is asked for again
   const int answer = once_per_device(device, [](int of) -> int {
     const torch::stable::accelerator::DeviceGuard guard(of);
     const auto kernel = grouped_gemm_kernel<GemmTraits<__half, __half, LowTile, Memory::kSmall, true, true, false, EpilogueKind::kStore>>;
     cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) {
       (void)cudaGetLastError();  // that there is no code for this device is the answer, not an error to be found later
-      return kNone;
+      return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ? kNone : kUnknown;
     }
     const int arch = attributes.ptxVersion;
     const bool large = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, of) >= shared_memory_bytes(Memory::kLarge);
     if (large && has_instances(arch, Memory::kLarge)) return kOfLarge;
     return has_instances(arch, Memory::kSmall) ? kOfSmall : kNone;
   });
-  if (answer == kNone) return std::nullopt;
+  if (answer == kNone || answer == kUnknown) return std::nullopt;
   return answer == kOfLarge ? Memory::kLarge : Memory::kSmall;
 }
 

@@ -48,7 +48,8 @@ def _unavailable(engine: str, device: torch.device) -> str | None:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    return capability(device) if device.type == "cuda" else None
+    # A graph may be compiled for CUDA where there is no GPU.
+    return capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 # torch.compile calls these functions instead of tracing them, because the answer may need the extension to be built and loaded. The

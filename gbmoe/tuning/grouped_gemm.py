@@ -102,7 +102,6 @@ class _EngineRule:
     k_grouped: bool | None = None    # True or False: only for products whose groups do, or do not, divide the inner dimension
 
 
-# Where no Hopper kernels run, tensor_core is next, because it does not wait for the host; for its speed see the tiles below.
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # The first row that takes a product counts. Measured by `python -m gbmoe bench --suite gemm` (results/h200/gemm.json; cuBLAS 13.1,
 # torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where one group's GEMM takes longer than that.
@@ -111,36 +110,55 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # is up to 6 % faster, and is taken where the sizes are on the host anyway. It is also faster (734 to 760 against 639 to 684 TFLOP/s) for
 # weight gradients of so few groups that their tiles do not fill the multiprocessors evenly, if groups are uneven, and in some runs if
 # they are equal; but that depends on the data, which are not known here.
+#
+# Where Hopper's kernels do not serve, tensor_core is next. That is a decision, not a measurement: it does not wait for the host, so that
+# a step can be one CUDA graph, and it was run on Hopper alone. In float32, where it needs TF32, no speed of it is known; the loop is
+# taken where it does not have to wait.
 _ENGINE_ORDER = (
     _EngineRule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, k_grouped=False),
     _EngineRule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
     _EngineRule((torch.bfloat16,), 1.2e10, ("hopper", "tensor_core", "cublas_loop", "torch")),
     _EngineRule((torch.bfloat16,), 0, ("hopper", "tensor_core", "torch", "cublas_grouped")),
+    _EngineRule((torch.float32,), 2.5e9, ("cublas_loop", "tensor_core"), sizes_on_host=True),
     _EngineRule(_HALF_OR_SINGLE, 2.5e9, ("hopper", "tensor_core", "cublas_loop")),
     _EngineRule(_HALF_OR_SINGLE, 0, ("hopper", "tensor_core", "cublas_grouped")),
     _EngineRule((torch.float64,), 0, ("cublas_loop",)),
 )
-# On data-centre Blackwell (compute capability 10) torch's bfloat16 kernel, which leaves the sizes on the device too, uses tcgen05.mma.
-# That is twice as fast as Hopper's wgmma ("Blackwell SM100 GEMMs", NVIDIA CUTLASS documentation), and mma.sync reaches no more than
-# 0.66 of wgmma's peak on an H200 (650 of 989 TFLOP/s). Not measured on such a GPU.
-_TCGEN05_CAPABILITY = 10
+# torch's bfloat16 kernels leave the sizes on the device too. On Hopper they use wgmma, and are 1.0 to 1.8 times as fast as tensor_core on
+# an H200. On data-centre Blackwell (compute capability 10) they use tcgen05.mma, which is twice as fast as wgmma ("Blackwell SM100
+# GEMMs", NVIDIA CUTLASS documentation), and mma.sync reaches no more than 0.66 of wgmma's peak on an H200 (650 of 989 TFLOP/s); not
+# measured there. So does cuBLAS' loop, in every dtype, and is taken where it does not have to wait.
+_TORCH_BEFORE_TENSOR_CORE = (9, 10)
+_TCGEN05 = 10
 
 
 def engine_order(problem: Problem, capability: tuple[int, int] | None) -> tuple[str, ...]:
     """The engines in the order in which "auto" tries them; where none can, the caller takes `reference`.
 
-    `capability` is the compute capability of a CUDA device, None for any other device.
+    `capability` is the compute capability of a CUDA device; None where it is not known, and for any other device.
     """
-    if problem.device.type != "cuda" or capability is None:
+    if problem.device.type != "cuda":
         return ()
+    generation = capability[0] if capability is not None else None
     flops_a_group = 2 * problem.rows * problem.inner * problem.columns / max(1, problem.groups)
     order = next(rule.order for rule in _ENGINE_ORDER if problem.dtype in rule.dtypes
                  and (problem.sizes_on_host or not rule.sizes_on_host)
                  and rule.k_grouped in (None, problem.k_grouped)
                  and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
-    if capability[0] == _TCGEN05_CAPABILITY and problem.dtype == torch.bfloat16 and "tensor_core" in order:
-        return ("torch", *(name for name in order if name != "torch"))
+    if generation in _TORCH_BEFORE_TENSOR_CORE and problem.dtype == torch.bfloat16:
+        order = _moved_ahead("torch", order)
+    if generation == _TCGEN05 and problem.sizes_on_host and known(flops_a_group >= 2.5e9):
+        order = _moved_ahead("cublas_loop", order)
     return order
+
+
+def _moved_ahead(name: str, order: tuple[str, ...]) -> tuple[str, ...]:
+    """The order with that engine directly before tensor_core, if it has both."""
+    if name not in order or "tensor_core" not in order:
+        return order
+    others = [other for other in order if other != name]
+    place = others.index("tensor_core")
+    return (*others[:place], name, *others[place:])
 
 
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
@@ -301,9 +319,9 @@ class TensorCoreConfig:
 
 
 TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW = TensorCoreConfig(128, 256), TensorCoreConfig(128, 128), TensorCoreConfig(64, 128)
-# With fewer wide tiles than this there are multiprocessors without one.
+# With fewer wide tiles than this an H200, which has 132 multiprocessors, has some without one.
 _FEWEST_WIDE_TILES = 128
-# A column in a wide tile takes that much less time than one in a square tile.
+# A column in a square tile takes this many times as long as one in a wide tile.
 _WIDE_IS_FASTER = 1.1
 
 

@@ -101,6 +101,7 @@ def pretend_gpu(monkeypatch, capability):
     """Make the engines answer as on such a GPU, where the extension is loaded and has code for it."""
     own_kernels.capability.cache_clear()
     engines.forget()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(tensor_core, "why_no_extension", lambda: None)
     monkeypatch.setattr(hopper, "why_no_extension", lambda: None)

@@ -275,6 +275,7 @@ def test_one_graph_serves_every_number_of_rows(device, activation):
             torch.testing.assert_close(got, eager)
             of_first = of_first or compiles.frame_count
         assert compiles.frame_count == of_first
+    assert compiles.frame_count <= (1 if device.type == "cpu" else 3)  # counts on the host and on the device are different graphs
 
 
 def test_compiled_counts_are_checked():

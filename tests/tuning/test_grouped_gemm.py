@@ -129,17 +129,27 @@ def problem_of(dtype, rows=131072, **fields):
     return Problem(torch.device("cuda", 0), dtype, rows, 128, 2048, 768, False, **fields)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [128, 131072, 1 << 22])
 def test_engine_order_where_hopper_does_not_serve_begins_with_tensor_core(capability, dtype, rows):
     assert tuning.engine_order(problem_of(dtype, rows), capability)[:2] == ("hopper", "tensor_core")
 
 
-def test_engine_order_on_data_centre_blackwell_begins_with_torch_in_bfloat16():
-    for capability in ((10, 0), (10, 3)):
-        assert tuning.engine_order(problem_of(torch.bfloat16), capability)[:3] == ("torch", "hopper", "tensor_core")
-        assert tuning.engine_order(problem_of(torch.float16), capability)[:2] == ("hopper", "tensor_core")
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
+@pytest.mark.parametrize("rows", [128, 131072])
+def test_engine_order_has_torch_before_tensor_core_where_its_kernels_are_for_newer_tensor_cores(capability, rows):
+    assert tuning.engine_order(problem_of(torch.bfloat16, rows), capability)[:3] == ("hopper", "torch", "tensor_core")
+    assert tuning.engine_order(problem_of(torch.float16, rows), capability)[:2] == ("hopper", "tensor_core")
+
+
+def test_engine_order_on_data_centre_blackwell_takes_the_loop_where_it_does_not_wait():
+    for rows, order in ((131072, ("hopper", "cublas_loop", "tensor_core")), (128, ("hopper", "tensor_core", "cublas_grouped"))):
+        assert tuning.engine_order(problem_of(torch.float16, rows, sizes_on_host=True), (10, 0)) == order
+
+
+def test_engine_order_in_float32_begins_with_the_loop_where_it_does_not_wait():
+    assert tuning.engine_order(problem_of(torch.float32, sizes_on_host=True), (9, 0)) == ("cublas_loop", "tensor_core")
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0), (10, 0)])
