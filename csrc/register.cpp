@@ -58,6 +58,15 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
         " Tensor(e!)? grad_weights) -> ()");
   m.def("tensor_core_built(int device) -> bool");
+  m.def("hopper_scaled_rows(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor? a2, Tensor? scales_a2, Tensor? b2,"
+        " Tensor? scales_b2, Tensor sizes, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) out) -> ()");
+  m.def("hopper_scaled_up(Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, Tensor? v1, Tensor? scales_v1, Tensor sizes,"
+        " int activation, int cluster_n, int panel, bool even_panels, Tensor(a!)? workspace, bool power_of_two, bool bfloat16,"
+        " Tensor(b!) a, Tensor(c!) scales_a, Tensor(d!)? h, Tensor(e!)? g) -> ()");
+  m.def("quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor(a!) out, Tensor(b!) scales)"
+        " -> ()");
+  m.def("quantize_rows(Tensor x, bool power_of_two, Tensor(a!) out, Tensor(b!) scales) -> ()");
+  m.def("quantize_weights(Tensor weights, bool power_of_two, bool transpose, Tensor(a!) out, Tensor(b!) scales) -> ()");
   m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
         " Tensor(a!) out) -> ()");
   m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
@@ -103,6 +112,11 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
   m.impl("hopper_up_glu", TORCH_BOX(&gbmoe::hopper_up_glu));
   m.impl("hopper_down_backward", TORCH_BOX(&gbmoe::hopper_down_backward));
+  m.impl("hopper_scaled_rows", TORCH_BOX(&gbmoe::hopper_scaled_rows));
+  m.impl("hopper_scaled_up", TORCH_BOX(&gbmoe::hopper_scaled_up));
+  m.impl("quantize_gathered", TORCH_BOX(&gbmoe::quantize_gathered));
+  m.impl("quantize_rows", TORCH_BOX(&gbmoe::quantize_rows));
+  m.impl("quantize_weights", TORCH_BOX(&gbmoe::quantize_weights));
   m.impl("tensor_core_rows", TORCH_BOX(&gbmoe::tensor_core_rows));
   m.impl("tensor_core_weights", TORCH_BOX(&gbmoe::tensor_core_weights));
   m.impl("tensor_core_up", TORCH_BOX(&gbmoe::tensor_core_up));

@@ -5,6 +5,7 @@ Importing it starts no CUDA context, builds nothing, and changes nothing in othe
 
 from gbmoe import ops
 from gbmoe._version import __version__
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers import (
     Arguments,
     batched_load_balancing_loss,
@@ -18,7 +19,7 @@ from gbmoe.ops import expert_mlp, gmm, grouped_mlp, padded_gather, padded_scatte
 from gbmoe.plan import RoutingPlan
 
 __all__ = [
-    "Arguments", "RoutingPlan", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
+    "Arguments", "Float8BlockScaling", "RoutingPlan", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
     "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm",
     "grouped_mlp", "ops", "padded_gather", "padded_scatter",
 ]

@@ -58,6 +58,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:<index>")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
         help="dtype of the products; parameters stay float32")
+    add("--fp8", action="store_true", help="compute the experts' products of rows in float8 (gbmoe.Float8BlockScaling); --impl gbmoe only")
     add("--expert-parallel", action="store_true",
         help="spread every layer's experts over the ranks; with more ranks than experts, several ranks share an expert")
     add("--out", default="runs/train_lm", help="folder of the checkpoint, the log and the plot")

@@ -64,6 +64,13 @@ struct Arguments {
   const void *h, *g;       // [P,N]; g null without a gate
   Scalars weights;         // [T,top_k], of at most four bytes each
   float* dots;             // [64 columns each, P]: partial sums of the weights' gradients
+  // Scaled operands: number [r][k_block] of a pair's a, and [group][n / 128][k_block] of its b. The second of b's is v1's under
+  // EpilogueKind::kGlu.
+  const float *scales_a[2], *scales_b[2];
+  int scale_rows_b;        // ceil(N / 128)
+  // EpilogueKind::kActivation and kGlu of scaled operands: a is stored in e4m3, with a scale for each row and 128 columns.
+  float* scales_out;       // [P, ceil(N / 128)]
+  bool power_of_two;       // whether these scales are powers of two
 };
 
 }  // namespace gbmoe::hopper

@@ -12,7 +12,7 @@ namespace gbmoe::hopper {
 
 template <typename Traits> struct Epilogue {
   using Shared = SharedMemory<Traits>;
-  using Element = typename Traits::Element;
+  using Element = typename Traits::Output;
   using Accumulators = typename Traits::Accumulators;
   static constexpr EpilogueKind kKind = Traits::kEpilogue;
   static constexpr bool kGlu = Traits::kGlu, kGroupedK = Traits::kGroupedK;
@@ -63,8 +63,11 @@ template <typename Traits> struct Epilogue {
     if constexpr (kKind == EpilogueKind::kStore) {
       store_chunk(0, 0);
     } else if constexpr (kKind == EpilogueKind::kActivation || kGlu) {
-      if (number < 4) activate_quarter(number);
-      else if (args.save) store_chunk(number - 3, (number - 4) * 32);
+      if (number < 4) {
+        if constexpr (!Traits::kScaled) activate_quarter(number);  // else see epilogue_scaled.cuh
+      } else if (args.save) {
+        store_chunk(number - 3, (number - 4) * 32);
+      }
     }
   }
 
@@ -102,7 +105,6 @@ template <typename Traits> struct Epilogue {
     }
   }
 
- private:
   // The warp's buffers in turn; each waits until its last contents have left.
   __device__ __forceinline__ uint32_t take_buffer() {
     if (lane == 0) tma_store_wait_read<kBuffers - 1>();
@@ -112,6 +114,7 @@ template <typename Traits> struct Epilogue {
     return buffer;
   }
 
+ private:
   // A full buffer to the chunk's columns of an output: by TMA, or row by row where rows behind the valid ones belong to the next
   // group.
   __device__ __forceinline__ void store_buffer(int output, uint32_t buffer) {

@@ -4,7 +4,8 @@
 // (producer.cuh): it loads k-blocks, 64-wide slices of both operands, by TMA, kStages of them ahead. Two warpgroups are the
 // consumers (mainloop.cuh): each multiplies its own 64 rows by all columns on the tensor cores, and stores them (epilogue.cuh),
 // or hands them to warps that compute the gradient of the activation (epilogue_backward.cuh). In ping-pong
-// (mainloop_ping_pong.cuh) tiles have 128 x 128 results, and the consumers make whole ones in turns.
+// (mainloop_ping_pong.cuh) tiles have 128 x 128 results, and the consumers make whole ones in turns. Operands in e4m3 come with a scale
+// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh).
 //
 // Groups may begin at any row: a k-block that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (gradients of weights), the lines of
@@ -29,6 +30,7 @@
 #include "epilogue_backward.cuh"
 #include "mainloop.cuh"
 #include "mainloop_ping_pong.cuh"
+#include "mainloop_scaled.cuh"
 #include "producer.cuh"
 
 namespace gbmoe::hopper {
@@ -56,6 +58,7 @@ template <typename Traits> struct GroupedGemm {
     } else {
       setmaxnreg_inc<Traits::kConsumerRegisters>();
       if constexpr (Traits::kPingPong) PingPongMainLoop<Traits>::run(maps, args, shared);
+      else if constexpr (Traits::kScaled) ScaledMainLoop<Traits>::run(maps, args, shared);
       else MainLoop<Traits>::run(maps, args, shared);
     }
   }

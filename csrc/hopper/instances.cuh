@@ -48,6 +48,15 @@ template <typename T, bool kGate_, int kTileN_, int kClusterN_> struct DownBackw
   static constexpr int kStages = kTileN == kNarrowTileN ? 4 : 3, kEpilogueBuffers = kTileN == kNarrowTileN ? 4 : 5;
 };
 
+// m-grouped, scaled e4m3: out = a @ b[e], in T; or the first GEMM of an expert with its activation.
+template <typename T, EpilogueKind kKind, typename Family, int kClusterN_> struct ScaledSettings : GemmSettings {
+  using Element = Float8;
+  using Output = T;
+  using ActivationFamily = Family;
+  static constexpr EpilogueKind kEpilogue = kKind;
+  static constexpr int kClusterN = kClusterN_;
+};
+
 // k-grouped: out[e] = a[rows of e].T @ b[rows of e], or += in fp32.
 template <typename T, EpilogueKind kKind, int kClusterM_, int kClusterN_> struct WeightsSettings : GemmSettings {
   using Element = T;

@@ -14,6 +14,7 @@ template <typename Traits> struct Producer {
   static constexpr bool kGroupedK = Traits::kGroupedK, kGatherA = Traits::kGatherA, kTransposedOut = Traits::kTransposedOut;
   static constexpr int kClusterM = Traits::kClusterM, kClusterN = Traits::kClusterN, kClusterSize = Traits::kClusterSize;
   static constexpr uint32_t kStageBytesB = Traits::kStageBytesB;
+  static constexpr int kBlockK = Traits::kBlockK;
 
   // k-blocks are loaded whole: at a group's end they reach into the next group, which is harmless. (A TMA load of half a k-block
   // under a condition was compiled by ptxas 13.0 to a load from a row number that was never set.)

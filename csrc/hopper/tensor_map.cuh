@@ -20,12 +20,20 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   return function;
 }
 
+inline CUtensorMapDataType map_type(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case ScalarType::BFloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case ScalarType::Half: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default: return CU_TENSOR_MAP_DATA_TYPE_UINT8;  // e4m3, whose bits TMA only moves
+  }
+}
+
 // The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes
 // under the 128-byte swizzle, or of 32 bytes without one.
 inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes) {
   const int64_t rank = tensor.dim();
-  const bool is_float = tensor.scalar_type() == ScalarType::Float;
-  const cuuint64_t bytes = is_float ? 4 : 2;
+  const cuuint64_t bytes = tensor.element_size();
   const cuuint64_t shape[3] = {static_cast<cuuint64_t>(tensor.size(rank - 1)), static_cast<cuuint64_t>(tensor.size(rank - 2)),
                                static_cast<cuuint64_t>(rank == 3 ? tensor.size(0) : 1)};
   const cuuint64_t strides[2] = {shape[0] * bytes, shape[0] * shape[1] * bytes};
@@ -33,8 +41,7 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_
   CUtensorMap map;
   const CUresult result = encode_function()(
       &map,
-      is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-               : tensor.scalar_type() == ScalarType::BFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      map_type(tensor.scalar_type()),
       3,  // rank
       tensor.data_ptr(),
       shape,

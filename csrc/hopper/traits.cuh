@@ -4,13 +4,16 @@
 
 #include <cstdint>
 
+#include <cuda_fp8.h>
+
 #include "../activation_formulas.cuh"
 #include "../common.cuh"
 
 namespace gbmoe::hopper {
 
-// A CTA makes tiles of kTileM rows, 64 for each consumer warpgroup. K is walked in k-blocks of kBlockK.
-constexpr int kTileM = 128, kBlockK = 64;
+// A CTA makes tiles of kTileM rows, 64 for each consumer warpgroup. K is walked in k-blocks, whose lines in shared memory have
+// kLineBytes: kBlockK elements of 16 bits, or kFloat8BlockK of e4m3, which are also what has a scale of its own.
+constexpr int kTileM = 128, kBlockK = 64, kFloat8BlockK = 128;
 constexpr int kWideTileN = 256, kNarrowTileN = 192, kSquareTileN = 128;
 constexpr int kConsumerWarpgroups = 2, kConsumerWarps = kConsumerWarpgroups * 4;
 constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
@@ -32,6 +35,8 @@ enum class EpilogueKind {
   kActivationBackward,  // product = gradient of a, handed to warps that go on with it (epilogue_backward.cuh)
 };
 
+using Float8 = __nv_fp8_e4m3;
+
 // What an instance may set, and its defaults. An instance derives from this, names its Element type and what differs
 // (instances.cuh).
 struct GemmSettings {
@@ -46,6 +51,7 @@ struct GemmSettings {
   static constexpr int kStages = 4;            // k-blocks that are loaded ahead
   static constexpr int kEpilogueBuffers = 2;   // of a consumer warp
   static constexpr int kClusterM = 1, kClusterN = 1;  // CTAs of a cluster along M share b, those along N share a
+  using Output = void;                         // of what is stored, where that is not Element
 };
 
 // The settings with what follows from them. Every part of the kernel is a template over this.
@@ -54,14 +60,18 @@ template <typename Settings> struct GemmTraits : Settings {
   using Settings::kGroupedK, Settings::kTransposedB, Settings::kGatherA, Settings::kEpilogue, Settings::kPingPong, Settings::kTileN,
       Settings::kStages, Settings::kEpilogueBuffers, Settings::kClusterM, Settings::kClusterN;
 
+  using Output = std::conditional_t<std::is_void_v<typename Settings::Output>, Element, typename Settings::Output>;
   static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
+  static constexpr bool kScaled = std::is_same_v<Element, Float8>;  // e4m3 operands, with scales (mainloop_scaled.cuh)
+  static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
   static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
   static constexpr int kOutputTileN = kGlu ? kTileN / 2 : kTileN;    // a tile's columns of one output tensor
   static constexpr uint32_t kStageBytesB = kTileN / 64 * kSubtileBytes, kStageBytes = kStageBytesA + kStageBytesB;
   // Whether sums may be split; without it each is made at once.
-  static constexpr bool kSplitK = (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong;
+  static constexpr bool kSplitK =
+      (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
 
   // The third warpgroup: producer warps first, behind them those of the activation's backward, and one that schedules.
   static constexpr int kProducerWarps = kGatherA ? 4 : 1;
@@ -81,6 +91,9 @@ template <typename Settings> struct GemmTraits : Settings {
   static_assert(
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
+  static_assert(
+      !kScaled || (!kGroupedK && !kGatherA && !kTransposedB && !kPingPong && !kActivationBackward && kTileN == kWideTileN),
+      "scaled operands are for m-grouped GEMMs in the widest tile, with both operands contiguous along K");
   static_assert(
       !kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
       "ping-pong is for plain m-grouped GEMMs in square tiles");

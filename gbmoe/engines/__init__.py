@@ -15,16 +15,23 @@ import torch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
+from gbmoe.engines.float8 import Float8, Float8Hopper, Float8Reference
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
 from gbmoe.engines.own_kernels import capability
 from gbmoe.engines.plain_torch import Reference
 from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.engines.torch_grouped import TorchGrouped
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.problem import Problem, allows_tf32, known
 from gbmoe.tuning import grouped_gemm as tuning
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (
     Hopper(), HopperBatchInvariant(), TensorCore(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+
+# The engines that recipes of gbmoe.float8 name: on CUDA, and on every other device.
+FLOAT8_ENGINES: dict[str, tuple[Float8, Float8]] = {
+    name: (Float8Hopper(name, power_2_scale), Float8Reference(name, power_2_scale))
+    for name, power_2_scale in (("float8_block", False), ("float8_block_power_2", True))}
 
 
 def names() -> list[str]:
@@ -43,8 +50,14 @@ def batch_invariant(engine: str) -> str:
     return pinned
 
 
+def _named(engine: str, device: torch.device) -> Engine:
+    if engine in FLOAT8_ENGINES:
+        return FLOAT8_ENGINES[engine][0 if device.type == "cuda" else 1]
+    return ENGINES[engine]
+
+
 def _unavailable(engine: str, device: torch.device) -> str | None:
-    return ENGINES[engine].unavailable(device)
+    return _named(engine, device).unavailable(device)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
@@ -93,11 +106,12 @@ def select(engine: str, problem: Problem) -> Engine:
 @remembered
 def _select(engine: str, *of_problem) -> Engine:
     problem = Problem(*of_problem)
-    require(engine in ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}", repr(engine))
+    require(engine in ENGINES or engine in FLOAT8_ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}",
+            repr(engine))
     if engine != "auto":
-        chosen = ENGINES[engine]
-        if engine == HopperBatchInvariant.name and known(problem.rows == 0):
-            return ENGINES["reference"]  # a batch of nothing is a batch, too, and has no bits that could differ
+        chosen = _named(engine, problem.device)
+        if (engine == HopperBatchInvariant.name or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
+            return ENGINES["reference"]  # a batch of nothing is a batch, too, and has no numbers that could differ
         reason = _unavailable(engine, problem.device) or chosen.refuses(problem)
         if reason is not None:
             raise ValueError(f"gmm: engine {engine!r} cannot serve this product: {reason}")
@@ -107,6 +121,17 @@ def _select(engine: str, *of_problem) -> Engine:
         if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate
     return ENGINES["reference"]
+
+
+def float8(recipe: Float8BlockScaling, engine: str) -> str:
+    """The engine that computes a recipe in place of `engine`, which has to be "auto".
+
+    Raises:
+        TypeError, ValueError: for what is not a recipe, or another engine.
+    """
+    require(isinstance(recipe, Float8BlockScaling), "float8", "recipe", "a Float8BlockScaling", type(recipe).__name__, TypeError)
+    require(engine == "auto", "float8", "engine", "auto beside a recipe, which has engines of its own", repr(engine))
+    return recipe.engine
 
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,

@@ -56,7 +56,7 @@ class Hopper(OwnKernels):
         config = tuning.weight_gradient_gemm(a.size(0), *out.shape, gathered=False)
         split = config.split
         torch.ops.gbmoe_cuda.hopper_weights(
-            a, b, sizes, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config), split.min_k_blocks, split.cost,
+            a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
             split.most, split.even, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
@@ -128,11 +128,11 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save, ba
     sizes, index = device_sizes(sizes, x.device), plain_torch.ACTIVATION_INDEX[activation]
     config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None,
                             batch_invariant=batch_invariant)
-    tiling, workspace = (config.cluster_n, config.panel, config.even_panels), _workspace(x, sizes, config)
+    tiling, memory = (config.cluster_n, config.panel, config.even_panels), workspace(x, sizes, config)
     if v1_EFH is None:
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, workspace, a_PF, h_PF)
+        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, memory, a_PF, h_PF)
     else:
-        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, *tiling, workspace, a_PF, h_PF, g_PF)
+        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, *tiling, memory, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
 
@@ -151,7 +151,7 @@ def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
     config = tuning.weight_gradient_gemm(a_PF.size(0), *product_EFH.shape, gathered=True)
     split = config.split
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
-        a_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.panel, _workspace(a_PF, sizes, config), split.min_k_blocks,
+        a_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.panel, workspace(a_PF, sizes, config), split.min_k_blocks,
         split.cost, split.most, split.even, product_EFH)
     return product_EFH
 
@@ -176,11 +176,11 @@ def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) ->
     """Hopper.rows_gemm with a given configuration, and sizes on the device."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
-        a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, _workspace(a, sizes, config),
+        a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config),
         split.min_k_blocks, split.cost, split.most, out)
 
 
-def _workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfig) -> torch.Tensor | None:
+def workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfig) -> torch.Tensor | None:
     """Memory for the tile counter and the partial sums of split-K, or None where the GEMM uses neither."""
     if not config.tile_counter:
         return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import extension
+from gbmoe import extension, float8
+from gbmoe.float8 import ScaledRows, ScaledWeights
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
@@ -122,3 +123,40 @@ def activate_backward(
     torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
                                            a_PF, dg_PF, grad_weights_TK)
     return a_PF, dg_PF, grad_weights_TK
+
+
+def empty_scaled_rows(like: torch.Tensor, rows: int, columns: int) -> ScaledRows:
+    """Rows in e4m3 with their scales, not initialised, on the device of `like`."""
+    tiles = -(-columns // float8.TILE)
+    return ScaledRows(like.new_empty(rows, columns, dtype=float8.FLOAT8), like.new_empty(rows, tiles, dtype=torch.float32))
+
+
+def quantize_rows(x_PK: torch.Tensor, power_2_scale: bool) -> ScaledRows:
+    """Rows in e4m3, see gbmoe.float8.quantize_rows; the CUDA kernel, for multiples of 16 columns, where it is loaded."""
+    if not _kernels_serve(x_PK):
+        return float8.quantize_rows(x_PK, power_2_scale)
+    out = empty_scaled_rows(x_PK, *x_PK.shape)
+    torch.ops.gbmoe_cuda.quantize_rows(x_PK.contiguous(), power_2_scale, out.values_PK, out.scales_PC)
+    return out
+
+
+def quantize_gathered(x_TH: torch.Tensor, slots: SlotMap, power_2_scale: bool) -> ScaledRows:
+    """gather and quantize_rows, as one kernel where it is loaded; rows behind the last expert may then hold anything."""
+    if not _kernels_serve(x_TH):
+        return float8.quantize_rows(plain_torch.padded_gather(x_TH, slots)[0], power_2_scale)
+    out = empty_scaled_rows(x_TH, slots.num_rows, x_TH.size(1))
+    torch.ops.gbmoe_cuda.quantize_gathered(x_TH.contiguous(), slots.row_of_slot_TK, slots.slot_of_row_P, power_2_scale, out.values_PK,
+                                           out.scales_PC)
+    return out
+
+
+def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool, transpose: bool) -> ScaledWeights:
+    """A weight in e4m3, with `transpose` as [E,H,F], see gbmoe.float8.quantize_weights; the CUDA kernel, for multiples of 16, where it is
+    loaded."""
+    if not _kernels_serve(w_EFH):
+        return float8.quantize_weights(w_EFH, power_2_scale, transpose)
+    shape = w_EFH.transpose(1, 2).shape if transpose else w_EFH.shape
+    blocks = (shape[0], *(-(-size // float8.TILE) for size in shape[1:]))
+    out = ScaledWeights(w_EFH.new_empty(shape, dtype=float8.FLOAT8), w_EFH.new_empty(blocks, dtype=torch.float32))
+    torch.ops.gbmoe_cuda.quantize_weights(w_EFH.contiguous(), power_2_scale, transpose, out.values_ENK, out.scales)
+    return out

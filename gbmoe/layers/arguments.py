@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from gbmoe import engines
 from gbmoe._checks import require
+from gbmoe.float8 import Float8BlockScaling
 
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
 MLP_TYPES = ("mlp", "glu")
@@ -53,6 +54,9 @@ class Arguments:
     `batch_invariant` asks that the output for a token, the router's choice included, has the same bits whatever other tokens are in the
     batch, and however many. It is about forward alone. It needs the engine `hopper` and a router that is a plain linear layer, and
     excludes a shared expert and experts spread over ranks.
+
+    `fp8_recipe` has the experts' products of rows computed in float8, see gbmoe.Float8BlockScaling. It needs mlp_impl "gbmoe" and
+    the engine "auto", and excludes batch_invariant. Parameters, gradients and checkpoints are the same with it and without.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -115,6 +119,7 @@ class Arguments:
     # Not in MegaBlocks.
     engine: str = "auto"
     batch_invariant: bool = False
+    fp8_recipe: Float8BlockScaling | None = None
     expert_parallel_exact: bool = False
     expert_parallel_ranks_per_node: int | None = None
     expert_parallel_chunks: int | None = 1
@@ -133,6 +138,10 @@ class Arguments:
         require(self.engine in engines.names(), "Arguments", "engine", f"one of {', '.join(engines.names())}", repr(self.engine))
         if self.batch_invariant:
             self._check_batch_invariant()
+        if self.fp8_recipe is not None:
+            engines.float8(self.fp8_recipe, self.engine)
+            for name, expected in (("mlp_impl", "gbmoe"), ("batch_invariant", False)):
+                require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside fp8_recipe", repr(getattr(self, name)))
         for name, least in (("expert_parallel_ranks_per_node", 1), ("expert_parallel_chunks", 0)):
             value = getattr(self, name)
             require(value is None or (isinstance(value, int) and value >= least), "Arguments", name,
@@ -153,6 +162,11 @@ class Arguments:
         engines.batch_invariant(self.engine)
         for name, expected in (("mlp_impl", "gbmoe"), ("shared_expert", False), ("moe_expert_model_parallelism", False)):
             require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside batch_invariant", repr(getattr(self, name)))
+
+    @property
+    def experts_engine(self) -> str:
+        """The name of the engine of the experts' grouped GEMMs, which is the recipe's where there is one."""
+        return self.engine if self.fp8_recipe is None else self.fp8_recipe.engine
 
     @property
     def dtype(self) -> torch.dtype:

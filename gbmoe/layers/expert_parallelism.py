@@ -39,7 +39,7 @@ def prepare(args: Arguments) -> None:
     if not args.moe_expert_model_parallelism or not dist.is_initialized() or dist.get_world_size(args.expert_parallel_group) == 1:
         return
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
-    values["dtype"] = str(args.dtype)
+    values["dtype"], values["fp8_recipe"] = str(args.dtype), str(args.fp8_recipe)
     values.update({"device type": torch.device(args.device).type, "gbmoe's version": __version__})
     groups.require_same_on_all_ranks(values, args.expert_parallel_group)
     placement(args)
@@ -120,7 +120,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH()
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
-            str(activation_name(args.activation_fn)), experts.args.engine, spread, meanwhile)  # autocast may have lowered x's dtype
+            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile)  # autocast may have lowered x's dtype
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()

@@ -125,7 +125,7 @@ class ExpertWeights(torch.nn.Module):
         a = self.args
         experts, ffn = expert_sharding.experts_per_rank(a), expert_sharding.features_per_rank(a)
         return (f"{a.mlp_type}, experts={experts}, hidden={a.hidden_size}, ffn={ffn},"
-                f" engine={a.engine}")
+                f" engine={a.experts_engine}")
 
 
 def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
@@ -149,14 +149,14 @@ class GroupedExperts(ExpertWeights):
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
         return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
-                          batch_invariant=self.args.batch_invariant)
+                          batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:
             return None
         # weights_EFH is called inside the function, which no compiler traces: a scaled view loses its scale when it leaves a graph.
         return lambda x_TH, plan, weights_T1: rows_before_weights(x_TH, plan, weights_T1, *self.weights_EFH(),
-                                                                  self.args.activation_fn, self.args.engine)
+                                                                  self.args.activation_fn, self.args.experts_engine)
 
 
 class BmmExperts(ExpertWeights):

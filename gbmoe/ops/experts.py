@@ -23,6 +23,7 @@ from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
 from gbmoe.engines.base import GatheredRows
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
@@ -70,7 +71,7 @@ def _is_hooked(module: torch.nn.Module) -> bool:
 def expert_mlp(
     x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
-    recompute_activation: bool = True, batch_invariant: bool = False,
+    recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -93,6 +94,8 @@ def expert_mlp(
         batch_invariant: a token's output has the same bits whatever other tokens there are, however many, and however they are routed.
             The engine `hopper` does this; with another one ValueError says why not. With a callable without a kernel it holds if the
             callable does so, too. It is about forward; gradients of weights are sums over tokens.
+        fp8_recipe: compute products of rows in float8, see gbmoe.Float8BlockScaling; on the CPU and on compute capability 9.0, for
+            bfloat16 and float16, with H and F multiples of 16. Not together with batch_invariant or a named engine.
 
     Returns:
         [T,H], dtype of x.
@@ -108,6 +111,7 @@ def expert_mlp(
         torch.Size([6, 16])
     """
     _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
+    engine = engines.float8(fp8_recipe, engine) if fp8_recipe is not None else engine
     engine = engines.batch_invariant(engine) if batch_invariant else engine
     sizes = plan_sizes(plan, x_TH, w1_EFH, engine)
     name = activation_name(activation)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.plan import RoutingPlan
 
@@ -17,7 +18,8 @@ from gbmoe.plan import RoutingPlan
 def grouped_mlp(
     x_RH: torch.Tensor, counts_E: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_R: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
-    recompute_activation: bool = True, batch_invariant: bool = False, check: str = "auto",
+    recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
+    check: str = "auto",
 ) -> torch.Tensor:
     """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
 
@@ -35,7 +37,7 @@ def grouped_mlp(
             taken as they are; halves of one matrix [E,H,2F] are copied.
         weights_R: the router's weight of each row [R], any floating dtype; None counts every row once. Multiplied in float32
             (float64 for float64) with the row as it is stored, and rounded once.
-        activation, engine, recompute_activation, batch_invariant: see expert_mlp.
+        activation, engine, recompute_activation, batch_invariant, fp8_recipe: see expert_mlp.
         check: of the counts, see RoutingPlan.from_counts.
 
     Returns:
@@ -59,4 +61,4 @@ def grouped_mlp(
         weights_R = weights_R.unsqueeze(1)
     plan = RoutingPlan.from_counts(counts_E, x_RH.size(0), device=x_RH.device, check=check)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
-                      recompute_activation=recompute_activation, batch_invariant=batch_invariant)
+                      recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe)

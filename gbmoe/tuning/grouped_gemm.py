@@ -243,6 +243,22 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
                    tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
 
 
+# GEMMs of e4m3 operands with scales. Nothing is measured yet: these are the rules of 16-bit operands whose rows take as many bytes.
+
+
+@functools.lru_cache(maxsize=1024)
+def scaled_rows_gemm(rows: int, inner: int, columns: int) -> GemmConfig:
+    """The configuration of out[rows of e] = a[rows of e] @ b[e].T of scaled e4m3 operands."""
+    return GemmConfig(WIDE, cluster_n=2 if _pays_in_pairs(columns, WIDE) else 1, tile_counter=inner >= 4096)
+
+
+@functools.lru_cache(maxsize=1024)
+def scaled_up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
+    """The configuration of an expert's first GEMM of scaled e4m3 operands, with its activation."""
+    config = up_gemm(rows, inner // 2, ffn, glu)
+    return replace(config, tile_counter=inner >= 4096)
+
+
 @functools.lru_cache(maxsize=1024)
 def down_backward_gemm(ffn: int) -> GemmConfig:
     """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.

@@ -68,7 +68,7 @@ def test_the_same_launch_for_any_number_of_rows(monkeypatch, rows, groups):
     launched = []
     monkeypatch.setattr(hopper, "launch_rows", lambda config, *_: launched.append(config))
     monkeypatch.setattr(hopper, "aligned", lambda tensor: tensor)
-    monkeypatch.setattr(hopper, "_workspace", lambda *_: None)
+    monkeypatch.setattr(hopper, "workspace", lambda *_: None)
     monkeypatch.setattr(torch.ops.gbmoe_cuda, "hopper_up_glu",
                         lambda *arguments: launched.append(arguments[7:10]), raising=False)  # cluster, panel, even panels
     engine, sizes = engines.ENGINES[PINNED], torch.empty(groups, dtype=torch.int32, device="meta")

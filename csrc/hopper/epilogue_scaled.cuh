@@ -1,0 +1,74 @@
+// The activation's result in e4m3, behind the first GEMM of an expert with scaled operands: each row of 128 columns gets its scale
+// here, so that no other kernel has to read it. The numbers are those that quantize.cu makes of the result in 16 bits.
+
+#pragma once
+
+#include "../float8.cuh"
+#include "epilogue.cuh"
+
+namespace gbmoe::hopper {
+
+template <typename Traits> struct Float8Activation {
+  using Shared = SharedMemory<Traits>;
+  using T = typename Traits::Output;
+  static constexpr int kPairs = 32;  // of a thread: two columns each, in its two rows by turns, of 128 columns
+
+  // act(h), or act(h) * g, of 128 columns of the tile that the epilogue holds: those from column `first` of the tile on.
+  static __device__ __forceinline__ void store(Epilogue<Traits>& epilogue, int first) {
+    const Tile& tile = epilogue.tile;
+    const Arguments& args = epilogue.args;
+    uint32_t a[kPairs], largest[2] = {0, 0};
+    const typename Traits::ActivationFamily activation(args.activation);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 h = unpack<T>(epilogue.pair[first / 4 + i]);
+      float2 value = {activation.value(h.x), activation.value(h.y)};
+      if constexpr (Traits::kGlu) {
+        const float2 g = unpack<T>(epilogue.pair[kPairs + i]);
+        value.x *= g.x, value.y *= g.y;
+      }
+      a[i] = pack<T>(value.x, value.y);
+      largest[i % 2] = __vmaxu2(largest[i % 2], a[i] & 0x7fff7fffu);  // of magnitudes, which as integers are in the same order
+    }
+    const int lane = threadIdx.x % 32, valid = tile.rows - epilogue.row_in_tile, column = tile.n + first;
+    const uint32_t buffer = epilogue.take_buffer();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t of_quad = max(largest[i] & 0xffffu, largest[i] >> 16);
+      of_quad = max(of_quad, __shfl_xor_sync(kFullWarp, of_quad, 1));
+      of_quad = max(of_quad, __shfl_xor_sync(kFullWarp, of_quad, 2));
+      const TileScale scale = tile_scale(unpack<T>(of_quad).x, args.power_of_two);
+      const int line = lane / 4 + i * 8;
+      if (lane % 4 == 0 && line < valid) {
+        const int64_t row = tile.row + epilogue.row_in_tile + line;
+        args.scales_out[row * ceil_div(args.size_n, kScaledColumns) + column / kScaledColumns] = scale.decode;
+      }
+#pragma unroll
+      for (int j = 0; j < kPairs / 2; ++j) {
+        const float2 value = unpack<T>(a[2 * j + i]);
+        const uint32_t to = buffer + line * kLineBytes + ((j / 2 ^ (line & 7)) << 4) + j % 2 * 8 + lane % 4 * 2;
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(pack_float8(value.x * scale.encode, value.y * scale.encode)) : "memory");
+      }
+    }
+    __syncwarp();
+    const int vector = lane % 8;
+#pragma unroll
+    for (int line = lane / 8; line < 16; line += 4) {
+      const int4 value = load_shared_16(buffer + line * kLineBytes + ((vector ^ (line & 7)) << 4));
+      if (line >= valid || column + vector * 16 >= args.size_n) continue;
+      const int64_t row = tile.row + epilogue.row_in_tile + line;
+      *reinterpret_cast<int4*>(static_cast<char*>(args.out[0]) + row * args.size_n + column + vector * 16) = value;
+    }
+    if (lane == 0) tma_store_commit();  // an empty group, which take_buffer counts
+    __syncwarp();
+  }
+};
+
+template <typename Traits> __device__ __forceinline__ void store_activation_in_float8(Epilogue<Traits>& epilogue) {
+#pragma unroll
+  for (int first = 0; first < Traits::kOutputTileN; first += kScaledColumns) {
+    if (epilogue.tile.n + first < epilogue.args.size_n) Float8Activation<Traits>::store(epilogue, first);
+  }
+}
+
+}  // namespace gbmoe::hopper

@@ -1,0 +1,140 @@
+"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8.py); the same steps on every device.
+
+What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
+rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
+computed by another engine, from tensors in the layer's dtype.
+
+Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, K inner, N columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe import kernels
+from gbmoe._checks import dtype_name
+from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
+from gbmoe.engines.hopper import Hopper, workspace
+from gbmoe.engines.plain_torch import Reference
+from gbmoe.float8 import ScaledRows, ScaledWeights
+from gbmoe.kernels import plain_torch
+from gbmoe.kernels.alignment import aligned
+from gbmoe.tuning import grouped_gemm as tuning
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Float8(Engine):
+    """The steps of a layer's experts. A subclass defines `scaled_product`, and which engine computes what is not in float8."""
+
+    unscaled: Engine
+
+    def __init__(self, name: str, power_2_scale: bool):
+        self.name, self.power_2_scale = name, power_2_scale
+
+    def scaled_product(self, a: ScaledRows, b: ScaledWeights, sizes: torch.Tensor, dtype: torch.dtype, a2: ScaledRows | None = None,
+                       b2: ScaledWeights | None = None) -> torch.Tensor:
+        """out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,N], summed in float32 and rounded once to `dtype`."""
+        raise TypeError(f"{type(self).__name__} does not say how it computes a scaled product")
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        if trans_a:
+            return self.unscaled.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
+        product = self.scaled_product(self._rows(a), self._weights(b, not trans_b), sizes, a.dtype)
+        if out is None:
+            return product
+        return out.add_(product) if accumulate else out.copy_(product)
+
+    def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
+        w1_EFH, rows = aligned(w1_EFH), self._gathered(x)
+        h_PF = self.scaled_product(rows, self._weights(w1_EFH), sizes_E, w1_EFH.dtype)
+        g_PF = None if v1_EFH is None else self.scaled_product(rows, self._weights(v1_EFH), sizes_E, w1_EFH.dtype)
+        a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
+        return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
+
+    def down(self, a_PF, w2_EFH, sizes_E):
+        return self.scaled_product(a_PF, self._weights(w2_EFH, transpose=True), sizes_E, w2_EFH.dtype)
+
+    def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
+        d_PF = self.scaled_product(self._gathered(dz), self._weights(w2_EFH), sizes_E, h_PF.dtype)
+        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+        return a_PF, d_PF, dg_PF, dweights_TK
+
+    def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
+        pairs = [self._rows(dh_PF), self._weights(w1_EFH, transpose=True)]
+        if v1_EFH is not None:
+            pairs += [self._rows(dg_PF), self._weights(v1_EFH, transpose=True)]
+        return self.scaled_product(pairs[0], pairs[1], sizes_E, dh_PF.dtype, *pairs[2:])
+
+    def weight_gradient(self, left_PF, rows, sizes_E):
+        return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
+
+    def _rows(self, x_PK: torch.Tensor) -> ScaledRows:
+        return kernels.quantize_rows(aligned(x_PK), self.power_2_scale)
+
+    def _gathered(self, x: GatheredRows) -> ScaledRows:
+        if x.tokens_TH is None:
+            return self._rows(x.rows_PH())
+        return kernels.quantize_gathered(aligned(x.tokens_TH), x.slots, self.power_2_scale)
+
+    def _weights(self, w_EFH: torch.Tensor, transpose: bool = False) -> ScaledWeights:
+        return kernels.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose)
+
+
+class Float8Reference(Float8):
+    """Products of the dequantised operands in float32, in plain PyTorch: what the kernels' results are compared with."""
+
+    needs_host_sizes = True
+    unscaled = Reference()
+
+    def unavailable(self, device):
+        return None if device.type == "cpu" else f"runs on the CPU only, not on {device.type}"
+
+    def scaled_product(self, a, b, sizes, dtype, a2=None, b2=None):
+        sizes = host_sizes(sizes).tolist()
+        sums_PN = torch.zeros(a.values_PK.size(0), b.values_ENK.size(1), device=a.values_PK.device)
+        for rows, weights in ((a, b), (a2, b2)):
+            if rows is not None and weights is not None:
+                plain_torch.gmm(rows.dequantized(), weights.dequantized(), sizes, False, True, sums_PN, accumulate=True)
+        return sums_PN.to(dtype)
+
+
+class Float8Hopper(Float8):
+    """Our own kernels for compute capability 9.0 (csrc/hopper/scaled_*.cu), with the sizes on the device."""
+
+    unscaled = Hopper()
+
+    def unavailable(self, device):
+        return self.unscaled.unavailable(device)
+
+    def refuses(self, problem):
+        if problem.dtype not in _DTYPES:
+            return f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
+        if problem.inner % 16 or problem.columns % 16:
+            return f"takes row lengths that are multiples of 16, not {problem.inner} and {problem.columns}"
+        return self.unscaled.refuses(problem)
+
+    def scaled_product(self, a, b, sizes, dtype, a2=None, b2=None):
+        out_PN = a.values_PK.new_empty(a.values_PK.size(0), b.values_ENK.size(1), dtype=dtype)
+        config = tuning.scaled_rows_gemm(*a.values_PK.shape, out_PN.size(1))
+        second = (None,) * 4 if a2 is None else (a2.values_PK, a2.scales_PC, b2.values_ENK, b2.scales)
+        sizes = device_sizes(sizes, out_PN.device)
+        torch.ops.gbmoe_cuda.hopper_scaled_rows(
+            a.values_PK, a.scales_PC, b.values_ENK, b.scales, *second, sizes, config.cluster_n, config.panel,
+            workspace(out_PN, sizes, config), out_PN)
+        return out_PN
+
+    def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
+        rows, w1 = self._gathered(x), self._weights(w1_EFH)
+        v1 = None if v1_EFH is None else self._weights(v1_EFH)
+        like, shape = w1_EFH, (rows.values_PK.size(0), w1_EFH.size(1))
+        a = kernels.empty_scaled_rows(like, *shape)
+        h_PF = like.new_empty(shape) if save else None
+        g_PF = like.new_empty(shape) if save and v1 is not None else None
+        config = tuning.scaled_up_gemm(*rows.values_PK.shape, shape[1], v1 is not None)
+        sizes = device_sizes(sizes_E, like.device)
+        torch.ops.gbmoe_cuda.hopper_scaled_up(
+            rows.values_PK, rows.scales_PC, w1.values_ENK, w1.scales, *((None, None) if v1 is None else (v1.values_ENK, v1.scales)), sizes,
+            plain_torch.ACTIVATION_INDEX[activation], config.cluster_n, config.panel, config.even_panels, workspace(like, sizes, config),
+            self.power_2_scale, like.dtype == torch.bfloat16, a.values_PK, a.scales_PC, h_PF, g_PF)
+        return a, h_PF, g_PF

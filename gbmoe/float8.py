@@ -1,0 +1,121 @@
+"""Blockwise-scaled e4m3: the recipe, its numbers to the bit in plain PyTorch, and the tensors that hold them.
+
+Numbers that share a scale form a tile: 128 of a row of activations or gradients, or 128 x 128 of a weight; the last ones of a row or
+weight may be smaller. With the largest magnitude m of a tile, encode = 448 / m, each number is stored as e4m3(number * encode), rounded
+to nearest even, and stands for that times decode = 1 / encode, all in float32. Only decode is kept. A tile of zeros has scales of one. A
+tile that holds NaN or infinity has a decoding scale of NaN, so that all that is computed from it is NaN. csrc/float8.cuh is the same in
+CUDA.
+
+Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a weight; C tiles of a row, ceil(K / 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gbmoe._checks import require
+
+FLOAT8 = torch.float8_e4m3fn
+TILE = 128
+_LARGEST = 448.0  # of e4m3
+_FLOAT32_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling:
+    """The recipe of DeepSeek-V3: e4m3, with a scale for 1 x 128 activations and gradients, and for 128 x 128 weights.
+
+    Named after TransformerEngine's Float8BlockScaling. Products of rows are computed in float8: both GEMMs of forward, and those of
+    backward that give gradients of rows. Each 128 terms are summed by the tensor cores and then added up in float32. Gradients of
+    weights, sums, weights and everything between the GEMMs stay in the layer's dtype.
+
+    Args:
+        power_2_scale: round scales to powers of two, so that scaling a number changes its exponent alone. Numbers then use a range up to
+            448 down to 224, which costs up to one bit.
+
+    Example:
+        >>> Float8BlockScaling(power_2_scale=True).engine
+        'float8_block_power_2'
+    """
+    power_2_scale: bool = False
+
+    def __post_init__(self):
+        require(isinstance(self.power_2_scale, bool), "Float8BlockScaling", "power_2_scale", "a bool", repr(self.power_2_scale), TypeError)
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that computes this (gbmoe.engines.FLOAT8_ENGINES)."""
+        return "float8_block_power_2" if self.power_2_scale else "float8_block"
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """Rows in e4m3 with their scales.
+
+    Attributes:
+        values_PK: [P,K], float8_e4m3fn, contiguous.
+        scales_PC: the decoding scales, float32 [P,C].
+    """
+    values_PK: torch.Tensor
+    scales_PC: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """The numbers that this stands for, float32 [P,K]."""
+        return self.values_PK.float() * _spread(self.scales_PC, 1, self.values_PK.size(1))
+
+
+@dataclass(frozen=True)
+class ScaledWeights:
+    """A weight of each expert in e4m3 with its scales.
+
+    Attributes:
+        values_ENK: [E,N,K], float8_e4m3fn, contiguous: out = rows @ values[e].T.
+        scales: the decoding scales, float32 [E, ceil(N / 128), C].
+    """
+    values_ENK: torch.Tensor
+    scales: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """The numbers that this stands for, float32 [E,N,K]."""
+        lines = _spread(self.scales, 1, self.values_ENK.size(1))
+        return self.values_ENK.float() * _spread(lines, 2, self.values_ENK.size(2))
+
+
+def _spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Each scale once for every one of the 128 numbers along `dim` that share it; `size` numbers in all."""
+    return scales.repeat_interleave(TILE, dim).narrow(dim, 0, size)
+
+
+def tile_scales(largest: torch.Tensor, power_2_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(encode, decode), float32, of tiles with these largest magnitudes, float32."""
+    # A division by torch.div is rounded once; a number divided by a tensor is the number times a reciprocal, rounded twice.
+    encode = torch.div(torch.full_like(largest, _LARGEST), largest).clamp(max=_FLOAT32_LARGEST)
+    if power_2_scale:
+        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
+    encode = torch.where(largest == 0, 1.0, encode)
+    finite = largest <= _FLOAT32_LARGEST
+    return torch.where(finite, encode, 0.0), torch.where(finite, torch.div(torch.ones_like(encode), encode), torch.nan)
+
+
+def quantize_rows(x_PK: torch.Tensor, power_2_scale: bool = False) -> ScaledRows:
+    """Rows [P,K], any floating dtype, in e4m3."""
+    rows, columns = x_PK.shape
+    tiles = -(-columns // TILE)
+    padded = torch.nn.functional.pad(x_PK.float(), (0, tiles * TILE - columns)).view(rows, tiles, TILE)
+    encode, decode = tile_scales(padded.abs().amax(-1), power_2_scale)
+    values = (padded * encode.unsqueeze(-1)).view(rows, tiles * TILE)[:, :columns].to(FLOAT8)
+    return ScaledRows(values.contiguous(), decode)
+
+
+def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool = False, transpose: bool = False) -> ScaledWeights:
+    """A weight [E,F,H], any floating dtype, in e4m3; with `transpose` as [E,H,F]."""
+    w = (w_EFH.transpose(1, 2) if transpose else w_EFH).float()
+    experts, lines, columns = w.shape
+    blocks = -(-lines // TILE), -(-columns // TILE)
+    padded = torch.nn.functional.pad(w, (0, blocks[1] * TILE - columns, 0, blocks[0] * TILE - lines))
+    padded = padded.view(experts, blocks[0], TILE, blocks[1], TILE)
+    encode, decode = tile_scales(padded.abs().amax((2, 4)), power_2_scale)
+    values = (padded * encode[:, :, None, :, None]).view(experts, blocks[0] * TILE, blocks[1] * TILE)[:, :lines, :columns].to(FLOAT8)
+    return ScaledWeights(values.contiguous(), decode)
