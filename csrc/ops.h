@@ -139,18 +139,17 @@ void hopper_scaled_rows(
     Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, std::optional<Tensor> a2, std::optional<Tensor> scales_a2,
     std::optional<Tensor> b2, std::optional<Tensor> scales_b2, Tensor sizes, int64_t cluster_n, int64_t panel,
     std::optional<Tensor> workspace, Tensor out);
-// hopper_up(_glu) with a in e4m3 and its scales, from a rounded to bf16 or, without `bfloat16`, fp16; h and g in that dtype
-void hopper_scaled_up(
-    Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, std::optional<Tensor> v1, std::optional<Tensor> scales_v1, Tensor sizes,
-    int64_t activation, int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, bool power_of_two,
-    bool bfloat16, Tensor a, Tensor scales_a, std::optional<Tensor> h, std::optional<Tensor> g);
-
-// quantize.cu; x bf16, fp16 or fp32, out e4m3; rows of multiples of 16 elements. As padded_gather, rows behind the last expert are left
+// x bf16 or fp16, out e4m3; rows of multiples of 16 elements. As padded_gather, rows behind the last expert are left
 // as they are; out [P,H], scales [P, H / 128 rounded up].
 void quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor out, Tensor scales);
 void quantize_rows(Tensor x, bool power_of_two, Tensor out, Tensor scales);
 // weights [E,F,H]: out [E,F,H], or with `transpose` [E,H,F]; scales [E, F / 128, H / 128] or [E, H / 128, F / 128], rounded up
 void quantize_weights(Tensor weights, bool power_of_two, bool transpose, Tensor out, Tensor scales);
+// hopper_up(_glu) with a in e4m3 and its scales, from a rounded to bf16 or, without `bfloat16`, fp16; h and g in that dtype
+void hopper_scaled_up(
+    Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, std::optional<Tensor> v1, std::optional<Tensor> scales_v1, Tensor sizes,
+    int64_t activation, int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, bool power_of_two,
+    bool bfloat16, Tensor a, Tensor scales_a, std::optional<Tensor> h, std::optional<Tensor> g);
 
 // tensor_core/; compute capability 8.0 and later, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_m,
 // tile_n and panel are fields of tuning.grouped_gemm.TensorCoreConfig.

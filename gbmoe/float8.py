@@ -3,8 +3,8 @@
 Numbers that share a scale form a tile: 128 of a row of activations or gradients, or 128 x 128 of a weight; the last ones of a row or
 weight may be smaller. With the largest magnitude m of a tile, encode = 448 / m, each number is stored as e4m3(number * encode), rounded
 to nearest even, and stands for that times decode = 1 / encode, all in float32. Only decode is kept. A tile of zeros has scales of one. A
-tile that holds NaN or infinity has a decoding scale of NaN, so that all that is computed from it is NaN. csrc/float8.cuh is the same in
-CUDA.
+tile that holds NaN or infinity has a decoding scale of NaN, so that all that is computed from it is NaN. csrc/hopper/float8.cuh is the
+same in CUDA, except for the sign of a NaN.
 
 Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a weight; C tiles of a row, ceil(K / 128).
 """
@@ -28,8 +28,8 @@ class Float8BlockScaling:
     """The recipe of DeepSeek-V3: e4m3, with a scale for 1 x 128 activations and gradients, and for 128 x 128 weights.
 
     Named after TransformerEngine's Float8BlockScaling. Products of rows are computed in float8: both GEMMs of forward, and those of
-    backward that give gradients of rows. Each 128 terms are summed by the tensor cores and then added up in float32. Gradients of
-    weights, sums, weights and everything between the GEMMs stay in the layer's dtype.
+    backward that give gradients of rows. Each 128 terms are summed by the tensor cores and then added up in float32. Parameters,
+    pre-activations and all gradients are stored in the layer's dtype, and gradients of weights are products in that dtype.
 
     Args:
         power_2_scale: round scales to powers of two, so that scaling a number changes its exponent alone. Numbers then use a range up to

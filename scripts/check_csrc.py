@@ -113,10 +113,14 @@ class Compiler:
         self.torch = replace(build.Torch.imported(), cuda=f"{found.version[0]}.{found.version[1]}")
 
     def faults_of_file(self, source: Path) -> list[str]:
-        """What is wrong with a file, compiled for the oldest architecture that it has code for, and for Hopper where that differs."""
-        known = [a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes]
-        oldest = "9.0" if source.parent.name == "hopper" else known[0]
-        chosen = [oldest, "9.0"] if includes_architecture_code(source) else [oldest]
+        """What is wrong with a file, compiled for the oldest architecture, and for Hopper where its code differs there."""
+        oldest = next(a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes)
+        if source.parent.name == "hopper":  # with its kernels, and without, as in a build that does not name 9.0
+            return self.faults_for(["9.0"], source) + self.faults_for([oldest], source)
+        return self.faults_for([oldest, "9.0"] if includes_architecture_code(source) else [oldest], source)
+
+    def faults_for(self, chosen: list[str], source: Path) -> list[str]:
+        """What is wrong with a file, compiled for these architectures."""
         # Optimising takes most of the time and finds no more errors. Not every nvcc 12 can go without.
         quickly = ("--Ofast-compile=max",) if self.nvcc.version >= (13, 0) else ()
         with tempfile.TemporaryDirectory() as scratch:

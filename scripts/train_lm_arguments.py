@@ -95,6 +95,11 @@ def check_sizes(args: argparse.Namespace, world: int) -> None:
     """Raise ValueError where two sizes do not fit each other."""
     require(args.top_k <= args.experts, "top-k", f"at most the {args.experts} experts", args.top_k)
     require(args.hidden % (2 * args.heads) == 0, "hidden", f"a multiple of 2 * heads == {2 * args.heads}", args.hidden)
+    if args.fp8:
+        require(args.impl == "gbmoe", "impl", "gbmoe with --fp8", args.impl)
+        require(args.dtype != "float32", "dtype", "bfloat16 or float16 with --fp8", args.dtype)
+        for name in ("hidden", "ffn"):
+            require(getattr(args, name) % 16 == 0, name, "a multiple of 16 with --fp8", getattr(args, name))
     require(args.batch % world == 0, "batch", f"a multiple of the {world} ranks", args.batch)
     if args.expert_parallel:
         divides = args.experts % world == 0 or world % args.experts == 0

@@ -342,6 +342,15 @@ def test_an_argument_out_of_range_is_refused(name, value, expected, refusal):
     assert refusal(f"--{name}={value}") == f"train_lm: --{name}: expected {expected}\n"
 
 
+@pytest.mark.parametrize("arguments, expected", [
+    (("--impl", "bmm", "--dtype", "bfloat16"), "--impl: expected gbmoe with --fp8, got bmm"),
+    ((), "--dtype: expected bfloat16 or float16 with --fp8, got float32"),
+    (("--dtype", "bfloat16", "--ffn", 24), "--ffn: expected a multiple of 16 with --fp8, got 24"),
+])
+def test_what_float8_does_not_take_is_refused(arguments, expected, refusal):
+    assert refusal("--fp8", *arguments) == f"train_lm: {expected}\n"
+
+
 @pytest.mark.parametrize("world, arguments, expected", [
     (3, (), "--experts: expected a multiple or a divisor of the 3 ranks with --expert-parallel, got 4"),
     (12, ("--ffn", 32), "--ffn: expected a multiple of the 3 ranks that share an expert, got 32"),

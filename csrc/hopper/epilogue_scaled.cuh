@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include "../float8.cuh"
 #include "epilogue.cuh"
+#include "float8.cuh"
 
 namespace gbmoe::hopper {
 

@@ -106,15 +106,16 @@ def select(engine: str, problem: Problem) -> Engine:
 @remembered
 def _select(engine: str, *of_problem) -> Engine:
     problem = Problem(*of_problem)
-    require(engine in ENGINES or engine in FLOAT8_ENGINES or engine == "auto", "gmm", "engine", lambda: f"one of {', '.join(names())}",
-            repr(engine))
+    known_names = (*names(), *FLOAT8_ENGINES)
+    require(engine in known_names, "gmm", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         chosen = _named(engine, problem.device)
         if (engine == HopperBatchInvariant.name or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
             return ENGINES["reference"]  # a batch of nothing is a batch, too, and has no numbers that could differ
         reason = _unavailable(engine, problem.device) or chosen.refuses(problem)
         if reason is not None:
-            raise ValueError(f"gmm: engine {engine!r} cannot serve this product: {reason}")
+            of_recipe = ", which the recipe asks for," if engine in FLOAT8_ENGINES else ""
+            raise ValueError(f"gmm: engine {engine!r}{of_recipe} cannot serve this product: {reason}")
         return chosen
     for name in tuning.engine_order(problem, _capability(problem.device)):
         candidate = ENGINES[name]

@@ -49,7 +49,7 @@ class GatheredRows:
 
 
 class Engine:
-    """A stateless way to compute the experts of a layer; one instance each in gbmoe.engines.ENGINES.
+    """A stateless way to compute the experts of a layer; one instance each in gbmoe.engines.ENGINES or FLOAT8_ENGINES.
 
     An engine has to define `gmm`, the grouped GEMM. The methods that a layer calls, `up`, `down` and their gradients, are composed
     here of the gather, that GEMM and the activation; an engine with kernels that fuse several of these overrides them.

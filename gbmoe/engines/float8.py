@@ -25,38 +25,48 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Float8(Engine):
-    """The steps of a layer's experts. A subclass defines `scaled_product`, and which engine computes what is not in float8."""
+    """The steps of a layer's experts. A subclass defines `scaled_product`, and which engine computes what is not in float8.
+
+    Between `up` and `down` the activation's result is a ScaledRows, not a tensor.
+    """
 
     unscaled: Engine
 
     def __init__(self, name: str, power_2_scale: bool):
         self.name, self.power_2_scale = name, power_2_scale
 
-    def scaled_product(self, a: ScaledRows, b: ScaledWeights, sizes: torch.Tensor, dtype: torch.dtype, a2: ScaledRows | None = None,
+    def refuses(self, problem):
+        if problem.dtype not in _DTYPES:
+            return f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
+        if problem.inner % 16 or problem.columns % 16:
+            return f"takes row lengths that are multiples of 16, not {problem.inner} and {problem.columns}"
+        return self.unscaled.refuses(problem)
+
+    def scaled_product(self, a: ScaledRows, b: ScaledWeights, sizes: torch.Tensor, out: torch.Tensor, a2: ScaledRows | None = None,
                        b2: ScaledWeights | None = None) -> torch.Tensor:
-        """out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,N], summed in float32 and rounded once to `dtype`."""
+        """out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,N], summed in float32 and rounded once. Returns out."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a scaled product")
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if trans_a:
             return self.unscaled.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
-        product = self.scaled_product(self._rows(a), self._weights(b, not trans_b), sizes, a.dtype)
-        if out is None:
-            return product
-        return out.add_(product) if accumulate else out.copy_(product)
+        weights = self._weights(b, not trans_b)
+        product = a.new_empty(a.size(0), weights.values_ENK.size(1)) if out is None or accumulate else out
+        self.scaled_product(self._rows(a), weights, sizes, product)
+        return out.add_(product) if accumulate else product
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        w1_EFH, rows = aligned(w1_EFH), self._gathered(x)
-        h_PF = self.scaled_product(rows, self._weights(w1_EFH), sizes_E, w1_EFH.dtype)
-        g_PF = None if v1_EFH is None else self.scaled_product(rows, self._weights(v1_EFH), sizes_E, w1_EFH.dtype)
+        rows = self._gathered(x)
+        h_PF = self._product(rows, w1_EFH, sizes_E)
+        g_PF = None if v1_EFH is None else self._product(rows, v1_EFH, sizes_E)
         a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def down(self, a_PF, w2_EFH, sizes_E):
-        return self.scaled_product(a_PF, self._weights(w2_EFH, transpose=True), sizes_E, w2_EFH.dtype)
+        return self._product(a_PF, w2_EFH, sizes_E, transpose=True)
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
-        d_PF = self.scaled_product(self._gathered(dz), self._weights(w2_EFH), sizes_E, h_PF.dtype)
+        d_PF = self._product(self._gathered(dz), w2_EFH, sizes_E)
         a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
         return a_PF, d_PF, dg_PF, dweights_TK
 
@@ -64,10 +74,14 @@ class Float8(Engine):
         pairs = [self._rows(dh_PF), self._weights(w1_EFH, transpose=True)]
         if v1_EFH is not None:
             pairs += [self._rows(dg_PF), self._weights(v1_EFH, transpose=True)]
-        return self.scaled_product(pairs[0], pairs[1], sizes_E, dh_PF.dtype, *pairs[2:])
+        return self.scaled_product(pairs[0], pairs[1], sizes_E, dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2)), *pairs[2:])
 
     def weight_gradient(self, left_PF, rows, sizes_E):
         return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
+
+    def _product(self, rows: ScaledRows, w_EFH: torch.Tensor, sizes_E: torch.Tensor, transpose: bool = False) -> torch.Tensor:
+        out_PN = w_EFH.new_empty(rows.values_PK.size(0), w_EFH.size(2 if transpose else 1))
+        return self.scaled_product(rows, self._weights(w_EFH, transpose), sizes_E, out_PN)
 
     def _rows(self, x_PK: torch.Tensor) -> ScaledRows:
         return kernels.quantize_rows(aligned(x_PK), self.power_2_scale)
@@ -90,13 +104,15 @@ class Float8Reference(Float8):
     def unavailable(self, device):
         return None if device.type == "cpu" else f"runs on the CPU only, not on {device.type}"
 
-    def scaled_product(self, a, b, sizes, dtype, a2=None, b2=None):
+    def scaled_product(self, a, b, sizes, out, a2=None, b2=None):
         sizes = host_sizes(sizes).tolist()
-        sums_PN = torch.zeros(a.values_PK.size(0), b.values_ENK.size(1), device=a.values_PK.device)
+        in_use = min(sum(sizes), out.size(0))
+        sums_PN = torch.zeros(out.shape)
         for rows, weights in ((a, b), (a2, b2)):
             if rows is not None and weights is not None:
                 plain_torch.gmm(rows.dequantized(), weights.dequantized(), sizes, False, True, sums_PN, accumulate=True)
-        return sums_PN.to(dtype)
+        out[:in_use] = sums_PN[:in_use]
+        return out
 
 
 class Float8Hopper(Float8):
@@ -107,22 +123,14 @@ class Float8Hopper(Float8):
     def unavailable(self, device):
         return self.unscaled.unavailable(device)
 
-    def refuses(self, problem):
-        if problem.dtype not in _DTYPES:
-            return f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
-        if problem.inner % 16 or problem.columns % 16:
-            return f"takes row lengths that are multiples of 16, not {problem.inner} and {problem.columns}"
-        return self.unscaled.refuses(problem)
-
-    def scaled_product(self, a, b, sizes, dtype, a2=None, b2=None):
-        out_PN = a.values_PK.new_empty(a.values_PK.size(0), b.values_ENK.size(1), dtype=dtype)
-        config = tuning.scaled_rows_gemm(*a.values_PK.shape, out_PN.size(1))
+    def scaled_product(self, a, b, sizes, out, a2=None, b2=None):
+        config = tuning.scaled_rows_gemm(a.values_PK.size(1) * (1 if a2 is None else 2))
         second = (None,) * 4 if a2 is None else (a2.values_PK, a2.scales_PC, b2.values_ENK, b2.scales)
-        sizes = device_sizes(sizes, out_PN.device)
+        sizes = device_sizes(sizes, out.device)
         torch.ops.gbmoe_cuda.hopper_scaled_rows(
             a.values_PK, a.scales_PC, b.values_ENK, b.scales, *second, sizes, config.cluster_n, config.panel,
-            workspace(out_PN, sizes, config), out_PN)
-        return out_PN
+            workspace(out, sizes, config), out)
+        return out
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         rows, w1 = self._gathered(x), self._weights(w1_EFH)

@@ -111,7 +111,9 @@ def expert_mlp(
         torch.Size([6, 16])
     """
     _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
-    engine = engines.float8(fp8_recipe, engine) if fp8_recipe is not None else engine
+    if fp8_recipe is not None:
+        require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
+        engine = engines.float8(fp8_recipe, engine)
     engine = engines.batch_invariant(engine) if batch_invariant else engine
     sizes = plan_sizes(plan, x_TH, w1_EFH, engine)
     name = activation_name(activation)

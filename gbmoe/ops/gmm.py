@@ -30,7 +30,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
             If they are on the device, engines that need them on the host wait for it, and the others check them by an assertion on the
             device. Sizes on the host may be rewritten once gmm has returned, sizes on the device only after backward.
         trans_a: k-grouped, out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
-        engine: "auto", or one of gbmoe.engines.ENGINES.
+        engine: "auto", or one of gbmoe.engines.ENGINES; or one of FLOAT8_ENGINES, which quantises both operands (docs/float8.md).
         batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups.
             The engine `hopper` does this, in one configuration; where it cannot, ValueError says why. Not for trans_a, which sums over
             rows.

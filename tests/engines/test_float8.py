@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, kernels
+from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, kernels
 from gbmoe.testing import exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error
 from tests.conftest import assert_as_accurate_as, dtype_id
@@ -14,7 +14,15 @@ from tests.conftest import assert_as_accurate_as, dtype_id
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 RECIPES = pytest.mark.parametrize("recipe", [Float8BlockScaling(), Float8BlockScaling(power_2_scale=True)], ids=["scale", "power-2"])
-SIZES = {"uneven": [130, 0, 1, 64, 65, 128, 17, 300], "one-row": [1] * 70, "one-group": [1000], "empty": [0, 9, 0], "all-empty": [0] * 5}
+SIZES = {"uneven": [130, 0, 1, 64, 65, 128, 17, 300], "one-row": [1] * 70, "one-group": [1000], "empty": [0, 9, 0],
+         "all-empty": [0] * 5}
+
+
+def shapes(cpu, gpu):
+    """The first ones on both devices, the others on a GPU alone."""
+    both = [pytest.param("cuda", shape, marks=pytest.mark.gpu, id=f"cuda-{shape}") for shape in (*cpu, *gpu)]
+    return pytest.mark.parametrize("device, shape", [pytest.param("cpu", shape, id=f"cpu-{shape}") for shape in cpu] + both,
+                                   indirect=["device"])
 
 
 @pytest.fixture
@@ -35,30 +43,33 @@ def values(*shape, seed, device, dtype=torch.bfloat16):
     return exact_inputs.exact_values(*shape, dtype=dtype, device=device, seed=seed)
 
 
-@DEVICES
+# On a GPU also: a tile counter, and sums that go round the ring of stages; as many tiles along N as clusters of two may have odd ones.
+@shapes(cpu=[(128, 256), (144, 400)], gpu=[(16, 16), (2048, 48), (512, 768), (4112, 512), (144, 3600)])
 @HALVES
-@pytest.mark.parametrize("inner, columns", [(128, 256), (16, 16), (144, 400), (2048, 48), (512, 768)])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("pairs", [1, 2])
-def test_products_are_those_of_the_numbers_stored(device, dtype, inner, columns, sizes, pairs):
+def test_products_are_those_of_the_numbers_stored(device, dtype, shape, sizes, pairs):
+    inner, columns = shape
     rows = sum(sizes) + 7
     a = [float8.quantize_rows(values(rows, inner, seed=i, device=device)) for i in range(pairs)]
     b = [float8.quantize_weights(values(len(sizes), columns, inner, seed=5 + i, device=device)) for i in range(pairs)]
     exact_inputs.poison(device)
     second = (a[1], b[1]) if pairs == 2 else ()
-    out = engine_on(device).scaled_product(a[0], b[0], torch.tensor(sizes, device=device), dtype, *second)
+    out = torch.full((rows, columns), torch.nan, device=device, dtype=dtype)
+    engine_on(device).scaled_product(a[0], b[0], torch.tensor(sizes, device=device), out, *second)
     in_use = sum(sizes)
     exact = sum(oracle.product(x.dequantized()[:in_use].double(), w.dequantized(), sizes, trans_b=True) for x, w in zip(a, b))
     assert_as_accurate_as(out[:in_use], exact.to(dtype), exact)
+    assert torch.isnan(out[in_use:]).all(), "rows behind the last group are written"
 
 
-@DEVICES
+@shapes(cpu=[("silu", 256, 272), ("gelu", 144, 80)],
+        gpu=[("gelu_tanh", 144, 256), ("relu", 4224, 256), ("relu_squared", 16, 1808), ("identity", 16, 8192)])
 @HALVES
 @RECIPES
 @pytest.mark.parametrize("glu", [True, False], ids=["glu", "mlp"])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity"])
-def test_the_first_product_quantizes_its_activation(device, dtype, recipe, glu, activation):
-    sizes, hidden, ffn = [130, 0, 1, 64, 65], 256, 272
+def test_the_first_product_quantizes_its_activation(device, dtype, recipe, glu, shape):
+    (activation, hidden, ffn), sizes = shape, [130, 0, 1, 64, 65]
     tokens = sum(sizes)
     x = values(tokens, hidden, seed=1, device=device, dtype=dtype)
     w1, v1 = (values(len(sizes), ffn, hidden, seed=i, device=device, dtype=dtype) / 16 for i in (2, 3))
@@ -155,17 +166,47 @@ def test_what_is_not_finite_is_seen(device, number):
     assert torch.isnan(out[3]).all() and torch.isfinite(out[:3]).all() and torch.isfinite(out[4:]).all()
 
 
+def test_an_outlier_costs_its_own_tile_alone():
+    x = values(4, 512, seed=1, device="cpu")
+    usual = float8.quantize_rows(x).dequantized()
+    x[:, 5] = 2**20
+    scaled = float8.quantize_rows(x).dequantized()
+    assert torch.equal(scaled[:, 128:], usual[:, 128:])
+    assert (scaled[:, 5] == 2**20).all() and scaled[:, :128].count_nonzero() == 4
+
+
 @DEVICES
-def test_an_outlier_costs_its_own_tile_alone(device):
-    x, sizes = values(64, 512, seed=1, device=device), torch.tensor([64], device=device)
-    w = values(1, 512, 128, seed=2, device=device)
-    usual = gmm(x, w, sizes, engine="float8_block")
-    x[:, 5] *= 1000  # of the first tile
-    w[:, 5] = 0      # so that it is no part of the result
-    exact = x.double() @ w[0].double()
-    error = relative_error(gmm(x, w, sizes, engine="float8_block"), exact)
-    without = relative_error(usual, exact)
-    assert error < 0.4 and without < 0.2
+def test_gmm_writes_to_its_output(device):
+    a, b, sizes = values(6, 32, seed=1, device=device), values(1, 32, 16, seed=2, device=device), torch.tensor([4], device=device)
+    out = torch.full((6, 16), 7.0, dtype=torch.bfloat16, device=device)
+    result = engines.product(a, b, sizes, engine="float8_block", out=out)
+    assert result.data_ptr() == out.data_ptr() and (out[4:] == 7).all()
+    assert relative_error(out[:4], a[:4].double() @ b[0].double()) < 0.06
+    added = engines.product(a, b, sizes, engine="float8_block", out=out.clone(), accumulate=True)
+    assert torch.allclose(added[:4].float(), 2 * out[:4].float(), rtol=2**-7)
+
+
+@DEVICES
+def test_grouped_mlp(device):
+    w1, w2, v1 = (values(3, 64, 32, seed=i, device=device) for i in range(3))
+    x, counts = values(9, 32, seed=5, device=device), torch.tensor([4, 0, 3], device=device)
+    results = []
+    for recipe in (None, Float8BlockScaling()):
+        leaf = x.clone().requires_grad_()
+        out = grouped_mlp(leaf, counts, w1, w2, v1, fp8_recipe=recipe)
+        out.float().square().sum().backward()
+        results.append((out, leaf.grad))
+    for expected, result in zip(*results):
+        assert 0.001 < relative_error(result, expected.double()) < 0.12 and not result[7:].any()
+
+
+@DEVICES
+def test_a_compiled_layer_is_the_layer(device):
+    _, layer = layers(device, Float8BlockScaling())
+    x = torch.randn(60, 1, 256, device=device, dtype=torch.bfloat16)
+    expected = step(layer, x)
+    results = step(torch.compile(layer, backend="aot_eager", fullgraph=True), x)
+    assert all(torch.equal(result, expected[name.removeprefix("_orig_mod.")]) for name, result in results.items())
 
 
 @pytest.mark.gpu
@@ -175,6 +216,7 @@ def test_a_graph_is_replayed_with_other_sizes():
     _, layer = layers(device, Float8BlockScaling())
     layer.router.layer.weight.requires_grad_(False)
     x = torch.randn(300, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    before = layer.router(x)[2].clone()
 
     def run():
         x.grad = None
@@ -192,6 +234,7 @@ def test_a_graph_is_replayed_with_other_sizes():
         out = run()
     with torch.no_grad():
         x.copy_(torch.randn_like(x) * (torch.arange(256, device=device) % 3))
+    assert not torch.equal(layer.router(x)[2], before)
     gradient = x.grad
     graph.replay()
     got, got_gradient = out.clone(), gradient.clone()
@@ -208,10 +251,21 @@ def test_a_recipe_says_what_it_excludes():
             Arguments(**({"fp8_recipe": recipe} | changes))
 
 
-@pytest.mark.gpu
-def test_kernels_say_what_they_do_not_take():
-    x, sizes = torch.zeros(8, 24, device="cuda", dtype=torch.bfloat16), torch.tensor([8], device="cuda")
+@DEVICES
+def test_what_is_not_taken_is_an_error(device):
+    x, sizes = torch.zeros(8, 24, device=device, dtype=torch.bfloat16), torch.tensor([8], device=device)
     with pytest.raises(ValueError, match="multiples of 16, not 24"):
         gmm(x, x.new_zeros(1, 24, 16), sizes, engine="float8_block")
-    with pytest.raises(ValueError, match="bfloat16 and float16, not float32"):
-        gmm(x.float()[:, :16].contiguous(), torch.zeros(1, 16, 16, device="cuda"), sizes, engine="float8_block")
+    plain, scaled = layers(device, Float8BlockScaling(), bf16=False)
+    with pytest.raises(ValueError, match="which the recipe asks for, cannot serve this product: takes bfloat16 and float16, not float32"):
+        scaled(torch.zeros(8, 1, 256, device=device))
+    with torch.autocast(device.type, torch.bfloat16):
+        error = relative_error(scaled(torch.ones(8, 1, 256, device=device)), plain(torch.ones(8, 1, 256, device=device)).double())
+    assert 0.001 < error < 0.12
+
+
+def test_a_recipe_excludes_batch_invariance():
+    x, plan = values(4, 32, seed=1, device="cpu"), RoutingPlan.from_experts(torch.zeros(4, 1, dtype=torch.int64), 1)
+    w = values(1, 16, 32, seed=2, device="cpu")
+    with pytest.raises(ValueError, match="expert_mlp: batch_invariant: expected False beside fp8_recipe, got True"):
+        expert_mlp(x, plan, w, w, fp8_recipe=Float8BlockScaling(), batch_invariant=True)

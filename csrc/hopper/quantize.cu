@@ -1,15 +1,17 @@
-// Numbers of 16 or 32 bits to e4m3 with scales (float8.cuh): tokens on their way to padded rows, rows as they are, and weights.
+// Numbers of 16 bits to e4m3 with scales (float8.cuh): tokens on their way to padded rows, rows as they are, and weights.
 //
 // A tile of a row is 128 numbers, which 16 threads hold in vectors of 8. A weight's block is 128 x 128, which a CTA holds.
 //
-// Bytes at the least, of numbers of 16 bits: gather 2TH + PH, rows 3PH, weights 3EFH.
+// Bytes at the least: gather 2TH + PH, rows 3PH, weights 3EFH.
 
+#include "../ops.h"
+#include "../padded_rows.cuh"
 #include "float8.cuh"
-#include "ops.h"
-#include "padded_rows.cuh"
 
 namespace gbmoe {
 namespace {
+
+using hopper::kScaledColumns, hopper::pack_float8, hopper::TileScale, hopper::tile_scale;
 
 constexpr int kVector = 8, kTileThreads = kScaledColumns / kVector;
 
@@ -38,7 +40,7 @@ template <typename T> __device__ __forceinline__ Numbers<T> zeros() {
   return out;
 }
 // Of the 16 threads that hold a tile of a row: half a warp, whose other half need not come here.
-__device__ __forceinline__ TileScale scale_of_row(uint32_t largest, bool power_of_two) {
+[[maybe_unused]] __device__ __forceinline__ TileScale scale_of_row(uint32_t largest, bool power_of_two) {
   const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
 #pragma unroll
   for (int distance = 1; distance < kTileThreads; distance *= 2) largest = max(largest, __shfl_xor_sync(half_warp, largest, distance));
@@ -49,6 +51,7 @@ __device__ __forceinline__ TileScale scale_of_row(uint32_t largest, bool power_o
 template <typename T, int S> __global__ void __launch_bounds__(kThreads) quantize_gathered_kernel(
     const Numbers<T>* __restrict__ x_TH, const Slots slots, const int* __restrict__ slot_of_row, bool power_of_two,
     Eight* __restrict__ out_PH, float* __restrict__ scales_PC, const LaunchShape shape) {
+#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   const PaddingRows padding(slot_of_row, shape);
   const int64_t token = shape.own_token();
   const int thread = threadIdx.x % shape.token_threads, tiles = ceil_div(shape.vectors, kTileThreads);
@@ -71,11 +74,13 @@ template <typename T, int S> __global__ void __launch_bounds__(kThreads) quantiz
   padding.clear(out_PH, slot_of_row, shape, [&](int64_t row) {
     for (int c = 0; c < tiles; ++c) scales_PC[row * tiles + c] = 1.0f;
   });
+#endif
 }
 
 template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(
     const Numbers<T>* __restrict__ x_PH, bool power_of_two, Eight* __restrict__ out_PH, float* __restrict__ scales_PC, int64_t rows,
     int vectors) {
+#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   const int tiles = ceil_div(vectors, kTileThreads);
   const int64_t all = rows * tiles;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads / kTileThreads); first < all;
@@ -88,6 +93,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_
     if (exists) out_PH[row * vectors + v] = quantize<T>(numbers, scale.encode);
     if (tile < all && v % kTileThreads == 0) scales_PC[tile] = scale.decode;
   }
+#endif
 }
 
 // One CTA for each block of 128 x 128 of w [E,lines,columns]. A thread holds eight numbers of lines 4i to 4i + 3, and of those 64 lines on.
@@ -96,11 +102,14 @@ template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_
 // w ^ (c / 8 * 2). So neither the writes of 16 threads, whose columns are 8 apart, nor the reads of words in pairs meet in a bank.
 template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
     const T* __restrict__ weights, bool power_of_two, uint8_t* __restrict__ out, float* __restrict__ scales, int lines, int columns) {
+#ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   constexpr int kLines = 8;  // of a thread
   __shared__ uint32_t largest_of_warp[kWarps];
   __shared__ uint32_t transposed[kTranspose ? kScaledColumns : 1][kScaledColumns / 4];
-  const int64_t matrix = static_cast<int64_t>(blockIdx.z) * lines * columns;
-  const int first_line = blockIdx.y * kScaledColumns, first_column = blockIdx.x * kScaledColumns;
+  const unsigned blocks_x = ceil_div(columns, kScaledColumns), blocks_y = ceil_div(lines, kScaledColumns);
+  const unsigned block_x = blockIdx.x % blocks_x, block_y = blockIdx.x / blocks_x % blocks_y, group = blockIdx.x / blocks_x / blocks_y;
+  const int64_t matrix = static_cast<int64_t>(group) * lines * columns;
+  const int first_line = block_y * kScaledColumns, first_column = block_x * kScaledColumns;
   const int word = threadIdx.x / kTileThreads, vector = threadIdx.x % kTileThreads, column = first_column + vector * kVector;
   const auto line_of = [&](int i) { return i / 4 * 64 + word * 4 + i % 4; };
   Numbers<T> numbers[kLines];
@@ -120,9 +129,8 @@ template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThread
   for (int i = 0; i < kWarps; ++i) largest = max(largest, largest_of_warp[i]);
   const TileScale scale = tile_scale(__uint_as_float(largest), power_of_two);
   if (threadIdx.x == 0) {
-    const int64_t block = kTranspose ? static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y
-                                     : static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-    scales[static_cast<int64_t>(blockIdx.z) * gridDim.x * gridDim.y + block] = scale.decode;
+    const unsigned block = kTranspose ? block_x * blocks_y + block_y : block_y * blocks_x + block_x;
+    scales[static_cast<int64_t>(group) * blocks_x * blocks_y + block] = scale.decode;
   }
   Eight quantized[kLines];
 #pragma unroll
@@ -156,13 +164,8 @@ template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThread
       *reinterpret_cast<uint2*>(out + matrix + static_cast<int64_t>(first_column + c) * lines + line) = value;
     }
   }
+#endif
 }
-
-#define GBMOE_DISPATCH_QUANTIZED(dtype, name, ...)                                             \
-  do {                                                                                         \
-    if (dtype == ScalarType::Float) { using T = float; __VA_ARGS__; }                          \
-    else GBMOE_DISPATCH_16_BIT(dtype, name, __VA_ARGS__);                                      \
-  } while (0)
 
 }  // namespace
 
@@ -173,7 +176,7 @@ void quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool po
   const Slots slots = make_slots(row_of_slot, {}, {}, rows, {});
   const int token_threads = few_threads(vectors);
   const LaunchShape shape = make_launch_shape(x.size(0), slots.most, rows, vectors, token_threads, false);
-  GBMOE_DISPATCH_QUANTIZED(x.scalar_type(), "quantize_gathered", {
+  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "quantize_gathered", {
     const auto kernel = slots.most <= 1 ? quantize_gathered_kernel<T, 1>
                         : slots.most <= 2 ? quantize_gathered_kernel<T, 2> : quantize_gathered_kernel<T, 8>;
     kernel<<<shape.ctas, shape.threads, 0, current_stream(x)>>>(
@@ -187,7 +190,7 @@ void quantize_rows(Tensor x, bool power_of_two, Tensor out, Tensor scales) {
   if (out.numel() == 0) return;
   const int64_t ctas = ceil_div(scales.numel(), kThreads / kTileThreads);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(ctas, 32 * multiprocessors(x.get_device_index())));
-  GBMOE_DISPATCH_QUANTIZED(x.scalar_type(), "quantize_rows", {
+  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "quantize_rows", {
     quantize_rows_kernel<T><<<grid, kThreads, 0, current_stream(x)>>>(
         data<const Numbers<T>>(x), power_of_two, data<Eight>(out), data<float>(scales), x.size(0), static_cast<int>(x.size(1) / kVector));
   });
@@ -198,8 +201,9 @@ void quantize_weights(Tensor weights, bool power_of_two, bool transpose, Tensor 
   const torch::stable::accelerator::DeviceGuard guard(weights.get_device_index());
   if (out.numel() == 0) return;
   const auto lines = static_cast<int>(weights.size(1)), columns = static_cast<int>(weights.size(2));
-  const dim3 grid(ceil_div(columns, kScaledColumns), ceil_div(lines, kScaledColumns), static_cast<unsigned>(weights.size(0)));
-  GBMOE_DISPATCH_QUANTIZED(weights.scalar_type(), "quantize_weights", {
+  STD_TORCH_CHECK(scales.numel() <= INT32_MAX, "quantize_weights: expected at most 2^31 - 1 blocks of 128 x 128, got ", scales.numel());
+  const auto grid = static_cast<unsigned>(scales.numel());
+  GBMOE_DISPATCH_16_BIT(weights.scalar_type(), "quantize_weights", {
     const auto kernel = transpose ? quantize_weights_kernel<T, true> : quantize_weights_kernel<T, false>;
     kernel<<<grid, kThreads, 0, current_stream(weights)>>>(
         data<const T>(weights), power_of_two, data<uint8_t>(out), data<float>(scales), lines, columns);

@@ -1,17 +1,18 @@
 // How numbers become e4m3 with a scale, for every kernel that quantises; gbmoe/float8.py is the same in plain PyTorch, to the bit.
 //
 // The numbers of a tile (128 of a row, or 128 x 128 of a weight) share a scale. With the largest magnitude m among them each
-// becomes e4m3(number * encode), encode = 448 / m, and stands for that times decode = 1 / encode. A tile of zeros has scales of one.
-// A tile that holds NaN or infinity has a decoding scale of NaN, so that all that is computed from it is NaN.
+// becomes e4m3(number * encode), encode = 448 / m or the power of two below, and stands for that times decode = 1 / encode. A tile
+// of zeros has scales of one. A tile that holds NaN or infinity has a decoding scale of NaN, so that all that is computed from it is
+// NaN; of its numbers those that are not finite are stored as a NaN, whose sign may differ from plain PyTorch's.
 
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
 
-#include "common.cuh"
+#include "../common.cuh"
 
-namespace gbmoe {
+namespace gbmoe::hopper {
 
 constexpr int kScaledColumns = 128;  // of a row that have one scale
 
@@ -32,4 +33,4 @@ __device__ __forceinline__ uint16_t pack_float8(float low, float high) {
   return pair;
 }
 
-}  // namespace gbmoe
+}  // namespace gbmoe::hopper
