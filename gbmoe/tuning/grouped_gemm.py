@@ -260,9 +260,12 @@ def scaled_rows_gemm(inner: int) -> GemmConfig:
 
 @functools.lru_cache(maxsize=1024)
 def scaled_up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
-    """The configuration of an expert's first GEMM of scaled e4m3 operands, with its activation."""
-    config = up_gemm(rows, inner // 2, ffn, glu)
-    return replace(config, tile_counter=inner >= 4096)
+    """The configuration of an expert's first GEMM of scaled e4m3 operands, with its activation.
+
+    Clusters of two and a tile counter both help here: TFLOP/s without both, with the counter, with clusters, with both, sustained:
+    mixtral 885, 891, 915, 951; qwen3 733, 760, 762, 786; olmoe 800, 791, 806, 827.
+    """
+    return replace(up_gemm(rows, inner, ffn, glu), tile_counter=inner >= 2048)
 
 
 @functools.lru_cache(maxsize=1024)
