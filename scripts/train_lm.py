@@ -36,6 +36,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 # Threads that spin at OpenMP's barriers make a step tens of times slower if another process uses the same cores. libgomp
 # reads this variable when torch loads it.
@@ -471,6 +472,18 @@ def summarize(log: dict, out: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------------- main
 
 
+def leave(status: int) -> NoReturn:
+    """End the process. Among several ranks without what the interpreter does at its end: libraries may wait there for ranks that have
+    ended, or abort, as gloo was seen to in one of seven runs on a busy machine ("terminate called without an active exception"), also
+    after a run that succeeded.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def main() -> None:
     signals = StopSignals()
     try:
@@ -480,18 +493,14 @@ def main() -> None:
     except InputError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print("train_lm:", " ".join(str(error).split()), file=sys.stderr, flush=True)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            sys.stdout.flush()
-            os._exit(2)  # as below
-        sys.exit(2)
+        leave(2)
     except CollectiveFailed as error:
         print(" ".join(str(error).split()), file=sys.stderr, flush=True)
-        os._exit(1)  # as below
+        leave(1)
     except Ended as ended:
-        # os._exit, because libraries may wait for ranks that have ended when the interpreter ends normally, or abort: gloo's threads
-        # were seen to, where the error's traceback still held what the process group was made of.
-        os._exit(ended.code)
+        os._exit(ended.code)  # SIGTERM waits for nothing
     signals.ignore()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,6 @@ def joined_ranks(name: str, timeout_s: int) -> Iterator[Ranks]:
     except InputError as error:  # raised on all ranks (Ranks.together)
         refused = error
     # Not after another error, when the other ranks may wait in another collective. The barrier keeps all ranks until rank 0 has saved.
-    # Also gloo's thread must have dropped the tensors of the last collective before the interpreter ends, or the process aborts.
     collectively(dist.barrier, "the end")
     release()
     dist.destroy_process_group()

@@ -5,6 +5,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="gbmoe")
     model.set_experts_implementation("eager")   # and back: "gbmoe"
 
+    gbmoe.compat.transformers.register(fp8_recipe=gbmoe.Float8BlockScaling())
+    model.set_experts_implementation("gbmoe_float8")
+
 It works for every model whose experts dispatch through transformers' ExpertsInterface: gated and plain experts, biases,
 weights [E,out,in] and transposed [E,in,out], concatenated and interleaved gates (the model's own gate function is
 called), a norm after the experts, and transformers' expert parallelism. Parameters are not copied, transposed or renamed, and
@@ -18,13 +21,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gbmoe import engines
 from gbmoe._checks import FLOATING, require
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.experts import plan_sizes
 from gbmoe.ops.gmm import computed_dtype, grouped
@@ -37,8 +43,12 @@ _NAME = 'experts_implementation="gbmoe"'
 _BIAS_WIDTH = 8
 
 
-def register() -> None:
+def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
     """Add "gbmoe" to the experts implementations of the installed transformers. Calling it again changes nothing.
+
+    Args:
+        fp8_recipe: add "gbmoe_float8" as well, which computes products of rows as the recipe says. A later call with another recipe
+            takes its place.
 
     Raises:
         ImportError: without transformers 5.8 or newer, or where it cannot be imported; the message has the cause.
@@ -49,6 +59,8 @@ def register() -> None:
     except ImportError as error:
         raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     ExpertsInterface.register("gbmoe", experts_forward)
+    if fp8_recipe is not None:
+        ExpertsInterface.register("gbmoe_float8", partial(experts_forward, engine=engines.float8(fp8_recipe, "auto")))
     # Float8 experts use a table of their own. The function is registered there too, so that it can say why it does not take them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
 
@@ -70,7 +82,7 @@ def _why_not_importable(error: ImportError) -> str:
 
 
 def experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, engine: str = "auto",
 ) -> torch.Tensor:
     """The experts of a transformers model. transformers calls this instead of the experts module's own forward.
 
@@ -85,6 +97,7 @@ def experts_forward(
         hidden_states: [T,H], the parameters' dtype, or any under autocast.
         top_k_index: [T,K], int32 or int64.
         top_k_weights: [T,K], any floating dtype.
+        engine: of the products of rows, see gbmoe.engines.
 
     Returns:
         [T,H], dtype of hidden_states.
@@ -102,15 +115,15 @@ def experts_forward(
     x_TH = hidden_states.to(computed_dtype(hidden_states))
     plan = RoutingPlan.from_experts(top_k_index, up.size(0), check="none")
     # Separately for each product, because its row lengths decide which engine computes it and where that engine needs the sizes.
-    up_sizes_E, down_sizes_E = (plan_sizes(plan, x_TH, w.transpose(1, 2) if self.is_transposed else w, "auto") for w in (up, down))
+    up_sizes_E, down_sizes_E = (plan_sizes(plan, x_TH, w.transpose(1, 2) if self.is_transposed else w, engine) for w in (up, down))
     # Rows of dropped slots may hold anything. If the gradient of another parameter (of a norm or an activation) sums over rows, they
     # must be zero.
     sums_over_rows = any(name not in names for name, _ in self.named_parameters())
     live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if sums_over_rows else None
 
-    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, up_sizes_E, self.is_transposed, live_P1)
+    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, up_sizes_E, self.is_transposed, live_P1, engine)
     a_PF = _live(live_P1, self._apply_gate(h_PF) if self.has_gate else self.act_fn(h_PF))
-    y_PH = _linear(a_PF, down, down_bias, down_sizes_E, self.is_transposed, live_P1)
+    y_PH = _linear(a_PF, down, down_bias, down_sizes_E, self.is_transposed, live_P1, engine)
     if getattr(self, "has_post_expert_norm", False):  # older releases do not know it
         y_PH = self.post_expert_norm(y_PH)
     return padded_scatter(y_PH, plan, top_k_weights).to(hidden_states.dtype)
@@ -126,19 +139,19 @@ def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:
     return tensor
 
 
-def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1):
+def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1, engine):
     """rows @ weight[e] + bias[e], [P,N], with e the expert of each row."""
-    out_PN = _grouped(rows_P, weight, sizes_E, not is_transposed)
+    out_PN = _grouped(rows_P, weight, sizes_E, not is_transposed, engine)
     if bias_EN is not None:
         # The bias is added by a product with ones. Then its gradient is a grouped GEMM too, which sums in float32 and in a fixed
         # order, and does not read the rows of dropped slots.
         ones_PB = rows_P.new_ones(rows_P.size(0), _BIAS_WIDTH)
-        out_PN.add_(_grouped(ones_PB, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, _BIAS_WIDTH - 1)), sizes_E, False))
+        out_PN.add_(_grouped(ones_PB, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, _BIAS_WIDTH - 1)), sizes_E, False, "auto"))
     return _live(live_P1, out_PN)
 
 
-def _grouped(a, b, sizes_E, trans_b):
-    return grouped(a, b, sizes_E, False, trans_b, engine="auto")  # the groups do not fill all rows where slots are dropped
+def _grouped(a, b, sizes_E, trans_b, engine):
+    return grouped(a, b, sizes_E, False, trans_b, engine=engine)  # the groups do not fill all rows where slots are dropped
 
 
 def _live(live_P1, rows):

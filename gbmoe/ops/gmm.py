@@ -12,11 +12,14 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
+from gbmoe.ops.batch_sizes import check_sizes
+from gbmoe.ops.scaled_gmm import scaled_gmm
 from gbmoe.problem import Problem, result_shape
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
-        *, engine: str = "auto", batch_invariant: bool = False) -> torch.Tensor:
+        *, engine: str = "auto", batch_invariant: bool = False, scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """One matrix product a group: rows batch_sizes[0] of a with b[0], the next batch_sizes[1] with b[1], and so on.
 
     Mirrors grouped_gemm.ops.gmm (and its backend's trans_a), with more dtypes and with checks. Differentiable in a and b;
@@ -34,6 +37,11 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups.
             The engine `hopper` does this, in one configuration; where it cannot, ValueError says why. Not for trans_a, which sums over
             rows.
+        scale_a, scale_b: for operands in float8_e4m3fn, with trans_b, on compute capability 9.0 or the CPU: the decoding scales, float32
+            [M, ceil(K / 128)] and [E, ceil(N / 128), ceil(K / 128)], as gbmoe.float8.quantize_rows and quantize_weights give them and
+            as torch.nn.functional.scaled_mm names them BlockWise1x128 and BlockWise128x128. K and N are multiples of 16. Not
+            differentiable.
+        out_dtype: with scales, the dtype of the result, bfloat16 or float16.
 
     Returns:
         [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. With the engine `hopper` a group's
@@ -47,6 +55,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         >>> gmm(a, b, torch.tensor([3, 2])).shape
         torch.Size([5, 4])
     """
+    if scale_a is not None or scale_b is not None:
+        return _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant, scale_a, scale_b, out_dtype)
     check_arguments(a, b, batch_sizes, trans_a, trans_b)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     if batch_invariant:
@@ -58,10 +68,20 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
 
 
-def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool) -> None:
+def _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant, scale_a, scale_b, out_dtype):
+    for argument, scales in (("scale_a", scale_a), ("scale_b", scale_b)):
+        require(scales is not None, "gmm", argument, "a tensor, as the other operand has scales", None, TypeError)
+    require(trans_b and not trans_a, "gmm", "trans_b", "True with scales, and not trans_a", f"trans_b {trans_b}, trans_a {trans_a}")
+    require(engine == "auto" and not batch_invariant, "gmm", "engine", "auto with scales, without batch_invariant", repr(engine))
+    check_arguments(a, b, batch_sizes, trans_a, trans_b, dtypes=(torch.float8_e4m3fn,))
+    return scaled_gmm(a, b, batch_sizes, scale_a, scale_b, out_dtype)
+
+
+def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool, trans_b: bool,
+                    dtypes: tuple[torch.dtype, ...] = FLOATING) -> None:
     """Raise unless gmm takes these tensors. Whether dtypes and inner dimensions match is checked later, by the operator."""
-    require_tensor(a, "gmm", "a", rank=2, dtypes=FLOATING)
-    require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=FLOATING, device=a.device)
+    require_tensor(a, "gmm", "a", rank=2, dtypes=dtypes)
+    require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=dtypes, device=a.device)
     require_tensor(batch_sizes, "gmm", "batch_sizes", rank=1, dtypes=(torch.int32, torch.int64))
     require(batch_sizes.device.type == "cpu" or batch_sizes.device == a.device, "gmm", "batch_sizes",
             lambda: f"device cpu or {a.device}", batch_sizes.device)
@@ -76,30 +96,6 @@ def computed_dtype(tensor: torch.Tensor) -> torch.dtype:
     if autocast_enabled(tensor.device.type) and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
-
-
-def check_sizes(batch_sizes: torch.Tensor, rows: int) -> None:
-    """Raise ValueError unless no size is negative and their sum is `rows`; on a device this is an assertion, without a wait."""
-    if batch_sizes.device.type == "cpu":
-        sizes = batch_sizes.tolist()  # Python's sums do not overflow
-        low, total = min(sizes, default=0), sum(sizes)
-        require(low >= 0, "gmm", "batch_sizes", "no negative entry", low)
-        require(total == rows, "gmm", "batch_sizes", lambda: f"sum(batch_sizes) == a.size(0) == {rows}", total)
-    elif batch_sizes.device.type != "meta":
-        torch._assert_async(_sizes_fill(batch_sizes, rows),
-                            f"gmm: batch_sizes: expected no negative entry and sum(batch_sizes) == a.size(0) == {rows}")
-
-
-_UNSIGNED = {torch.int32: torch.uint32, torch.int64: torch.uint64}
-
-
-def _sizes_fill(sizes: torch.Tensor, rows: int) -> torch.Tensor:
-    """Whether no size is negative and their sum is `rows`, which is less than 2**53; a boolean tensor on the sizes' device.
-
-    A negative size is replaced by a huge one. Sums in float64 are exact up to 2**53, do not overflow, and cannot return to `rows` once
-    they are beyond it.
-    """
-    return sizes.view(_UNSIGNED[sizes.dtype]).double().sum() == rows
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, trans_a: bool, trans_b: bool) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+from gbmoe import Float8BlockScaling
 from gbmoe.compat import grouped_gemm
 from gbmoe.compat.megablocks import register
 from gbmoe.plan import RoutingPlan
@@ -519,3 +520,12 @@ def test_what_is_installed_stays():
         gbmoe.compat.megablocks.register()
         seen.update({name: sys.modules[name].__name__ for name in ("megablocks_ops", "grouped_gemm")})
     """, HIDDEN) == {"megablocks_ops": "megablocks_ops", "grouped_gemm": "grouped_gemm"}
+
+
+def test_float8_experts():
+    layer, args = make("gbmoe", dtype=torch.bfloat16, mlp_type="glu")
+    x = exact_inputs.exact_values(5, 3, SIZES["hidden_size"], dtype=torch.bfloat16, device="cpu", seed=9)
+    expected, _ = layer(x)
+    args.fp8_recipe = Float8BlockScaling()
+    result, _ = layer(x)
+    assert 0.001 < accuracy.relative_error(result, expected.double()) < 0.12

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gbmoe import engines
+from gbmoe import Float8BlockScaling, engines
 from gbmoe.compat import transformers as adapter
 from gbmoe.testing import accuracy, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
@@ -539,3 +539,17 @@ def test_import_alone_changes_nothing():
     probe = ("import sys, gbmoe.compat.transformers; assert 'transformers' not in sys.modules\n"
              "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as table; assert 'gbmoe' not in table")
     subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+def test_float8_experts():
+    adapter.register(fp8_recipe=Float8BlockScaling())
+    model = build("mixtral", dtype=torch.bfloat16)
+    ids = token_ids(2, 9)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.set_experts_implementation("gbmoe_float8")
+        logits = model(ids).logits
+    assert 0.001 < accuracy.relative_error(logits, expected.double()) < 0.2
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)

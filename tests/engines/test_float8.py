@@ -1,6 +1,7 @@
 """Experts in blockwise-scaled e4m3: products against float64 products of what the numbers stand for, and layers against bfloat16."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -269,3 +270,46 @@ def test_a_recipe_excludes_batch_invariance():
     w = values(1, 16, 32, seed=2, device="cpu")
     with pytest.raises(ValueError, match="expert_mlp: batch_invariant: expected False beside fp8_recipe, got True"):
         expert_mlp(x, plan, w, w, fp8_recipe=Float8BlockScaling(), batch_invariant=True)
+
+
+# ------------------------------------------------------------------------------------------------------- gmm with scales
+
+
+def scaled_operands(device, rows=9, inner=144, columns=48, experts=3):
+    a = float8.quantize_rows(values(rows, inner, seed=1, device=device))
+    b = float8.quantize_weights(values(experts, columns, inner, seed=2, device=device))
+    return a, b
+
+
+@DEVICES
+@HALVES
+@pytest.mark.parametrize("sizes_on", ["cpu", "operands"])
+def test_gmm_takes_scales(device, dtype, sizes_on):
+    a, b = scaled_operands(device)
+    sizes = [4, 0, 5]
+    batch_sizes = torch.tensor(sizes, device="cpu" if sizes_on == "cpu" else device)
+    call = functools.partial(gmm, a.values_PK, b.values_ENK, trans_b=True, scale_a=a.scales_PC, scale_b=b.scales, out_dtype=dtype)
+    exact = oracle.product(a.dequantized().double(), b.dequantized(), sizes, trans_b=True)
+    out = call(batch_sizes)
+    assert_as_accurate_as(out, exact.to(dtype), exact)
+    assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(batch_sizes), out)
+    nothing = gmm(a.values_PK[:0], b.values_ENK, torch.zeros(3, dtype=torch.int64), trans_b=True, scale_a=a.scales_PC[:0], scale_b=b.scales)
+    assert nothing.shape == (0, 48) and nothing.dtype == torch.bfloat16
+
+
+def test_gmm_says_which_scales_it_takes():
+    a, b = scaled_operands("cpu")
+    sizes = torch.tensor([4, 0, 5])
+    arguments = dict(a=a.values_PK, b=b.values_ENK, batch_sizes=sizes, trans_b=True, scale_a=a.scales_PC, scale_b=b.scales)
+    for changes, error, message in (
+        ({"scale_b": None}, TypeError, "scale_b: expected a tensor"),
+        ({"trans_b": False}, ValueError, "trans_b: expected True with scales"),
+        ({"engine": "reference"}, ValueError, "engine: expected auto with scales"),
+        ({"a": a.dequantized()}, TypeError, "a: expected dtype float8_e4m3fn"),
+        ({"scale_a": a.scales_PC[:, :1]}, ValueError, r"scale_a: expected shape \[9, 2\], a scale for each 128, got \[9, 1\]"),
+        ({"scale_b": b.scales.half()}, TypeError, "scale_b: expected dtype float32"),
+        ({"out_dtype": torch.float32}, ValueError, "out_dtype: expected bfloat16 or float16"),
+        ({"batch_sizes": torch.tensor([4, 0, 4])}, ValueError, "batch_sizes: expected sum"),
+    ):
+        with pytest.raises(error, match=message):
+            gmm(**(arguments | changes))

@@ -67,6 +67,13 @@ def test_gmm(device, trans_a, trans_b):
     assert counted(lambda: gbmoe.gmm(a, b, sizes, trans_a, trans_b).sum().backward()) == 3 * forward
 
 
+def test_gmm_of_float8():
+    a, b = gbmoe.float8.quantize_rows(torch.randn(6, HIDDEN)), gbmoe.float8.quantize_weights(torch.randn(2, FFN, HIDDEN))
+    sizes = torch.tensor([4, 2])
+    product = counted(lambda: gbmoe.gmm(a.values_PK, b.values_ENK, sizes, trans_b=True, scale_a=a.scales_PC, scale_b=b.scales))
+    assert product == 2 * 6 * HIDDEN * FFN
+
+
 @pytest.mark.parametrize("order", ["gbmoe, torch.utils.flop_counter", "torch.utils.flop_counter, gbmoe"])
 def test_whoever_is_imported_first(order):
     program = f"""

@@ -6,7 +6,8 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import require, require_tensor
-from gbmoe.ops.gmm import check_arguments, check_operands, check_sizes
+from gbmoe.ops.batch_sizes import check_sizes
+from gbmoe.ops.gmm import check_arguments, check_operands
 from gbmoe.problem import result_shape
 
 

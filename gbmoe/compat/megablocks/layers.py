@@ -36,7 +36,7 @@ class _FusedExperts:
             plan = _plan_of_sorted_rows(x, plan)
         w1_EFH, w2_EFH, v1_EFH = (self._weight_EFH(name) for name in ("w1", "w2", "v1"))
         return expert_mlp(x, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
-                          recompute_activation=self.args.memory_optimized_mlp)
+                          recompute_activation=self.args.memory_optimized_mlp, fp8_recipe=getattr(self.args, "fp8_recipe", None))
 
     def _weight_EFH(self, name):
         weight = getattr(self, name, None)
