@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import gbmoe
-from gbmoe import _define_operator
+from gbmoe import _define_operator, engines
 from gbmoe.compat import transformer_engine  # noqa: F401, registers an operator
+from gbmoe.float8 import quantize_rows, quantize_weights
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
 from gbmoe.ops.experts import plan_sizes
@@ -275,6 +276,12 @@ def calls(device, dtype, tokens, top_k):
     for groups in (0, 2):
         yield "chunk_rows", (x, chunk_sizes, order, groups, 4, "sort")
         yield "chunk_rows_by_host", (x, chunk_sizes.cpu(), order.cpu(), groups, 4, "sort")
+    on_gpu, _ = engines.FLOAT8_ENGINES["float8_block"]
+    place = "cpu" if on_gpu.unavailable(torch.device(device)) else device
+    left, right = quantize_rows(torch.randn(3 * EXPERTS, 32, device=place)), quantize_weights(torch.randn(EXPERTS, 48, 32, device=place))
+    operands, three = (left.values_PK, right.values_ENK, left.scales_PC, right.scales), torch.full((EXPERTS,), 3)
+    yield "scaled_gmm", (*operands, three.to(place), "bfloat16")
+    yield "scaled_gmm_by_host", (*operands, three, "bfloat16")
     sizes = plan_sizes(plan, x, w, "auto")
     for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
         yield f"gmm{suffix}", (h, w, counts, False, False, engine, False)
@@ -358,4 +365,4 @@ def test_what_the_host_reads_is_tagged():
     names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gbmoe::")}
     tagged = {name for name in names
               if torch.Tag.cudagraph_unsafe in getattr(torch.ops.gbmoe, name.removeprefix("gbmoe::")).default.tags}
-    assert tagged == {name for name in names if name.endswith("_by_host")} and len(tagged) == 6
+    assert tagged == {name for name in names if name.endswith("_by_host")} and len(tagged) == 7
