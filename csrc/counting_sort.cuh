@@ -48,10 +48,13 @@ struct FirstRows {
   int before_E[kMaxExperts], total_E[kMaxExperts];  // rows in the chunks before this one, and in all
   int warp_sums[kWarps];
 
-  // Writes offsets [E + 1], the exclusive sum of the padded totals, and this chunk's first row of each expert.
-  __device__ __forceinline__ void find(const int* counts_CE, int E, int align, int* offsets, int* first_row) {
+  __device__ __forceinline__ void clear(int E) {
     for (int e = threadIdx.x; e < E; e += kThreads) before_E[e] = total_E[e] = 0;
     __syncthreads();
+  }
+  // What the first kernel counted in each chunk, summed over the chunks.
+  __device__ __forceinline__ void sum_counts(const int* counts_CE, int E) {
+    clear(E);
     // Threads walk the counts in memory order, so that loads are coalesced.
     const int chunks = gridDim.x, here = blockIdx.x;
     const int side_by_side = kThreads / E;
@@ -67,6 +70,9 @@ struct FirstRows {
       atomicAdd(&total_E[e], total);
     }
     __syncthreads();
+  }
+  // From those numbers: offsets [E + 1], the exclusive sum of the padded totals, and this chunk's first row of each expert.
+  __device__ __forceinline__ void find(int E, int align, int* offsets, int* first_row) {
     const int e0 = threadIdx.x;  // E <= kThreads
     const int padded = e0 < E ? (total_E[e0] + align - 1) / align * align : 0;
     int end;

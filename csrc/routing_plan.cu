@@ -1,4 +1,5 @@
-// The routing plan: a stable counting sort of the slots by expert (counting_sort.cuh), in two launches and without a host wait.
+// The routing plan: a stable counting sort of the slots by expert (counting_sort.cuh), in two launches and without a host wait; in one
+// where one CTA sorts them all, as it does for a few tokens.
 //
 // Inside a warp, a slot's rank is the number of slots of its expert in the warps before, plus those before it in its own warp.
 
@@ -46,13 +47,24 @@ struct PlanOutputs {
   int64_t rows;
   int align;
 };
+// counts_CE is null where there is one chunk, which is then counted here.
 __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slots, const int* counts_CE, const PlanOutputs out) {
   extern __shared__ int shared[];
   __shared__ FirstRows rows;
   const int E = slots.experts, chunks = gridDim.x, here = blockIdx.x;
   int *next_WE = shared, *offsets = shared + kWarps * E, *first_row = offsets + E + 1;
   for (int i = threadIdx.x; i < kWarps * E; i += kThreads) next_WE[i] = 0;
-  rows.find(counts_CE, E, out.align, offsets, first_row);
+  if (counts_CE) {
+    rows.sum_counts(counts_CE, E);
+  } else {
+    rows.clear(E);
+    for (int64_t slot = threadIdx.x; slot < slots.count; slot += kThreads) {
+      const int e = slots.expert(slot);
+      if (e >= 0) atomicAdd(&rows.total_E[e], 1);
+    }
+    __syncthreads();
+  }
+  rows.find(E, out.align, offsets, first_row);
 
   // Each warp's share of the chunk: consecutive runs of whole 32 slots.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -78,11 +90,9 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slo
     if (row >= 0) out.slot_of_row[row] = static_cast<int>(slot);
   }
 
-  // What no slot writes: padding, the rows behind the last expert, and the tables. Divided over the CTAs.
-  for (int e = here; e < E; e += chunks) {
-    for (int row = offsets[e] + rows.total_E[e] + threadIdx.x; row < offsets[e + 1]; row += kThreads) {
-      out.slot_of_row[row] = kPadding;
-    }
+  // What no slot writes: padding, the rows behind the last expert, and the tables. Divided over the warps of all CTAs.
+  for (int e = here * kWarps + warp; e < E; e += chunks * kWarps) {
+    for (int row = offsets[e] + rows.total_E[e] + lane; row < offsets[e + 1]; row += 32) out.slot_of_row[row] = kPadding;
   }
   const int64_t thread = static_cast<int64_t>(here) * kThreads + threadIdx.x, threads = static_cast<int64_t>(chunks) * kThreads;
   for (int64_t row = offsets[E] + thread; row < out.rows; row += threads) out.slot_of_row[row] = kBehindTheLast;
@@ -111,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
   const int64_t count = ids.numel();
   const int64_t chunks = std::min(most_chunks, std::max<int64_t>(1, ceil_div(count, kThreads)));
   Tensor row_of_slot = empty({ids.size(0), ids.size(1)}), slot_of_row = empty({rows}), counts = empty({num_experts});
-  Tensor offsets = empty({num_experts + 1}), padded_counts = empty({num_experts}), counts_by_chunk = empty({chunks, num_experts});
+  Tensor offsets = empty({num_experts + 1}), padded_counts = empty({num_experts});
 
   const SlotIds slots{ids.data_ptr(), ids.scalar_type() == ScalarType::Long, static_cast<int>(num_experts), count,
                       ceil_div(count, chunks)};
@@ -120,8 +130,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
   const cudaStream_t stream = current_stream(ids);
   const int shared_bytes = allow_place_shared(place_slots_kernel, num_experts);
   const unsigned ctas = static_cast<unsigned>(chunks);
-  count_experts_kernel<<<ctas, kThreads, 0, stream>>>(slots, data<int>(counts_by_chunk));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  std::optional<Tensor> counts_by_chunk;
+  if (chunks > 1) {
+    counts_by_chunk = empty({chunks, num_experts});
+    count_experts_kernel<<<ctas, kThreads, 0, stream>>>(slots, data<int>(counts_by_chunk));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
   place_slots_kernel<<<ctas, kThreads, shared_bytes, stream>>>(slots, data<int>(counts_by_chunk), out);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {row_of_slot, slot_of_row, counts, offsets, padded_counts};

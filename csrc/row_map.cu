@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, 1) place_mask_kernel(
     for (int64_t token = begin; token < end; ++token) count += mask_TE[token * E + e] != 0;
     next_E[e] = count;
   }
-  rows.find(counts_CE, E, 1, offsets, first_row);
+  rows.sum_counts(counts_CE, E);
+  rows.find(E, 1, offsets, first_row);
   hand_out_rows(next_WE, first_row, E);
   for (int64_t token = begin; token < end; ++token) {
     int* map = map_TM + token * (2 * E + 1);

@@ -35,6 +35,11 @@ class GatheredRows:
         """Whether rows_PH() has nothing left to compute."""
         return self._rows_PH is not None
 
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return self.slots.num_rows if self._rows_PH is None else self._rows_PH.size(0)
+
     def rows_PH(self) -> torch.Tensor:
         """The rows [P,H]."""
         if self._rows_PH is None:
