@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "activation_backward.cuh"
 #include "activation_formulas.cuh"
 #include "common.cuh"
 #include "ops.h"
@@ -43,13 +44,6 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(
   });
 }
 
-// A row, its slot and router weight, and the lane's share of its dot product <a, d>.
-template <typename A> struct Row {
-  int64_t first;  // the row's first vector
-  int slot;       // -1 for padding
-  A weight, dot;
-};
-
 // Each warp owns two rows. A row's dot product is reduced inside the warp, in a fixed order; short rows leave no thread idle; and
 // the loads of both rows are in flight together. Where the number of rows is odd, the last row is computed twice, with the same
 // results.
@@ -62,40 +56,22 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;
   const int lane = threadIdx.x % 32;
-  struct Operands { Vector<T, N> h, g, d; };
-  const auto load = [&](int64_t first, int v) {
-    Operands operands{h_PF[first + v], {}, d_PF[first + v]};
-    if (g_PF) operands.g = g_PF[first + v];
-    return operands;
-  };
+  const auto load = [&](int64_t first, int v) { return load_operands<T, N>(h_PF, g_PF, d_PF, first + v); };
   const int64_t second_row = min(first_row + 1, rows - 1);
   const int slots[2] = {slot_of_row[first_row], slot_of_row[second_row]};
-  Operands of_one{}, of_two{};
+  ActivationOperands<T, N> of_one{}, of_two{};
   if (lane < vectors) {  // loads are started before anything waits for the slots
     of_one = load(first_row * vectors, lane);
     of_two = load(second_row * vectors, lane);
   }
-  const auto row_of = [&](int64_t row, int slot) {
-    if (static_cast<unsigned>(slot) >= slots_in_all) slot = -1;
-    return Row<A>{row * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
-  };
-  Row<A> one = row_of(first_row, slots[0]), two = row_of(second_row, slots[1]);
+  Row<A> one = row_of<A>(first_row, vectors, slots[0], slots_in_all, weights);
+  Row<A> two = row_of<A>(second_row, vectors, slots[1], slots_in_all, weights);
   with_activation(activation, [&](auto kind) {
-    const auto compute = [&](Row<A>& of, int v, const Operands& operands) {
-      Vector<T, N> a, dh, dg;
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const ValueAndSlope<A> act = activation_at<decltype(kind)::value, sizeof(T) == 2>(widen(operands.h.element[i]));
-        const A gate = g_PF ? widen(operands.g.element[i]) : A(1), d = widen(operands.d.element[i]);
-        of.dot += act.value * gate * d;
-        a.element[i] = narrow<T>(of.weight * act.value * gate);
-        dh.element[i] = narrow<T>(of.weight * d * act.slope * gate);
-        dg.element[i] = narrow<T>(of.weight * d * act.value);
-      }
-      if (of.slot < 0) a = dh = dg = Vector<T, N>{};  // whatever the operands hold
-      a_PF[of.first + v] = a;
-      d_PF[of.first + v] = dh;
-      if (g_PF) dg_PF[of.first + v] = dg;
+    const auto compute = [&](Row<A>& of, int v, const ActivationOperands<T, N>& operands) {
+      const ActivationGradients<T, N> result = activation_gradients<decltype(kind)::value, T, N>(of, operands, g_PF != nullptr);
+      a_PF[of.first + v] = result.a;
+      d_PF[of.first + v] = result.dh;
+      if (g_PF) dg_PF[of.first + v] = result.dg;
     };
     if (lane >= vectors) return;
     for (int v = lane;;) {
@@ -107,13 +83,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
       of_two = load(two.first, v);
     }
   });
-  if (!grad_weights.data) return;
-  for (int step = 16; step > 0; step /= 2) {
-    one.dot += __shfl_xor_sync(kFullWarp, one.dot, step);
-    two.dot += __shfl_xor_sync(kFullWarp, two.dot, step);
-  }
-  if (lane == 0 && one.slot >= 0) grad_weights.write(one.slot, one.dot);
-  if (lane == 0 && two.slot >= 0) grad_weights.write(two.slot, two.dot);
+  if (grad_weights.data) write_dots(one, two, grad_weights);
 }
 
 }  // namespace

@@ -143,8 +143,15 @@ void hopper_scaled_rows(
 // as they are; out [P,H], scales [P, H / 128 rounded up].
 void quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor out, Tensor scales);
 void quantize_rows(Tensor x, bool power_of_two, Tensor out, Tensor scales);
-// weights [E,F,H]: out [E,F,H], or with `transpose` [E,H,F]; scales [E, F / 128, H / 128] or [E, H / 128, F / 128], rounded up
-void quantize_weights(Tensor weights, bool power_of_two, bool transpose, Tensor out, Tensor scales);
+// weights [E,F,H]: out [E,F,H] with scales [E, F / 128, H / 128], transposed [E,H,F] with [E, H / 128, F / 128], rounded up; what is
+// given of the two is written, from one read
+void quantize_weights(Tensor weights, bool power_of_two, std::optional<Tensor> out, std::optional<Tensor> scales,
+                      std::optional<Tensor> transposed, std::optional<Tensor> transposed_scales);
+// activate_backward, and quantize_rows of dh and dg
+void activate_backward_scaled(
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
+    bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh, std::optional<Tensor> scaled_dg,
+    std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights);
 // hopper_up(_glu) with a in e4m3 and its scales, from a rounded to bf16 or, without `bfloat16`, fp16; h and g in that dtype
 void hopper_scaled_up(
     Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, std::optional<Tensor> v1, std::optional<Tensor> scales_v1, Tensor sizes,

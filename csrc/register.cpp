@@ -66,7 +66,11 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor(a!) out, Tensor(b!) scales)"
         " -> ()");
   m.def("quantize_rows(Tensor x, bool power_of_two, Tensor(a!) out, Tensor(b!) scales) -> ()");
-  m.def("quantize_weights(Tensor weights, bool power_of_two, bool transpose, Tensor(a!) out, Tensor(b!) scales) -> ()");
+  m.def("quantize_weights(Tensor weights, bool power_of_two, Tensor(a!)? out, Tensor(b!)? scales, Tensor(c!)? transposed,"
+        " Tensor(d!)? transposed_scales) -> ()");
+  m.def("activate_backward_scaled(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
+        " bool power_of_two, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh, Tensor(f!)? scaled_dg,"
+        " Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
   m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
         " Tensor(a!) out) -> ()");
   m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
@@ -120,6 +124,7 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("quantize_gathered", TORCH_BOX(&gbmoe::quantize_gathered));
   m.impl("quantize_rows", TORCH_BOX(&gbmoe::quantize_rows));
   m.impl("quantize_weights", TORCH_BOX(&gbmoe::quantize_weights));
+  m.impl("activate_backward_scaled", TORCH_BOX(&gbmoe::activate_backward_scaled));
   m.impl("tensor_core_rows", TORCH_BOX(&gbmoe::tensor_core_rows));
   m.impl("tensor_core_weights", TORCH_BOX(&gbmoe::tensor_core_weights));
   m.impl("tensor_core_up", TORCH_BOX(&gbmoe::tensor_core_up));

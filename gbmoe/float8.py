@@ -1,4 +1,4 @@
-"""Blockwise-scaled e4m3: the recipe, its numbers to the bit in plain PyTorch, and the tensors that hold them.
+"""Blockwise-scaled e4m3: the recipe, its numbers to the bit in plain PyTorch, the tensors that hold them, and weights quantised once.
 
 Numbers that share a scale form a tile: 128 of a row of activations or gradients, or 128 x 128 of a weight; the last ones of a row or
 weight may be smaller. With the largest magnitude m of a tile, encode = 448 / m, each number is stored as e4m3(number * encode), rounded
@@ -11,6 +11,9 @@ Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a w
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -119,3 +122,102 @@ def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool = False, transpose
     encode, decode = tile_scales(padded.abs().amax((2, 4)), power_2_scale)
     values = (padded * encode[:, :, None, :, None]).view(experts, blocks[0] * TILE, blocks[1] * TILE)[:, :lines, :columns].to(FLOAT8)
     return ScaledWeights(values.contiguous(), decode)
+
+
+# ------------------------------------------------------------------------------------------------- weights quantised once
+
+
+class _WeightCache:
+    """Weights in both orientations, quantised when they are first used. Safe to use from several threads.
+
+    It holds the weights' storages, so that their memory and their identities are not given to other tensors. Other tensors are not kept:
+    a copy that lives for one product would stay in memory, and what is written to its memory later would be taken for it.
+    """
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage]):
+        self._lock = threading.Lock()
+        self._storages = {id(storage): storage for storage in storages}
+        self._kept: dict[tuple, tuple[tuple, tuple[ScaledWeights, ScaledWeights]]] = {}
+
+    def find(self, w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],
+             ) -> tuple[ScaledWeights, ScaledWeights] | None:
+        storage = w_EFH.untyped_storage()
+        if self._storages.get(id(storage)) is not storage:
+            return None
+        # Work on another stream would not wait for the kernel that quantises.
+        stream = torch.cuda.current_stream(w_EFH.device).cuda_stream if w_EFH.is_cuda else None
+        which = (id(storage), w_EFH.storage_offset(), w_EFH.shape, w_EFH.stride(), w_EFH.dtype, power_2_scale, stream)
+        state = (w_EFH.data_ptr(), None if w_EFH.is_inference() else w_EFH._version)
+        with self._lock:
+            known = self._kept.get(which)
+            if known is None or known[0] != state:
+                known = self._kept[which] = (state, quantize())
+            return known[1]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._storages, self._kept = {}, {}
+
+
+# Of all threads, because autograd computes gradients on CUDA in threads of its own. Replaced, never changed in place.
+_caches: tuple[_WeightCache, ...] = ()
+_caches_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it, each of these weights is quantised once: for forward and backward, for all micro-batches, in all threads.
+
+    To be entered where the weights do not change until it ends, such as around the micro-batches between two steps of an optimizer. The
+    first use of a weight quantises it in both orientations, from one read, and keeps them until the context ends: 2 bytes for each number
+    beside the weight's own memory. Results have the same bits with it and without.
+
+    A weight is quantised again if torch counts a change in place (its `_version`), or if its memory has moved. What torch does not count
+    is not seen: writes through `.data`, to inference tensors, or by kernels that do not declare them; and a storage that is freed and
+    filled again at the same address, which is what FSDP does. FSDP2's parameters are an error.
+
+    Only tensors in the memory of `weights` are kept. A copy in another dtype, which autocast makes for each forward, or one with other
+    strides is quantised at each use, as without the context. While a CUDA graph is captured nothing kept is used, so that its replays
+    quantise what the weights then are. In a function that torch.compile compiles entering has no effect; enter it outside.
+
+    Contexts may be nested and used in several threads at a time. A weight that is in several of them is kept by the one entered first.
+
+    Args:
+        weights: a module, for all of its parameters, or tensors.
+
+    Raises:
+        TypeError: for what is not a tensor, and for a DTensor, whose gathered memory comes and goes.
+
+    Example:
+        >>> w1, w2 = torch.randn(2, 4, 32, 16, dtype=torch.bfloat16)
+        >>> with cached_weights([w1, w2]):
+        ...     pass  # forward and backward of each micro-batch
+    """
+    global _caches
+    if torch.compiler.is_compiling():
+        yield
+        return
+    storages = []
+    for weight in weights.parameters() if isinstance(weights, torch.nn.Module) else weights:
+        require(isinstance(weight, torch.Tensor), "cached_weights", "weights", "a module or tensors", type(weight).__name__, TypeError)
+        require(not hasattr(weight, "to_local"), "cached_weights", "weights", "plain tensors, whose memory stays", type(weight).__name__,
+                TypeError)
+        storages.append(weight.untyped_storage())
+    cache = _WeightCache(storages)
+    with _caches_lock:
+        _caches = (*_caches, cache)
+    try:
+        yield
+    finally:
+        with _caches_lock:
+            _caches = tuple(other for other in _caches if other is not cache)
+        cache.clear()  # an exception's traceback may hold it
+
+
+def cached(w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],
+           ) -> tuple[ScaledWeights, ScaledWeights] | None:
+    """A weight as it is and transposed, from a context that keeps it; `quantize` is called where it is not kept yet. None without one."""
+    caches = _caches
+    if not caches or (w_EFH.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return next((kept for cache in caches if (kept := cache.find(w_EFH, power_2_scale, quantize)) is not None), None)

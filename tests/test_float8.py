@@ -1,9 +1,14 @@
 """The numbers of blockwise-scaled e4m3, to the bit: as they are defined, and on a GPU as the kernels compute them."""
 
+import contextlib
+import threading
+import weakref
+
 import pytest
 import torch
 
 from gbmoe import Float8BlockScaling, RoutingPlan, float8, kernels
+from gbmoe.kernels import plain_torch
 from gbmoe.testing import exact_inputs
 from tests.conftest import dtype_id
 
@@ -73,6 +78,8 @@ def test_a_tile_that_is_not_finite_has_no_scale(number):
 def test_weights_have_a_scale_for_each_block(dtype, shape):
     w = exact_inputs.exact_values(*shape, dtype=dtype, device="cpu", seed=1)
     natural, transposed = float8.quantize_weights(w), float8.quantize_weights(w, transpose=True)
+    for both, alone in zip(kernels.quantize_weights_both_ways(w, False), (natural, transposed)):
+        assert_same_numbers(both, alone)
     assert torch.equal(natural.values_ENK.float(), transposed.values_ENK.transpose(1, 2).float())
     assert torch.equal(natural.scales, transposed.scales.transpose(1, 2))
     for e in range(shape[0]):
@@ -84,9 +91,184 @@ def test_weights_have_a_scale_for_each_block(dtype, shape):
                 assert torch.equal(alone.values_ENK[0].float(), natural.values_ENK[e, i : i + 128, j : j + 128].float())
 
 
+# -------------------------------------------------------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def quantized():
+    """(lookup, calls): `lookup(w)` asks for a weight as an engine does, `calls` has an entry for each time that one was quantised."""
+    calls = []
+
+    def lookup(w, power_2_scale=False):
+        def quantize():
+            calls.append(tuple(w.shape))
+            return kernels.quantize_weights_both_ways(w.contiguous(), power_2_scale)
+        return float8.cached(w, power_2_scale, quantize)
+
+    return lookup, calls
+
+
+def weight(*shape, seed=1):
+    return exact_inputs.exact_values(*shape, dtype=torch.bfloat16, device="cpu", seed=seed)
+
+
+def assert_kept(kept, w, power_2_scale=False):
+    for transpose in (False, True):
+        assert_same_numbers(kept[transpose], float8.quantize_weights(w, power_2_scale, transpose))
+
+
+def test_a_weight_is_quantized_once(quantized):
+    lookup, calls = quantized
+    w = torch.nn.Parameter(weight(6, 144, 80).flatten(0, 1))
+    assert lookup(w.view(6, 144, 80)) is None and not calls
+    with float8.cached_weights([w]):
+        kept = lookup(w.view(6, 144, 80))
+        assert_kept(kept, w.detach().view(6, 144, 80))
+        assert lookup(w.view(6, 144, 80)) is kept and lookup(w.detach().view(6, 144, 80)) is kept and len(calls) == 1
+        # Whatever else differs is another weight.
+        assert_kept(lookup(w.view(3, 288, 80)), w.detach().view(3, 288, 80))
+        assert_kept(lookup(w.view(6, 144, 80)[2:]), w.detach().view(6, 144, 80)[2:])
+        assert_kept(lookup(w.view(6, 144, 80).transpose(1, 2)), w.detach().view(6, 144, 80).transpose(1, 2))
+        assert_kept(lookup(w.view(6, 144, 80), True), w.detach().view(6, 144, 80), True)
+        assert len(calls) == 5 and lookup(w.view(6, 144, 80)) is kept
+    assert lookup(w.view(6, 144, 80)) is None
+
+
+def test_a_tensor_that_is_not_among_the_weights_is_not_kept(quantized):
+    lookup, calls = quantized
+    w = weight(2, 16, 32)
+    with float8.cached_weights(torch.nn.ParameterList([w])):
+        assert lookup(w.clone()) is None and lookup(w.half()) is None and not calls
+        assert lookup(w) is not None
+
+
+def test_a_weight_that_changes_is_quantized_anew(quantized):
+    lookup, calls = quantized
+    w = torch.nn.Parameter(weight(2, 16, 32))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    with float8.cached_weights([w]):
+        before = lookup(w)
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        after = lookup(w)
+        assert_kept(after, w.detach())
+        assert len(calls) == 2 and not torch.equal(before[0].values_ENK.float(), after[0].values_ENK.float())
+        with torch.no_grad():
+            w[1].mul_(3)  # through a view
+        assert_kept(lookup(w), w.detach())
+        w.data = weight(2, 16, 32, seed=9)  # other memory, which is not among the weights
+        assert lookup(w) is None
+
+
+def test_a_weight_whose_memory_has_moved_is_quantized_anew(quantized):
+    lookup, calls = quantized
+    w = weight(2, 16, 32)
+    storage, address, version = w.untyped_storage(), w.data_ptr(), w._version
+    with float8.cached_weights([w]):
+        lookup(w)
+        storage.resize_(2 * storage.nbytes())
+        w.data.mul_(3)
+        assert w.data_ptr() != address and w._version == version
+        assert_kept(lookup(w), w)
+        assert len(calls) == 2
+
+
+def test_a_kept_weight_holds_its_memory(quantized):
+    """Another tensor at the address of a weight that is gone would be taken for it."""
+    lookup, calls = quantized
+    w = weight(2, 64, 64)
+    address = w.data_ptr()
+    with float8.cached_weights([w]):
+        lookup(w)
+        del w
+        others = [weight(2, 64, 64, seed=seed) for seed in range(20)]
+        assert all(other.data_ptr() != address and lookup(other) is None for other in others)
+
+
+def test_nothing_is_kept_after_an_exception(quantized):
+    lookup, _ = quantized
+    w = weight(2, 16, 32)
+    with pytest.raises(KeyError) as raised, float8.cached_weights([w]):
+        values = weakref.ref(lookup(w)[0].values_ENK)
+        assert values() is not None
+        raise KeyError
+    assert raised.tb is not None and values() is None and not float8._caches and lookup(w) is None
+
+
+def test_contexts_are_nested(quantized):
+    lookup, calls = quantized
+    outer, inner = weight(2, 16, 32), weight(2, 16, 32, seed=2)
+    with float8.cached_weights([outer]):
+        with float8.cached_weights([outer, inner]):
+            kept = lookup(outer)
+            assert_kept(lookup(inner), inner)
+        assert lookup(outer) is kept and lookup(inner) is None and len(calls) == 2
+
+
+def test_contexts_of_threads_may_end_in_any_order(quantized):
+    lookup, calls = quantized
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    w, v = weight(2, 16, 32), weight(2, 16, 32, seed=2)
+    first.enter_context(float8.cached_weights([w]))
+    second.enter_context(float8.cached_weights([v]))
+    lookup(w), lookup(v)
+    first.close()
+    assert lookup(w) is None and lookup(v) is not None and len(calls) == 2
+    second.close()
+    assert not float8._caches
+
+
+def test_threads_share_what_is_kept(quantized):
+    lookup, calls = quantized
+    w, start, found = weight(8, 144, 160), threading.Barrier(8), []
+
+    def look():
+        start.wait()
+        found.append(lookup(w))
+
+    with float8.cached_weights([w]):
+        threads = [threading.Thread(target=look) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 8 and all(kept is found[0] for kept in found) and len(calls) == 1
+
+
+def test_the_cache_says_what_it_does_not_take():
+    class Sharded(torch.Tensor):
+        def to_local(self):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="cached_weights: weights: expected a module or tensors, got str"):
+        float8.cached_weights(["w1"]).__enter__()
+    with pytest.raises(TypeError, match="cached_weights: weights: expected plain tensors, whose memory stays, got Sharded"):
+        float8.cached_weights([torch.zeros(2).as_subclass(Sharded)]).__enter__()
+    assert not float8._caches
+
+
 def test_the_recipe_says_what_it_does_not_take():
     with pytest.raises(TypeError, match="Float8BlockScaling: power_2_scale: expected a bool, got 1"):
         Float8BlockScaling(power_2_scale=1)
+
+
+@HALVES
+@POWER_2
+@pytest.mark.parametrize("glu", [True, False], ids=["glu", "mlp"])
+def test_the_activations_gradient_is_quantized_as_it_is_stored(dtype, power_2_scale, glu):
+    h, g = (torch.linspace(-3, 3, 9 * 144).view(9, 144).to(dtype) / power for power in (1, 30))
+    d = hard_rows(9, 144, dtype)
+    slots, weights = torch.tensor([0, 1, -1, 2, 3, -2, 4, 5, 6], dtype=torch.int32), torch.rand(7, 1)
+    g, dh = g if glu else None, d.clone()
+    expected_a, expected_dg, expected_dweights = kernels.activate_backward(h, g, dh, slots, weights, "silu")
+    a, dg, dweights, scaled_dh, scaled_dg = kernels.activate_backward_scaled(h, g, d, slots, weights, "silu", power_2_scale)
+    assert all(torch.equal(*pair) for pair in ((a, expected_a), (d, dh), (dweights, expected_dweights)))
+    assert_same_numbers(scaled_dh, float8.quantize_rows(dh, power_2_scale))
+    assert (scaled_dh.scales_PC[[2, 5]] == 1).all() and not scaled_dh.values_PK[[2, 5]].float().any()
+    assert (dg is None) == (scaled_dg is None) == (not glu)
+    if glu:
+        assert torch.equal(dg, expected_dg)
+        assert_same_numbers(scaled_dg, float8.quantize_rows(dg, power_2_scale))
 
 
 # ------------------------------------------------------------------------------------------------------------ the kernels
@@ -134,6 +316,79 @@ def test_kernel_of_weights(dtype, power_2_scale, shape, transpose):
     expected = float8.quantize_weights(w, power_2_scale, transpose)
     exact_inputs.poison("cuda")
     assert_same_numbers(kernels.quantize_weights(w.cuda(), power_2_scale, transpose), expected)
+
+
+@pytest.mark.gpu
+@HALVES
+@POWER_2
+@pytest.mark.parametrize("shape", [(2, 128, 256), (3, 144, 80), (1, 16, 400), (8, 768, 2048), (0, 16, 16)])
+def test_kernel_of_weights_in_both_orientations(dtype, power_2_scale, shape):
+    w = hard_rows(shape[0] * shape[1], shape[2], dtype, "cuda").view(shape)
+    if w.numel():
+        w[0, 0, 1] = torch.nan
+    expected = [kernels.quantize_weights(w, power_2_scale, transpose) for transpose in (False, True)]
+    exact_inputs.poison("cuda")
+    for got, alone in zip(kernels.quantize_weights_both_ways(w, power_2_scale), expected):
+        assert_same_bits(got.values_ENK, alone.values_ENK)
+        assert_same_bits(got.scales, alone.scales)
+
+
+def assert_same_bits(got, expected):
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@HALVES
+@POWER_2
+@pytest.mark.parametrize("columns", [16, 144, 256, 768, 1040])
+@pytest.mark.parametrize("glu", [True, False], ids=["glu", "mlp"])
+@pytest.mark.parametrize("weighted", [True, False], ids=["weights", "no-weights"])
+def test_kernel_of_the_activations_gradient(dtype, power_2_scale, columns, glu, weighted):
+    """Its results are those of the two kernels that it replaces."""
+    rows = 77  # the last warp has one row alone
+    generator = exact_inputs.generator("cuda", 1)
+    h, g, d = (torch.randn(rows, columns, generator=generator, device="cuda").to(dtype) for _ in range(3))
+    d.copy_(hard_rows(rows, columns, dtype, "cuda"))
+    slots = torch.randperm(rows, generator=generator, device="cuda").int()
+    slots[3], slots[4], slots[20], slots[-9:-4] = -1, -2, rows + 5, -2  # without weights that one counts
+    for tensor in (h, g, d):
+        tensor[3] = torch.nan  # must not leak
+        tensor[4] = torch.inf
+    h[30, columns // 2], d[31, 0], d[32, -1] = torch.nan, torch.inf, -torch.inf
+    weights = torch.rand(rows, 1, generator=generator, device="cuda")
+    weights[int(slots[33])] = torch.nan
+    weights, g = weights if weighted else None, g if glu else None
+    for activation in plain_torch.ACTIVATIONS:
+        dh_16 = d.clone()
+        a, dg, dweights = kernels.activate_backward(h, g, dh_16, slots, weights, activation)
+        expected = [None if t is None else kernels.quantize_rows(t, power_2_scale) for t in (dh_16, dg)]
+        exact_inputs.poison("cuda")
+        dh = d.clone()
+        got_a, got_dg, got_dweights, *scaled = kernels.activate_backward_scaled(h, g, dh, slots, weights, activation, power_2_scale)
+        assert_same_bits(got_a, a)
+        assert_same_bits(dh, dh_16)
+        assert (got_dg is None) == (dg is None) == (not glu) and (got_dweights is None) == (not weighted)
+        if glu:
+            assert_same_bits(got_dg, dg)
+        if weighted:
+            assert_same_bits(got_dweights, dweights)
+        for got, alone in zip(scaled, expected):
+            assert (got is None) == (alone is None)
+            if got is not None:
+                assert_same_bits(got.values_PK, alone.values_PK)
+                assert_same_bits(got.scales_PC, alone.scales_PC)
+        without_slot = scaled[0].scales_PC[[3, 4, rows - 5]]
+        assert (without_slot == 1).all() and not scaled[0].values_PK[[3, 4, rows - 5]].view(torch.uint8).any()
+        assert torch.isnan(scaled[0].scales_PC[31, 0]) and torch.isnan(scaled[0].scales_PC[32, -1])
+
+
+@pytest.mark.gpu
+def test_kernel_of_the_activations_gradient_without_rows():
+    h, slots = torch.empty(0, 32, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int32, device="cuda")
+    weights = torch.ones(3, 1, device="cuda")
+    a, dg, dweights, dh, scaled_dg = kernels.activate_backward_scaled(h, h, h.clone(), slots, weights, "silu", False)
+    assert a.shape == dg.shape == dh.values_PK.shape == (0, 32) and scaled_dg.scales_PC.shape == (0, 1) and not dweights.any()
 
 
 @pytest.mark.gpu

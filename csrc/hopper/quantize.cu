@@ -2,50 +2,17 @@
 //
 // A tile of a row is 128 numbers, which 16 threads hold in vectors of 8. A weight's block is 128 x 128, which a CTA holds.
 //
-// Bytes at the least: gather 2TH + PH, rows 3PH, weights 3EFH.
+// Bytes at the least: gather 2TH + PH, rows 3PH, weights 3EFH in one orientation and 4EFH in both.
 
 #include "../ops.h"
 #include "../padded_rows.cuh"
-#include "float8.cuh"
+#include "quantize.cuh"
 
 namespace gbmoe {
 namespace {
 
-using hopper::kScaledColumns, hopper::pack_float8, hopper::TileScale, hopper::tile_scale;
-
-constexpr int kVector = 8, kTileThreads = kScaledColumns / kVector;
-
-template <typename T> using Numbers = Vector<T, kVector>;
-struct alignas(8) Eight { uint16_t pair[4]; };  // numbers in e4m3
-
-// The bits of the largest magnitude, as an integer: NaN counts as larger than infinity.
-template <typename T> __device__ __forceinline__ uint32_t largest_magnitude(const Numbers<T>& numbers) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) largest = max(largest, __float_as_uint(widen(numbers.element[i])) & 0x7fffffffu);
-  return largest;
-}
-template <typename T> __device__ __forceinline__ Eight quantize(const Numbers<T>& numbers, float encode) {
-  Eight out;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    out.pair[i] = pack_float8(widen(numbers.element[2 * i]) * encode, widen(numbers.element[2 * i + 1]) * encode);
-  }
-  return out;
-}
-template <typename T> __device__ __forceinline__ Numbers<T> zeros() {
-  Numbers<T> out;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) out.element[i] = narrow<T>(0.0f);
-  return out;
-}
-// Of the 16 threads that hold a tile of a row: half a warp, whose other half need not come here.
-[[maybe_unused]] __device__ __forceinline__ TileScale scale_of_row(uint32_t largest, bool power_of_two) {
-  const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
-#pragma unroll
-  for (int distance = 1; distance < kTileThreads; distance *= 2) largest = max(largest, __shfl_xor_sync(half_warp, largest, distance));
-  return tile_scale(__uint_as_float(largest), power_of_two);
-}
+using hopper::Eight, hopper::kScaledColumns, hopper::kTileThreads, hopper::kVector, hopper::largest_magnitude, hopper::Numbers;
+using hopper::quantize, hopper::scale_of_row, hopper::TileScale, hopper::tile_scale, hopper::zeros;
 
 // Each token is read and quantised once, and stored to the rows of its slots, S at a time. shape.vectors are of 8 numbers.
 template <typename T, int S> __global__ void __launch_bounds__(kThreads) quantize_gathered_kernel(
@@ -98,14 +65,15 @@ template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_
 
 // One CTA for each block of 128 x 128 of w [E,lines,columns]. A thread holds eight numbers of lines 4i to 4i + 3, and of those 64 lines on.
 //
-// Transposed, the block passes through shared memory: four lines of a column are a word there, word w of column c in place
+// On the way to `transposed` the block passes through shared memory: four lines of a column are a word there, word w of column c in place
 // w ^ (c / 8 * 2). So neither the writes of 16 threads, whose columns are 8 apart, nor the reads of words in pairs meet in a bank.
-template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
-    const T* __restrict__ weights, bool power_of_two, uint8_t* __restrict__ out, float* __restrict__ scales, int lines, int columns) {
+template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
+    const T* __restrict__ weights, bool power_of_two, uint8_t* __restrict__ out, float* __restrict__ scales,
+    uint8_t* __restrict__ transposed, float* __restrict__ transposed_scales, int lines, int columns) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   constexpr int kLines = 8;  // of a thread
   __shared__ uint32_t largest_of_warp[kWarps];
-  __shared__ uint32_t transposed[kTranspose ? kScaledColumns : 1][kScaledColumns / 4];
+  __shared__ uint32_t words[kTranspose ? kScaledColumns : 1][kScaledColumns / 4];
   const unsigned blocks_x = ceil_div(columns, kScaledColumns), blocks_y = ceil_div(lines, kScaledColumns);
   const unsigned block_x = blockIdx.x % blocks_x, block_y = blockIdx.x / blocks_x % blocks_y, group = blockIdx.x / blocks_x / blocks_y;
   const int64_t matrix = static_cast<int64_t>(group) * lines * columns;
@@ -129,13 +97,14 @@ template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThread
   for (int i = 0; i < kWarps; ++i) largest = max(largest, largest_of_warp[i]);
   const TileScale scale = tile_scale(__uint_as_float(largest), power_of_two);
   if (threadIdx.x == 0) {
-    const unsigned block = kTranspose ? block_x * blocks_y + block_y : block_y * blocks_x + block_x;
-    scales[static_cast<int64_t>(group) * blocks_x * blocks_y + block] = scale.decode;
+    const int64_t first_block = static_cast<int64_t>(group) * blocks_x * blocks_y;
+    if constexpr (kNatural) scales[first_block + block_y * blocks_x + block_x] = scale.decode;
+    if constexpr (kTranspose) transposed_scales[first_block + block_x * blocks_y + block_y] = scale.decode;
   }
   Eight quantized[kLines];
 #pragma unroll
   for (int i = 0; i < kLines; ++i) quantized[i] = quantize<T>(numbers[i], scale.encode);
-  if constexpr (!kTranspose) {
+  if constexpr (kNatural) {
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       const int line = first_line + line_of(i);
@@ -143,7 +112,8 @@ template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThread
         *reinterpret_cast<Eight*>(out + matrix + static_cast<int64_t>(line) * columns + column) = quantized[i];
       }
     }
-  } else {
+  }
+  if constexpr (kTranspose) {
 #pragma unroll
     for (int i = 0; i < kLines; i += 4) {
 #pragma unroll
@@ -151,7 +121,7 @@ template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThread
         uint32_t four = 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) four |= static_cast<uint32_t>(quantized[i + j].pair[c / 2] >> c % 2 * 8 & 0xff) << j * 8;
-        transposed[vector * kVector + c][(i / 4 * 16 + word) ^ (vector * 2)] = four;
+        words[vector * kVector + c][(i / 4 * 16 + word) ^ (vector * 2)] = four;
       }
     }
     __syncthreads();
@@ -160,8 +130,8 @@ template <typename T, bool kTranspose> __global__ void __launch_bounds__(kThread
       const int c = i * 16 + threadIdx.x / 16, eight = threadIdx.x % 16;  // a column, and eight of its lines
       const int line = first_line + eight * 8;
       if (first_column + c >= columns || line >= lines) continue;
-      const uint2 value = *reinterpret_cast<const uint2*>(&transposed[c][(eight * 2) ^ (c / 8 * 2)]);
-      *reinterpret_cast<uint2*>(out + matrix + static_cast<int64_t>(first_column + c) * lines + line) = value;
+      const uint2 value = *reinterpret_cast<const uint2*>(&words[c][(eight * 2) ^ (c / 8 * 2)]);
+      *reinterpret_cast<uint2*>(transposed + matrix + static_cast<int64_t>(first_column + c) * lines + line) = value;
     }
   }
 #endif
@@ -197,16 +167,20 @@ void quantize_rows(Tensor x, bool power_of_two, Tensor out, Tensor scales) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void quantize_weights(Tensor weights, bool power_of_two, bool transpose, Tensor out, Tensor scales) {
+void quantize_weights(Tensor weights, bool power_of_two, std::optional<Tensor> out, std::optional<Tensor> scales,
+                      std::optional<Tensor> transposed, std::optional<Tensor> transposed_scales) {
   const torch::stable::accelerator::DeviceGuard guard(weights.get_device_index());
-  if (out.numel() == 0) return;
+  if (weights.numel() == 0 || (!out && !transposed)) return;
   const auto lines = static_cast<int>(weights.size(1)), columns = static_cast<int>(weights.size(2));
-  STD_TORCH_CHECK(scales.numel() <= INT32_MAX, "quantize_weights: expected at most 2^31 - 1 blocks of 128 x 128, got ", scales.numel());
-  const auto grid = static_cast<unsigned>(scales.numel());
+  const int64_t blocks = weights.size(0) * ceil_div(lines, kScaledColumns) * ceil_div(columns, kScaledColumns);
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "quantize_weights: expected at most 2^31 - 1 blocks of 128 x 128, got ", blocks);
+  const auto grid = static_cast<unsigned>(blocks);
   GBMOE_DISPATCH_16_BIT(weights.scalar_type(), "quantize_weights", {
-    const auto kernel = transpose ? quantize_weights_kernel<T, true> : quantize_weights_kernel<T, false>;
+    const auto kernel = !transposed ? quantize_weights_kernel<T, true, false>
+                        : out ? quantize_weights_kernel<T, true, true> : quantize_weights_kernel<T, false, true>;
     kernel<<<grid, kThreads, 0, current_stream(weights)>>>(
-        data<const T>(weights), power_of_two, data<uint8_t>(out), data<float>(scales), lines, columns);
+        data<const T>(weights), power_of_two, data<uint8_t>(out), data<float>(scales), data<uint8_t>(transposed),
+        data<float>(transposed_scales), lines, columns);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

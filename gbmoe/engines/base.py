@@ -117,20 +117,21 @@ class Engine:
 
     def down_backward(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,
                       g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str,
-                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """(w a, dh, dg, dweights), with d = dz @ w2[e].T and w the row's router weight, or 1 without weights.
+                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple]:
+        """(w a, dh, dg, dweights, (dh, dg)), with d = dz @ w2[e].T and w the row's router weight, or 1 without weights.
 
         a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F] with zeros in an expert's rows without a slot; dweights
         [T,K] is <a, d>, and 0 for a slot without a row. dg is None without g, dweights is None without weights. The formulas are
-        derived at the top of csrc/activation_kernels.cu.
+        derived at the top of csrc/activation_kernels.cu. The pair at the end is what up_backward takes: dh and dg as its products read
+        them, which may be other than the tensors that weight_gradient takes.
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
         a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
-        return a_PF, d_PF, dg_PF, dweights_TK
+        return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:
-        """dx = dh @ w1[e], [P,H]; for a GLU dx = dh @ w1[e] + dg @ v1[e]."""
+        """dx = dh @ w1[e], [P,H]; for a GLU dx = dh @ w1[e] + dg @ v1[e]. dh and dg are the pair that down_backward returned last."""
         dx_PH = self.product(dh_PF, w1_EFH, sizes_E)
         if v1_EFH is not None and dg_PF is not None:
             self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)

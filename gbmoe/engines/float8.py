@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import float8, kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
@@ -27,7 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class Float8(Engine):
     """The steps of a layer's experts. A subclass defines `scaled_product`, and which engine computes what is not in float8.
 
-    Between `up` and `down` the activation's result is a ScaledRows, not a tensor.
+    Between `up` and `down` the activation's result is a ScaledRows, not a tensor; what `up_backward` takes are ScaledRows, too.
     """
 
     unscaled: Engine
@@ -67,14 +67,15 @@ class Float8(Engine):
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
         d_PF = self._product(self._gathered(dz), w2_EFH, sizes_E)
-        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
-        return a_PF, d_PF, dg_PF, dweights_TK
+        a_PF, dg_PF, dweights_TK, dh, dg = kernels.activate_backward_scaled(
+            aligned(h_PF), None if g_PF is None else aligned(g_PF), d_PF, dz.slots.slot_of_row_P, weights_TK, activation,
+            self.power_2_scale)
+        return a_PF, d_PF, dg_PF, dweights_TK, (dh, dg)
 
-    def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
-        pairs = [self._rows(dh_PF), self._weights(w1_EFH, transpose=True)]
-        if v1_EFH is not None:
-            pairs += [self._rows(dg_PF), self._weights(v1_EFH, transpose=True)]
-        return self.scaled_product(pairs[0], pairs[1], sizes_E, dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2)), *pairs[2:])
+    def up_backward(self, dh, w1_EFH, dg, v1_EFH, sizes_E):
+        second = () if v1_EFH is None else (dg, self._weights(v1_EFH, transpose=True))
+        dx_PH = w1_EFH.new_empty(dh.values_PK.size(0), w1_EFH.size(2))
+        return self.scaled_product(dh, self._weights(w1_EFH, transpose=True), sizes_E, dx_PH, *second)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
         return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
@@ -92,7 +93,8 @@ class Float8(Engine):
         return kernels.quantize_gathered(aligned(x.tokens_TH), x.slots, self.power_2_scale)
 
     def _weights(self, w_EFH: torch.Tensor, transpose: bool = False) -> ScaledWeights:
-        return kernels.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose)
+        kept = float8.cached(w_EFH, self.power_2_scale, lambda: kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
+        return kernels.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose) if kept is None else kept[transpose]
 
 
 class Float8Reference(Float8):

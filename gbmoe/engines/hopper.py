@@ -81,10 +81,12 @@ class Hopper(OwnKernels):
         if config.gather_down_backward and w2_EFH.is_contiguous():
             d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, aligned(w2_EFH), sizes_E)
             a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
-            return a_PF, d_PF, dg_PF, dweights_TK
+            return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
         if config.fuse_activation_gradient and w2_EFH.is_contiguous():
-            return down_backward_gemm(aligned(dz.rows_PH()), aligned(w2_EFH), sizes_E, aligned(h_PF),
-                                      None if g_PF is None else aligned(g_PF), dz.slots.slot_of_row_P, weights_TK, activation)
+            a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
+                aligned(dz.rows_PH()), aligned(w2_EFH), sizes_E, aligned(h_PF), None if g_PF is None else aligned(g_PF),
+                dz.slots.slot_of_row_P, weights_TK, activation)
+            return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
@@ -165,7 +167,8 @@ def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
 
 
 def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
-    """Engine.down_backward for gathered rows dz [P,H], where d is rounded to their dtype in between; weights have any floating dtype."""
+    """Engine.down_backward without its last result, for gathered rows dz [P,H], where d is rounded to their dtype in between; weights have
+    any floating dtype."""
     a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     dweights_TK = dots_CP = None

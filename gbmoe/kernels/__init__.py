@@ -125,6 +125,30 @@ def activate_backward(
     return a_PF, dg_PF, grad_weights_TK
 
 
+def activate_backward_scaled(
+    h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
+    weights_TK: torch.Tensor | None, activation: str, power_2_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, ScaledRows, ScaledRows | None]:
+    """activate_backward, and quantize_rows of dh and dg: (weight * a, dg, grad_weights, dh in e4m3, dg in e4m3). dh overwrites d.
+
+    One kernel where it is loaded, for bf16 and fp16, multiples of 16 columns, and operands that are aligned to 16 bytes.
+    """
+    if not _kernels_serve(h_PF):
+        a_PF, dg_PF, grad_weights_TK = plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+        scaled_dg = None if dg_PF is None else float8.quantize_rows(dg_PF, power_2_scale)
+        return a_PF, dg_PF, grad_weights_TK, float8.quantize_rows(d_PF, power_2_scale), scaled_dg
+    a_PF = torch.empty_like(h_PF)
+    dg_PF = None if g_PF is None else torch.empty_like(h_PF)
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
+    dh = empty_scaled_rows(h_PF, *h_PF.shape)
+    dg = None if g_PF is None else empty_scaled_rows(h_PF, *h_PF.shape)
+    torch.ops.gbmoe_cuda.activate_backward_scaled(
+        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation], power_2_scale, a_PF, dg_PF, dh.values_PK,
+        dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)), grad_weights_TK)
+    return a_PF, dg_PF, grad_weights_TK, dh, dg
+
+
 def empty_scaled_rows(like: torch.Tensor, rows: int, columns: int) -> ScaledRows:
     """Rows in e4m3 with their scales, not initialised, on the device of `like`."""
     tiles = -(-columns // float8.TILE)
@@ -156,8 +180,23 @@ def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool, transpose: bool) 
     loaded."""
     if not _kernels_serve(w_EFH):
         return float8.quantize_weights(w_EFH, power_2_scale, transpose)
+    out = _empty_scaled_weights(w_EFH, transpose)
+    results = (None, None, out.values_ENK, out.scales) if transpose else (out.values_ENK, out.scales, None, None)
+    torch.ops.gbmoe_cuda.quantize_weights(w_EFH.contiguous(), power_2_scale, *results)
+    return out
+
+
+def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool) -> tuple[ScaledWeights, ScaledWeights]:
+    """quantize_weights without and with `transpose`, from one read where the CUDA kernel is loaded."""
+    if not _kernels_serve(w_EFH):
+        return float8.quantize_weights(w_EFH, power_2_scale), float8.quantize_weights(w_EFH, power_2_scale, transpose=True)
+    out, transposed = _empty_scaled_weights(w_EFH, False), _empty_scaled_weights(w_EFH, True)
+    torch.ops.gbmoe_cuda.quantize_weights(
+        w_EFH.contiguous(), power_2_scale, out.values_ENK, out.scales, transposed.values_ENK, transposed.scales)
+    return out, transposed
+
+
+def _empty_scaled_weights(w_EFH: torch.Tensor, transpose: bool) -> ScaledWeights:
     shape = w_EFH.transpose(1, 2).shape if transpose else w_EFH.shape
     blocks = (shape[0], *(-(-size // float8.TILE) for size in shape[1:]))
-    out = ScaledWeights(w_EFH.new_empty(shape, dtype=float8.FLOAT8), w_EFH.new_empty(blocks, dtype=torch.float32))
-    torch.ops.gbmoe_cuda.quantize_weights(w_EFH.contiguous(), power_2_scale, transpose, out.values_ENK, out.scales)
-    return out
+    return ScaledWeights(w_EFH.new_empty(shape, dtype=float8.FLOAT8), w_EFH.new_empty(blocks, dtype=torch.float32))

@@ -218,6 +218,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
     where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
+    In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F].
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
     saved.clear()
@@ -226,13 +227,14 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
     dz = _gathered(grad, row_of_slot, slots)
-    a_PF, dh_PF, dg_PF, dweights = experts.down_backward(dz, w2, sizes, h, g, weights, activation)
+    a_PF, dh_PF, dg_PF, dweights, (dh, dg) = experts.down_backward(dz, w2, sizes, h, g, weights, activation)
     del h, g
     if need.w2:
         dw2 = experts.weight_gradient(a_PF, dz, sizes)
     del a_PF, dz
     if need.x:
-        dx = _scattered(experts.up_backward(dh_PF, w1, dg_PF, v1, sizes), row_of_slot, slots)
+        dx = _scattered(experts.up_backward(dh, w1, dg, v1, sizes), row_of_slot, slots)
+    del dh, dg
     xp = _gathered(x, row_of_slot, slots)
     if need.v1 and dg_PF is not None:
         dv1 = experts.weight_gradient(dg_PF, xp, sizes)

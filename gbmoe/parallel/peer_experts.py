@@ -179,19 +179,20 @@ class _PeerExperts(torch.autograd.Function):
         memory.barrier()
         experts = engines.for_experts(ctx.engine, x_TH, slot_of_row_P.size(0), w1_EFH, sizes_E)
         dz = pull_rows(arrived.regions.peers["grad"], arrived, x_TH, memory.rank)
-        a_PF, dh_PF, dg_PF, dweights_SK = experts.down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_SK, ctx.activation)
+        a_PF, dh_PF, dg_PF, dweights_SK, (dh, dg) = experts.down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_SK, ctx.activation)
         del h_PF, g_PF
         if need_weights:
             torch.ops.gbmoe_cuda.push_slot_scalars(dweights_SK, row_of_slot_SK, slot_of_row_P.size(0), spread.shard,
                                                    arrived.regions.peers["pushed_scalars"])
         sums = None
         if need_x:
-            dxp_PH = experts.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
+            dxp_PH = experts.up_backward(dh, w1_EFH, dg, v1_EFH, sizes_E)
             if beside and not spread.by_slot:
                 sums = _SumsOnTheirWay(memory, arrived, dxp_PH)
             else:
                 push_sums(dxp_PH, arrived, None, memory.rank)
             del dxp_PH
+        del dh, dg
         if need_w2:
             dw2 = experts.weight_gradient(a_PF, dz, sizes_E)
         del a_PF, dz

@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, kernels
+from gbmoe.engines.float8 import Float8
 from gbmoe.testing import exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error
 from tests.conftest import assert_as_accurate_as, dtype_id
@@ -34,6 +36,15 @@ def device(request):
             pytest.skip(f"float8_block: {reason}")
     exact_inputs.poison(request.param)
     return torch.device(request.param)
+
+
+@pytest.fixture
+def device_with_float8():
+    """For tests that only a GPU can run."""
+    reason = engines.FLOAT8_ENGINES["float8_block"][0].unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"float8_block: {reason}")
+    exact_inputs.poison("cuda")
 
 
 def engine_on(device, name="float8_block"):
@@ -240,6 +251,158 @@ def test_a_graph_is_replayed_with_other_sizes():
     graph.replay()
     got, got_gradient = out.clone(), gradient.clone()
     assert torch.equal(got, run()) and torch.equal(got_gradient, x.grad)
+
+
+# ------------------------------------------------------------------------------------------------- weights quantised once
+
+
+@pytest.fixture
+def quantizations(monkeypatch):
+    """The names of the functions that quantise weights, once for each call."""
+    calls = []
+
+    def count(name, function):
+        monkeypatch.setattr(kernels, name, lambda *args: calls.append(name) or function(*args))
+
+    for name in ("quantize_weights", "quantize_weights_both_ways"):
+        count(name, getattr(kernels, name))
+    return calls
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("mlp_type", ["glu", "mlp"])
+def test_micro_batches_share_the_weights_that_a_context_keeps(device, recipe, mlp_type, quantizations):
+    _, layer = layers(device, recipe, mlp_type=mlp_type)
+    weights = 3 if mlp_type == "glu" else 2
+    batches = torch.randn(3, 100, 1, 256, device=device, dtype=torch.bfloat16)
+    expected = [step(layer, x) for x in batches]
+    assert quantizations == ["quantize_weights"] * (2 * weights * len(batches))
+    quantizations.clear()
+    with float8.cached_weights(layer):
+        results = [step(layer, x) for x in batches]
+        with torch.no_grad():
+            assert torch.equal(layer(batches[0]), expected[0]["out"])
+        assert quantizations == ["quantize_weights_both_ways"] * weights
+        with torch.no_grad():
+            layer.experts.mlp.w1.mul_(0.5)
+        changed = step(layer, batches[0])
+        assert len(quantizations) == weights + 1
+    assert all(torch.equal(got[name], want[name]) for got, want in zip(results, expected) for name in want)
+    quantizations.clear()
+    assert all(torch.equal(value, changed[name]) for name, value in step(layer, batches[0]).items())
+    assert quantizations == ["quantize_weights"] * (2 * weights)
+
+
+@DEVICES
+def test_forward_inside_of_a_context_and_backward_behind_it(device):
+    _, layer = layers(device, Float8BlockScaling())
+    x = torch.randn(50, 1, 256, device=device, dtype=torch.bfloat16)
+    expected = step(layer, x)
+    leaf = x.clone().requires_grad_()
+    with float8.cached_weights(layer):
+        out = layer(leaf)
+    out.float().square().sum().backward()
+    assert torch.equal(out, expected["out"]) and torch.equal(leaf.grad, expected["x"])
+
+
+@DEVICES
+def test_weights_that_autocast_casts_are_not_kept(device, quantizations):
+    """Their copies would stay in memory, one for each forward."""
+    _, layer = layers(device, Float8BlockScaling(), bf16=False)
+    x = torch.randn(50, 1, 256, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16), float8.cached_weights(layer):
+        for _ in range(2):
+            layer(x).float().sum().backward()
+    assert quantizations == ["quantize_weights"] * 12
+
+
+@DEVICES
+def test_a_compiled_layer_in_a_context_and_around_one(device, quantizations):
+    _, layer = layers(device, Float8BlockScaling())
+    x = torch.randn(60, 1, 256, device=device, dtype=torch.bfloat16)
+    expected = layer(x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    quantizations.clear()
+    with float8.cached_weights(layer):
+        assert torch.equal(compiled(x), expected) and torch.equal(compiled(x), expected)
+    assert quantizations == ["quantize_weights_both_ways"] * 3
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def around(x):
+        with float8.cached_weights(layer):
+            return layer(x)
+
+    assert torch.equal(around(x), expected)
+    assert not float8._caches
+
+
+def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v1(monkeypatch):
+    rows, alive = [], []
+    activate_backward, weight_gradient = kernels.activate_backward_scaled, Float8.weight_gradient
+
+    def watched(*args):
+        result = activate_backward(*args)
+        rows.extend(weakref.ref(scaled.values_PK) for scaled in result[3:])
+        return result
+
+    def watching(self, *args):
+        alive.append(sum(row() is not None for row in rows))
+        return weight_gradient(self, *args)
+
+    monkeypatch.setattr(kernels, "activate_backward_scaled", watched)
+    monkeypatch.setattr(Float8, "weight_gradient", watching)
+    _, layer = layers("cpu", Float8BlockScaling())
+    step(layer, torch.randn(50, 1, 256, dtype=torch.bfloat16))
+    assert alive == [2, 0, 0]
+
+
+@pytest.mark.gpu
+def test_a_graph_captured_in_a_context_reads_the_weights_of_its_replay(device_with_float8):
+    _, layer = layers("cuda", Float8BlockScaling())
+    x = torch.randn(100, 1, 256, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with float8.cached_weights(layer):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    layer(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                out = layer(x)
+        layer.experts.mlp.w1.mul_(0.5)
+        graph.replay()
+        assert torch.equal(out, layer(x))
+
+
+@pytest.mark.gpu
+def test_streams_do_not_share_what_is_kept(device_with_float8, quantizations):
+    _, layer = layers("cuda", Float8BlockScaling())
+    x = torch.randn(100, 1, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), float8.cached_weights(layer):
+        expected, stream = layer(x), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = layer(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(out, expected) and len(quantizations) == 6
+
+
+@pytest.mark.gpu
+def test_kept_weights_take_two_bytes_for_each_number_until_the_context_ends(device_with_float8):
+    _, layer = layers("cuda", Float8BlockScaling(), hidden_size=1024, ffn_hidden_size=1024)
+    layer.eval()  # in training it keeps what the losses need
+    x = torch.randn(4, 1, 1024, device="cuda", dtype=torch.bfloat16)
+    numbers = sum(w.numel() for w in layer.experts.parameters())
+    with torch.no_grad():
+        layer(x)
+        before = torch.cuda.memory_allocated()
+        with float8.cached_weights(layer):
+            layer(x)
+            assert 2 * numbers <= torch.cuda.memory_allocated() - before <= 2.01 * numbers
+        assert torch.cuda.memory_allocated() <= before
 
 
 def test_a_recipe_says_what_it_excludes():

@@ -1,0 +1,65 @@
+// The rows and the numbers of the activation's gradient, for the kernels that compute it from h, g and d in memory. The formulas stand at
+// the top of activation_kernels.cu.
+
+#pragma once
+
+#include "activation_formulas.cuh"
+#include "common.cuh"
+
+namespace gbmoe {
+
+// A row, its slot and router weight, and the lane's share of its dot product <a, d>.
+template <typename A> struct Row {
+  int64_t first;  // the row's first vector
+  int slot;       // -1 for padding
+  A weight, dot;
+};
+
+template <typename A>
+__device__ __forceinline__ Row<A> row_of(int64_t row, int vectors, int slot, unsigned slots_in_all, const Scalars& weights) {
+  if (static_cast<unsigned>(slot) >= slots_in_all) slot = -1;
+  return Row<A>{row * vectors, slot, slot >= 0 && weights.data ? A(weights.read(slot)) : A(1), A(0)};
+}
+
+template <typename T, int N> struct ActivationOperands { Vector<T, N> h, g, d; };
+template <typename T, int N> struct ActivationGradients { Vector<T, N> a, dh, dg; };
+
+// g_PF may be null.
+template <typename T, int N>
+__device__ __forceinline__ ActivationOperands<T, N> load_operands(
+    const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, const Vector<T, N>* d_PF, int64_t at) {
+  ActivationOperands<T, N> operands{h_PF[at], {}, d_PF[at]};
+  if (g_PF) operands.g = g_PF[at];
+  return operands;
+}
+
+// A vector's share of <a, d> is added to the row's. Without a slot the results are zeros, whatever the operands hold.
+template <int kKind, typename T, int N>
+__device__ __forceinline__ ActivationGradients<T, N> activation_gradients(
+    Row<accumulate_t<T>>& of, const ActivationOperands<T, N>& operands, bool gated) {
+  using A = accumulate_t<T>;
+  Vector<T, N> a, dh, dg;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const ValueAndSlope<A> act = activation_at<kKind, sizeof(T) == 2>(widen(operands.h.element[i]));
+    const A gate = gated ? widen(operands.g.element[i]) : A(1), d = widen(operands.d.element[i]);
+    of.dot += act.value * gate * d;
+    a.element[i] = narrow<T>(of.weight * act.value * gate);
+    dh.element[i] = narrow<T>(of.weight * d * act.slope * gate);
+    dg.element[i] = narrow<T>(of.weight * d * act.value);
+  }
+  if (of.slot < 0) a = dh = dg = Vector<T, N>{};
+  return {a, dh, dg};
+}
+
+// The dot products of a warp's two rows, in a fixed order, to their slots' gradients. All lanes of the warp come here.
+template <typename A> __device__ __forceinline__ void write_dots(Row<A>& one, Row<A>& two, const Scalars& grad_weights) {
+  for (int step = 16; step > 0; step /= 2) {
+    one.dot += __shfl_xor_sync(kFullWarp, one.dot, step);
+    two.dot += __shfl_xor_sync(kFullWarp, two.dot, step);
+  }
+  if (threadIdx.x % 32 == 0 && one.slot >= 0) grad_weights.write(one.slot, one.dot);
+  if (threadIdx.x % 32 == 0 && two.slot >= 0) grad_weights.write(two.slot, two.dot);
+}
+
+}  // namespace gbmoe
