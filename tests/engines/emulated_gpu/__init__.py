@@ -81,7 +81,9 @@ def _pointers(*tensors):
 def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
     """Within it, torch.ops.gbmoe_cuda.tensor_core_* and few_rows_* take tensors on the CPU.
 
-    `late_copies`: cp.async writes when it is waited for. `large_memory`: with the kernels for multiprocessors that have much shared memory."""
+    `late_copies`: cp.async writes when it is waited for. `large_memory`: with the kernels for multiprocessors that have much shared
+    memory.
+    """
     def arguments(sizes, rows, columns, panel, **fields):
         assert sizes.dtype in (torch.int32, torch.int64)
         return _Arguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(), rows=rows,
