@@ -18,10 +18,9 @@ namespace {
 
 using hopper::kScaledColumns, hopper::pack_float8, hopper::TileScale, hopper::tile_scale, hopper::unpack;
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kBlockRows = 128, kColumns = kScaledColumns;                 // what a CTA quantises
-constexpr int kVector = 8, kRowThreads = kColumns / kVector;               // numbers of 16 bytes, and threads that hold a row
-constexpr int kThreadRows = kBlockRows / (kThreads / kRowThreads);         // of which a thread holds a vector each
+constexpr int kThreads = 256;
+constexpr int kBlockRows = 128, kColumns = kScaledColumns;    // what a CTA quantises
+constexpr int kVector = 8, kRowThreads = kColumns / kVector;  // numbers of 16 bytes, and threads that hold a row
 
 struct GroupSizes {  // as size_of_group takes them
   const void* sizes;
@@ -34,7 +33,7 @@ struct KBlock { int first_row, rows; };
 
 // In one warp, whose 32 lanes hold 32 consecutive groups. Unless it is null, filled_rows [E] gets each group's rows with those that
 // fill up its last k-block.
-__device__ __forceinline__ KBlock find_k_block(const GroupSizes& of, int k_block, int* filled_rows) {
+[[maybe_unused]] __device__ __forceinline__ KBlock find_k_block(const GroupSizes& of, int k_block, int* filled_rows) {
   const int lane = threadIdx.x % 32;
   KBlock found{0, 0};
   int next_row = 0, next_block = 0;  // behind the groups so far
@@ -77,11 +76,13 @@ template <typename T, bool kGather> __global__ void __launch_bounds__(kThreads) 
     const T* __restrict__ x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, const GroupSizes sizes, bool power_of_two,
     uint8_t* __restrict__ out, float* __restrict__ scales, int* __restrict__ filled_rows, int columns) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kThreadRows = kBlockRows / (kThreads / kRowThreads);         // of which a thread holds a vector each
   __shared__ KBlock found;
   __shared__ int token_of_row[kGather ? kBlockRows : 1];                    // -1 where a row has no slot
-  __shared__ alignas(16) uint32_t largest_of_warp[kWarps][kColumns / 2];  // magnitudes of two columns
-  __shared__ alignas(16) float encode_of_column[kColumns];
-  __shared__ alignas(8) uint32_t transposed[kColumns][kBlockRows / 4];
+  __shared__ __align__(16) uint32_t largest_of_warp[kWarps][kColumns / 2];  // magnitudes of two columns
+  __shared__ __align__(16) float encode_of_column[kColumns];
+  __shared__ __align__(8) uint32_t transposed[kColumns][kBlockRows / 4];
   const unsigned ctas_a_block = ceil_div(columns, kColumns);
   const int k_block = blockIdx.x / ctas_a_block, first_column = blockIdx.x % ctas_a_block * kColumns;
   if (threadIdx.x < 32) {
