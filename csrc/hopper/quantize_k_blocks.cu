@@ -19,8 +19,7 @@ namespace {
 using hopper::kScaledColumns, hopper::pack_float8, hopper::TileScale, hopper::tile_scale, hopper::unpack;
 
 constexpr int kThreads = 256;
-constexpr int kBlockRows = 128, kColumns = kScaledColumns;    // what a CTA quantises
-constexpr int kVector = 8, kRowThreads = kColumns / kVector;  // numbers of 16 bytes, and threads that hold a row
+constexpr int kBlockRows = 128, kColumns = kScaledColumns;  // what a CTA quantises
 
 struct GroupSizes {  // as size_of_group takes them
   const void* sizes;
@@ -77,7 +76,8 @@ template <typename T, bool kGather> __global__ void __launch_bounds__(kThreads) 
     uint8_t* __restrict__ out, float* __restrict__ scales, int* __restrict__ filled_rows, int columns) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   constexpr int kWarps = kThreads / 32;
-  constexpr int kThreadRows = kBlockRows / (kThreads / kRowThreads);         // of which a thread holds a vector each
+  constexpr int kVector = 8, kRowThreads = kColumns / kVector;              // numbers of 16 bytes, and threads that hold a row
+  constexpr int kThreadRows = kBlockRows / (kThreads / kRowThreads);        // of which a thread holds a vector each
   __shared__ KBlock found;
   __shared__ int token_of_row[kGather ? kBlockRows : 1];                    // -1 where a row has no slot
   __shared__ __align__(16) uint32_t largest_of_warp[kWarps][kColumns / 2];  // magnitudes of two columns
