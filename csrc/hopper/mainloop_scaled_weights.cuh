@@ -20,8 +20,8 @@ template <typename Traits> struct ScaledWeightsMainLoop {
   using Mma = hopper::Mma<Traits>;
   using Output = typename Traits::Output;
   static constexpr int kHalfSums = 64;  // one thread's, of 64 rows by 128 columns
-  static constexpr int kHalves = 2;     // of a tile's columns
-  static constexpr int kAhead = 4;      // pairs of b's scales that are loaded ahead
+  static constexpr int kHalves = 2;  // of a tile's columns
+  static constexpr int kAhead = 4;  // pairs of b's scales that are loaded ahead
 
   // A consumer warp, from its first tile to its last.
   static __device__ void run(const Arguments& args, uint32_t shared) {
@@ -51,8 +51,8 @@ template <typename Traits> struct ScaledWeightsMainLoop {
   }
 
   // The sums of a tile, zero where nothing is summed.
-  static __device__ __forceinline__ void multiply_tile(typename Traits::Accumulators& sum, const Tile& tile, int warpgroup, uint32_t shared,
-                                                       PipelineState& pipe) {
+  static __device__ __forceinline__ void multiply_tile(
+      typename Traits::Accumulators& sum, const Tile& tile, int warpgroup, uint32_t shared, PipelineState& pipe) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     const uint32_t a = wgmma_address(shared + warpgroup * kSubtileBytes), b = wgmma_address(shared + kStageBytesA);
     // Of this thread's first row, and of its first columns.
@@ -98,8 +98,8 @@ template <typename Traits> struct ScaledWeightsMainLoop {
   }
 
   // A warp's 16 rows, in chunks of 64 columns. Both sides of out[e] are multiples of 16, so that all 16 rows exist, or none.
-  static __device__ __forceinline__ void store_tile(const typename Traits::Accumulators& sum, const Arguments& args, const Tile& tile,
-                                                    uint32_t buffer) {
+  static __device__ __forceinline__ void store_tile(
+      const typename Traits::Accumulators& sum, const Arguments& args, const Tile& tile, uint32_t buffer) {
     const int lane = threadIdx.x % 32, vector = lane % 8, first_row = tile.m + threadIdx.x / 32 * 16;
     if (first_row >= args.size_m) return;
     Output* const out = static_cast<Output*>(args.out[0]);
@@ -109,9 +109,10 @@ template <typename Traits> struct ScaledWeightsMainLoop {
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
         const float* of_quarter = sum + chunk * 32 + quarter * 8;
-        stmatrix(Shared::fragment_address(buffer, quarter), pack<Output>(of_quarter[0], of_quarter[1]),
-                 pack<Output>(of_quarter[2], of_quarter[3]), pack<Output>(of_quarter[4], of_quarter[5]),
-                 pack<Output>(of_quarter[6], of_quarter[7]));
+        stmatrix(
+            Shared::fragment_address(buffer, quarter), pack<Output>(of_quarter[0], of_quarter[1]),
+            pack<Output>(of_quarter[2], of_quarter[3]), pack<Output>(of_quarter[4], of_quarter[5]),
+            pack<Output>(of_quarter[6], of_quarter[7]));
       }
       __syncwarp();
       const int column = tile.n + chunk * 64 + vector * 8;

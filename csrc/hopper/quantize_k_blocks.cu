@@ -72,14 +72,14 @@ struct KBlock { int first_row, rows; };
 // The numbers pass through shared memory: four rows of a column are a word there, word w of column c in place w ^ (c / 8 * 2). So neither
 // the writes of 16 threads, whose columns are 8 apart, nor the reads of words in pairs meet in a bank.
 template <typename T, bool kGather> __global__ void __launch_bounds__(kThreads) quantize_k_blocks_kernel(
-    const T* __restrict__ x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, const GroupSizes sizes, bool power_of_two,
-    uint8_t* __restrict__ out, float* __restrict__ scales, int* __restrict__ filled_rows, int columns) {
+    const T* __restrict__ x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, const GroupSizes sizes,
+    bool power_of_two, uint8_t* __restrict__ out, float* __restrict__ scales, int* __restrict__ filled_rows, int columns) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   constexpr int kWarps = kThreads / 32;
-  constexpr int kVector = 8, kRowThreads = kColumns / kVector;              // numbers of 16 bytes, and threads that hold a row
-  constexpr int kThreadRows = kBlockRows / (kThreads / kRowThreads);        // of which a thread holds a vector each
+  constexpr int kVector = 8, kRowThreads = kColumns / kVector;  // numbers of 16 bytes, and threads that hold a row
+  constexpr int kThreadRows = kBlockRows / (kThreads / kRowThreads);  // of which a thread holds a vector each
   __shared__ KBlock found;
-  __shared__ int token_of_row[kGather ? kBlockRows : 1];                    // -1 where a row has no slot
+  __shared__ int token_of_row[kGather ? kBlockRows : 1];  // -1 where a row has no slot
   __shared__ __align__(16) uint32_t largest_of_warp[kWarps][kColumns / 2];  // magnitudes of two columns
   __shared__ __align__(16) float encode_of_column[kColumns];
   __shared__ __align__(8) uint32_t transposed[kColumns][kBlockRows / 4];
@@ -122,7 +122,8 @@ template <typename T, bool kGather> __global__ void __launch_bounds__(kThreads) 
 #pragma unroll
   for (int j = 0; j < kVector / 2; ++j) largest[j] = __vmaxu2(largest[j], __shfl_xor_sync(kFullWarp, largest[j], kRowThreads));
   if (threadIdx.x % 32 < kRowThreads) {
-    *reinterpret_cast<uint4*>(&largest_of_warp[warp][vector * (kVector / 2)]) = uint4{largest[0], largest[1], largest[2], largest[3]};
+    *reinterpret_cast<uint4*>(&largest_of_warp[warp][vector * (kVector / 2)]) =
+        uint4{largest[0], largest[1], largest[2], largest[3]};
   }
   __syncthreads();
   if (threadIdx.x < kColumns) {
@@ -164,27 +165,30 @@ template <typename T, bool kGather> __global__ void __launch_bounds__(kThreads) 
     const int c = i * (kThreads / 16) + threadIdx.x / 16, eight = threadIdx.x % 16;  // a column, and eight of its rows
     if (first_column + c >= columns) continue;
     const uint2 value = *reinterpret_cast<const uint2*>(&transposed[c][(eight * 2) ^ (c / 8 * 2)]);
-    *reinterpret_cast<uint2*>(out + (static_cast<int64_t>(k_block) * columns + first_column + c) * kBlockRows + eight * 8) = value;
+    *reinterpret_cast<uint2*>(out + (static_cast<int64_t>(k_block) * columns + first_column + c) * kBlockRows + eight * 8) =
+        value;
   }
 #endif
 }
 
 }  // namespace
 
-void quantize_k_blocks(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor sizes, bool power_of_two, Tensor out,
-                       Tensor scales, Tensor filled_rows) {
+void quantize_k_blocks(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor sizes, bool power_of_two, Tensor out, Tensor scales,
+    Tensor filled_rows) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   if (out.numel() == 0) return;
   const int64_t rows = slot_of_row ? slot_of_row->size(0) : x.size(0), slots = slot_of_row ? x.size(0) * top_k : 0;
   const auto columns = static_cast<int>(x.size(1));
   const int64_t ctas = out.size(0) * ceil_div(columns, kColumns);
   STD_TORCH_CHECK(ctas <= INT_MAX, "quantize_k_blocks: expected at most 2^31 - 1 blocks of 128 x 128, got ", ctas);
-  const GroupSizes of{sizes.data_ptr(), sizes.scalar_type() == ScalarType::Long, static_cast<int>(sizes.numel()), static_cast<int>(rows)};
+  const GroupSizes of{
+      sizes.data_ptr(), sizes.scalar_type() == ScalarType::Long, static_cast<int>(sizes.numel()), static_cast<int>(rows)};
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "quantize_k_blocks", {
     const auto kernel = slot_of_row ? quantize_k_blocks_kernel<T, true> : quantize_k_blocks_kernel<T, false>;
     kernel<<<static_cast<unsigned>(ctas), kThreads, 0, current_stream(x)>>>(
-        data<const T>(x), data<const int>(slot_of_row), static_cast<unsigned>(slots), static_cast<unsigned>(top_k), of, power_of_two,
-        data<uint8_t>(out), data<float>(scales), data<int>(filled_rows), columns);
+        data<const T>(x), data<const int>(slot_of_row), static_cast<unsigned>(slots), static_cast<unsigned>(top_k), of,
+        power_of_two, data<uint8_t>(out), data<float>(scales), data<int>(filled_rows), columns);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -4,8 +4,8 @@
 
 namespace gbmoe {
 
-void hopper_scaled_weights(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor filled_rows, int64_t panel, Tensor workspace,
-                           Tensor out) {
+void hopper_scaled_weights(
+    Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor filled_rows, int64_t panel, Tensor workspace, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiling{kWideTileN, 1, 1, panel, false};

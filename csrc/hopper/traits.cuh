@@ -63,7 +63,7 @@ template <typename Settings> struct GemmTraits : Settings {
   using Output = std::conditional_t<std::is_void_v<typename Settings::Output>, Element, typename Settings::Output>;
   static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
   static constexpr bool kScaled = std::is_same_v<Element, Float8>;  // e4m3 operands, with scales (mainloop_scaled.cuh)
-  static constexpr bool kScaledK = kScaled && kGroupedK;            // whose scales come with the stages (mainloop_scaled_weights.cuh)
+  static constexpr bool kScaledK = kScaled && kGroupedK;  // whose scales come with the stages (mainloop_scaled_weights.cuh)
   static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
@@ -96,8 +96,9 @@ template <typename Settings> struct GemmTraits : Settings {
   static_assert(
       !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward && kTileN == kWideTileN),
       "scaled operands are for GEMMs in the widest tile, with both operands contiguous along K");
-  static_assert(!kScaledK || (kClusterSize == 1 && kEpilogue == EpilogueKind::kStore),
-                "gradients of weights of scaled operands are stored, by CTAs on their own");
+  static_assert(
+      !kScaledK || (kClusterSize == 1 && kEpilogue == EpilogueKind::kStore),
+      "gradients of weights of scaled operands are stored, by CTAs on their own");
   static_assert(
       !kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
       "ping-pong is for plain m-grouped GEMMs in square tiles");
