@@ -152,6 +152,16 @@ void activate_backward_scaled(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
     bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh, std::optional<Tensor> scaled_dg,
     std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights);
+// x [P,K] bf16 or fp16, K a multiple of 16; with slot_of_row [P] x is [T,K], and row r that of token slot_of_row[r] / top_k, or zeros where
+// slot_of_row[r] names no slot. out e4m3 [B,K,128], scales [B,K], with room for B >= P / 128 + E k-blocks, of which those behind the last
+// expert's are left as they are. filled_rows int32 [E]: each expert's rows, rounded up to k-blocks
+void quantize_k_blocks(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor sizes, bool power_of_two, Tensor out, Tensor scales,
+    Tensor filled_rows);
+// out[e] [M,N] = the sum over the rows of e of a's times b's, bf16 or fp16; both as quantize_k_blocks makes them of the same sizes, a
+// [B,M,128] and b [B,N,128]
+void hopper_scaled_weights(
+    Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor filled_rows, int64_t panel, Tensor workspace, Tensor out);
 // hopper_up(_glu) with a in e4m3 and its scales, from a rounded to bf16 or, without `bfloat16`, fp16; h and g in that dtype
 void hopper_scaled_up(
     Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, std::optional<Tensor> v1, std::optional<Tensor> scales_v1, Tensor sizes,

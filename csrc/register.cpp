@@ -63,6 +63,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_scaled_up(Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, Tensor? v1, Tensor? scales_v1, Tensor sizes,"
         " int activation, int cluster_n, int panel, bool even_panels, Tensor(a!)? workspace, bool power_of_two, bool bfloat16,"
         " Tensor(b!) a, Tensor(c!) scales_a, Tensor(d!)? h, Tensor(e!)? g) -> ()");
+  m.def("hopper_scaled_weights(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor filled_rows, int panel, Tensor(a!) workspace,"
+        " Tensor(b!) out) -> ()");
   m.def("quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor(a!) out, Tensor(b!) scales)"
         " -> ()");
   m.def("quantize_rows(Tensor x, bool power_of_two, Tensor(a!) out, Tensor(b!) scales) -> ()");
@@ -71,6 +73,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("activate_backward_scaled(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
         " bool power_of_two, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh, Tensor(f!)? scaled_dg,"
         " Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
+  m.def("quantize_k_blocks(Tensor x, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, Tensor(a!) out,"
+        " Tensor(b!) scales, Tensor(c!) filled_rows) -> ()");
   m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
         " Tensor(a!) out) -> ()");
   m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
@@ -121,10 +125,12 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_down_backward", TORCH_BOX(&gbmoe::hopper_down_backward));
   m.impl("hopper_scaled_rows", TORCH_BOX(&gbmoe::hopper_scaled_rows));
   m.impl("hopper_scaled_up", TORCH_BOX(&gbmoe::hopper_scaled_up));
+  m.impl("hopper_scaled_weights", TORCH_BOX(&gbmoe::hopper_scaled_weights));
   m.impl("quantize_gathered", TORCH_BOX(&gbmoe::quantize_gathered));
   m.impl("quantize_rows", TORCH_BOX(&gbmoe::quantize_rows));
   m.impl("quantize_weights", TORCH_BOX(&gbmoe::quantize_weights));
   m.impl("activate_backward_scaled", TORCH_BOX(&gbmoe::activate_backward_scaled));
+  m.impl("quantize_k_blocks", TORCH_BOX(&gbmoe::quantize_k_blocks));
   m.impl("tensor_core_rows", TORCH_BOX(&gbmoe::tensor_core_rows));
   m.impl("tensor_core_weights", TORCH_BOX(&gbmoe::tensor_core_weights));
   m.impl("tensor_core_up", TORCH_BOX(&gbmoe::tensor_core_up));

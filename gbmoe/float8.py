@@ -1,12 +1,13 @@
 """Blockwise-scaled e4m3: the recipe, its numbers to the bit in plain PyTorch, the tensors that hold them, and weights quantised once.
 
 Numbers that share a scale form a tile: 128 of a row of activations or gradients, or 128 x 128 of a weight; the last ones of a row or
-weight may be smaller. With the largest magnitude m of a tile, encode = 448 / m, each number is stored as e4m3(number * encode), rounded
-to nearest even, and stands for that times decode = 1 / encode, all in float32. Only decode is kept. A tile of zeros has scales of one. A
-tile that holds NaN or infinity has a decoding scale of NaN, so that all that is computed from it is NaN. csrc/hopper/float8.cuh is the
-same in CUDA, except for the sign of a NaN.
+weight may be smaller. For a sum over rows a tile is 128 rows of an expert in one column. With the largest magnitude m of a tile,
+encode = 448 / m, each number is stored as e4m3(number * encode), rounded to nearest even, and stands for that times decode = 1 / encode,
+all in float32. Only decode is kept. A tile of zeros has scales of one. A tile that holds NaN or infinity has a decoding scale of NaN, so
+that all that is computed from it is NaN. csrc/hopper/float8.cuh is the same in CUDA, except for the sign of a NaN.
 
-Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a weight; C tiles of a row, ceil(K / 128).
+Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a weight; C tiles of a row, ceil(K / 128); B k-blocks of
+R = 128 rows.
 """
 
 from __future__ import annotations
@@ -32,25 +33,32 @@ class Float8BlockScaling:
 
     Named after TransformerEngine's Float8BlockScaling. Products of rows are computed in float8: both GEMMs of forward, and those of
     backward that give gradients of rows. Each 128 terms are summed by the tensor cores and then added up in float32. Parameters,
-    pre-activations and all gradients are stored in the layer's dtype, and gradients of weights are products in that dtype.
+    pre-activations and all gradients are stored in the layer's dtype, and gradients of weights are products in that dtype, unless
+    float8_weight_gradients.
 
     Args:
         power_2_scale: round scales to powers of two, so that scaling a number changes its exponent alone. Numbers then use a range up to
             448 down to 224, which costs up to one bit.
+        float8_weight_gradients: compute gradients of weights in float8 too. Their sums run over an expert's rows; so both operands are
+            quantised once more, with a scale for 128 x 1: the same column of 128 rows.
 
     Example:
         >>> Float8BlockScaling(power_2_scale=True).engine
         'float8_block_power_2'
     """
     power_2_scale: bool = False
+    float8_weight_gradients: bool = False
 
     def __post_init__(self):
-        require(isinstance(self.power_2_scale, bool), "Float8BlockScaling", "power_2_scale", "a bool", repr(self.power_2_scale), TypeError)
+        for name in ("power_2_scale", "float8_weight_gradients"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), "Float8BlockScaling", name, "a bool", repr(value), TypeError)
 
     @property
     def engine(self) -> str:
         """The name of the engine that computes this (gbmoe.engines.FLOAT8_ENGINES)."""
-        return "float8_block_power_2" if self.power_2_scale else "float8_block"
+        scale = "float8_block_power_2" if self.power_2_scale else "float8_block"
+        return f"{scale}_weights" if self.float8_weight_gradients else scale
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,33 @@ class ScaledWeights:
         """The numbers that this stands for, float32 [E,N,K]."""
         lines = _spread(self.scales, 1, self.values_ENK.size(1))
         return self.values_ENK.float() * _spread(lines, 2, self.values_ENK.size(2))
+
+
+@dataclass(frozen=True)
+class ScaledKBlocks:
+    """Rows of each expert in e4m3 for a sum over them, cut into k-blocks of 128 rows, each column of which has a scale.
+
+    The rows of each expert begin a k-block of their own, and zeros fill up its last one. There is room for ceil(P / 128) + E k-blocks,
+    which is enough for any sizes. Those behind the last expert's may hold anything.
+
+    Attributes:
+        values_BKR: [B,K,128], float8_e4m3fn, contiguous: each k-block is transposed.
+        scales_BK: the decoding scales, float32 [B,K].
+        filled_rows_E: the rows of each expert with those that fill up its last k-block, int32 [E].
+    """
+    values_BKR: torch.Tensor
+    scales_BK: torch.Tensor
+    filled_rows_E: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """The numbers that this stands for, as rows: float32 [128 B, K], of which expert e has filled_rows_E[e]."""
+        columns = self.values_BKR.size(1)
+        return (self.values_BKR.float() * self.scales_BK.unsqueeze(-1)).transpose(1, 2).reshape(-1, columns)
+
+
+def k_blocks(rows: int, experts: int) -> int:
+    """The number of k-blocks that is enough for `rows` rows of so many experts, whatever their sizes."""
+    return -(-rows // TILE) + experts
 
 
 def _spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -122,6 +157,28 @@ def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool = False, transpose
     encode, decode = tile_scales(padded.abs().amax((2, 4)), power_2_scale)
     values = (padded * encode[:, :, None, :, None]).view(experts, blocks[0] * TILE, blocks[1] * TILE)[:, :lines, :columns].to(FLOAT8)
     return ScaledWeights(values.contiguous(), decode)
+
+
+def quantize_k_blocks(x_PK: torch.Tensor, sizes_E: torch.Tensor, power_2_scale: bool = False) -> ScaledKBlocks:
+    """The rows [P,K] of experts with these sizes, any floating dtype, in e4m3 for a sum over them.
+
+    Sizes that go beyond the rows are cut at the last row, and negative ones count as 0. k-blocks that are not in use are zeros. Waits for
+    sizes that are on a device.
+    """
+    rows, columns = x_PK.shape
+    filled_PK = torch.zeros(k_blocks(rows, sizes_E.numel()) * TILE, columns, device=x_PK.device)
+    filled_rows: list[int] = []
+    row = 0
+    for size in sizes_E.tolist():
+        size = min(max(size, 0), rows - row)
+        first = sum(filled_rows)
+        filled_PK[first : first + size] = x_PK[row : row + size]
+        filled_rows.append(-(-size // TILE) * TILE)
+        row += size
+    x_BKR = filled_PK.view(-1, TILE, columns).transpose(1, 2)
+    encode, decode = tile_scales(x_BKR.abs().amax(-1), power_2_scale)
+    values = (x_BKR * encode.unsqueeze(-1)).to(FLOAT8)
+    return ScaledKBlocks(values.contiguous(), decode, torch.tensor(filled_rows, dtype=torch.int32, device=x_PK.device))
 
 
 # ------------------------------------------------------------------------------------------------- weights quantised once

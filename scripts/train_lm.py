@@ -161,7 +161,7 @@ def moe_arguments(args: argparse.Namespace) -> gbmoe.Arguments:
         moe_num_experts=args.experts, moe_top_k=args.top_k, moe_normalize_expert_weights=1,
         moe_loss_weight=args.balance_weight, moe_lbl_in_fp32=True, mlp_type="glu", mlp_impl=args.impl, fp16=False, device="cpu",
         moe_expert_model_parallelism=args.expert_parallel and dist.is_initialized(),
-        fp8_recipe=gbmoe.Float8BlockScaling() if args.fp8 else None,
+        fp8_recipe=gbmoe.Float8BlockScaling(float8_weight_gradients=args.fp8_weight_gradients) if args.fp8 else None,
         init_method=partial(torch.nn.init.normal_, std=args.hidden**-0.5),
         output_layer_init_method=partial(torch.nn.init.normal_, std=(2 * args.layers * args.ffn) ** -0.5),
     )

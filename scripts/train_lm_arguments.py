@@ -59,6 +59,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
         help="dtype of the products; parameters stay float32")
     add("--fp8", action="store_true", help="compute the experts' products of rows in float8 (gbmoe.Float8BlockScaling); --impl gbmoe only")
+    add("--fp8-weight-gradients", action="store_true", help="with --fp8: compute gradients of weights in float8, too")
     add("--expert-parallel", action="store_true",
         help="spread every layer's experts over the ranks; with more ranks than experts, several ranks share an expert")
     add("--out", default="runs/train_lm", help="folder of the checkpoint, the log and the plot")
@@ -100,6 +101,7 @@ def check_sizes(args: argparse.Namespace, world: int) -> None:
         require(args.dtype != "float32", "dtype", "bfloat16 or float16 with --fp8", args.dtype)
         for name in ("hidden", "ffn"):
             require(getattr(args, name) % 16 == 0, name, "a multiple of 16 with --fp8", getattr(args, name))
+    require(args.fp8 or not args.fp8_weight_gradients, "fp8", "it beside --fp8-weight-gradients", "none")
     require(args.batch % world == 0, "batch", f"a multiple of the {world} ranks", args.batch)
     if args.expert_parallel:
         divides = args.experts % world == 0 or world % args.experts == 0

@@ -351,6 +351,10 @@ def test_what_float8_does_not_take_is_refused(arguments, expected, refusal):
     assert refusal("--fp8", *arguments) == f"train_lm: {expected}\n"
 
 
+def test_gradients_of_weights_alone_are_not_in_float8(refusal):
+    assert refusal("--fp8-weight-gradients") == "train_lm: --fp8: expected it beside --fp8-weight-gradients, got none\n"
+
+
 @pytest.mark.parametrize("world, arguments, expected", [
     (3, (), "--experts: expected a multiple or a divisor of the 3 ranks with --expert-parallel, got 4"),
     (12, ("--ffn", 32), "--ffn: expected a multiple of the 3 ranks that share an expert, got 32"),

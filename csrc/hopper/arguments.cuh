@@ -14,7 +14,8 @@
 namespace gbmoe::hopper {
 
 struct TensorMaps {
-  // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu.
+  // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu. Of scaled operands, k-grouped, the
+  // second ones are those of the scales.
   CUtensorMap a[2], b[2];
   // Under EpilogueKind::kActivationBackward those of h and g, which are prefetched.
   CUtensorMap out[3];

@@ -5,11 +5,13 @@
 // consumers (mainloop.cuh): each multiplies its own 64 rows by all columns on the tensor cores, and stores them (epilogue.cuh),
 // or hands them to warps that compute the gradient of the activation (epilogue_backward.cuh). In ping-pong
 // (mainloop_ping_pong.cuh) tiles have 128 x 128 results, and the consumers make whole ones in turns. Operands in e4m3 come with a scale
-// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh).
+// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh), or where rows are summed over for every k-block of a
+// column (mainloop_scaled_weights.cuh).
 //
 // Groups may begin at any row: a k-block that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (gradients of weights), the lines of
-// the last k-block that belong to the next group are set to zero in shared memory before they are multiplied.
+// the last k-block that belong to the next group are set to zero in shared memory before they are multiplied. Of scaled operands every
+// group begins a k-block, and zeros in memory fill up its last one (quantize_k_blocks.cu); they lie there as k-blocks, transposed.
 //
 //   m-grouped, groups are rows of the result:        out [rows,N] = a [rows,K] @ b[e]    b[e] [N,K], or [K,N] where kTransposedB
 //   k-grouped (kGroupedK), groups are summed over:   out[e] [M,N] = a [rows,M].T @ b [rows,N]
@@ -31,6 +33,7 @@
 #include "mainloop.cuh"
 #include "mainloop_ping_pong.cuh"
 #include "mainloop_scaled.cuh"
+#include "mainloop_scaled_weights.cuh"
 #include "producer.cuh"
 
 namespace gbmoe::hopper {
@@ -58,6 +61,7 @@ template <typename Traits> struct GroupedGemm {
     } else {
       setmaxnreg_inc<Traits::kConsumerRegisters>();
       if constexpr (Traits::kPingPong) PingPongMainLoop<Traits>::run(maps, args, shared);
+      else if constexpr (Traits::kScaledK) ScaledWeightsMainLoop<Traits>::run(args, shared);
       else if constexpr (Traits::kScaled) ScaledMainLoop<Traits>::run(maps, args, shared);
       else MainLoop<Traits>::run(maps, args, shared);
     }

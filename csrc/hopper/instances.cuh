@@ -65,6 +65,14 @@ template <typename T, EpilogueKind kKind, int kClusterM_, int kClusterN_> struct
   static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
 };
 
+// k-grouped, scaled e4m3: out[e] = a[rows of e].T @ b[rows of e], in T.
+template <typename T> struct ScaledWeightsSettings : GemmSettings {
+  using Element = Float8;
+  using Output = T;
+  static constexpr bool kGroupedK = true;
+  static constexpr int kEpilogueBuffers = 1;
+};
+
 // k-grouped: out[e].T = tokens[slot / top_k].T @ b[rows of e].
 template <typename T, int kClusterM_> struct GatheredWeightsSettings : GemmSettings {
   using Element = T;

@@ -46,9 +46,13 @@ template <typename Traits> struct Producer {
           const int k_block = tile.k_block + i, pair = !kGroupedK && k_block >= args.k_blocks;
           const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
           if (loads) {
-            mbarrier_expect_bytes(arrived, (kGatherA ? 0 : kStageBytesA) + kStageBytesB);
-            if constexpr (!kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
-            load_b(maps, tile, rank, pair, k, arrived, b);
+            mbarrier_expect_bytes(arrived, (kGatherA ? 0 : kStageBytesA) + kStageBytesB + Traits::kScaleBytes);
+            if constexpr (Traits::kScaledK) {
+              load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
+            } else {
+              if constexpr (!kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
+              load_b(maps, tile, rank, pair, k, arrived, b);
+            }
           }
           if constexpr (kGatherA) {
             Gather::copy(rows, args, kTransposedOut ? tile.m + threadIdx.x % 128 / 64 * 64 : k, a);
@@ -73,6 +77,18 @@ template <typename Traits> struct Producer {
   }
 
  private:
+  // k-grouped, of scaled operands, which lie in memory as k-blocks: both, b in halves of the tile's columns, and their scales.
+  static __device__ __forceinline__ void load_scaled(
+      const TensorMaps& maps, const Tile& tile, int k_block, uint32_t arrived, uint32_t a, uint32_t scales) {
+    constexpr int kHalf = Traits::kTileN / 2;
+    const uint32_t b = a + kStageBytesA;
+    tma_load(&maps.a[0], arrived, a, 0, tile.m, k_block);
+    tma_load(&maps.b[0], arrived, b, 0, tile.n, k_block);
+    tma_load(&maps.b[0], arrived, b + kStageBytesB / 2, 0, tile.n + kHalf, k_block);
+    tma_load(&maps.a[1], arrived, scales, tile.m, k_block, 0);
+    tma_load(&maps.b[1], arrived, scales + kTileM * sizeof(float), tile.n, k_block, 0);
+  }
+
   // Of a, CTAs that share it load half each, by multicast to both; a CTA on its own loads boxes of kTileM rows.
   static __device__ __forceinline__ void load_a(
       const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t to) {

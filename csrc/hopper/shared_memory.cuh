@@ -2,6 +2,7 @@
 //
 //   stages             [stage][a's k-block, then b's]
 //   epilogue buffers   [consumer warp][buffer][16 lines]
+//   scales             kScaledK: [stage][scales of a's columns, then of b's]
 //   barriers           stages full, then empty; tile ring full, then empty; kActivationBackward: epilogue buffers; kPingPong: turns
 //   tile ring          [place] Tile
 //
@@ -32,7 +33,8 @@ struct PipelineState {
 template <typename Traits> struct SharedMemory {
   static constexpr int kStages = Traits::kStages, kBuffers = Traits::kEpilogueBuffers;
   static constexpr uint32_t kEpilogueBuffers = kStages * Traits::kStageBytes;
-  static constexpr uint32_t kStageBarriers = kEpilogueBuffers + kConsumerWarps * kBuffers * kEpilogueBufferBytes;
+  static constexpr uint32_t kScales = kEpilogueBuffers + kConsumerWarps * kBuffers * kEpilogueBufferBytes;
+  static constexpr uint32_t kStageBarriers = kScales + kStages * Traits::kScaleBytes;
   static constexpr uint32_t kTileBarriers = kStageBarriers + 2 * kStages * 8;
   static constexpr uint32_t kBufferBarriers = kTileBarriers + 2 * kTileRing * 8;
   static constexpr uint32_t kTurnBarriers = kBufferBarriers + (Traits::kActivationBackward ? 2 * kConsumerWarps * kBuffers * 8 : 0);
@@ -48,6 +50,10 @@ template <typename Traits> struct SharedMemory {
 
   static __device__ __forceinline__ uint32_t tile(uint32_t shared, uint32_t number) {
     return shared + kTiles + number * sizeof(Tile);
+  }
+
+  static __device__ __forceinline__ uint32_t scales(uint32_t shared, uint32_t stage) {
+    return shared + kScales + stage * Traits::kScaleBytes;
   }
 
   // A consumer warp's epilogue buffers. Under kActivationBackward each has two barriers.

@@ -30,7 +30,7 @@ inline CUtensorMapDataType map_type(ScalarType dtype) {
 }
 
 // The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes
-// under the 128-byte swizzle, or of 32 bytes without one.
+// under the 128-byte swizzle, or of another number of bytes without one.
 inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes) {
   const int64_t rank = tensor.dim();
   const cuuint64_t bytes = tensor.element_size();

@@ -16,6 +16,7 @@ namespace gbmoe::hopper {
 template <typename Traits> struct TileScheduler {
   static constexpr bool kGroupedK = Traits::kGroupedK;
   static constexpr int kClusterM = Traits::kClusterM, kClusterN = Traits::kClusterN, kTileN = Traits::kOutputTileN;
+  static constexpr int kBlockK = Traits::kBlockK;
 
   const Arguments& args;
   int lane, tiles_n, tiles_m_fixed;
@@ -191,7 +192,7 @@ template <typename Traits> struct TileSender {
     }
     __syncwarp();
     ++sent;
-    more_ahead = (Traits::kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks) < 12;
+    more_ahead = (Traits::kGroupedK ? ceil_div(tile.rows, Traits::kBlockK) : tile.k_blocks) < 12;
     return tile.group >= 0;
   }
 

@@ -63,12 +63,14 @@ template <typename Settings> struct GemmTraits : Settings {
   using Output = std::conditional_t<std::is_void_v<typename Settings::Output>, Element, typename Settings::Output>;
   static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
   static constexpr bool kScaled = std::is_same_v<Element, Float8>;  // e4m3 operands, with scales (mainloop_scaled.cuh)
+  static constexpr bool kScaledK = kScaled && kGroupedK;  // whose scales come with the stages (mainloop_scaled_weights.cuh)
   static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
   static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
   static constexpr int kOutputTileN = kGlu ? kTileN / 2 : kTileN;    // a tile's columns of one output tensor
   static constexpr uint32_t kStageBytesB = kTileN / 64 * kSubtileBytes, kStageBytes = kStageBytesA + kStageBytesB;
+  static constexpr uint32_t kScaleBytes = kScaledK ? (kTileM + kTileN) * sizeof(float) : 0;  // of a stage: a's, then b's
   // Whether sums may be split; without it each is made at once.
   static constexpr bool kSplitK =
       (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
@@ -92,8 +94,11 @@ template <typename Settings> struct GemmTraits : Settings {
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
   static_assert(
-      !kScaled || (!kGroupedK && !kGatherA && !kTransposedB && !kPingPong && !kActivationBackward && kTileN == kWideTileN),
-      "scaled operands are for m-grouped GEMMs in the widest tile, with both operands contiguous along K");
+      !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward && kTileN == kWideTileN),
+      "scaled operands are for GEMMs in the widest tile, with both operands contiguous along K");
+  static_assert(
+      !kScaledK || (kClusterSize == 1 && kEpilogue == EpilogueKind::kStore),
+      "gradients of weights of scaled operands are stored, by CTAs on their own");
   static_assert(
       !kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
       "ping-pong is for plain m-grouped GEMMs in square tiles");

@@ -30,8 +30,8 @@ ENGINES: dict[str, Engine] = {e.name: e for e in (
 
 # The engines that recipes of gbmoe.float8 name: on CUDA, and on every other device.
 FLOAT8_ENGINES: dict[str, tuple[Float8, Float8]] = {
-    name: (Float8Hopper(name, power_2_scale), Float8Reference(name, power_2_scale))
-    for name, power_2_scale in (("float8_block", False), ("float8_block_power_2", True))}
+    recipe.engine: (Float8Hopper(recipe), Float8Reference(recipe))
+    for recipe in (Float8BlockScaling(power_2, weights) for weights in (False, True) for power_2 in (False, True))}
 
 
 def names() -> list[str]:

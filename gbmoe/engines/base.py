@@ -10,6 +10,9 @@ they are not read, and in the result they are undefined.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from gbmoe import extension, kernels
@@ -29,6 +32,7 @@ class GatheredRows:
     def __init__(self, tokens_TH: torch.Tensor | None, slots: SlotMap, rows_PH: torch.Tensor | None = None):
         self.tokens_TH, self.slots = tokens_TH, slots
         self._rows_PH = rows_PH
+        self._made: dict[str, Any] = {}
 
     @property
     def are_gathered(self) -> bool:
@@ -47,8 +51,15 @@ class GatheredRows:
             self._rows_PH, _ = kernels.gather(self.tokens_TH, self.slots)
         return self._rows_PH
 
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes of these rows: it is called the first time, and its result kept under that name as long as the rows are."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
     def forget(self) -> None:
-        """Free the memory of the gathered rows, if they can be gathered again."""
+        """Free the memory of what was made of the rows, and that of the gathered rows, if they can be gathered again."""
+        self._made.clear()
         if self.tokens_TH is not None:
             self._rows_PH = None
 

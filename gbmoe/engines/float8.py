@@ -2,7 +2,8 @@
 
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
-computed by another engine, from tensors in the layer's dtype.
+computed by another engine, from tensors in the layer's dtype; or, with float8_weight_gradients, from the same tensors quantised along the
+rows.
 
 Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, K inner, N columns.
 """
@@ -16,24 +17,26 @@ from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.plain_torch import Reference
-from gbmoe.float8 import ScaledRows, ScaledWeights
+from gbmoe.float8 import Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
+from gbmoe.problem import result_shape
 from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Float8(Engine):
-    """The steps of a layer's experts. A subclass defines `scaled_product`, and which engine computes what is not in float8.
+    """The steps of a layer's experts. A subclass defines `scaled_product` and `scaled_weight_gradient`, and which engine computes what is
+    not in float8.
 
     Between `up` and `down` the activation's result is a ScaledRows, not a tensor; what `up_backward` takes are ScaledRows, too.
     """
 
     unscaled: Engine
 
-    def __init__(self, name: str, power_2_scale: bool):
-        self.name, self.power_2_scale = name, power_2_scale
+    def __init__(self, recipe: Float8BlockScaling):
+        self.name, self.power_2_scale, self.float8_weight_gradients = recipe.engine, recipe.power_2_scale, recipe.float8_weight_gradients
 
     def refuses(self, problem):
         if problem.dtype not in _DTYPES:
@@ -47,12 +50,18 @@ class Float8(Engine):
         """out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), [P,N], summed in float32 and rounded once. Returns out."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a scaled product")
 
+    def scaled_weight_gradient(self, a: ScaledKBlocks, b: ScaledKBlocks, out: torch.Tensor) -> torch.Tensor:
+        """out[e] = a[rows of e].T @ b[rows of e], [E,M,N], summed in float32 and rounded once; 0 without rows. Returns out."""
+        raise TypeError(f"{type(self).__name__} does not say how it computes a gradient of weights")
+
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        if trans_a:
+        if trans_a and not self.float8_weight_gradients:
             return self.unscaled.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
-        weights = self._weights(b, not trans_b)
-        product = a.new_empty(a.size(0), weights.values_ENK.size(1)) if out is None or accumulate else out
-        self.scaled_product(self._rows(a), weights, sizes, product)
+        product = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b)) if out is None or accumulate else out
+        if trans_a:
+            self.scaled_weight_gradient(self._k_blocks(a, sizes), self._k_blocks(b, sizes), product)
+        else:
+            self.scaled_product(self._rows(a), self._weights(b, not trans_b), sizes, product)
         return out.add_(product) if accumulate else product
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
@@ -78,7 +87,12 @@ class Float8(Engine):
         return self.scaled_product(dh, self._weights(w1_EFH, transpose=True), sizes_E, dx_PH, *second)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
-        return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
+        if not self.float8_weight_gradients:
+            return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
+        # w1's gradient and v1's have the same rows on the right.
+        right = rows.once("k_blocks", lambda: self._gathered_k_blocks(rows, sizes_E))
+        out_EFH = left_PF.new_empty(sizes_E.numel(), left_PF.size(1), right.values_BKR.size(1))
+        return self.scaled_weight_gradient(self._k_blocks(left_PF, sizes_E), right, out_EFH)
 
     def _product(self, rows: ScaledRows, w_EFH: torch.Tensor, sizes_E: torch.Tensor, transpose: bool = False) -> torch.Tensor:
         out_PN = w_EFH.new_empty(rows.values_PK.size(0), w_EFH.size(2 if transpose else 1))
@@ -91,6 +105,15 @@ class Float8(Engine):
         if x.tokens_TH is None:
             return self._rows(x.rows_PH())
         return kernels.quantize_gathered(aligned(x.tokens_TH), x.slots, self.power_2_scale)
+
+    def _k_blocks(self, x_PK: torch.Tensor, sizes_E: torch.Tensor) -> ScaledKBlocks:
+        return kernels.quantize_k_blocks(aligned(x_PK), device_sizes(sizes_E, x_PK.device), self.power_2_scale)
+
+    def _gathered_k_blocks(self, x: GatheredRows, sizes_E: torch.Tensor) -> ScaledKBlocks:
+        if x.tokens_TH is None:
+            return self._k_blocks(x.rows_PH(), sizes_E)
+        sizes = device_sizes(sizes_E, x.tokens_TH.device)
+        return kernels.quantize_gathered_k_blocks(aligned(x.tokens_TH), x.slots, sizes, self.power_2_scale)
 
     def _weights(self, w_EFH: torch.Tensor, transpose: bool = False) -> ScaledWeights:
         kept = float8.cached(w_EFH, self.power_2_scale, lambda: kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
@@ -116,6 +139,10 @@ class Float8Reference(Float8):
         out[:in_use] = sums_PN[:in_use]
         return out
 
+    def scaled_weight_gradient(self, a, b, out):
+        plain_torch.gmm(a.dequantized(), b.dequantized(), a.filled_rows_E.tolist(), True, False, out)
+        return out
+
 
 class Float8Hopper(Float8):
     """Our own kernels for compute capability 9.0 (csrc/hopper/scaled_*.cu), with the sizes on the device."""
@@ -132,6 +159,12 @@ class Float8Hopper(Float8):
         torch.ops.gbmoe_cuda.hopper_scaled_rows(
             a.values_PK, a.scales_PC, b.values_ENK, b.scales, *second, sizes, config.cluster_n, config.panel,
             workspace(out, sizes, config), out)
+        return out
+
+    def scaled_weight_gradient(self, a, b, out):
+        config, rows_E = tuning.scaled_weight_gradient_gemm(), a.filled_rows_E
+        torch.ops.gbmoe_cuda.hopper_scaled_weights(
+            a.values_BKR, a.scales_BK, b.values_BKR, b.scales_BK, rows_E, config.panel, workspace(out, rows_E, config), out)
         return out
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from gbmoe import extension, float8
-from gbmoe.float8 import ScaledRows, ScaledWeights
+from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
@@ -172,6 +172,35 @@ def quantize_gathered(x_TH: torch.Tensor, slots: SlotMap, power_2_scale: bool) -
     out = empty_scaled_rows(x_TH, slots.num_rows, x_TH.size(1))
     torch.ops.gbmoe_cuda.quantize_gathered(x_TH.contiguous(), slots.row_of_slot_TK, slots.slot_of_row_P, power_2_scale, out.values_PK,
                                            out.scales_PC)
+    return out
+
+
+def _empty_k_blocks(like: torch.Tensor, rows: int, sizes_E: torch.Tensor) -> ScaledKBlocks:
+    """k-blocks for `rows` rows of as many columns as `like` has, not initialised, on its device."""
+    blocks, columns = float8.k_blocks(rows, sizes_E.numel()), like.size(1)
+    return ScaledKBlocks(like.new_empty(blocks, columns, float8.TILE, dtype=float8.FLOAT8),
+                         like.new_empty(blocks, columns, dtype=torch.float32), like.new_empty(sizes_E.numel(), dtype=torch.int32))
+
+
+def quantize_k_blocks(x_PK: torch.Tensor, sizes_E: torch.Tensor, power_2_scale: bool) -> ScaledKBlocks:
+    """Rows in e4m3 for a sum over them, see gbmoe.float8.quantize_k_blocks; the CUDA kernel, for multiples of 16 columns and int32 or int64
+    sizes on the device of x, where it is loaded."""
+    if not _kernels_serve(x_PK):
+        return float8.quantize_k_blocks(x_PK, sizes_E, power_2_scale)
+    out = _empty_k_blocks(x_PK, x_PK.size(0), sizes_E)
+    torch.ops.gbmoe_cuda.quantize_k_blocks(x_PK.contiguous(), None, 1, sizes_E, power_2_scale, out.values_BKR, out.scales_BK,
+                                           out.filled_rows_E)
+    return out
+
+
+def quantize_gathered_k_blocks(x_TK: torch.Tensor, slots: SlotMap, sizes_E: torch.Tensor, power_2_scale: bool) -> ScaledKBlocks:
+    """gather and quantize_k_blocks, as one kernel where it is loaded. Only for a plan's map, whose slot_of_row_P are the slots."""
+    assert slots.columns_TK is None and slots.counts_T is None
+    if not _kernels_serve(x_TK):
+        return float8.quantize_k_blocks(plain_torch.padded_gather(x_TK, slots)[0], sizes_E, power_2_scale)
+    out = _empty_k_blocks(x_TK, slots.num_rows, sizes_E)
+    torch.ops.gbmoe_cuda.quantize_k_blocks(x_TK.contiguous(), slots.slot_of_row_P, slots.top_k, sizes_E, power_2_scale, out.values_BKR,
+                                           out.scales_BK, out.filled_rows_E)
     return out
 
 

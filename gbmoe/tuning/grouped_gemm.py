@@ -279,6 +279,15 @@ def scaled_up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
     return replace(up_gemm(rows, inner, ffn, glu), tile_counter=inner >= 2048)
 
 
+def scaled_weight_gradient_gemm() -> GemmConfig:
+    """The configuration of out[e] = a[rows of e].T @ b[rows of e] of scaled e4m3 operands, in k-blocks of 128 rows.
+
+    The longest sums come first, from a counter, as of weight_gradient_gemm. The kernels have no clusters and do not split sums; what either
+    would gain is not known.
+    """
+    return GemmConfig(WIDE, panel=8, tile_counter=True)
+
+
 @functools.lru_cache(maxsize=1024)
 def down_backward_gemm(ffn: int) -> GemmConfig:
     """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.
