@@ -8,14 +8,15 @@ namespace {
 
 using namespace few_rows;
 
-template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, cudaStream_t stream) {
-  const int64_t ctas = ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
-  STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows_gemm: expected at most 2^31 - 1 tiles, got ", ctas);
-  if (ctas == 0) return;
+template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, int multiprocessors, cudaStream_t stream) {
+  const int64_t most_items = ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+  STD_TORCH_CHECK(most_items <= INT32_MAX, "few_rows_gemm: expected at most 2^31 - 1 tiles, got ", most_items);
+  if (most_items == 0) return;
   constexpr auto kernel = few_rows_kernel<T, Columns, kEpilogue>;
-  constexpr int kBytes = bytes_of_shared_memory<T, Columns>();
+  constexpr int kBytes = kSharedBytes<T, Columns>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  kernel<<<static_cast<unsigned>(ctas), kThreads, kBytes, stream>>>(args);
+  const auto ctas = static_cast<unsigned>(std::min<int64_t>(most_items, kCtasPerMultiprocessor * multiprocessors));
+  kernel<<<ctas, kThreads, kBytes, stream>>>(args);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -39,10 +40,11 @@ void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments(a, sizes, out);
   args.b[0] = b.data_ptr();
+  const int on = multiprocessors(a.get_device_index());
   const cudaStream_t stream = current_stream(a);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
-    if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(args, stream);
-    else launch<T, NMajorColumns<T>, Epilogue::kStore>(args, stream);
+    if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(args, on, stream);
+    else launch<T, NMajorColumns<T>, Epilogue::kStore>(args, on, stream);
   });
 }
 
@@ -55,10 +57,11 @@ void few_rows_up(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Ten
   args.b[0] = w1.data_ptr(), args.b[1] = pointer(v1);
   args.activation = static_cast<int>(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
+  const int on = multiprocessors(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
-    if (v1) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(args, stream);
-    else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(args, stream);
+    if (v1) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(args, on, stream);
+    else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(args, on, stream);
   });
 }
 

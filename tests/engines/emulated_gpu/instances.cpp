@@ -97,10 +97,8 @@ thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];
 
 namespace {
 
-template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, emulated_gpu::Run run) {
-  constexpr int kBytes = bytes_of_shared_memory<T, Columns>();
-  static_assert(kBytes <= emulated_gpu::kSharedBytes);
-  run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows);
+template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, const emulated_gpu::Run& run) {
+  static_assert(kSharedBytes<T, Columns> <= emulated_gpu::kSharedBytes);
   emulated_gpu::launch(run, kThreads, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue>(args); });
 }
 
