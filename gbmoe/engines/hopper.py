@@ -13,7 +13,8 @@ import torch
 from gbmoe import kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_gemm, few_rows_up
+from gbmoe.engines.own_kernels import OwnKernels, capability
+from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.tuning import grouped_gemm as tuning
@@ -46,8 +47,8 @@ class Hopper(OwnKernels):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        if a2 is None and self._has_few_rows(a.size(0), sizes.numel()):
-            few_rows_gemm(a, b, sizes, trans_b, out)
+        if a2 is None and self._reads_weights_once(a.size(0), sizes.numel()):
+            _TENSOR_CORE.rows_gemm(a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
         config = tuning.rows_gemm(a.size(0), sizes.numel(), inner, out.size(1), batch_invariant=self.batch_invariant)
@@ -62,12 +63,13 @@ class Hopper(OwnKernels):
             a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
             split.most, split.even, out)
 
-    def _has_few_rows(self, rows: int, groups: int) -> bool:
-        return not self.batch_invariant and tuning.few_rows(rows, groups)
+    def _reads_weights_once(self, rows: int, groups: int) -> bool:
+        """Whether there are so few rows that the low tiles of the tensor_core engine, which load more ahead, are faster."""
+        return not self.batch_invariant and tuning.low_tiles_on_hopper(rows, groups)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        if self._has_few_rows(x.num_rows, w1_EFH.size(0)):
-            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        if self._reads_weights_once(x.num_rows, w1_EFH.size(0)):
+            return _TENSOR_CORE.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
         if _config(x, w1_EFH, activation).gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save,
@@ -112,7 +114,7 @@ class HopperBatchInvariant(Hopper):
         return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
 
 
-_HOPPER = Hopper()
+_HOPPER, _TENSOR_CORE = Hopper(), TensorCore()
 
 
 def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.ExpertsConfig:

@@ -161,17 +161,6 @@ def _moved_ahead(name: str, order: tuple[str, ...]) -> tuple[str, ...]:
     return (*others[:place], name, *others[place:])
 
 
-# ------------------------------------------------------------------------------------------------------- groups of few rows
-
-
-def few_rows(rows: int, groups: int) -> bool:
-    """Whether the kernels for groups of few rows compute an m-grouped GEMM: where reading the weights once is what takes time.
-
-    They multiply 16 rows of a group at a time, and read its weights again for the next 16.
-    """
-    return rows <= max(16, 2 * groups)
-
-
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
 
 
@@ -229,6 +218,17 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, batch_invaria
         # Along M one CTA of a cluster idles where a group has an odd number of tiles, which is always so where it has one.
         clusters = (2, 1) if rows >= TILE_M * groups else (1, 1)
     return GemmConfig(SQUARE, *clusters, ping_pong=True, tile_counter=counter)
+
+
+def low_tiles_on_hopper(rows: int, groups: int) -> bool:
+    """Whether the low tiles of the tensor_core engine compute a GEMM of forward on Hopper.
+
+    Where groups have a few rows, what takes time is to read their weights, and these tiles have more loads in flight. A layer takes, in
+    one CUDA graph with a cold L2 cache, in microseconds in wide tiles and in low ones: with one row a group mixtral 700 and 632, qwen3 256
+    and 239, dsv3 1,058 and 1,025; with two 763 and 631, 302 and 311, 1,307 and 1,166; with four mixtral 749 and 710, dsv3 1,423 and 1,431.
+    With less than one row wide tiles are faster on qwen3 (114 and 117 with a quarter) and mixtral (416 and 459 with a half).
+    """
+    return groups <= rows <= 4 * groups
 
 
 # GEMMs that gather their rows: the producer's warps copy them, so CTAs cannot share rows by multicast, and no warp is free for a counter.

@@ -4,8 +4,6 @@
 
 #include <cmath>
 
-#include "emulated_gpu.h"
-
 namespace gbmoe {
 
 inline float fast_exp2(float x) { return std::exp2(x); }
