@@ -137,7 +137,7 @@ void hopper_down_backward(
 // out[rows of e] = a[rows of e] @ b[e].T (+ a2[rows of e] @ b2[e].T), bf16 or fp16
 void hopper_scaled_rows(
     Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, std::optional<Tensor> a2, std::optional<Tensor> scales_a2,
-    std::optional<Tensor> b2, std::optional<Tensor> scales_b2, Tensor sizes, int64_t cluster_n, int64_t panel,
+    std::optional<Tensor> b2, std::optional<Tensor> scales_b2, Tensor sizes, int64_t tile_n, int64_t cluster_n, int64_t panel,
     std::optional<Tensor> workspace, Tensor out);
 // x bf16 or fp16, out e4m3; rows of multiples of 16 elements. As padded_gather, rows behind the last expert are left
 // as they are; out [P,H], scales [P, H / 128 rounded up].

@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(e!)? grad_weights) -> ()");
   m.def("tensor_core_built(int device) -> bool");
   m.def("hopper_scaled_rows(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor? a2, Tensor? scales_a2, Tensor? b2,"
-        " Tensor? scales_b2, Tensor sizes, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) out) -> ()");
+        " Tensor? scales_b2, Tensor sizes, int tile_n, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) out) -> ()");
   m.def("hopper_scaled_up(Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, Tensor? v1, Tensor? scales_v1, Tensor sizes,"
         " int activation, int cluster_n, int panel, bool even_panels, Tensor(a!)? workspace, bool power_of_two, bool bfloat16,"
         " Tensor(b!) a, Tensor(c!) scales_a, Tensor(d!)? h, Tensor(e!)? g) -> ()");

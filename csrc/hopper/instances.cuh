@@ -49,12 +49,12 @@ template <typename T, bool kGate_, int kTileN_, int kClusterN_> struct DownBackw
 };
 
 // m-grouped, scaled e4m3: out = a @ b[e], in T; or the first GEMM of an expert with its activation.
-template <typename T, EpilogueKind kKind, typename Family, int kClusterN_> struct ScaledSettings : GemmSettings {
+template <typename T, EpilogueKind kKind, typename Family, int kTileN_, int kClusterN_> struct ScaledSettings : GemmSettings {
   using Element = Float8;
   using Output = T;
   using ActivationFamily = Family;
   static constexpr EpilogueKind kEpilogue = kKind;
-  static constexpr int kClusterN = kClusterN_;
+  static constexpr int kTileN = kTileN_, kClusterN = kClusterN_;
 };
 
 // k-grouped: out[e] = a[rows of e].T @ b[rows of e], or += in fp32.

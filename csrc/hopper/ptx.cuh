@@ -236,7 +236,7 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bo
   if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_WGMMA_N128("bf16");
   else GBMOE_WGMMA_N128("f16");
 }
-// d [64,128] = a [64,32] @ b [32,128] (+ d where `add`) in e4m3, both contiguous along K; a and b are the lower halves of descriptors
+// d [64,N] = a [64,32] @ b [32,N] (+ d where `add`) in e4m3, both contiguous along K; a and b are the lower halves of descriptors
 // whose stride is a swizzle atom. To add to 64 bits takes four times the instructions, in front of every product.
 __device__ __forceinline__ uint32_t wgmma_address(uint32_t address) { return address >> 4 & 0x3fff; }
 __device__ __forceinline__ void wgmma_float8(float (&d)[64], uint32_t a, uint32_t b, bool add) {
@@ -245,6 +245,14 @@ __device__ __forceinline__ void wgmma_float8(float (&d)[64], uint32_t a, uint32_
       "mov.b64 of_a, {%64, %67};\nmov.b64 of_b, {%65, %67};\n"
       "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" GBMOE_WGMMA_64_NAMES "}, of_a, of_b, add, 1, 1;\n}"
       : GBMOE_WGMMA_32(0), GBMOE_WGMMA_32(32)
+      : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(1 << 30 | 1024 >> 4));
+}
+__device__ __forceinline__ void wgmma_float8(float (&d)[96], uint32_t a, uint32_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred add;\n.reg .b64 of_a, of_b;\nsetp.ne.b32 add, %98, 0;\n"
+      "mov.b64 of_a, {%96, %99};\nmov.b64 of_b, {%97, %99};\n"
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {" GBMOE_WGMMA_96_NAMES "}, of_a, of_b, add, 1, 1;\n}"
+      : GBMOE_WGMMA_32(0), GBMOE_WGMMA_32(32), GBMOE_WGMMA_32(64)
       : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(1 << 30 | 1024 >> 4));
 }
 // Keeps the compiler from moving accesses of an accumulator over a wait.

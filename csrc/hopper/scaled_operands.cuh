@@ -12,16 +12,16 @@ inline void set_rows(TensorMaps& maps, Arguments& args, int pair, const Tensor& 
   args.scales_a[pair] = data<const float>(scales);
   args.k_blocks = static_cast<int>(scales.size(1));
 }
-inline void set_columns(TensorMaps& maps, Arguments& args, int pair, const Tensor& b, const Tensor& scales) {
-  maps.b[pair] = tensor_map(b, box_of_b(kWideTileN));
+inline void set_columns(TensorMaps& maps, Arguments& args, int pair, const Tensor& b, const Tensor& scales, const Tiling& tiling) {
+  maps.b[pair] = tensor_map(b, box_of_b(static_cast<int>(tiling.tile_n)));
   args.scales_b[pair] = data<const float>(scales);
   args.scale_rows_b = static_cast<int>(scales.size(1));
 }
 
 template <typename T, EpilogueKind kKind, typename Family>
 void launch_scaled(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
-  if (tiling.is(kWideTileN, 1, 2)) launch<ScaledSettings<T, kKind, Family, 2>>(maps, args, balancing, on);
-  else if (tiling.is(kWideTileN, 1, 1)) launch<ScaledSettings<T, kKind, Family, 1>>(maps, args, balancing, on);
+  if (tiling.is(kWideTileN, 1, 2)) launch<ScaledSettings<T, kKind, Family, kWideTileN, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<ScaledSettings<T, kKind, Family, kWideTileN, 1>>(maps, args, balancing, on);
   else tiling.refuse("hopper_scaled");
 }
 

@@ -34,8 +34,8 @@ void hopper_scaled_up(
   args.out[0] = a.data_ptr();
   TensorMaps maps{};
   set_rows(maps, args, 0, x, scales_x, tiling);
-  set_columns(maps, args, 0, w1, scales_w1);
-  if (v1) set_columns(maps, args, 1, *v1, *scales_v1);
+  set_columns(maps, args, 0, w1, scales_w1, tiling);
+  if (v1) set_columns(maps, args, 1, *v1, *scales_v1, tiling);
   const std::optional<Tensor>* saved[2] = {&h, &g};
   for (int i = 0; i < 2; ++i) {
     if (!*saved[i]) continue;

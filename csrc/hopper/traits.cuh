@@ -94,8 +94,9 @@ template <typename Settings> struct GemmTraits : Settings {
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
   static_assert(
-      !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward && kTileN == kWideTileN),
-      "scaled operands are for GEMMs in the widest tile, with both operands contiguous along K");
+      !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward &&
+                   (kTileN == kWideTileN || (kTileN == kNarrowTileN && kEpilogue == EpilogueKind::kStore))),
+      "scaled operands are for GEMMs with both operands contiguous along K, in the widest tile or, where they are stored alone, in narrow ones");
   static_assert(
       !kScaledK || (kClusterSize == 1 && kEpilogue == EpilogueKind::kStore),
       "gradients of weights of scaled operands are stored, by CTAs on their own");
