@@ -241,7 +241,8 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
 
     In a GLU half of a tile's columns are w1's and half are v1's. With 64 tiles along N and more (mixtral's 14,336 columns, 235 MB of b
     a group) a short last panel would read all of b for few rows, at the speed of memory: panels of equal height, of up to 20 tiles,
-    take 4 % less time with skewed groups, and 1 % less with uniform ones. A tile counter saves 4 to 9 % for sums of 2,048 terms and
+    take 4 % less time with skewed groups, and 1 % less with uniform ones. With six tiles along N (qwen3) panels of four make a layer's
+    forward and backward 1.7 % faster; with eight (olmoe, wide) they make no difference. A tile counter saves 4 to 9 % for sums of 2,048 terms and
     more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971). batch_invariant: as of rows_gemm.
     """
     rows = _GREAT_MANY_ROWS if batch_invariant else rows
@@ -250,7 +251,8 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
     config = replace(GATHERED_ROWS, panel=20 if many else 16, even_panels=many)
     if gathered:
         return config
-    return replace(config, cluster_n=2 if _pays_in_pairs(ffn, tile) else 1,
+    panel = 4 if glu and _ceil_div(ffn, tile) <= 6 else config.panel
+    return replace(config, panel=panel, cluster_n=2 if _pays_in_pairs(ffn, tile) else 1,
                    tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
 
 
@@ -262,11 +264,14 @@ def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e].T of scaled e4m3 operands; where two products are summed, `inner` counts
     the terms of both.
 
-    A cluster of two saves nothing here and costs up to a sixth (TFLOP/s with and without, sustained: mixtral 985 and 996, 981 and 1,016,
-    qwen3 710 and 852, 740 and 742, olmoe 880 and 888, 814 and 812). A tile counter gains 3 to 8 % at 7,168 terms and 14,336, 3 % at
-    2,048 with 768 columns, and is within 1 % elsewhere.
+    Narrow tiles are faster where they leave no more columns empty than wide ones: 1,052 and 1,015 TFLOP/s with mixtral's 14,336 columns,
+    907 and 872 with qwen3's 768; with 4,096 and 2,048 columns, where their last tile has a third, 1,019 and 1,019, 785 and 769, but a whole
+    layer of qwen3 took 1 to 4 % longer. A cluster of two saves nothing and costs up to a sixth (wide tiles with and without: mixtral 985
+    and 996, 981 and 1,016, qwen3 710 and 852, 740 and 742, olmoe 880 and 888, 814 and 812). A tile counter gains 3 to 8 % at 7,168 terms
+    and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
     """
-    return GemmConfig(NARROW, tile_counter=inner >= 2048)
+    narrow, wide = _ceil_div(columns, NARROW) * NARROW, _ceil_div(columns, WIDE) * WIDE
+    return GemmConfig(NARROW if narrow <= 1.02 * wide else WIDE, tile_counter=inner >= 2048)
 
 
 @functools.lru_cache(maxsize=1024)

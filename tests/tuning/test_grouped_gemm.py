@@ -53,8 +53,8 @@ def test_batch_invariant_training_sizes_keep_their_configuration(rows, groups, i
 @pytest.mark.parametrize("rows, inner, ffn, glu, config", [
     (16384, 4096, 14336, True, GemmConfig(WIDE, cluster_n=2, panel=20, even_panels=True, tile_counter=True)),
     (131072, 2048, 1024, True, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),
-    (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2)),
-    (131072, 1536, 640, True, GemmConfig(WIDE)),
+    (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2, panel=4)),
+    (131072, 1536, 640, True, GemmConfig(WIDE, panel=4)),
     (64, 2048, 1024, False, GemmConfig(WIDE, cluster_n=2)),
 ])
 def test_up_gemm(rows, inner, ffn, glu, config):
@@ -77,6 +77,19 @@ def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config)
 ])
 def test_down_backward_gemm(ffn, config):
     assert tuning.down_backward_gemm(ffn) == config
+
+
+@pytest.mark.parametrize("inner, columns, config", [
+    (4096, 14336, GemmConfig(NARROW, tile_counter=True)), (2048, 768, GemmConfig(NARROW, tile_counter=True)),
+    (14336, 4096, GemmConfig(WIDE, tile_counter=True)), (768, 2048, GemmConfig(WIDE)), (16, 16, GemmConfig(NARROW)),
+])
+def test_scaled_rows_gemm(inner, columns, config):
+    assert tuning.scaled_rows_gemm(inner, columns) == config
+
+
+@pytest.mark.parametrize("rows, groups, low", [(127, 128, False), (128, 128, True), (512, 128, True), (513, 128, False), (1, 1, True)])
+def test_low_tiles_on_hopper(rows, groups, low):
+    assert tuning.low_tiles_on_hopper(rows, groups) == low
 
 
 @pytest.mark.parametrize("hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse", [
@@ -106,6 +119,9 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
     assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
     assert (config.cluster_m, config.cluster_n) in ([(1, 1), (2, 1)] if flag else [(1, 1), (1, 2), (2, 1)])
+    for config in (tuning.scaled_rows_gemm(inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
+        assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
+    assert tuning.scaled_up_gemm(rows, inner, columns, flag).tile_n == WIDE
     config = tuning.down_backward_gemm(columns)
     assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter
     assert config.tile_n == WIDE or config.cluster_n == 2
