@@ -242,8 +242,8 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
     In a GLU half of a tile's columns are w1's and half are v1's. With 64 tiles along N and more (mixtral's 14,336 columns, 235 MB of b
     a group) a short last panel would read all of b for few rows, at the speed of memory: panels of equal height, of up to 20 tiles,
     take 4 % less time with skewed groups, and 1 % less with uniform ones. With six tiles along N (qwen3) panels of four make a layer's
-    forward and backward 1.7 % faster; with eight (olmoe, wide) they make no difference. A tile counter saves 4 to 9 % for sums of 2,048 terms and
-    more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971). batch_invariant: as of rows_gemm.
+    forward and backward 1.7 % faster; with eight (olmoe, wide) they make no difference. A tile counter saves 4 to 9 % for sums of 2,048
+    terms and more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971). batch_invariant: as of rows_gemm.
     """
     rows = _GREAT_MANY_ROWS if batch_invariant else rows
     tile = WIDE // 2 if glu else WIDE
