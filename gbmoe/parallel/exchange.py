@@ -20,7 +20,7 @@ rank's tokens, V slots of this rank's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ class Placement:
 
     Where there are more ranks than experts, `shards` ranks hold shards of each expert's ffn rows, and a row goes to all of them.
     Rank r holds shards of the same experts as rank r + world / shards.
+
+    The last `shadows` of each rank's experts are replicas of experts (gbmoe.parallel.shadowing), and the last chunk has these alone.
     """
 
     group: dist.ProcessGroup | None
@@ -53,6 +55,7 @@ class Placement:
     shards: int
     nodes: Nodes | None = None
     chunks: int = 1
+    shadows: int = 0
 
     @property
     def first_expert(self) -> int:
@@ -61,12 +64,26 @@ class Placement:
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """The local experts of a chunk: the first, and the one behind the last."""
-        return -(-chunk * self.experts_per_rank // self.chunks), -(-(chunk + 1) * self.experts_per_rank // self.chunks)
+        own = self.experts_per_rank - self.shadows
+        if self.shadows and chunk == self.chunks - 1:
+            return own, self.experts_per_rank
+        chunks = self.chunks - (self.shadows > 0)
+        return -(-chunk * own // chunks), -(-(chunk + 1) * own // chunks)
+
+    def with_shadows(self, shadows: int) -> Placement:
+        """The same with so many shadows on each rank, behind its own experts, as one more chunk. Ranks must hold whole experts."""
+        each = self.experts_per_rank + shadows
+        return replace(self, experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
 
     def keys(self, experts_TK: torch.Tensor) -> torch.Tensor:
         """The ranks and chunks that compute each token's slots, as rank * chunks + chunk, int32 [T,N]; -1 for an id of no expert."""
         exists_TK = (experts_TK >= 0) & (experts_TK < self.experts)
-        key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
+        if self.shadows:
+            local_TK, own = experts_TK % self.experts_per_rank, self.experts_per_rank - self.shadows
+            chunk_TK = torch.where(local_TK < own, local_TK * (self.chunks - 1) // own, self.chunks - 1)
+            key_TK = torch.where(exists_TK, experts_TK // self.experts_per_rank * self.chunks + chunk_TK, -1).int()
+        else:
+            key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
         if self.shards == 1:
             return key_TK
         step = self.world // self.shards * self.chunks
@@ -134,9 +151,11 @@ class _AllToAllWithIds(torch.autograd.Function):
         out_SB = packed_RB.new_empty(sum(receives), packed_RB.size(1))
         _all_to_all(out_SB, packed_RB, receives, sends, group)
         behind_ids = 4 * ids_RK.size(1)
-        ids_SK = out_SB[:, :behind_ids].contiguous().view(torch.int32)
+        # clone, as contiguous() returns a single row where it is, whose place may be no multiple of an element.
+        ids_SB, weights_SB = (part.clone(memory_format=torch.contiguous_format) for part in (out_SB[:, :behind_ids], out_SB[:, behind_ids:]))
+        ids_SK = ids_SB.view(torch.int32)
         ctx.mark_non_differentiable(ids_SK)
-        return out_SB[:, behind_ids:].contiguous().view(weights_RK.dtype), ids_SK
+        return weights_SB.view(weights_RK.dtype), ids_SK
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -343,7 +362,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         counts = _counts(message_WX, p)
         trip = _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
     else:
-        to_nodes = _plan_of(_of_nodes(key_TN, p, nodes), nodes.count, p.chunks)
+        to_nodes = _plan_of(keys_of_nodes(key_TN, p, nodes), nodes.count, p.chunks)
         counts = _counts_by_node(message_WX, to_nodes, p, nodes)
         trip = _Trip(_cut(to_nodes, _total(counts.sends)), counts.sends, counts.receives, nodes.across)
 
@@ -384,7 +403,7 @@ def _with_sizes(plan: RoutingPlan, sizes: torch.Tensor) -> RoutingPlan:
     return _cut(plan, sum(sizes.tolist())).with_host_sizes(sizes)
 
 
-def _of_nodes(key_TN, p, nodes):
+def keys_of_nodes(key_TN: torch.Tensor, p: Placement, nodes: Nodes) -> torch.Tensor:
     """Keys node * chunks + chunk, made of keys rank * chunks + chunk."""
     rank_TN = key_TN // p.chunks
     return torch.where(key_TN >= 0, rank_TN // nodes.size * p.chunks + key_TN % p.chunks, -1)
