@@ -6,7 +6,7 @@ every rank. All ranks see the same numbers, and so decide alike: they take the n
 fewest bytes.
 
 To the exchange a replica, here called a shadow, is one more expert of every rank, and all shadows together are one more chunk: ids of a
-shadowed expert are replaced by that of its shadow on the token's own rank, so that its rows go no further.
+shadowed expert are replaced by that of its shadow on the token's own rank. The rows of that chunk stay where they are.
 
 Weights travel in pieces. The owner sends a different piece to each rank, and each rank sends its piece to all others. Gradients travel in
 the opposite direction: each rank adds up the ranks' gradients of its piece, in the order of ranks, in float32 (float64 for float64),
@@ -32,7 +32,7 @@ from gbmoe.parallel.groups import guarded
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.plan import RoutingPlan
 
-_EXCHANGES = 10  # how many a step with shadows adds in forward and backward: four of weights, six of the shadows' chunk
+_EXCHANGES = 4  # of weights and their gradients, in forward and backward together
 _WHAT = "replicating experts"
 
 # (w1, w2 and v1 or None of this rank's experts) -> the same of the shadows.
