@@ -122,6 +122,7 @@ BYTES = {
     "nodes": Case(FOUR, dict(GLU, moe_top_k=3, **NODES)),
     "chunks": Case(FOUR, dict(GLU, moe_top_k=3, expert_parallel_chunks=2)),
     "exact": Case(FOUR, dict(GLU, moe_top_k=3, expert_parallel_exact=True)),
+    "shadows": Case((60, 40, 0, 50), dict(GLU, **SMALL, moe_num_experts=4)),
 }
 COMPILED = ("chunks and nodes", "exact", "shadows")
 DIFFERING = {
@@ -358,7 +359,9 @@ def worker(rank, store, device_type, transport, world, folder):
     exchanged = device_type == "cpu" or transport == "exchange"
     for name, case in BYTES.items() if exchanged else ():
         if case.world in group_of:
+            shadowed.clear()
             results["bytes", name] = rows_sent(case, device, group_of[case.world])
+            results["bytes", name, "shadowed"] = [expert for each in shadowed for expert in each]
     for name in COMPILED if exchanged else ():
         if CASES[name].world in group_of:
             results["compiled", name] = compiled(name, device, group_of[CASES[name].world])
@@ -465,8 +468,10 @@ def test_a_row_travels_once_to_each_rank_that_needs_it(ran, name):
     degree = min(case.world, experts)
     local, chunks = experts // degree, case.fields.get("expert_parallel_chunks", 1)
     # needs[r][t] is the set of (rank, chunk) that token t of rank r needs
-    needs = [[{(e // local + shard * degree, e % local * chunks // local) for e in token for shard in range(case.world // degree)}
-              for token in ids.tolist()] for ids in chosen(case, "cpu")[2]]
+    stay = ran[1][0]["bytes", name, "shadowed"]
+    assert bool(stay) == (name == "shadows")
+    needs = [[{(e // local + shard * degree, e % local * chunks // local) for e in token if e not in stay
+               for shard in range(case.world // degree)} for token in ids.tolist()] for ids in chosen(case, "cpu")[2]]
     for rank, sent in enumerate(results):
         out = sum(map(len, needs[rank]))
         received = sum((rank, chunk) in token for tokens in needs for token in tokens for chunk in range(chunks))
