@@ -48,6 +48,9 @@ class Arguments:
       (torch.distributed's all-to-all).
     - `expert_parallel_rows` bounds the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits
       for the device, and a CUDA graph can record the step. Rows beyond the bound are dropped, which a later step reports.
+    - `expert_parallel_shadows` is the most experts whose weights are copied to all ranks for a step in which less then travels than if
+      their tokens' rows did. 0 is off. It needs rows that are exchanged and ranks that hold whole experts, and excludes
+      expert_parallel_exact.
 
     Constructing such a layer is collective over the group: it compares the ranks' arguments.
 
@@ -125,6 +128,7 @@ class Arguments:
     expert_parallel_chunks: int | None = 1
     expert_parallel_transport: str = "auto"
     expert_parallel_rows: float | None = None
+    expert_parallel_shadows: int = 0
 
     def __post_init__(self):
         for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers"):
@@ -154,9 +158,19 @@ class Arguments:
                 "None or a positive number, how many times the mean", repr(rows))
         require(rows is None or not self.expert_parallel_exact, "Arguments", "expert_parallel_rows",
                 "None together with expert_parallel_exact, which cannot drop rows", repr(rows))
+        self._check_shadows()
         require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable", repr(self.activation_fn))
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
+
+    def _check_shadows(self):
+        shadows = self.expert_parallel_shadows
+        require(isinstance(shadows, int) and shadows >= 0, "Arguments", "expert_parallel_shadows", "an int of at least 0", repr(shadows))
+        require(not shadows or not self.expert_parallel_exact, "Arguments", "expert_parallel_shadows",
+                "0 beside expert_parallel_exact, as gradients of shadows are rounded on each rank", repr(shadows))
+        require(not shadows or self.expert_parallel_transport != "peer_memory", "Arguments", "expert_parallel_transport",
+                "'auto' or 'exchange' beside expert_parallel_shadows, as only rows that are exchanged can stay where they are",
+                repr(self.expert_parallel_transport))
 
     def _check_batch_invariant(self):
         engines.batch_invariant(self.engine)

@@ -18,14 +18,15 @@ from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.ops.experts import activation_name
-from gbmoe.parallel import automatic_chunks, exchange, groups, peer_memory
+from gbmoe.parallel import automatic_chunks, exchange, groups, peer_memory, shadowing
 from gbmoe.parallel.arrival import Spread
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.plan import RoutingPlan
 
 # The arguments that must be the same on all ranks. `engine` and `mlp_impl` may differ.
 _SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_type", "bias", "dtype", "expert_parallel_exact",
-         "expert_parallel_ranks_per_node", "expert_parallel_chunks", "expert_parallel_transport", "expert_parallel_rows")
+         "expert_parallel_ranks_per_node", "expert_parallel_chunks", "expert_parallel_transport", "expert_parallel_rows",
+         "expert_parallel_shadows")
 
 
 def prepare(args: Arguments) -> None:
@@ -53,6 +54,9 @@ def placement(args: Arguments) -> exchange.Placement:
     exact = _own(args, "expert_parallel_exact")
     require(not exact or shards == 1, "Arguments", "expert_parallel_exact",
             "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", exact)
+    shadows = _own(args, "expert_parallel_shadows")
+    require(not shadows or shards == 1, "Arguments", "expert_parallel_shadows",
+            "0 where ranks share an expert (more ranks than experts)", shadows)
     return exchange.Placement(
         group=args.expert_parallel_group, world=expert_sharding.expert_parallel_world_size(args),
         rank=expert_sharding.expert_parallel_rank(args),
@@ -97,6 +101,8 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
         return "gbmoe has no kernel for the activation"
     if weights_TK.dtype == torch.float64:
         return "the router weights are float64"
+    if _own(args, "expert_parallel_shadows"):
+        return "only the exchange copies experts to all ranks (expert_parallel_shadows)"
     if where.chunks > 1 or where.nodes is not None:
         return "only the exchange divides experts into chunks and ranks into nodes"
     return peer_memory.check_rows(x_TH.dtype, x_TH.size(1)) or peer_memory.unavailable(args.expert_parallel_group, x_TH.device)
@@ -127,10 +133,15 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     if _own(args, "expert_parallel_exact"):
         rows = experts.rows_before_weights()
         return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None)
+    matrices = 2 if args.mlp_type == "mlp" else 3
     if not _own(args, "expert_parallel_chunks"):
-        matrices = 2 if args.mlp_type == "mlp" else 3
         where = dataclasses.replace(where, chunks=automatic_chunks.choose(
             where, x_TH.size(0), args.hidden_size, args.ffn_hidden_size, args.moe_top_k, matrices, x_TH.dtype, x_TH.device))
+    shadows = _own(args, "expert_parallel_shadows")
+    if shadows and where.world > 1:
+        return shadowing.shadowed_experts_by_exchange(
+            experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,
+            expert_elements=matrices * args.hidden_size * args.ffn_hidden_size)
     chunks = [experts] if where.chunks == 1 else experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)])
     return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where)
 

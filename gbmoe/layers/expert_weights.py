@@ -102,16 +102,19 @@ class ExpertWeights(torch.nn.Module):
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
         return self.compute(x_TH, plan, weights_TK, *self.weights_EFH())
 
-    def in_chunks(self, bounds: list[tuple[int, int]]) -> list[Callable[..., torch.Tensor]]:
+    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None) -> list[Callable[..., torch.Tensor]]:
         """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
-        together the chunks are all experts.
+        together the chunks are all experts. With `replicate`, one more for the experts whose weights replicate(w1, w2, v1 or None) gives.
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
         sizes = [behind - first for first, behind in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
-        each = (w.split(sizes) if w is not None else [None] * len(sizes) for w in self.weights_EFH())
-        return [lambda x_TH, plan, weights_TK, part=part: self.compute(x_TH, plan, weights_TK, *part) for part in zip(*each)]
+        weights = self.weights_EFH()
+        parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
+        if replicate is not None:
+            parts.append(replicate(*weights))
+        return [lambda x_TH, plan, weights_TK, part=part: self.compute(x_TH, plan, weights_TK, *part) for part in parts]
 
     def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:
         """A function like forward for one slot a token, which returns rows before they are weighed and uses the weights in the

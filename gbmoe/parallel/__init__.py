@@ -3,7 +3,8 @@
 
 Inside a node peer_experts.py pulls rows from the memory of the ranks that own them and pushes sums back into it. peer_memory.py
 holds that memory and the barrier between its ranks; arrival.py collects what must be known of all ranks' tokens before their rows
-are pulled. Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs).
+are pulled. Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs);
+shadowing.py copies popular experts to all ranks for a step in which less then travels.
 gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
 
 host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, whether all ranks were given

@@ -20,7 +20,7 @@ rank's tokens, V slots of this rank's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ class Placement:
 
     Where there are more ranks than experts, `shards` ranks hold shards of each expert's ffn rows, and a row goes to all of them.
     Rank r holds shards of the same experts as rank r + world / shards.
+
+    The last `shadows` of each rank's experts are replicas of experts (gbmoe.parallel.shadowing), and the last chunk has these alone.
     """
 
     group: dist.ProcessGroup | None
@@ -53,6 +55,7 @@ class Placement:
     shards: int
     nodes: Nodes | None = None
     chunks: int = 1
+    shadows: int = 0
 
     @property
     def first_expert(self) -> int:
@@ -61,12 +64,26 @@ class Placement:
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         """The local experts of a chunk: the first, and the one behind the last."""
-        return -(-chunk * self.experts_per_rank // self.chunks), -(-(chunk + 1) * self.experts_per_rank // self.chunks)
+        own = self.experts_per_rank - self.shadows
+        if self.shadows and chunk == self.chunks - 1:
+            return own, self.experts_per_rank
+        chunks = self.chunks - (self.shadows > 0)
+        return -(-chunk * own // chunks), -(-(chunk + 1) * own // chunks)
+
+    def with_shadows(self, shadows: int) -> Placement:
+        """The same with so many shadows on each rank, behind its own experts, as one more chunk. Ranks must hold whole experts."""
+        each = self.experts_per_rank + shadows
+        return replace(self, experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
 
     def keys(self, experts_TK: torch.Tensor) -> torch.Tensor:
         """The ranks and chunks that compute each token's slots, as rank * chunks + chunk, int32 [T,N]; -1 for an id of no expert."""
         exists_TK = (experts_TK >= 0) & (experts_TK < self.experts)
-        key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
+        if self.shadows:
+            local_TK, own = experts_TK % self.experts_per_rank, self.experts_per_rank - self.shadows
+            chunk_TK = torch.where(local_TK < own, local_TK * (self.chunks - 1) // own, self.chunks - 1)
+            key_TK = torch.where(exists_TK, experts_TK // self.experts_per_rank * self.chunks + chunk_TK, -1).int()
+        else:
+            key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
         if self.shards == 1:
             return key_TK
         step = self.world // self.shards * self.chunks
@@ -134,9 +151,10 @@ class _AllToAllWithIds(torch.autograd.Function):
         out_SB = packed_RB.new_empty(sum(receives), packed_RB.size(1))
         _all_to_all(out_SB, packed_RB, receives, sends, group)
         behind_ids = 4 * ids_RK.size(1)
-        ids_SK = out_SB[:, :behind_ids].contiguous().view(torch.int32)
+        # clone, as contiguous() returns a single row where it is, whose place may be no multiple of an element.
+        ids_SK = out_SB[:, :behind_ids].clone(memory_format=torch.contiguous_format).view(torch.int32)
         ctx.mark_non_differentiable(ids_SK)
-        return out_SB[:, behind_ids:].contiguous().view(weights_RK.dtype), ids_SK
+        return out_SB[:, behind_ids:].clone(memory_format=torch.contiguous_format).view(weights_RK.dtype), ids_SK
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -201,7 +219,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Received:
-    """Takes the place of _Travelling under torch.compile, which orders collectives itself."""
+    """Takes the place of _Travelling for rows that do not travel, and under torch.compile, which orders collectives itself."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -221,28 +239,33 @@ def _start(rows, receives, sends, group):
 
 @dataclass(frozen=True)
 class _Trip:
-    """Rows to the destinations of one group and sums back, chunk by chunk. `sends` and `receives` are rows by chunk and destination."""
+    """Rows to the destinations of one group and sums back, chunk by chunk. `sends` and `receives` are rows by chunk and destination.
+
+    The rows of the chunk `kept` are all for this rank, on all ranks: they stay where they are.
+    """
 
     plan: RoutingPlan
     sends: list[list[int]]
     receives: list[list[int]]
     group: dist.ProcessGroup | None
+    kept: int | None = None
 
     def slots(self, ids_TK, weights_TK):
         """(router weights [S,K], ids [S,K]) of the rows that arrive, by chunk."""
         ids_RK = gather_slots(ids_TK.view(torch.uint8), self.plan.slot_map)[0].view(torch.int32)  # moves bytes unchanged
         chunks = zip(self._by_chunk(padded_gather(weights_TK, self.plan)), self._by_chunk(ids_RK), self.receives, self.sends)
-        return [_AllToAllWithIds.apply(weights, ids, receives, sends, self.group) for weights, ids, receives, sends in chunks]
+        return [(weights, ids) if chunk == self.kept else _AllToAllWithIds.apply(weights, ids, receives, sends, self.group)
+                for chunk, (weights, ids, receives, sends) in enumerate(chunks)]
 
     def rows(self, x_TH) -> list[torch.Tensor]:
         """The rows to send, by chunk."""
         return self._by_chunk(padded_gather(x_TH, self.plan))
 
     def send(self, chunk, rows_RH):
-        return _start(rows_RH, self.receives[chunk], self.sends[chunk], self.group)
+        return _Received(rows_RH) if chunk == self.kept else _start(rows_RH, self.receives[chunk], self.sends[chunk], self.group)
 
     def send_back(self, chunk, sums_SH):
-        return _start(sums_SH, self.sends[chunk], self.receives[chunk], self.group)
+        return _Received(sums_SH) if chunk == self.kept else _start(sums_SH, self.sends[chunk], self.receives[chunk], self.group)
 
     def sums(self, sums_RH: list[torch.Tensor]) -> torch.Tensor:
         """Each token's sum of the rows that came back for it, in the order of destinations."""
@@ -338,14 +361,14 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
     key_TN = p.keys(ids_TK)
     to_ranks = _plan_of(key_TN, p.world, p.chunks)
     message_WX = _message(to_ranks, plan, p)
-    nodes = p.nodes
+    nodes, kept = p.nodes, p.chunks - 1 if p.shadows else None
     if nodes is None:
         counts = _counts(message_WX, p)
-        trip = _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
+        trip = _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group, kept)
     else:
-        to_nodes = _plan_of(_of_nodes(key_TN, p, nodes), nodes.count, p.chunks)
+        to_nodes = _plan_of(keys_of_nodes(key_TN, p, nodes), nodes.count, p.chunks)
         counts = _counts_by_node(message_WX, to_nodes, p, nodes)
-        trip = _Trip(_cut(to_nodes, _total(counts.sends)), counts.sends, counts.receives, nodes.across)
+        trip = _Trip(_cut(to_nodes, _total(counts.sends)), counts.sends, counts.receives, nodes.across, kept)
 
     slots, rows = trip.slots(ids_TK, weights_TK), trip.rows(x_TH)
     coming, going = [trip.send(0, rows[0])], []
@@ -353,7 +376,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         if chunk + 1 < len(chunks):
             coming.append(trip.send(chunk + 1, rows[chunk + 1]))  # while this chunk computes
         weights_SK, ids_SK = slots[chunk]
-        if nodes is None or counts.inside is None:
+        if nodes is None or counts.inside is None or chunk == kept:
             sums_SH = _compute(compute, chunk, coming[chunk], ids_SK, weights_SK, counts, p)
         else:
             sends, receives = ([by_chunk[chunk]] for by_chunk in counts.inside)
@@ -384,7 +407,7 @@ def _with_sizes(plan: RoutingPlan, sizes: torch.Tensor) -> RoutingPlan:
     return _cut(plan, sum(sizes.tolist())).with_host_sizes(sizes)
 
 
-def _of_nodes(key_TN, p, nodes):
+def keys_of_nodes(key_TN: torch.Tensor, p: Placement, nodes: Nodes) -> torch.Tensor:
     """Keys node * chunks + chunk, made of keys rank * chunks + chunk."""
     rank_TN = key_TN // p.chunks
     return torch.where(key_TN >= 0, rank_TN // nodes.size * p.chunks + key_TN % p.chunks, -1)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gbmoe
 from gbmoe.layers import Arguments
-from gbmoe.parallel import automatic_chunks, cost_model, exchange, groups, peer_memory
+from gbmoe.parallel import automatic_chunks, cost_model, exchange, groups, peer_memory, shadowing
 
 pytestmark = pytest.mark.xdist_group("exchange")  # one start serves all tests
 
@@ -45,6 +45,7 @@ class Case:
 FOUR, UNEVEN = (12,) * 4, (9, 0, 1, 14)
 NODES = dict(expert_parallel_ranks_per_node=2)
 GLU = dict(mlp_type="glu", bias=False)
+SMALL = dict(ffn_hidden_size=2, expert_parallel_shadows=3)  # experts whose weights cost less to move than the rows of a few tokens
 CASES = {
     "mlp": Case(),
     "glu": Case(fields=GLU),
@@ -58,6 +59,7 @@ CASES = {
     "uneven": Case(UNEVEN, GLU),
     "uneven on two": Case((0, 13), GLU),
     "no tokens": Case((0, 0)),
+    "a single row of one slot in bfloat16": Case((0, 1), dict(moe_top_k=1), dtype=torch.bfloat16),
     "empty experts": Case((2, 1), dict(GLU, moe_num_experts=16)),
     "all to one rank": Case(FOUR, GLU, only=2),
     "float64": Case(fields=GLU, dtype=torch.float64),
@@ -85,7 +87,26 @@ CASES = {
     "chunks, checkpointed": Case(fields=dict(GLU, expert_parallel_chunks=2), checkpointed=True),
     "chunks and nodes": Case(UNEVEN, dict(GLU, moe_top_k=3, moe_num_experts=16, expert_parallel_chunks=2, **NODES)),
     "exact": Case(FOUR, dict(GLU, expert_parallel_exact=True), layers=2),
+    "shadows": Case(FOUR, dict(GLU, **SMALL), only=2),
+    "shadows, mlp on two": Case((13, 40), SMALL, only=2),
+    "shadows, uneven": Case(UNEVEN, dict(GLU, **SMALL), only=2),
+    "shadows of several ranks": Case((40,) * 4, dict(GLU, **SMALL, moe_num_experts=4)),
+    "shadows, top 1 in bfloat16": Case(FOUR, dict(GLU, **SMALL, moe_top_k=1), dtype=torch.bfloat16, only=1),
+    "shadows, float64": Case((0, 30), dict(GLU, **SMALL), dtype=torch.float64, only=2),
+    "shadows, bmm": Case((0, 30), dict(SMALL, mlp_impl="bmm"), only=2),
+    "shadows, reference": Case((8, 30), dict(SMALL, mlp_impl="reference"), only=2),
+    "shadows, accumulated": Case(FOUR, dict(GLU, **SMALL), steps=3, only=2),
+    "shadows, checkpointed": Case((40,) * 4, dict(GLU, **SMALL, moe_num_experts=4), layers=2, checkpointed=True),
+    "shadows and chunks": Case((40,) * 4, dict(GLU, **SMALL, expert_parallel_chunks=2), only=2),
+    "shadows and nodes": Case((40,) * 4, dict(GLU, **SMALL, **NODES), only=2),
+    "shadows, chunks and nodes": Case((60, 0, 1, 40), dict(GLU, **SMALL, expert_parallel_chunks=2, **NODES), only=3),
+    "shadows that do not pay": Case(FOUR, dict(GLU, expert_parallel_shadows=3)),
+    "shadows, no tokens": Case((0, 0), SMALL),
 }
+# The experts that have shadows in the first forward. In most cases all tokens have the same two, which one rank holds.
+SHADOWED = {name: [0, 1] for name in CASES if name.startswith("shadows")} | {
+    "shadows of several ranks": [0, 2, 3], "shadows, checkpointed": [0, 2, 3], "shadows, top 1 in bfloat16": [0],
+    "shadows, chunks and nodes": [0, 1, 2], "shadows that do not pay": [], "shadows, no tokens": []}
 EXACT = {
     "glu": Case(FOUR, dict(GLU, moe_top_k=4)),
     "mlp": Case(dtype=torch.bfloat16, fields=dict(moe_top_k=3)),
@@ -101,8 +122,9 @@ BYTES = {
     "nodes": Case(FOUR, dict(GLU, moe_top_k=3, **NODES)),
     "chunks": Case(FOUR, dict(GLU, moe_top_k=3, expert_parallel_chunks=2)),
     "exact": Case(FOUR, dict(GLU, moe_top_k=3, expert_parallel_exact=True)),
+    "shadows": Case((60, 40, 0, 50), dict(GLU, **SMALL, moe_num_experts=4)),
 }
-COMPILED = ("chunks and nodes", "exact")
+COMPILED = ("chunks and nodes", "exact", "shadows")
 DIFFERING = {
     "ffn_hidden_size": (dict(ffn_hidden_size=64), "ffn_hidden_size is 32 on rank 0, 64 on rank 1"),
     "dtype": (dict(bf16=True), "dtype is 'torch.float32' on rank 0, 'torch.bfloat16' on rank 1"),
@@ -236,17 +258,47 @@ def rows_sent(case, device, group):
     return sent
 
 
-def compiled(case, device, group):
-    """Outputs and gradients of a layer and of its graph; the exact mode breaks the graph."""
+def compiled(name, device, group):
+    """Outputs and gradients of a layer and of its graph; the exact mode and shadows break the graph."""
+    case = CASES[name]
     model = make(case, device, moe_expert_model_parallelism=True, expert_parallel_group=group)[:1]
     xs, results = inputs(case, 0, device)[dist.get_rank(group) :][:1], []
-    graph = torch.compile(model[0], backend="aot_eager", fullgraph=not model[0].experts.args.expert_parallel_exact)
+    graph = torch.compile(model[0], backend="aot_eager", fullgraph=name == "chunks and nodes")
     for layers in (model, [graph]):
         model.zero_grad()
         results.append([*run(layers, case, xs), [p.grad for p in model.parameters()]])
     gbmoe.clear_load_balancing_loss()
     torch.compiler.reset()
     return results
+
+
+def recorded(function, into):
+    """The function, which appends what it returns to `into`."""
+    def recording(*args):
+        into.append(function(*args))
+        return into[-1]
+    return recording
+
+
+def without_shadows(device):
+    """Results of experts that are spread evenly, without shadows and where shadows are allowed and do not pay."""
+    case = Case(FOUR, GLU)
+    parts = [part[dist.get_rank()] for part in chosen(case, device)]
+    return [experts_alone(case, device, *parts, moe_expert_model_parallelism=True, expert_parallel_shadows=most) for most in (0, 3)]
+
+
+def without_gradients(device):
+    """Outputs of a layer with shadows, with a graph of gradients, without one, and where no gradient of experts is asked for."""
+    case = CASES["shadows"]
+    layer, x = make(case, device, moe_expert_model_parallelism=True)[0], inputs(case, 0, device)[dist.get_rank()].requires_grad_()
+    outs = [layer(x).detach()]
+    with torch.no_grad():
+        outs.append(layer(x))
+    layer.experts.requires_grad_(False)
+    outs.append(layer(x))
+    outs[-1].sum().backward()
+    gbmoe.clear_load_balancing_loss()
+    return [out.detach() for out in outs]
 
 
 def left_behind(device, group):
@@ -291,10 +343,13 @@ def worker(rank, store, device_type, transport, world, folder):
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
     group_of = {2: pairs[rank // 2], world: None}
-    results = {}
+    results, shadowed = {}, []
+    shadowing.choose = recorded(shadowing.choose, shadowed)
     for name, case in CASES.items():
         if case.world in group_of:
+            shadowed.clear()
             results["train", name] = train(case, device, group_of[case.world])
+            results["shadowed", name] = list(shadowed)
     for name, case in EXACT.items():
         if case.world in group_of:
             group = group_of[case.world]
@@ -304,10 +359,12 @@ def worker(rank, store, device_type, transport, world, folder):
     exchanged = device_type == "cpu" or transport == "exchange"
     for name, case in BYTES.items() if exchanged else ():
         if case.world in group_of:
+            shadowed.clear()
             results["bytes", name] = rows_sent(case, device, group_of[case.world])
+            results["bytes", name, "shadowed"] = [expert for each in shadowed for expert in each]
     for name in COMPILED if exchanged else ():
         if CASES[name].world in group_of:
-            results["compiled", name] = compiled(CASES[name], device, group_of[CASES[name].world])
+            results["compiled", name] = compiled(name, device, group_of[CASES[name].world])
     results["left behind"] = left_behind(device, pairs[rank // 2])
     assert exchanged or peer_memory._MEMORIES, "no layer mapped memory"
     for name, (changes, _) in DIFFERING.items():
@@ -315,6 +372,7 @@ def worker(rank, store, device_type, transport, world, folder):
     results["chunks"] = [count for chosen in automatic_chunks._CHOSEN.values() for count in chosen.values()]
     results["groups"] = len(groups._NODES), len(dist.distributed_c10d._world.pg_map)
     if world == 4:
+        results["without shadows"], results["without gradients"] = without_shadows(device), without_gradients(device)
         results["uneven groups"] = uneven_groups(rank, world)
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
@@ -410,8 +468,10 @@ def test_a_row_travels_once_to_each_rank_that_needs_it(ran, name):
     degree = min(case.world, experts)
     local, chunks = experts // degree, case.fields.get("expert_parallel_chunks", 1)
     # needs[r][t] is the set of (rank, chunk) that token t of rank r needs
-    needs = [[{(e // local + shard * degree, e % local * chunks // local) for e in token for shard in range(case.world // degree)}
-              for token in ids.tolist()] for ids in chosen(case, "cpu")[2]]
+    stay = ran[1][0]["bytes", name, "shadowed"]
+    assert bool(stay) == (name == "shadows")
+    needs = [[{(e // local + shard * degree, e % local * chunks // local) for e in token if e not in stay
+               for shard in range(case.world // degree)} for token in ids.tolist()] for ids in chosen(case, "cpu")[2]]
     for rank, sent in enumerate(results):
         out = sum(map(len, needs[rank]))
         received = sum((rank, chunk) in token for tokens in needs for token in tokens for chunk in range(chunks))
@@ -441,6 +501,28 @@ def test_compiled_it_computes_the_same(ran, name):
     _, results = results_of(ran, "compiled", name, CASES[name])
     for plain, graph in results:
         torch.testing.assert_close(graph, plain)
+
+
+@pytest.mark.parametrize("name", SHADOWED)
+def test_all_ranks_shadow_the_same_popular_experts(ran, name):
+    case = CASES[name]
+    _, results = results_of(ran, "shadowed", name, case)
+    for first in range(0, len(results), case.world):
+        assert all(result == results[first] for result in results[first : first + case.world])
+        assert results[first][0] == SHADOWED[name]
+        calls = case.layers * case.steps * 2  # train runs twice, and checkpointing repeats each forward
+        assert len(results[first]) == calls * (2 if case.checkpointed else 1)
+
+
+def test_without_shadows_an_option_that_allows_them_changes_no_bit(ran):
+    for result in ran[1]:
+        for off, on in [result["without shadows"]] if "without shadows" in result else []:
+            assert off.keys() == on.keys() and all(torch.equal(off[what], on[what]) for what in off)
+
+
+def test_shadows_are_the_same_without_gradients(ran):
+    for result in ran[1]:
+        assert all(torch.equal(result["without gradients"][0], out) for out in result.get("without gradients", []))
 
 
 def test_no_step_leaves_anything_behind(ran):
