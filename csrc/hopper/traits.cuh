@@ -96,7 +96,8 @@ template <typename Settings> struct GemmTraits : Settings {
   static_assert(
       !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward &&
                    (kTileN == kWideTileN || (kTileN == kNarrowTileN && kEpilogue == EpilogueKind::kStore))),
-      "scaled operands are for GEMMs with both operands contiguous along K, in the widest tile or, where they are stored alone, in narrow ones");
+      "scaled operands are for GEMMs with both operands contiguous along K, in the widest tile or, where results are only stored, in "
+      "narrow ones");
   static_assert(
       !kScaledK || (kClusterSize == 1 && kEpilogue == EpilogueKind::kStore),
       "gradients of weights of scaled operands are stored, by CTAs on their own");

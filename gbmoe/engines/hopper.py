@@ -47,7 +47,7 @@ class Hopper(OwnKernels):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        if a2 is None and self._reads_weights_once(a.size(0), sizes.numel()):
+        if a2 is None and self._takes_low_tiles(a.size(0), sizes.numel()):
             _TENSOR_CORE.rows_gemm(a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
@@ -63,12 +63,12 @@ class Hopper(OwnKernels):
             a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
             split.most, split.even, out)
 
-    def _reads_weights_once(self, rows: int, groups: int) -> bool:
+    def _takes_low_tiles(self, rows: int, groups: int) -> bool:
         """Whether there are so few rows that the low tiles of the tensor_core engine, which load more ahead, are faster."""
         return not self.batch_invariant and tuning.low_tiles_on_hopper(rows, groups)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        if self._reads_weights_once(x.num_rows, w1_EFH.size(0)):
+        if self._takes_low_tiles(x.num_rows, w1_EFH.size(0)):
             return _TENSOR_CORE.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
         if _config(x, w1_EFH, activation).gather_up:

@@ -252,7 +252,9 @@ class _Trip:
 
     def slots(self, ids_TK, weights_TK):
         """(router weights [S,K], ids [S,K]) of the rows that arrive, by chunk."""
-        ids_RK = gather_slots(ids_TK.view(torch.uint8), self.plan.slot_map)[0].view(torch.int32)  # moves bytes unchanged
+        # Flat first, as ids of one slot a token count as contiguous with any stride between slots, which a view as bytes does not take.
+        bytes_TB = ids_TK.view(-1).view(torch.uint8).view(ids_TK.size(0), 4 * ids_TK.size(1))
+        ids_RK = gather_slots(bytes_TB, self.plan.slot_map)[0].view(torch.int32)  # moves bytes unchanged
         chunks = zip(self._by_chunk(padded_gather(weights_TK, self.plan)), self._by_chunk(ids_RK), self.receives, self.sends)
         return [(weights, ids) if chunk == self.kept else _AllToAllWithIds.apply(weights, ids, receives, sends, self.group)
                 for chunk, (weights, ids, receives, sends) in enumerate(chunks)]

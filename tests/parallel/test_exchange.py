@@ -540,6 +540,14 @@ def test_arguments_that_differ_are_reported_on_all_ranks(ran, name):
         assert result["differing", name] == f"Arguments: expert_parallel_group: expected the same arguments on all its ranks, got {said}"
 
 
+def test_ids_of_one_slot_were_refused_where_their_slots_have_a_stride():
+    ids_TK = torch.tensor([[2, 0, 1, 0, 2]], dtype=torch.int32).t()
+    weights_TK = torch.rand(1, 5).t()
+    plan = gbmoe.RoutingPlan.from_experts(torch.zeros(5, 1, dtype=torch.int32), 1)
+    ((weights_RK, ids_RK),) = exchange._Trip(plan, [[5]], [[5]], None, kept=0).slots(ids_TK, weights_TK)
+    assert torch.equal(ids_RK, ids_TK) and torch.equal(weights_RK, weights_TK)
+
+
 def test_groups_of_nodes_are_made_once(ran):
     """The process groups are the default one, a pair, and those inside and across a node, for any number of layers."""
     _, results = ran
