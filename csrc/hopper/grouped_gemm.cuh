@@ -5,8 +5,8 @@
 // consumers (mainloop.cuh): each multiplies its own 64 rows by all columns on the tensor cores, and stores them (epilogue.cuh),
 // or hands them to warps that compute the gradient of the activation (epilogue_backward.cuh). In ping-pong
 // (mainloop_ping_pong.cuh) tiles have 128 x 128 results, and the consumers make whole ones in turns. Operands in e4m3 come with a scale
-// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh), or where rows are summed over for every k-block of a
-// column (mainloop_scaled_weights.cuh).
+// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh), which a warp beside the producer copies
+// (scale_loader.cuh), or where rows are summed over for every k-block of a column (mainloop_scaled_weights.cuh).
 //
 // Groups may begin at any row: a k-block that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (gradients of weights), the lines of
@@ -35,6 +35,7 @@
 #include "mainloop_scaled.cuh"
 #include "mainloop_scaled_weights.cuh"
 #include "producer.cuh"
+#include "scale_loader.cuh"
 
 namespace gbmoe::hopper {
 
@@ -42,8 +43,8 @@ template <typename Traits> struct GroupedGemm {
   using Shared = SharedMemory<Traits>;
 
   static __device__ void run(const TensorMaps& maps, const Arguments& args) {
-    extern __shared__ uint8_t unaligned[];
-    const uint32_t shared = (shared_address(unaligned) + 1023) & ~1023u;
+    extern __shared__ __align__(1024) uint8_t memory[];
+    const uint32_t shared = shared_address(memory);
     if (threadIdx.x == 0) init_barriers(shared);
     if (Traits::kClusterSize > 1) cluster_sync(); else __syncthreads();
     if (threadIdx.x / 128 == kConsumerWarpgroups) {
@@ -51,6 +52,8 @@ template <typename Traits> struct GroupedGemm {
       setmaxnreg_dec<Traits::kProducerRegisters>();
       if (warp < kConsumerWarps + Traits::kProducerWarps) {
         Producer<Traits>::run(maps, args, shared);
+      } else if (Traits::kScaledRows && warp == kConsumerWarps + Traits::kProducerWarps) {
+        if constexpr (Traits::kScaledRows) ScaleLoader<Traits>::run(args, shared);
       } else if constexpr (Traits::kActivationBackward) {
         ActivationBackward<Traits>::run(maps, args, shared);
       } else if (warp == Traits::kSchedulerWarp && (Traits::kClusterSize == 1 || cta_rank_in_cluster() == 0)) {
@@ -72,7 +75,7 @@ template <typename Traits> struct GroupedGemm {
   static __device__ __forceinline__ void init_barriers(uint32_t shared) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     for (int i = 0; i < Traits::kStages; ++i) {
-      mbarrier_init(full + i * 8, Traits::kGatherA ? 1 + 128 : 1);
+      mbarrier_init(full + i * 8, 1 + (Traits::kGatherA ? 128 : 0) + 32 * Traits::kScaleWarps);
       mbarrier_init(empty + i * 8, (Traits::kPingPong ? 4 : kConsumerWarps) * Traits::kClusterSize);
     }
     for (int i = 0; i < kTileRing; ++i) {

@@ -25,17 +25,19 @@ template <typename Traits> struct ScaledMainLoop {
     const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
     PipelineState pipe, tiles;
     Epilogue<Traits> epilogue(maps, args, shared);
+    const int k_blocks = args.k_blocks * args.operand_pairs;
     Tile tile = receive_tile<Traits>(shared, tiles);
-    while (tile.group >= 0) {
-      if (warpgroup * 64 >= tile.rows) {
-        Mma::skip_tile(tile, shared, pipe);
-        tile = receive_tile<Traits>(shared, tiles);
-        continue;
-      }
+    // The compiler keeps the operands' addresses in uniform registers, from where a product takes them, only if it sees that all lanes
+    // have the same ones and go the same way: by votes, and by a copy of `pipe` for each tile.
+    while (__any_sync(kFullWarp, tile.group >= 0)) {
+      PipelineState of_tile = pipe;
+      pipe.template skip<kStages>(k_blocks);
+      const bool has_rows = warpgroup * 64 < __shfl_sync(kFullWarp, tile.rows, 0);
       typename Traits::Accumulators sum;
-      multiply_tile(sum, args, tile, warpgroup, shared, pipe);
+      if (has_rows) multiply_tile(sum, tile, warpgroup, shared, of_tile, k_blocks);
+      else Mma::skip_tile(tile, shared, of_tile);
       const Tile upcoming = receive_tile<Traits>(shared, tiles);
-      if (epilogue.row_in_tile < tile.rows && tile.n < args.size_n) {
+      if (has_rows && epilogue.row_in_tile < tile.rows && tile.n < args.size_n) {
         epilogue.hold(tile, sum);
         if constexpr (Traits::kEpilogue != EpilogueKind::kStore) store_activation_in_float8(epilogue);
         if (Traits::kEpilogue == EpilogueKind::kStore || args.save) epilogue.finish();
@@ -46,82 +48,73 @@ template <typename Traits> struct ScaledMainLoop {
   }
 
  private:
-  // The scales of the k-block that is next: of a, for this thread's two rows of a tile; of b, for both runs of 128 columns, aligned
-  // to 128, that its columns lie in. A narrow tile has the second half of one of them alone.
+  // The products of the scales of a thread's two rows and of both runs of 128 columns, aligned to 128, that a tile's columns lie in.
   struct Scales {
-    const float *of_a, *of_b;  // those of the first row and of the first run
-    int to_row, to_run;        // from there to the second's
-    float a[2], b[2];
+    float product[2][2], middle[2];  // [run][row]; those of the middle 64 columns of a narrow tile
 
-    __device__ __forceinline__ Scales(const Arguments& args, const Tile& tile) {
-      // Rows and columns that do not exist take the last one's scales.
-      const int in_tile = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, last_row = tile.rows - 1;
-      const int columns = min(tile.n / kScaledColumns, args.scale_rows_b - 1);
-      of_a = args.scales_a[0] + static_cast<int64_t>(tile.row + min(in_tile, last_row)) * args.k_blocks;
-      of_b = args.scales_b[0] + (static_cast<int64_t>(tile.group) * args.scale_rows_b + columns) * args.k_blocks;
-      to_row = (min(in_tile + 8, last_row) - min(in_tile, last_row)) * args.k_blocks;
-      to_run = columns + 1 < args.scale_rows_b ? args.k_blocks : 0;
-      load(args);
-    }
-    // From a place in the first tensor to the same place in the second.
-    static __device__ __forceinline__ const float* in_second(const float* const (&tensors)[2], const float* place) {
-      return tensors[1] + (place - tensors[0]);
-    }
-    __device__ __forceinline__ void load(const Arguments& args) {
-      a[0] = __ldg(of_a), a[1] = __ldg(of_a + to_row);
-      b[0] = __ldg(of_b), b[1] = __ldg(Traits::kGlu ? in_second(args.scales_b, of_b) : of_b + to_run);
-    }
-    // To k-block `number`, the one behind the last that was loaded.
-    __device__ __forceinline__ void advance(const Arguments& args, int number) {
-      ++of_a, ++of_b;
-      if (number == args.k_blocks) {
-        if (args.operand_pairs == 1) return;
-        of_a = in_second(args.scales_a, of_a) - args.k_blocks, of_b = in_second(args.scales_b, of_b) - args.k_blocks;
+    // Of a k-block whose scales are at `from`, and those of the thread's rows at `of_rows`, in shared memory.
+    __device__ __forceinline__ void load(uint32_t from, uint32_t of_rows, bool begins_a_run) {
+      float of_row[2], of_run[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        of_row[i] = load_shared_float(of_rows + i * 8 * sizeof(float));
+        of_run[i] = load_shared_float(from + (kTileM + i) * sizeof(float));
       }
-      if (number < args.k_blocks * args.operand_pairs) load(args);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) product[i / 2][i % 2] = of_row[i % 2] * of_run[i / 2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) middle[i] = begins_a_run ? product[0][i] : product[1][i];
+    }
+    // Of sum `i` of part `number`.
+    __device__ __forceinline__ float of(int number, int i) const {
+      const int row = i / 2 % 2;
+      return kParts == 2 ? product[number][row] : i / 32 == 1 ? middle[row] : product[i / 64][row];
     }
   };
 
-  static __device__ __forceinline__ void multiply_tile(typename Traits::Accumulators& sum, const Arguments& args, const Tile& tile,
-                                                       int warpgroup, uint32_t shared, PipelineState& pipe) {
+  // The sums of a tile. Whatever follows the start of a part's products, up to the wait for them, is hidden behind them; what lies between
+  // the last addition of a k-block and the first product of the next one is not.
+  static __device__ __forceinline__ void multiply_tile(typename Traits::Accumulators& sum, const Tile& tile, int warpgroup,
+                                                       uint32_t shared, PipelineState pipe, int k_blocks) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
-    const uint32_t a = wgmma_address(shared + warpgroup * kSubtileBytes), b = wgmma_address(shared + kStageBytesA);
+    const uint32_t a = __shfl_sync(kFullWarp, wgmma_address(shared + warpgroup * kSubtileBytes), 0);
+    const uint32_t b = __shfl_sync(kFullWarp, wgmma_address(shared + kStageBytesA), 0);
+    const uint32_t row_bytes = kept_in_register((threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * sizeof(float));
+    const bool begins_a_run = tile.n % kScaledColumns == 0;
 #pragma unroll
     for (int i = 0; i < kParts * kPartSums; ++i) sum[i] = 0.0f;
-    Scales scales(args, tile);
-    const bool begins_a_run = tile.n % kScaledColumns == 0;
+    bool ready = mbarrier_test(full + pipe.stage * 8, pipe.parity);
 #pragma unroll 1
-    for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
-      const uint32_t stage = pipe.stage * (Traits::kStageBytes >> 4);
-      float scale[2][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scale[i / 2][i % 2] = scales.a[i % 2] * scales.b[i / 2];
-      // Of the middle 64 columns of a narrow tile.
-      const float middle[2] = {begins_a_run ? scale[0][0] : scale[1][0], begins_a_run ? scale[0][1] : scale[1][1]};
-      mbarrier_wait(full + pipe.stage * 8, pipe.parity);
+    for (int k_block = 0; k_block < k_blocks; ++k_block) {
+      const uint32_t stage = pipe.stage, of_stage = stage * (Traits::kStageBytes >> 4);
+      if (!ready) mbarrier_wait(full + stage * 8, pipe.parity);
+      Scales scales;
 #pragma unroll
       for (int number = 0; number < kParts; ++number) {
         float part[kPartSums];
-        fence_accumulators(part);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < static_cast<int>(kLineBytes) / 32; ++step) {
-          wgmma_float8(part, a + stage + step * 2, b + stage + number * 2 * (kSubtileBytes >> 4) + step * 2, step > 0);
-        }
-        wgmma_commit();
-        if (number == 0) scales.advance(args, k_block + 1);  // whose loads have until the next k-block to come
+        start_part(part, a + of_stage, b + of_stage + number * 2 * (kSubtileBytes >> 4));
+        if (number == 0) scales.load(Shared::scales(shared, stage), Shared::scales(shared, stage) + row_bytes, begins_a_run);
+        if (number + 1 == kParts) pipe.template advance<kStages>();
         wgmma_wait<0>();
         fence_accumulators(part);
-        if (number + 1 == kParts) Mma::release(empty + pipe.stage * 8);
-#pragma unroll
-        for (int i = 0; i < kPartSums; ++i) {
-          const float factor = kParts == 2 ? scale[number][i / 2 % 2]
-                               : i / 32 == 1 ? middle[i / 2 % 2] : scale[i / 64][i / 2 % 2];
-          sum[number * kPartSums + i] += factor * part[i];
+        if (number + 1 == kParts) {
+          __syncwarp();  // all lanes have read the scales
+          Mma::release(empty + stage * 8);
+          ready = mbarrier_test(full + pipe.stage * 8, pipe.parity);
         }
+#pragma unroll
+        for (int i = 0; i < kPartSums; ++i) sum[number * kPartSums + i] += scales.of(number, i) * part[i];
       }
-      pipe.template advance<kStages>();
     }
+  }
+
+  // Starts the products of a k-block by a part of the columns: 64 rows from `a` on, and the part's columns from `b` on.
+  static __device__ __forceinline__ void start_part(float (&part)[kPartSums], uint32_t a, uint32_t b) {
+    fence_accumulators(part);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < static_cast<int>(kLineBytes) / 32; ++step) wgmma_float8(part, a + step * 2, b + step * 2, step > 0);
+    wgmma_commit();
   }
 };
 

@@ -29,7 +29,9 @@ template <typename Traits> struct ScaledWeightsMainLoop {
     const uint32_t buffer = Shared::buffer(shared, threadIdx.x / 32, 0);
     PipelineState pipe, tiles;
     Tile tile = receive_tile<Traits>(shared, tiles);
-    while (tile.group >= 0) {
+    // The vote tells the compiler that all lanes go the same way, so that it keeps the operands' addresses in uniform registers, from where
+    // a product takes them.
+    while (__any_sync(kFullWarp, tile.group >= 0)) {
       typename Traits::Accumulators sum;
       multiply_tile(sum, tile, warpgroup, shared, pipe);
       const Tile upcoming = receive_tile<Traits>(shared, tiles);

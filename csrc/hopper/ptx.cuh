@@ -60,6 +60,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "@!done bra wait;\n"
       "}" ::"r"(barrier), "r"(parity) : "memory");
 }
+// Whether that phase is over, without a wait.
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.b32 %0, 1, 0, over;\n}"
+      : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+  return over != 0;
+}
 // A barrier of `threads` threads of the CTA; 0 is __syncthreads' own.
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -86,6 +94,11 @@ __device__ __forceinline__ int4 load_shared_16(uint32_t from) {
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "r"(from)
                : "memory");
+  return value;
+}
+__device__ __forceinline__ float load_shared_float(uint32_t from) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
   return value;
 }
 // From global memory that is read once.
@@ -145,6 +158,10 @@ __device__ __forceinline__ void tma_reduce_add(const CUtensorMap* map, uint32_t 
 // 16 bytes, copied by this thread, without TMA.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// 4 bytes, likewise.
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
@@ -259,6 +276,12 @@ __device__ __forceinline__ void wgmma_float8(float (&d)[96], uint32_t a, uint32_
 template <int N> __device__ __forceinline__ void fence_accumulators(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// The same number, which the compiler then keeps in a register rather than compute it again wherever it is used.
+__device__ __forceinline__ uint32_t kept_in_register(uint32_t value) {
+  asm volatile("mov.b32 %0, %0;" : "+r"(value));
+  return value;
 }
 
 // Four 8x8 matrices of 16-bit elements from fragments to shared memory; lane l gives the address of row l % 8 of matrix l / 8.

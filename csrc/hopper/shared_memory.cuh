@@ -2,7 +2,7 @@
 //
 //   stages             [stage][a's k-block, then b's]
 //   epilogue buffers   [consumer warp][buffer][16 lines]
-//   scales             kScaledK: [stage][scales of a's columns, then of b's]
+//   scales             kScaled: [stage][a's, then b's]
 //   barriers           stages full, then empty; tile ring full, then empty; kActivationBackward: epilogue buffers; kPingPong: turns
 //   tile ring          [place] Tile
 //
@@ -39,7 +39,8 @@ template <typename Traits> struct SharedMemory {
   static constexpr uint32_t kBufferBarriers = kTileBarriers + 2 * kTileRing * 8;
   static constexpr uint32_t kTurnBarriers = kBufferBarriers + (Traits::kActivationBackward ? 2 * kConsumerWarps * kBuffers * 8 : 0);
   static constexpr uint32_t kTiles = kTurnBarriers + (Traits::kPingPong ? kConsumerWarpgroups * 8 : 0);
-  static constexpr uint32_t kBytes = kTiles + kTileRing * sizeof(Tile) + 1024;  // with room to align
+  static constexpr uint32_t kBytes = kTiles + kTileRing * sizeof(Tile);
+  static_assert(kBytes <= 227 << 10, "a CTA has 227 KiB of shared memory");
 
   // Barriers of a ring are an array each, 8 bytes a stage.
   static __device__ __forceinline__ uint32_t stages_full(uint32_t shared) { return shared + kStageBarriers; }

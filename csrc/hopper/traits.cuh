@@ -63,24 +63,29 @@ template <typename Settings> struct GemmTraits : Settings {
   using Output = std::conditional_t<std::is_void_v<typename Settings::Output>, Element, typename Settings::Output>;
   static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
   static constexpr bool kScaled = std::is_same_v<Element, Float8>;  // e4m3 operands, with scales (mainloop_scaled.cuh)
-  static constexpr bool kScaledK = kScaled && kGroupedK;  // whose scales come with the stages (mainloop_scaled_weights.cuh)
+  static constexpr bool kScaledK = kScaled && kGroupedK;      // scales come by TMA (mainloop_scaled_weights.cuh)
+  static constexpr bool kScaledRows = kScaled && !kGroupedK;  // a warp copies scales (scale_loader.cuh)
   static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
   static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
   static constexpr int kOutputTileN = kGlu ? kTileN / 2 : kTileN;    // a tile's columns of one output tensor
   static constexpr uint32_t kStageBytesB = kTileN / 64 * kSubtileBytes, kStageBytes = kStageBytesA + kStageBytesB;
-  static constexpr uint32_t kScaleBytes = kScaledK ? (kTileM + kTileN) * sizeof(float) : 0;  // of a stage: a's, then b's
+  // A stage's scales: a's, of each row or (kScaledK) column, then b's, of two runs of 128 columns or (kScaledK) of each column.
+  static constexpr uint32_t kScaleBytes = !kScaled ? 0 : (kTileM + (kScaledK ? kTileN : 4)) * sizeof(float);
   // Whether sums may be split; without it each is made at once.
   static constexpr bool kSplitK =
       (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
 
-  // The third warpgroup: producer warps first, behind them those of the activation's backward, and one that schedules.
+  // The third warpgroup: producer warps first, behind them those of the activation's backward or the one that copies scales, and one that
+  // schedules.
   static constexpr int kProducerWarps = kGatherA ? 4 : 1;
   static constexpr int kBackwardWarps = kActivationBackward ? 3 : 0;
+  static constexpr int kScaleWarps = kScaledRows ? 1 : 0;
   static constexpr bool kProducerSchedules = kGatherA || kActivationBackward;  // no warp is left to be the scheduler alone
   static constexpr int kSchedulerWarp = kConsumerWarps + (kActivationBackward ? 0 : 3);
-  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kBackwardWarps;  // warps of a CTA that receive tiles
+  // Warps of a CTA that receive tiles.
+  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kBackwardWarps + kScaleWarps;
   // Registers per thread of the third warpgroup (setmaxnreg); the three warpgroups share 504. Under kActivationBackward all keep
   // the 168 with which they start.
   static constexpr int kProducerRegisters = kActivationBackward ? 168 : 40;
