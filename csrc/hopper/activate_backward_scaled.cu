@@ -13,12 +13,9 @@
 namespace gbmoe {
 namespace {
 
-using hopper::Eight, hopper::kTileThreads, hopper::kVector, hopper::largest_magnitude, hopper::Numbers, hopper::quantize;
-using hopper::scale_of_row, hopper::TileScale;
+using hopper::Eight, hopper::kVector, hopper::Numbers, hopper::ScaledRows, hopper::store_scaled;
 
 constexpr int kThreads = 256, kWarpsPerCta = kThreads / 32;
-
-struct ScaledRows { Eight* values_PF; float* scales_PC; };
 
 // Each warp owns two rows, and goes along them in steps of two tiles, one for each half of the warp. All lanes stay to the end of a row,
 // because the shuffles need them: one behind the row's end computes on zeros and stores nothing. Where the number of rows is odd, the last
@@ -36,7 +33,6 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
   const int lane = threadIdx.x % 32;
   const int64_t second_row = min(first_row + 1, rows - 1);
   const int slots[2] = {slot_of_row[first_row], slot_of_row[second_row]};
-  const int64_t tiles = ceil_div(vectors, kTileThreads);
   Operands of_one{}, of_two{};
   if (lane < vectors) {  // loads are started before anything waits for the slots
     of_one = load_operands<T, kVector>(h_PF, g_PF, d_PF, first_row * vectors + lane);
@@ -44,12 +40,6 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
   }
   Row<float> one = row_of<float>(first_row, vectors, slots[0], slots_in_all, weights);
   Row<float> two = row_of<float>(second_row, vectors, slots[1], slots_in_all, weights);
-  const auto store_scaled = [&](const ScaledRows& out, int64_t row, int v, const Numbers<T>& numbers) {
-    const TileScale scale = scale_of_row(v < vectors ? largest_magnitude<T>(numbers) : 0, power_of_two);
-    if (v >= vectors) return;
-    out.values_PF[row * vectors + v] = quantize<T>(numbers, scale.encode);
-    if (v % kTileThreads == 0) out.scales_PC[row * tiles + v / kTileThreads] = scale.decode;
-  };
   const auto compute = [&](Row<float>& of, int64_t row, int v, const Operands& operands) {
     const auto result = activation_gradients<kKind, T, kVector>(of, operands, g_PF != nullptr);
     if (v < vectors) {
@@ -58,8 +48,8 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
       if (g_PF) dg_PF[of.first + v] = result.dg;
     }
     __syncwarp();
-    store_scaled(scaled_dh, row, v, result.dh);
-    if (g_PF) store_scaled(scaled_dg, row, v, result.dg);
+    store_scaled<T>(scaled_dh, row, v, vectors, result.dh, power_of_two);
+    if (g_PF) store_scaled<T>(scaled_dg, row, v, vectors, result.dg, power_of_two);
   };
   for (int v = lane; v - lane < vectors; v += 32) {
     compute(one, first_row, v, of_one);

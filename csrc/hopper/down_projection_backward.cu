@@ -1,6 +1,7 @@
 // From the gradient of the experts' results back through w2 and the activation.
 
 #include "launch.cuh"
+#include "sum_dots.cuh"
 
 namespace gbmoe {
 namespace {
@@ -13,25 +14,6 @@ void launch_down_backward(const TensorMaps& maps, const Arguments& args, const T
   else if (tiling.is(kWideTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, {}, on);
   else if (tiling.is(kWideTileN, 1, 1)) launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, {}, on);
   else tiling.refuse("hopper_down_backward");
-}
-
-// grad_weights[slot of row r] = dots[0,r] + dots[1,r] + ..., in the same order for every row.
-constexpr int kSumRows = 32, kSumThreads = 8;  // of a CTA; of a row
-__global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
-    const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, Scalars grad_weights) {
-  __shared__ float partial_sums[kSumThreads][kSumRows];
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kSumRows + threadIdx.x;
-  const int named = row < rows ? slot_of_row[row] : -1, slot = static_cast<uint32_t>(named) < slots ? named : -1;
-  float sum = 0.0f;
-  if (slot >= 0) {
-#pragma unroll 4
-    for (int chunk = threadIdx.y; chunk < chunks; chunk += kSumThreads) sum += dots[chunk * rows + row];
-  }
-  partial_sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y > 0 || slot < 0) return;
-  for (int i = 1; i < kSumThreads; ++i) sum += partial_sums[i][threadIdx.x];
-  grad_weights.write(slot, sum);
 }
 
 }  // namespace
@@ -62,11 +44,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
     if (g) launch_down_backward<T, true>(maps, args, tiling, dz);
     else launch_down_backward<T, false>(maps, args, tiling, dz);
   });
-  if (!dots) return;
-  const unsigned ctas = static_cast<unsigned>(ceil_div<int64_t>(args.rows, kSumRows));
-  sum_dots_kernel<<<ctas, dim3(kSumRows, kSumThreads), 0, current_stream(dz)>>>(
-      args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (dots) sum_dots(args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights), current_stream(dz));
 }
 
 }  // namespace gbmoe

@@ -42,4 +42,17 @@ __device__ __forceinline__ TileScale scale_of_row(uint32_t largest, bool power_o
   return tile_scale(__uint_as_float(largest), power_of_two);
 }
 
+// Rows in e4m3 with their scales, [rows,vectors] and [rows,tiles].
+struct ScaledRows { Eight* values; float* scales; };
+
+// Quantises and stores vector `v` of a row. The 16 threads of a tile come here together, also those behind the row's end, which hold zeros.
+template <typename T>
+__device__ __forceinline__ void store_scaled(
+    const ScaledRows& out, int64_t row, int v, int vectors, const Numbers<T>& numbers, bool power_of_two) {
+  const TileScale scale = scale_of_row(v < vectors ? largest_magnitude<T>(numbers) : 0, power_of_two);
+  if (v >= vectors) return;
+  out.values[row * vectors + v] = quantize<T>(numbers, scale.encode);
+  if (v % kTileThreads == 0) out.scales[row * ceil_div(vectors, kTileThreads) + v / kTileThreads] = scale.decode;
+}
+
 }  // namespace gbmoe::hopper
