@@ -44,6 +44,12 @@ class GatheredRows:
         """P."""
         return self.slots.num_rows if self._rows_PH is None else self._rows_PH.size(0)
 
+    def new_empty(self, *shape: int) -> torch.Tensor:
+        """A tensor that is not initialised, with the dtype of the rows and on their device."""
+        like = self._rows_PH if self.tokens_TH is None else self.tokens_TH
+        assert like is not None
+        return like.new_empty(*shape)
+
     def rows_PH(self) -> torch.Tensor:
         """The rows [P,H]."""
         if self._rows_PH is None:

@@ -30,7 +30,8 @@ class Float8(Engine):
     """The steps of a layer's experts. A subclass defines `scaled_product` and `scaled_weight_gradient`, and which engine computes what is
     not in float8.
 
-    Between `up` and `down` the activation's result is a ScaledRows, not a tensor; what `up_backward` takes are ScaledRows, too.
+    Between `up` and `down` the activation's result is a ScaledRows, not a tensor; what `up_backward` takes are ScaledRows, too. With
+    float8_weight_gradients what `weight_gradient` takes on the left are the ScaledKBlocks that `down_backward` returns.
     """
 
     unscaled: Engine
@@ -76,6 +77,11 @@ class Float8(Engine):
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
         d_PF = self._product(self._gathered(dz), w2_EFH, sizes_E)
+        if self.float8_weight_gradients:
+            a, dh_blocks, dg_blocks, dweights_TK, dh, dg = kernels.activate_backward_k_blocks(
+                aligned(h_PF), None if g_PF is None else aligned(g_PF), d_PF, dz.slots.slot_of_row_P, weights_TK,
+                device_sizes(sizes_E, d_PF.device), activation, self.power_2_scale)
+            return a, dh_blocks, dg_blocks, dweights_TK, (dh, dg)
         a_PF, dg_PF, dweights_TK, dh, dg = kernels.activate_backward_scaled(
             aligned(h_PF), None if g_PF is None else aligned(g_PF), d_PF, dz.slots.slot_of_row_P, weights_TK, activation,
             self.power_2_scale)
@@ -91,8 +97,9 @@ class Float8(Engine):
             return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
         # w1's gradient and v1's have the same rows on the right.
         right = rows.once("k_blocks", lambda: self._gathered_k_blocks(rows, sizes_E))
-        out_EFH = left_PF.new_empty(sizes_E.numel(), left_PF.size(1), right.values_BKR.size(1))
-        return self.scaled_weight_gradient(self._k_blocks(left_PF, sizes_E), right, out_EFH)
+        left = left_PF if isinstance(left_PF, ScaledKBlocks) else self._k_blocks(left_PF, sizes_E)
+        out_EFH = rows.new_empty(sizes_E.numel(), left.values_BKR.size(1), right.values_BKR.size(1))
+        return self.scaled_weight_gradient(left, right, out_EFH)
 
     def _product(self, rows: ScaledRows, w_EFH: torch.Tensor, sizes_E: torch.Tensor, transpose: bool = False) -> torch.Tensor:
         out_PN = w_EFH.new_empty(rows.values_PK.size(0), w_EFH.size(2 if transpose else 1))

@@ -175,12 +175,13 @@ def test_gradients_of_weights_show_what_is_not_finite(device, number, of_left):
 def test_rows_are_quantized_once_for_all_gradients_of_weights(device, recipe, monkeypatch):
     _, layer = layers(device, recipe)
     calls = []
-    for name in ("quantize_k_blocks", "quantize_gathered_k_blocks"):
+    for name in ("quantize_k_blocks", "quantize_gathered_k_blocks", "activate_backward_k_blocks"):
         original = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *args, name=name, original=original: calls.append(name) or original(*args))
     step(layer, torch.randn(40, 1, 256, device=device, dtype=torch.bfloat16))
-    # The gradient of the output and x; the activation's result and the gradients of both pre-activations.
-    assert sorted(calls) == (["quantize_gathered_k_blocks"] * 2 + ["quantize_k_blocks"] * 3 if recipe is WITH_WEIGHTS else [])
+    # The activation's result and the gradients of both pre-activations; the gradient of the output and x.
+    expected = ["activate_backward_k_blocks", "quantize_gathered_k_blocks", "quantize_gathered_k_blocks"]
+    assert sorted(calls) == (expected if recipe is WITH_WEIGHTS else [])
 
 
 @DEVICES
