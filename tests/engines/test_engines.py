@@ -1,5 +1,6 @@
 """The table of engines: what is available where, what is refused, what "auto" takes."""
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines import hopper, own_kernels, tensor_core
+from gbmoe.engines.base import Engine
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
@@ -170,3 +172,18 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
             assert layout[0] or (bool((target[:10] == 7).all()) and bool((target[20:] == 7).all()))
         assert bool(results[0].isfinite().all())
         torch.testing.assert_close(*results)
+
+
+def test_each_left_of_two_weight_gradients_is_freed_when_it_has_been_used():
+    alive = []
+
+    class Watched(Engine):
+        def weight_gradient(self, left_PF, rows, sizes_E):
+            alive.append([left() is not None for left in known])
+            return left_PF.sum().view(1, 1, 1)
+
+    lefts = [torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)]
+    known = [weakref.ref(left) for left in lefts]
+    first, second = Watched().weight_gradients(lefts, None, None)
+    assert (float(first), float(second)) == (6, 12)
+    assert alive == [[True, True], [True, False]] and lefts == []
