@@ -324,6 +324,17 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
 
 
+# Whether one launch computes w1's and v1's gradients where both are needed and their rows are gathered before. It reads the rows once, and
+# has one tail instead of two, for one [P,F] more memory. Off until it is measured.
+PAIR_WEIGHT_GRADIENTS = False
+
+
+@functools.lru_cache(maxsize=1024)
+def weight_gradient_gemm_pair(rows: int, groups: int, features: int, columns: int) -> GemmConfig:
+    """The configuration of two such GEMMs with one b in one launch: each cluster of two makes the same tile of both."""
+    return replace(weight_gradient_gemm(rows, groups, 2 * features, columns, gathered=False), cluster_m=2, cluster_n=1)
+
+
 @functools.lru_cache(maxsize=1024)
 def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> ExpertsConfig:
     """Where a layer's rows are gathered, and where its activation's gradient is computed.
