@@ -122,6 +122,10 @@ class Engine:
         a_PF = kernels.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
+    def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
+        """Whether `up` gathers the rows in their dtype into memory, where they can be kept for backward. Traced, as `refuses` is."""
+        return True
+
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
         """y = a @ w2[e], [P,H]."""
         return self.product(a_PF, w2_EFH, sizes_E)

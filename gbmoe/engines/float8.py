@@ -71,6 +71,9 @@ class Float8(Engine):
         a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
+    def gathers_before_up(self, ffn, activation, token_bytes):
+        return False  # what is gathered is quantised on its way
+
     def down(self, a_PF, w2_EFH, sizes_E):
         return self._product(a_PF, w2_EFH, sizes_E, transpose=True)
 

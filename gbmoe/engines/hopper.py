@@ -78,6 +78,9 @@ class Hopper(OwnKernels):
         x.forget()
         return result
 
+    def gathers_before_up(self, ffn, activation, token_bytes):
+        return not tuning.gathers_in_up(ffn, activation, token_bytes)
+
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
         config = _config(dz, w2_EFH, activation)
         if config.gather_down_backward and w2_EFH.is_contiguous():

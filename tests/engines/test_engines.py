@@ -175,6 +175,20 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
         torch.testing.assert_close(*results)
 
 
+def test_which_engines_have_the_rows_in_memory_before_the_first_product():
+    """Hopper's gathers at up to 512, if the tokens are reached by 32 bits and the activation is one of two; float8 quantises on the way."""
+    def answers(name, *cases):
+        table = engines.ENGINES | {name: pair[0] for name, pair in engines.FLOAT8_ENGINES.items()}
+        return [table[name].gathers_before_up(*case) for case in cases]
+
+    cases = [(512, "silu", 1 << 30), (520, "silu", 1 << 30), (512, "gelu_tanh", 1 << 30), (512, "gelu", 1 << 30), (512, "silu", 1 << 36)]
+    for name in ("hopper", "hopper_batch_invariant"):
+        assert answers(name, *cases) == [False, True, False, True, True]
+    for name in ("tensor_core", "torch", "cublas_loop", "reference"):
+        assert answers(name, *cases) == [True] * 5
+    assert answers("float8_block", *cases) == [False] * 5
+
+
 def test_each_left_of_two_weight_gradients_is_freed_when_it_has_been_used():
     alive = []
 
