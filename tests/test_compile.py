@@ -294,6 +294,16 @@ def fused(x, weights, w1, w2, v1, ids):
     return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation="gelu")
 
 
+def keeping_rows(x, weights, w1, w2, v1, ids):
+    plan = RoutingPlan.from_experts(ids, EXPERTS, align=16)
+    return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, keep_gathered_rows=True)
+
+
+def keeping_rows_of_any_number(x, weights, w1, w2, v1, ids):
+    plan = RoutingPlan.from_experts(ids, EXPERTS, align=4, exact=True)
+    return gbmoe.expert_mlp(x, plan, w1, w2, weights_TK=weights, keep_gathered_rows=True)
+
+
 def composed(x, weights, w1, w2, v1, ids):
     plan = RoutingPlan.from_experts(ids, EXPERTS)
     return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=torch.tanh)
@@ -327,7 +337,8 @@ def operands(tokens, device, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize("function, backend", [
-    *((function, "aot_eager") for function in (gather_and_scatter, fused, composed, exact, grouped_products, routed)),
+    *((function, "aot_eager") for function in (gather_and_scatter, fused, composed, keeping_rows, keeping_rows_of_any_number,
+                                                     exact, grouped_products, routed)),
     pytest.param(gather_and_scatter, "inductor", marks=INDUCTOR),
 ], ids=lambda value: getattr(value, "__name__", value))
 def test_operators_with_any_number_of_tokens(device, function, backend):
@@ -345,6 +356,24 @@ def test_operators_with_any_number_of_tokens(device, function, backend):
             results.append([out.detach(), *(g for g in grads if g is not None)])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("function", [keeping_rows, keeping_rows_of_any_number])
+@pytest.mark.parametrize("ffn, keeps", [(512, False), (520, True)])
+def test_whether_rows_are_kept_is_found_while_tracing(monkeypatch, function, ffn, keeps):
+    """As Hopper says, whose first product gathers at up to 512."""
+    kept = []
+
+    def backend(module, inputs):
+        kept.extend(node.args[-1] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
+        return module.forward
+
+    monkeypatch.setattr(type(engines.ENGINES["reference"]), "gathers_before_up", type(engines.ENGINES["hopper"]).gathers_before_up,
+                        raising=False)
+    (x, weights, *_), ids = operands(10, "cpu")
+    w1, w2, v1 = (torch.randn(EXPERTS, ffn, HIDDEN, requires_grad=True) for _ in range(3))
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=True)(x, weights, w1, w2, v1, ids)
+    assert kept == [keeps]
 
 
 def test_wrong_values_are_found_in_a_graph_too():
@@ -416,9 +445,12 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
         (ops.gmm, (h, matrix(rows, HIDDEN), plan.host_sizes(), True, False, "auto", True)),
         (ops.plan_of_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.bounded_counts, (plan.counts_E, rows + 3, "wait")),
-        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True)),
-        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, "silu", "auto",
+        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True, True)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, x.new_empty(0), "silu", "auto",
+                                   True, True, True, True, False)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, matrix(rows, HIDDEN), "silu", "auto",
                                    True, True, True, True, False)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -532,7 +564,7 @@ def test_cuda_graphs_of_backward_were_given_sizes_on_the_host():
             x, w, h, y = empty(8, HIDDEN), empty(EXPERTS, FFN, HIDDEN), empty(16, FFN), empty(16, HIDDEN)
             slots, row_slots = empty(8, TOP_K, dtype=torch.int32), empty(16, dtype=torch.int32)
             sizes = empty(EXPERTS, dtype=torch.int64, device=place)
-            _expert_mlp_backward(x, x, None, slots, row_slots, sizes, w, w, None, h, empty(0), "silu", "auto",
+            _expert_mlp_backward(x, x, None, slots, row_slots, sizes, w, w, None, h, empty(0), empty(0), "silu", "auto",
                                  True, False, True, True, False)
             grouped(h, w, sizes, engine="auto")
             grouped(h, y, sizes, True, engine="auto")

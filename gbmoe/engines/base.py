@@ -128,6 +128,10 @@ class Engine:
         a_PF = kernels.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
+    def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
+        """Whether `up` gathers the rows in their dtype into memory, where they can be kept for backward. Traced, as `refuses` is."""
+        return True
+
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
         """y = a @ w2[e], [P,H]."""
         return self.product(a_PF, w2_EFH, sizes_E)
@@ -157,6 +161,12 @@ class Engine:
     def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> torch.Tensor:
         """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
         return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
+
+    def weight_gradients(self, lefts: list[torch.Tensor], rows: GatheredRows, sizes_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """weight_gradient of each of two lefts [P,F]. The list is emptied: each is freed as soon as it has been used, unless the caller
+        has other references to it."""
+        second_EFH = self.weight_gradient(lefts.pop(), rows, sizes_E)
+        return self.weight_gradient(lefts.pop(), rows, sizes_E), second_EFH
 
 
 def why_not_cuda(device: torch.device) -> str | None:

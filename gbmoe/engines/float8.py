@@ -72,6 +72,9 @@ class Float8(Engine):
         a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
+    def gathers_before_up(self, ffn, activation, token_bytes):
+        return False  # what is gathered is quantised on its way
+
     def down(self, a_PF, w2_EFH, sizes_E):
         return self._product(a_PF, w2_EFH, sizes_E, transpose=True)
 
@@ -100,6 +103,11 @@ class Float8(Engine):
         left = left_PF if isinstance(left_PF, ScaledKBlocks) else self._k_blocks(left_PF, sizes_E)
         out_EFH = rows.new_empty(sizes_E.numel(), left.values_BKR.size(1), right.values_BKR.size(1))
         return self.scaled_weight_gradient(left, right, out_EFH)
+
+    def weight_gradients(self, lefts, rows, sizes_E):
+        if not self.float8_weight_gradients:
+            return self.unscaled.weight_gradients(lefts, rows, sizes_E)
+        return super().weight_gradients(lefts, rows, sizes_E)
 
     def _product(self, rows: ScaledRows, w_EFH: torch.Tensor, sizes_E: torch.Tensor, transpose: bool = False) -> torch.Tensor:
         out_PN = w_EFH.new_empty(rows.values_PK.size(0), w_EFH.size(2 if transpose else 1))

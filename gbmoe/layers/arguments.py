@@ -61,6 +61,10 @@ class Arguments:
     `fp8_recipe` has the experts' products of rows computed in float8, see gbmoe.Float8BlockScaling. It needs mlp_impl "gbmoe" and
     the engine "auto", and excludes batch_invariant. Parameters, gradients and checkpoints are the same with it and without.
 
+    `keep_gathered_rows` trades memory for time: the rows of x that forward gathers are kept until backward, which would gather them again;
+    one copy of x for each of a token's slots, in every layer. It has no effect where gbmoe.expert_mlp's argument has none, nor in experts
+    over mapped memory, with expert_parallel_exact, or with another mlp_impl than "gbmoe".
+
     Raises:
         ValueError: naming the field, what was expected and what came.
 
@@ -123,6 +127,7 @@ class Arguments:
     engine: str = "auto"
     batch_invariant: bool = False
     fp8_recipe: Float8BlockScaling | None = None
+    keep_gathered_rows: bool = False
     expert_parallel_exact: bool = False
     expert_parallel_ranks_per_node: int | None = None
     expert_parallel_chunks: int | None = 1

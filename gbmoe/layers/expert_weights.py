@@ -152,7 +152,8 @@ class GroupedExperts(ExpertWeights):
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
         return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
-                          batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe)
+                          batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
+                          keep_gathered_rows=self.args.keep_gathered_rows)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:

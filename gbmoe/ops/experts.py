@@ -2,8 +2,8 @@
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan.
 
-Saved for backward are x, the pre-activations h (and g) and the plan. Backward gathers x's rows again and computes the activation
-again; it computes the router weights' gradient from the activation, so that the experts' output y is not needed
+Saved for backward are x, the pre-activations h (and g) and the plan. Backward gathers x's rows again, unless they are to be kept, and
+computes the activation again; it computes the router weights' gradient from the activation, so that the experts' output y is not needed
 (csrc/activation_kernels.cu has the formulas).
 """
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
-from gbmoe.engines.base import GatheredRows
+from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
@@ -72,6 +72,7 @@ def expert_mlp(
     x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
+    keep_gathered_rows: bool = False,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -96,6 +97,9 @@ def expert_mlp(
             callable does so, too. It is about forward; gradients of weights are sums over tokens.
         fp8_recipe: compute products of rows in float8, see gbmoe.Float8BlockScaling; on the CPU and on compute capability 9.0, for
             bfloat16 and float16, with H and F multiples of 16. Not together with batch_invariant or a named engine.
+        keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less: P * H elements of
+            memory for that time. Without effect where forward gathers none (tokens in expert order; kernels that gather inside the
+            first product; float8), and for a callable without a kernel, whose rows are kept anyway.
 
     Returns:
         [T,H], dtype of x.
@@ -122,7 +126,11 @@ def expert_mlp(
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
     save = torch.is_grad_enabled() and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
     row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
-    return _expert_mlp(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, name, engine, save)[0]
+    keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
+        may_be_transformed() or any(w is not None and w.requires_grad for w in (w1_EFH, v1_EFH))
+    ) and _gathers_before_up(engine, x_TH, plan.num_rows, w1_EFH, sizes, name)
+    return _expert_mlp(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, name, engine, save,
+                       keep_rows)[0]
 
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
@@ -139,6 +147,14 @@ def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host,
     """Whether the engine of a layer with `rows` rows and weights [experts,ffn,hidden] reads its sizes on the host."""
     problems = (Problem(device, dtype, rows, experts, hidden, ffn, k_grouped, on_host, tf32) for k_grouped in (False, True))
     return any(engines.select(engine, problem).needs_host_sizes for problem in problems)
+
+
+def _gathers_before_up(engine: str, x_TH: torch.Tensor, rows: int, w_EFH: torch.Tensor, sizes_E: torch.Tensor, activation: str) -> bool:
+    """Whether forward has the gathered rows in memory, as Engine.gathers_before_up says of the engine of the first product."""
+    dtype = computed_dtype(x_TH)
+    experts, ffn, hidden = w_EFH.shape
+    problem = Problem(x_TH.device, dtype, rows, experts, hidden, ffn, False, sizes_E.device.type == "cpu", allows_tf32(dtype))
+    return engines.select(engine, problem).gathers_before_up(ffn, activation, x_TH.numel() * dtype.itemsize)
 
 
 def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
@@ -173,7 +189,9 @@ def _slot_map(row_of_slot, slot_of_row):
     return SlotMap(row_of_slot_TK=slot_of_row.unsqueeze(1) if row_of_slot is None else row_of_slot, slot_of_row_P=slot_of_row)
 
 
-def _gathered(tokens_TH, row_of_slot, slots):
+def _gathered(tokens_TH, row_of_slot, slots, rows_PH=None):
+    if rows_PH is not None:
+        return GatheredRows(None, slots, rows_PH)  # without the tokens, so that the rows are what counts, and are not forgotten
     return GatheredRows(tokens_TH, slots) if row_of_slot is not None else GatheredRows(None, slots, aligned(tokens_TH))
 
 
@@ -185,20 +203,24 @@ def _scattered(rows_PH, row_of_slot, slots, weights=None):
     return rows_PH
 
 
-def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
-    """Returns (out [T,H], h [P,F], g [P,F]); h and g are empty where nothing is saved, g where there is no v1."""
+def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows):
+    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H]); h and g are empty where nothing is saved, g where there is no v1, and the gathered
+    rows unless they are to be kept and there is something to gather."""
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
-    a_PF, h_PF, g_PF = experts.up(_gathered(x, row_of_slot, slots), w1, v1, sizes, activation, save)
+    rows_PH = _gathered(x, row_of_slot, slots).rows_PH() if keep_rows and row_of_slot is not None else None
+    a_PF, h_PF, g_PF = experts.up(_gathered(x, row_of_slot, slots, rows_PH), w1, v1, sizes, activation, save)
     y_PH = experts.down(a_PF, w2, sizes)
     del a_PF
     out_TH = _scattered(y_PH, row_of_slot, slots, weights)
-    return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF))  # separate tensors: an operator's may not alias
+    # Separate tensors: an operator's may not alias.
+    return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH))
 
 
-def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save):
-    saved = (slot_of_row.size(0), w1.size(1))
-    return x.new_empty(x.shape), x.new_empty(saved if save else 0), x.new_empty(saved if save and v1 is not None else 0)
+def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows):
+    rows, ffn, hidden = slot_of_row.size(0), w1.size(1), w1.size(2)
+    return (x.new_empty(x.shape), x.new_empty((rows, ffn) if save else 0), x.new_empty((rows, ffn) if save and v1 is not None else 0),
+            x.new_empty((rows, hidden) if keep_rows and row_of_slot is not None else 0))
 
 
 @dataclass(frozen=True)
@@ -217,12 +239,13 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     `saved` is the list of the tensors that forward saved. It is emptied, so that the memory of the pre-activations is freed as soon
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
-    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
-    In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F].
+    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F] (two where an engine computes the gradients of
+    w1 and v1 at once), one [P,H] and three weights' gradients. In float8 the first two have dh and dg in e4m3 as well, which take the
+    memory of one [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
     """
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g = saved
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows = saved
     saved.clear()
-    dx = dw1 = dw2 = dv1 = None
+    dx = dw2 = None
     g = None if v1 is None else g
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
@@ -235,41 +258,51 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     if need.x:
         dx = _scattered(experts.up_backward(dh, w1, dg, v1, sizes), row_of_slot, slots)
     del dh, dg
-    xp = _gathered(x, row_of_slot, slots)
-    if need.v1 and dg_PF is not None:
-        dv1 = experts.weight_gradient(dg_PF, xp, sizes)
-    del dg_PF
-    if need.w1:
-        dw1 = experts.weight_gradient(dh_PF, xp, sizes)
+    xp = _gathered(x, row_of_slot, slots, rows if rows.dim() == 2 else None)
+    lefts = [dh_PF] if dg_PF is None else [dh_PF, dg_PF]
+    del dh_PF, dg_PF
+    dw1, dv1 = up_weight_gradients(experts, lefts, xp, sizes, need.w1, need.v1)
     return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 
-def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
+def up_weight_gradients(experts: Engine, lefts: list[torch.Tensor], xp: GatheredRows, sizes: torch.Tensor, need_w1: bool, need_v1: bool,
+                        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dw1, dv1), each None where it is not needed, of lefts = [dh] or [dh, dg]. The list loses what has been used or is not needed."""
+    need_v1 = need_v1 and len(lefts) == 2
+    if need_w1 and need_v1:
+        return experts.weight_gradients(lefts, xp, sizes)
+    if need_v1:
+        return None, experts.weight_gradient(lefts.pop(), xp, sizes)
+    del lefts[1:]
+    return experts.weight_gradient(lefts.pop(), xp, sizes) if need_w1 else None, None
+
+
+def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, activation, engine,
               need_x, need_weights, need_w1, need_w2, need_v1):
-    grads = _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g], activation, engine,
+    grads = _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows], activation, engine,
                        _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, activation, engine,
+def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, activation, engine,
                    need_x, need_weights, need_w1, need_w2, need_v1):
     wanted = ((x, need_x), (weights, need_weights), (w1, need_w1), (w2, need_w2), (v1, need_v1))
     return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in wanted)
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save = inputs
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save, _ = inputs
     require(save, "expert_mlp", "save", "True where a gradient is needed", save)
-    _, h, g = output
-    ctx.mark_non_differentiable(h, g)
+    _, h, g, rows = output
+    ctx.mark_non_differentiable(h, g, rows)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g)
+    ctx.save_for_backward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows)
 
 
-def _autograd_backward(ctx, grad, _grad_h, _grad_g):
+def _autograd_backward(ctx, grad, *_):
     needs = ctx.needs_input_grad
     wanted = {0: needs[0], 1: needs[1], 5: needs[5], 6: needs[6], 7: needs[7]}
-    grads = [None] * 11
+    grads = [None] * 12
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
@@ -287,15 +320,15 @@ def _autograd_backward(ctx, grad, _grad_h, _grad_g):
 
 _expert_mlp = define(
     "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
-    " Tensor? v1, str activation, str engine, bool save) -> (Tensor, Tensor, Tensor)",
+    " Tensor? v1, str activation, str engine, bool save, bool keep_rows) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 _expert_mlp_backward = define(
     "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes,"
-    " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, str activation, str engine, bool need_x, bool need_weights,"
-    " bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, Tensor rows, str activation, str engine, bool need_x,"
+    " bool need_weights, bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
@@ -305,9 +338,9 @@ class _RowsBeforeWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine):
         save = any(ctx.needs_input_grad)
-        y_TH, h_PF, g_PF = _expert_mlp(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save)
+        y_TH, *saved = _expert_mlp(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, False)
         ctx.activation, ctx.engine = activation, engine
-        ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, h_PF, g_PF)
+        ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, *saved)
         return y_TH
 
     @staticmethod

@@ -324,6 +324,22 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
 
 
+# Whether one launch computes w1's and v1's gradients where both are needed and their rows are gathered before. It reads the rows once, and
+# has one tail instead of two, for one [P,F] more memory. Off until it is measured.
+PAIR_WEIGHT_GRADIENTS = False
+
+
+@functools.lru_cache(maxsize=1024)
+def weight_gradient_gemm_pair(rows: int, groups: int, features: int, columns: int) -> GemmConfig:
+    """The configuration of two such GEMMs with one b in one launch: each cluster of two makes the same tile of both."""
+    return replace(weight_gradient_gemm(rows, groups, 2 * features, columns, gathered=False), cluster_m=2, cluster_n=1)
+
+
+def gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
+    """ExpertsConfig.gather_up; also for a graph that is traced, which may not know the bytes."""
+    return ffn <= 512 and activation in ("silu", "gelu_tanh") and known(token_bytes < 1 << 36)
+
+
 @functools.lru_cache(maxsize=1024)
 def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> ExpertsConfig:
     """Where a layer's rows are gathered, and where its activation's gradient is computed.
@@ -341,7 +357,7 @@ def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> Experts
     """
     reachable = token_bytes < 1 << 36
     return ExpertsConfig(
-        gather_up=reachable and ffn <= 512 and activation in ("silu", "gelu_tanh"),
+        gather_up=gathers_in_up(ffn, activation, token_bytes),
         gather_down_backward=reachable and ffn <= 256,
         gather_weight_gradient=reachable and ffn <= 512,
         fuse_activation_gradient=hidden >= 1536,

@@ -24,7 +24,7 @@ def test_defaults_are_megablocks():
     assert {name: getattr(args, name) for name in MEGABLOCKS} == MEGABLOCKS
     names = {field.name for field in dataclasses.fields(Arguments)}
     assert names - set(MEGABLOCKS) == {"activation_fn", "mlp_impl", "device", "init_method", "output_layer_init_method", "engine",
-                                        "batch_invariant", "fp8_recipe",
+                                        "batch_invariant", "fp8_recipe", "keep_gathered_rows",
                                         "expert_parallel_exact", "expert_parallel_ranks_per_node", "expert_parallel_chunks",
                                         "expert_parallel_transport", "expert_parallel_rows", "expert_parallel_shadows"}
     assert args.mlp_impl == "gbmoe"

@@ -101,6 +101,21 @@ def _router_with_ids(router, ids):
     return forward
 
 
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+def test_a_layer_keeps_gathered_rows_where_it_is_told_to(mlp_type):
+    x, results, saved = torch.randn(30, 1, 32), [], []
+    for keep in (False, True):
+        layer, args = make(mlp_type=mlp_type, bias=False, keep_gathered_rows=keep)
+        own = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+            out = layer(own)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), [own, *layer.parameters()])])
+        rows = 30 * args.moe_top_k
+        assert sum(shape[1:] == (32,) and shape[0] >= rows for shape in saved if len(shape) == 2) == keep
+        saved.clear()
+    assert all(torch.equal(*both) for both in zip(*results))
+
+
 @pytest.mark.parametrize("bias, return_bias", list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize("shared_expert", [False, True])
 def test_return_convention(bias, return_bias, shared_expert):

@@ -576,6 +576,123 @@ def test_nothing_but_x_and_preactivations_is_saved():
     assert sorted(tuple(s) for s in saved if len(s) == 2 and s[0] == rows) == [(rows, 24), (rows, 24)]
 
 
+@pytest.fixture
+def gathers(monkeypatch):
+    """The rows that were gathered, as (rows of the tokens, rows): one entry for each call."""
+    calls, gather = [], kernels.gather
+    monkeypatch.setattr(kernels, "gather", lambda x, slots, **named: calls.append((x.size(0), slots.num_rows)) or gather(x, slots, **named))
+    return calls
+
+
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_kept_rows_give_the_same_bits_with_one_gather_less(device, gathers, dtype, align, glu):
+    tensors, ids, grad = inputs(dtype, device, glu=glu)
+    results = []
+    for keep, number in ((False, 3), (True, 2)):
+        results.append(run(tensors, ids, grad, "silu", engine="reference", align=align, keep_gathered_rows=keep))
+        assert len(gathers) == number
+        gathers.clear()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("frozen, kept", [((), True), (("w1",), True), (("v1",), True), (("x", "weights", "w2"), True),
+                                          (("w1", "v1"), False), (("x", "weights", "w1", "w2", "v1"), False)], ids=str)
+def test_rows_are_kept_if_a_weights_gradient_needs_them(frozen, kept):
+    tensors, ids, grad = inputs(torch.float32, "cpu")
+    plan = RoutingPlan.from_experts(ids, 5, align=16)
+    results = []
+    for keep in (False, True):
+        leaves = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in tensors.items()}
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"],
+                                   keep_gathered_rows=keep)
+        assert saved.count((plan.num_rows, 24)) == (keep and kept)
+        if out.requires_grad:
+            results.append(torch.autograd.grad(out, [t for n, t in leaves.items() if n not in frozen], grad))
+    assert all(torch.equal(*both) for both in zip(*results))
+
+
+@pytest.mark.parametrize("case", ["in expert order", "a callable", "no gradients"])
+def test_keeping_rows_has_no_effect_where_none_are_gathered_or_needed(gathers, case):
+    """A callable's rows are kept by the products' own gradients."""
+    tensors, ids, grad = inputs(torch.float32, "cpu", top_k=1)
+    plan = RoutingPlan.from_counts(torch.tensor([20, 0, 12, 9, 9]), 50) if case == "in expert order" else RoutingPlan.from_experts(ids, 5)
+    activation = torch.tanh if case == "a callable" else "silu"
+    number = []
+    for keep in (False, True):
+        x, w1 = tensors["x"].clone().requires_grad_(case != "no gradients"), tensors["w1"].clone().requires_grad_(case != "no gradients")
+        out = gbmoe.expert_mlp(x, plan, w1, tensors["w2"], activation=activation, keep_gathered_rows=keep)
+        if case != "no gradients":
+            out.backward(grad)
+        number.append(len(gathers))
+        gathers.clear()
+    assert number[0] == number[1]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_kept_rows_under_activation_checkpointing(reentrant):
+    tensors, ids, grad = inputs(torch.float32, "cpu")
+    plan = RoutingPlan.from_experts(ids, 5, align=16)
+
+    def layer(x, weights, w1, w2, v1, keep=True):
+        return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, keep_gathered_rows=keep)
+
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    expected = torch.autograd.grad(layer(*leaves, keep=False), leaves, grad)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = checkpoint(layer, *leaves, use_reentrant=reentrant)
+    assert (plan.num_rows, 24) not in kept  # nothing is kept between forward and backward
+    out.backward(grad)
+    assert all(torch.equal(leaf.grad, want) for leaf, want in zip(leaves, expected))
+
+
+def test_kept_rows_are_those_of_the_autocast_dtype():
+    tensors, ids, grad = inputs(torch.float32, "cpu")
+    plan, saved, results = RoutingPlan.from_experts(ids, 5, align=16), [], []
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    for keep in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.shape, t.dtype)) or t, lambda t: t), \
+                torch.autocast("cpu", dtype=torch.bfloat16):
+            out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1], keep_gathered_rows=keep)
+        results.append(torch.autograd.grad(out, leaves, grad.bfloat16()))
+        assert saved.count(((plan.num_rows, 24), torch.bfloat16)) == keep
+    assert all(torch.equal(*both) for both in zip(*results))
+
+
+def test_float8_keeps_no_rows(monkeypatch):
+    """They are quantised on their way, in forward and in backward, and are never in memory in their own dtype."""
+    tensors, ids, grad = inputs(torch.bfloat16, "cpu", hidden=32, ffn=48)
+    plan, saved, results = RoutingPlan.from_experts(ids, 5, align=16), [], []
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    for keep in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1], keep_gathered_rows=keep,
+                                   fp8_recipe=gbmoe.Float8BlockScaling())
+        results.append(torch.autograd.grad(out, leaves, grad))
+    assert (plan.num_rows, 32) not in saved and all(torch.equal(*both) for both in zip(*results))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden, ffn, keeps", [(264, 768, True), (1544, 768, True), (264, 512, False)])
+def test_kept_rows_give_hoppers_bits(hidden, ffn, keeps):
+    """At 512 the first product gathers, so that there is nothing to keep. At 264 the activation's gradient is not fused."""
+    device = torch.device("cuda")
+    reason = engines.ENGINES["hopper"].unavailable(device)
+    if reason is not None:
+        pytest.skip(f"hopper: {reason}")
+    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=600, hidden=hidden, ffn=ffn)
+    saved, results = [], []
+    for keep in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+            results.append(run(tensors, ids, grad, "silu", engine="hopper", keep_gathered_rows=keep))
+    assert any(shape[1:] == (hidden,) and shape[0] >= 1200 - 3 for shape in saved if len(shape) == 2 and shape[0] != 600) == keeps
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
     """Backward does not hold them to its end, unless the graph is retained."""
@@ -602,12 +719,35 @@ def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
     assert alive == [retain, retain]
 
 
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("frozen", [(), ("w1",), ("v1",), ("w1", "v1")], ids="+".join)
+def test_the_gradients_of_w1_and_v1_are_asked_for_at_once_if_both_are_needed(monkeypatch, frozen, glu):
+    tensors, ids, grad = inputs(torch.float32, "cpu", glu=glu)
+    leaves = {name: t if name in frozen else t.requires_grad_() for name, t in tensors.items()}
+    asked = []
+    for name in ("weight_gradient", "weight_gradients"):
+        method = getattr(engines.base.Engine, name)
+
+        def watching(self, *args, name=name, method=method):
+            asked.append(name)
+            return method(self, *args)
+
+        monkeypatch.setattr(engines.base.Engine, name, watching)
+    out = gbmoe.expert_mlp(leaves["x"], RoutingPlan.from_experts(ids, 5), leaves["w1"], leaves["w2"], leaves.get("v1"))
+    out.backward(grad)
+    of_both = ["w1"] + ["v1"] * glu
+    needed = [name for name in of_both if name not in frozen]
+    assert all((leaves[name].grad is not None) == (name in needed) for name in of_both)
+    both = ["weight_gradients"] if len(needed) == 2 else []
+    assert asked == ["weight_gradient", *both, *["weight_gradient"] * len(needed)]  # the first is w2's
+
+
 def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)
-    out, h, g = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
-                                           tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False)
-    assert h.numel() == g.numel() == 0
+    out, h, g, rows = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
+                                                 tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False, False)
+    assert h.numel() == g.numel() == rows.numel() == 0
     torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
 
 
@@ -628,9 +768,10 @@ def test_opcheck(device):
     tensors, ids, _ = inputs(torch.float32, device, tokens=12)
     leaves = {n: t.requires_grad_() for n, t in tensors.items()}
     plan = RoutingPlan.from_experts(ids.clamp(min=0), 5)  # every row in use: rows in use by nobody hold what they held
-    torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
-        leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
-        leaves["v1"], "silu", "reference", True))
+    for keep_rows in (False, True):
+        torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
+            leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
+            leaves["v1"], "silu", "reference", True, keep_rows))
     rows = exact_inputs.exact_values(plan.num_rows, 8, dtype=torch.float32, device=device, seed=1)
     torch.library.opcheck(torch.ops.gbmoe.clear_rows_without_slot.default, (plan.slot_of_row_P, rows))
 
