@@ -264,11 +264,11 @@ def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e].T of scaled e4m3 operands; where two products are summed, `inner` counts
     the terms of both.
 
-    Narrow tiles are faster where they leave no more columns empty than wide ones: 1,052 and 1,015 TFLOP/s with mixtral's 14,336 columns,
-    907 and 872 with qwen3's 768; with 4,096 and 2,048 columns, where their last tile has a third, 1,019 and 1,019, 785 and 769, but a whole
-    layer of qwen3 took 1 to 4 % longer. A cluster of two saves nothing and costs up to a sixth (wide tiles with and without: mixtral 985
-    and 996, 981 and 1,016, qwen3 710 and 852, 740 and 742, olmoe 880 and 888, 814 and 812). A tile counter gains 3 to 8 % at 7,168 terms
-    and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
+    Narrow tiles are faster where they leave no more columns empty than wide ones: 1,166 and 1,150 TFLOP/s with mixtral's 14,336 columns,
+    996 and 993 with qwen3's 768; with 4,096 and 2,048 columns, where their last tile has a third, 1,157 and 1,178, 832 and 848, and with
+    olmoe's 1,024 943 and 1,023. A cluster of two gains nothing and costs up to a fifth (wide tiles with and without: mixtral 1,125 and 1,150,
+    1,145 and 1,178, qwen3 816 and 993, 857 and 848, olmoe 1,026 and 1,023, 932 and 915). A tile counter gains 3 to 8 % at 7,168 terms and
+    14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
     """
     narrow, wide = _ceil_div(columns, NARROW) * NARROW, _ceil_div(columns, WIDE) * WIDE
     return GemmConfig(NARROW if narrow <= 1.02 * wide else WIDE, tile_counter=inner >= 2048)
@@ -278,8 +278,8 @@ def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
 def scaled_up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
     """The configuration of an expert's first GEMM of scaled e4m3 operands, with its activation.
 
-    Clusters of two and a tile counter both help here: TFLOP/s without both, with the counter, with clusters, with both, sustained:
-    mixtral 885, 891, 915, 951; qwen3 733, 760, 762, 786; olmoe 800, 791, 806, 827.
+    Clusters of two gain 1 to 3 % (TFLOP/s without and with them, sustained: mixtral 1,013 and 1,026, qwen3 846 and 870, olmoe 873 and 896),
+    and so did a tile counter, 1 to 4 %, beside slower main loops.
     """
     return replace(up_gemm(rows, inner, ffn, glu), tile_counter=inner >= 2048)
 
