@@ -108,10 +108,6 @@ void hopper_rows(
 void hopper_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks,
     int64_t split_cost, int64_t most_splits, double even, Tensor out);
-// hopper_weights of a and of a2, which have one shape, with the same b; in their dtype only
-void hopper_weights_pair(
-    Tensor a, Tensor a2, Tensor b, Tensor sizes, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost,
-    int64_t most_splits, double even, Tensor out, Tensor out2);
 // hopper_rows with b [E,N,K] and a[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot
 void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out);
 // hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only

@@ -47,9 +47,6 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " int panel, Tensor(a!)? workspace, int min_k_blocks, int split_cost, int most_splits, Tensor(b!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, int cluster_m, int cluster_n, int panel, Tensor(a!) workspace,"
         " int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
-  m.def(
-      "hopper_weights_pair(Tensor a, Tensor a2, Tensor b, Tensor sizes, int panel, Tensor(a!) workspace, int min_k_blocks,"
-      " int split_cost, int most_splits, float even, Tensor(b!) out, Tensor(c!) out2) -> ()");
   m.def("hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int panel, Tensor(a!) out) -> ()");
   m.def("hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int cluster_m, int panel,"
         " Tensor(a!) workspace, int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
@@ -122,7 +119,6 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_workspace", TORCH_BOX(&gbmoe::hopper_workspace));
   m.impl("hopper_rows", TORCH_BOX(&gbmoe::hopper_rows));
   m.impl("hopper_weights", TORCH_BOX(&gbmoe::hopper_weights));
-  m.impl("hopper_weights_pair", TORCH_BOX(&gbmoe::hopper_weights_pair));
   m.impl("hopper_rows_gathered", TORCH_BOX(&gbmoe::hopper_rows_gathered));
   m.impl("hopper_weights_gathered", TORCH_BOX(&gbmoe::hopper_weights_gathered));
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));

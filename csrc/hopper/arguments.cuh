@@ -15,7 +15,7 @@ namespace gbmoe::hopper {
 
 struct TensorMaps {
   // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu. Of scaled operands, k-grouped, the
-  // second ones are those of the scales. Under kPairedOutputs a's and out's are those of each CTA of a cluster.
+  // second ones are those of the scales.
   CUtensorMap a[2], b[2];
   // Under EpilogueKind::kActivationBackward those of h and g, which are prefetched.
   CUtensorMap out[3];

@@ -35,24 +35,6 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t
   });
 }
 
-// CTA 0 of a cluster makes a tile of out, CTA 1 the same tile of out2: they share b, whether the number of tiles is odd or even.
-void hopper_weights_pair(
-    Tensor a, Tensor a2, Tensor b, Tensor sizes, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost,
-    int64_t most_splits, double even, Tensor out, Tensor out2) {
-  using namespace hopper;
-  const OnDevice current(a);
-  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, even}};
-  Arguments args = arguments(sizes, a.size(0), out.size(2), Tiling{kWideTileN, 2, 1, panel, false});
-  args.size_m = static_cast<int>(out.size(1));
-  TensorMaps maps{};
-  maps.a[0] = tensor_map(a, kBoxContiguousMN);
-  maps.a[1] = tensor_map(a2, kBoxContiguousMN);
-  maps.b[0] = tensor_map(b, kBoxContiguousMN);
-  maps.out[0] = tensor_map(out, kBoxOut);
-  maps.out[1] = tensor_map(out2, kBoxOut);
-  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights_pair", { launch<PairedWeightsSettings<T>>(maps, args, balancing, a); });
-}
-
 // The kernel's a are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
 void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel,
                              Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {

@@ -17,7 +17,6 @@
 //   k-grouped (kGroupedK), groups are summed over:   out[e] [M,N] = a [rows,M].T @ b [rows,N]
 //
 // CTAs may come in clusters of two: side by side in N they share their k-blocks of a, side by side in M those of b, by multicast.
-// Two k-grouped GEMMs with the same b are made at once (kPairedOutputs): the CTAs of a cluster make the same tile of one output each.
 // One warp of a cluster is its scheduler (tile_scheduler.cuh): it finds the tiles ahead of time and sends them through shared
 // memory, as k-blocks are. Tiles that would keep few CTAs busy for long are cut along K (split_k.cuh), as balanced_schedule.cu
 // says ahead of the launch.

@@ -65,13 +65,6 @@ template <typename T, EpilogueKind kKind, int kClusterM_, int kClusterN_> struct
   static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
 };
 
-// k-grouped: out[e] = a[rows of e].T @ b[rows of e] of two a's and one b.
-template <typename T> struct PairedWeightsSettings : GemmSettings {
-  using Element = T;
-  static constexpr bool kGroupedK = true, kPairedOutputs = true;
-  static constexpr int kClusterM = 2;
-};
-
 // k-grouped, scaled e4m3: out[e] = a[rows of e].T @ b[rows of e], in T.
 template <typename T> struct ScaledWeightsSettings : GemmSettings {
   using Element = Float8;

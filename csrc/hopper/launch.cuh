@@ -54,8 +54,8 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   ScheduleShape shape{};
   shape.grouped_k = Traits::kGroupedK;
   shape.tiles_n = ceil_div(args.size_n, Traits::kOutputTileN * Traits::kClusterN);
-  shape.tiles_m = ceil_div(args.size_m, Traits::kClusterTileM);
-  shape.tile_rows = Traits::kClusterTileM;
+  shape.tiles_m = ceil_div(args.size_m, kTileM * Traits::kClusterM);
+  shape.tile_rows = kTileM * Traits::kClusterM;
   shape.k_blocks = args.k_blocks * args.operand_pairs;
   shape.clusters = ctas / Traits::kClusterSize;
   shape.entries = Traits::kSplitK ? workspace.entries / Traits::kClusterSize : 0;

@@ -92,7 +92,7 @@ template <typename Traits> struct Producer {
   // Of a, CTAs that share it load half each, by multicast to both; a CTA on its own loads boxes of kTileM rows.
   static __device__ __forceinline__ void load_a(
       const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t to) {
-    const CUtensorMap* map = &maps.a[Traits::kPairedOutputs ? rank : pair];
+    const CUtensorMap* map = &maps.a[pair];
     if constexpr (kClusterN > 1) {
       if constexpr (kGroupedK) tma_load_multicast(map, arrived, to + rank * kSubtileBytes, tile.m + rank * 64, k, 0, 0b11);
       else tma_load_multicast(map, arrived, to + rank * kSubtileBytes, k, tile.row + rank * 64, 0, 0b11);

@@ -16,7 +16,7 @@ namespace gbmoe::hopper {
 template <typename Traits> struct TileScheduler {
   static constexpr bool kGroupedK = Traits::kGroupedK;
   static constexpr int kClusterM = Traits::kClusterM, kClusterN = Traits::kClusterN, kTileN = Traits::kOutputTileN;
-  static constexpr int kBlockK = Traits::kBlockK, kClusterTileM = Traits::kClusterTileM;
+  static constexpr int kBlockK = Traits::kBlockK;
 
   const Arguments& args;
   int lane, tiles_n, tiles_m_fixed;
@@ -28,7 +28,7 @@ template <typename Traits> struct TileScheduler {
   __device__ explicit TileScheduler(const Arguments& arguments) : args(arguments) {
     lane = threadIdx.x % 32;
     tiles_n = ceil_div(args.size_n, kTileN * kClusterN);
-    tiles_m_fixed = ceil_div(args.size_m, kClusterTileM);
+    tiles_m_fixed = ceil_div(args.size_m, kTileM * kClusterM);
     upcoming = blockIdx.x / (kClusterM * kClusterN);
   }
 
@@ -57,7 +57,7 @@ template <typename Traits> struct TileScheduler {
     if constexpr (kGroupedK) local = split_rows(local, along_m * tiles_n, __shfl_sync(kFullWarp, lane_split, owner), tile);
     const int panel = local / tiles_of_panel, first_m = panel * panel_tiles;
     const int height = min(panel_tiles, along_m - first_m), in_panel = local - panel * tiles_of_panel;
-    tile.m = (first_m + in_panel % height) * kClusterTileM;
+    tile.m = (first_m + in_panel % height) * kClusterM * kTileM;
     tile.n = in_panel / height * kClusterN * kTileN;
     if (!kGroupedK) tile.row += tile.m, tile.rows -= tile.m;
     return tile;
@@ -65,7 +65,7 @@ template <typename Traits> struct TileScheduler {
 
   // The same tile as CTA `rank` of the cluster sees it.
   static __device__ __forceinline__ Tile seen_by(int rank, Tile tile) {
-    const int m = kClusterM > 1 && !Traits::kPairedOutputs ? rank * kTileM : 0;
+    const int m = kClusterM > 1 ? rank * kTileM : 0;
     tile.m += m;
     tile.n += kClusterN > 1 ? rank * kTileN : 0;
     if (!kGroupedK) tile.row += m, tile.rows -= m;
@@ -73,7 +73,9 @@ template <typename Traits> struct TileScheduler {
   }
 
  private:
-  __device__ __forceinline__ int tiles_m(int rows) const { return kGroupedK ? tiles_m_fixed : ceil_div(rows, kClusterTileM); }
+  __device__ __forceinline__ int tiles_m(int rows) const {
+    return kGroupedK ? tiles_m_fixed : ceil_div(rows, kTileM * kClusterM);
+  }
 
   __device__ __forceinline__ int take_item() {
     int item = upcoming;

@@ -51,8 +51,6 @@ struct GemmSettings {
   static constexpr int kStages = 4;            // k-blocks that are loaded ahead
   static constexpr int kEpilogueBuffers = 2;   // of a consumer warp
   static constexpr int kClusterM = 1, kClusterN = 1;  // CTAs of a cluster along M share b, those along N share a
-  // Two GEMMs with one b: the two CTAs of a cluster make the same tile of an output each, from an a each.
-  static constexpr bool kPairedOutputs = false;
   using Output = void;                         // of what is stored, where that is not Element
 };
 
@@ -64,7 +62,6 @@ template <typename Settings> struct GemmTraits : Settings {
 
   using Output = std::conditional_t<std::is_void_v<typename Settings::Output>, Element, typename Settings::Output>;
   static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
-  static constexpr int kClusterTileM = kTileM * (Settings::kPairedOutputs ? 1 : kClusterM);  // a cluster's rows of one output
   static constexpr bool kScaled = std::is_same_v<Element, Float8>;  // e4m3 operands, with scales (mainloop_scaled.cuh)
   static constexpr bool kScaledK = kScaled && kGroupedK;      // scales come by TMA (mainloop_scaled_weights.cuh)
   static constexpr bool kScaledRows = kScaled && !kGroupedK;  // a warp copies scales (scale_loader.cuh)
@@ -101,10 +98,6 @@ template <typename Settings> struct GemmTraits : Settings {
   static_assert(
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
-  static_assert(
-      !Settings::kPairedOutputs ||
-          (kGroupedK && !kGatherA && !kScaled && kClusterM == 2 && kClusterN == 1 && kEpilogue == EpilogueKind::kStore),
-      "pairs of outputs are stored gradients of weights, by CTAs that share b");
   static_assert(
       !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward &&
                    (kTileN == kWideTileN || (kTileN == kNarrowTileN && kEpilogue == EpilogueKind::kStore))),

@@ -162,12 +162,6 @@ class Engine:
         """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
         return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
 
-    def weight_gradients(self, lefts: list[torch.Tensor], rows: GatheredRows, sizes_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """weight_gradient of each of two lefts [P,F]. The list is emptied: each is freed as soon as it has been used, unless the caller
-        has other references to it."""
-        second_EFH = self.weight_gradient(lefts.pop(), rows, sizes_E)
-        return self.weight_gradient(lefts.pop(), rows, sizes_E), second_EFH
-
 
 def why_not_cuda(device: torch.device) -> str | None:
     """None if the device is a CUDA device, otherwise why an engine that needs one does not run on it."""

@@ -104,11 +104,6 @@ class Float8(Engine):
         out_EFH = rows.new_empty(sizes_E.numel(), left.values_BKR.size(1), right.values_BKR.size(1))
         return self.scaled_weight_gradient(left, right, out_EFH)
 
-    def weight_gradients(self, lefts, rows, sizes_E):
-        if not self.float8_weight_gradients:
-            return self.unscaled.weight_gradients(lefts, rows, sizes_E)
-        return super().weight_gradients(lefts, rows, sizes_E)
-
     def _product(self, rows: ScaledRows, w_EFH: torch.Tensor, sizes_E: torch.Tensor, transpose: bool = False) -> torch.Tensor:
         out_PN = w_EFH.new_empty(rows.values_PK.size(0), w_EFH.size(2 if transpose else 1))
         return self.scaled_product(rows, self._weights(w_EFH, transpose), sizes_E, out_PN)

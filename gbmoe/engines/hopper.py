@@ -95,18 +95,10 @@ class Hopper(OwnKernels):
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
-        if not _gathers_weight_gradient(left_PF, rows):
+        tokens_TH = rows.tokens_TH
+        if rows.are_gathered or not tuning.experts(tokens_TH.size(1), left_PF.size(1), "", tokens_TH.nbytes).gather_weight_gradient:
             return super().weight_gradient(left_PF, rows, sizes_E)
-        return weight_gradient_gemm_gathered(left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
-
-    def weight_gradients(self, lefts, rows, sizes_E):
-        """Both in one launch where tuning.PAIR_WEIGHT_GRADIENTS, unless their GEMMs gather. Then both lefts and both results are in use
-        at once: at its peak one left, [P,F], more than one after the other."""
-        if not tuning.PAIR_WEIGHT_GRADIENTS or _gathers_weight_gradient(lefts[0], rows):
-            return super().weight_gradients(lefts, rows, sizes_E)
-        first_PF, second_PF = (aligned(left) for left in lefts)
-        lefts.clear()
-        return weight_gradient_gemm_pair(first_PF, second_PF, aligned(rows.rows_PH()), sizes_E)
+        return weight_gradient_gemm_gathered(left_PF, aligned(tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
 
 
 class HopperBatchInvariant(Hopper):
@@ -134,13 +126,6 @@ def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.
         config = tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, 0)
         return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False)
     return tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, rows.tokens_TH.nbytes)
-
-
-def _gathers_weight_gradient(left_PF: torch.Tensor, rows: GatheredRows) -> bool:
-    """Whether the GEMM of left's product with these rows reads them from the tokens."""
-    if rows.are_gathered or rows.tokens_TH is None:
-        return False
-    return tuning.experts(rows.tokens_TH.size(1), left_PF.size(1), "", rows.tokens_TH.nbytes).gather_weight_gradient
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels
@@ -186,14 +171,6 @@ def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
     return product_EFH
 
 
-def weight_gradient_gemm_pair(a_PF, a2_PF, b_PH, sizes):
-    """(out, out2) with out[e] = a[rows of e].T @ b[rows of e] and out2[e] = a2[rows of e].T @ b[rows of e], [E,F,H]."""
-    out_EFH, sizes = b_PH.new_empty(sizes.numel(), a_PF.size(1), b_PH.size(1)), device_sizes(sizes, b_PH.device)
-    out2_EFH = torch.empty_like(out_EFH)
-    launch_weight_pair(tuning.weight_gradient_gemm_pair(a_PF.size(0), *out_EFH.shape), a_PF, a2_PF, b_PH, sizes, out_EFH, out2_EFH)
-    return out_EFH, out2_EFH
-
-
 def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
     """Engine.down_backward without its last result, for gathered rows dz [P,H], where d is rounded to their dtype in between; weights have
     any floating dtype."""
@@ -217,13 +194,6 @@ def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) ->
     torch.ops.gbmoe_cuda.hopper_rows(
         a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config),
         split.min_k_blocks, split.cost, split.most, out)
-
-
-def launch_weight_pair(config: tuning.GemmConfig, a, a2, b, sizes, out, out2) -> None:
-    """weight_gradient_gemm_pair with a given configuration, and sizes on the device."""
-    split = config.split
-    torch.ops.gbmoe_cuda.hopper_weights_pair(
-        a, a2, b, sizes, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost, split.most, split.even, out, out2)
 
 
 def workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfig) -> torch.Tensor | None:

@@ -7,8 +7,6 @@ Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from gbmoe import extension, float8
@@ -163,24 +161,26 @@ def activate_backward_k_blocks(
     """
     if not _kernels_serve(h_PF):
         a_PF, dg_PF, grad_weights_TK = plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
-        blocks = [None if t is None else float8.quantize_k_blocks(t, sizes_E, power_2_scale) for t in (a_PF, d_PF, dg_PF)]
-        rows = [None if t is None else float8.quantize_rows(t, power_2_scale) for t in (d_PF, dg_PF)]
-        return *blocks, grad_weights_TK, *rows
+        a, dh_blocks = (float8.quantize_k_blocks(t, sizes_E, power_2_scale) for t in (a_PF, d_PF))
+        dg_blocks = None if dg_PF is None else float8.quantize_k_blocks(dg_PF, sizes_E, power_2_scale)
+        dg = None if dg_PF is None else float8.quantize_rows(dg_PF, power_2_scale)
+        return a, dh_blocks, dg_blocks, grad_weights_TK, float8.quantize_rows(d_PF, power_2_scale), dg
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
     tiles = -(-h_PF.size(1) // float8.TILE)
     dots_CP = None if weights_TK is None else h_PF.new_empty(tiles, h_PF.size(0), dtype=torch.float32)
-    a, dh_blocks = _empty_k_blocks(h_PF, h_PF.size(0), sizes_E), _empty_k_blocks(h_PF, h_PF.size(0), sizes_E)
-    dh, dg, dg_blocks = empty_scaled_rows(h_PF, *h_PF.shape), None, None
-    if g_PF is not None:
-        dg, dg_blocks = empty_scaled_rows(h_PF, *h_PF.shape), _empty_k_blocks(h_PF, h_PF.size(0), sizes_E)
-    filled_rows_E = a.filled_rows_E
+    a = _empty_k_blocks(h_PF, h_PF.size(0), sizes_E)
+
+    def like_a() -> ScaledKBlocks:
+        return ScaledKBlocks(torch.empty_like(a.values_BKR), torch.empty_like(a.scales_BK), a.filled_rows_E)
+
+    dh, dh_blocks = empty_scaled_rows(h_PF, *h_PF.shape), like_a()
+    dg, dg_blocks = (None, None) if g_PF is None else (empty_scaled_rows(h_PF, *h_PF.shape), like_a())
     torch.ops.gbmoe_cuda.activate_backward_k_blocks(
         h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, sizes_E, plain_torch.ACTIVATION_INDEX[activation], power_2_scale,
         dh.values_PK, dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)),
         a.values_BKR, a.scales_BK, dh_blocks.values_BKR, dh_blocks.scales_BK,
-        *((None, None) if dg_blocks is None else (dg_blocks.values_BKR, dg_blocks.scales_BK)), filled_rows_E, dots_CP, grad_weights_TK)
-    dh_blocks, dg_blocks = (None if t is None else replace(t, filled_rows_E=filled_rows_E) for t in (dh_blocks, dg_blocks))
+        *((None, None) if dg_blocks is None else (dg_blocks.values_BKR, dg_blocks.scales_BK)), a.filled_rows_E, dots_CP, grad_weights_TK)
     return a, dh_blocks, dg_blocks, grad_weights_TK, dh, dg
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
-from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.engines.base import GatheredRows
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
@@ -239,13 +239,13 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     `saved` is the list of the tensors that forward saved. It is emptied, so that the memory of the pre-activations is freed as soon
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
-    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F] (two where an engine computes the gradients of
-    w1 and v1 at once), one [P,H] and three weights' gradients. In float8 the first two have dh and dg in e4m3 as well, which take the
-    memory of one [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
+    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
+    In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]. Rows that forward has kept are one more
+    [P,H] in the first two, and the [P,H] of the third.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows = saved
     saved.clear()
-    dx = dw2 = None
+    dx = dw1 = dw2 = dv1 = None
     g = None if v1 is None else g
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
@@ -259,22 +259,12 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         dx = _scattered(experts.up_backward(dh, w1, dg, v1, sizes), row_of_slot, slots)
     del dh, dg
     xp = _gathered(x, row_of_slot, slots, rows if rows.dim() == 2 else None)
-    lefts = [dh_PF] if dg_PF is None else [dh_PF, dg_PF]
-    del dh_PF, dg_PF
-    dw1, dv1 = up_weight_gradients(experts, lefts, xp, sizes, need.w1, need.v1)
+    if need.v1 and dg_PF is not None:
+        dv1 = experts.weight_gradient(dg_PF, xp, sizes)
+    del dg_PF
+    if need.w1:
+        dw1 = experts.weight_gradient(dh_PF, xp, sizes)
     return dx, dweights if need.weights else None, dw1, dw2, dv1
-
-
-def up_weight_gradients(experts: Engine, lefts: list[torch.Tensor], xp: GatheredRows, sizes: torch.Tensor, need_w1: bool, need_v1: bool,
-                        ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dw1, dv1), each None where it is not needed, of lefts = [dh] or [dh, dg]. The list loses what has been used or is not needed."""
-    need_v1 = need_v1 and len(lefts) == 2
-    if need_w1 and need_v1:
-        return experts.weight_gradients(lefts, xp, sizes)
-    if need_v1:
-        return None, experts.weight_gradient(lefts.pop(), xp, sizes)
-    del lefts[1:]
-    return experts.weight_gradient(lefts.pop(), xp, sizes) if need_w1 else None, None
 
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, activation, engine,

@@ -19,7 +19,6 @@ import torch
 from gbmoe import engines
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import scatter
-from gbmoe.ops.experts import up_weight_gradients
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
 from gbmoe.parallel.peer_memory import PeerMemory, Regions, of_group
@@ -200,9 +199,11 @@ class _PeerExperts(torch.autograd.Function):
         if need_w1 or need_v1:
             xp = pull_rows(arrived.regions.peers["x"], arrived, x_TH, memory.rank) if tokens_x is None else tokens_x.gathered(arrived)
             del tokens_x
-            lefts = [dh_PF] if dg_PF is None else [dh_PF, dg_PF]
-            del dh_PF, dg_PF
-            dw1, dv1 = up_weight_gradients(experts, lefts, xp, sizes_E, need_w1, need_v1)
+            if need_v1:
+                dv1 = experts.weight_gradient(dg_PF, xp, sizes_E)
+            del dg_PF
+            if need_w1:
+                dw1 = experts.weight_gradient(dh_PF, xp, sizes_E)
             del xp
         if sums is not None:
             sums.wait()

@@ -266,9 +266,9 @@ def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
 
     Narrow tiles are faster where they leave no more columns empty than wide ones: 1,166 and 1,150 TFLOP/s with mixtral's 14,336 columns,
     996 and 993 with qwen3's 768; with 4,096 and 2,048 columns, where their last tile has a third, 1,157 and 1,178, 832 and 848, and with
-    olmoe's 1,024 943 and 1,023. A cluster of two gains nothing and costs up to a fifth (wide tiles with and without: mixtral 1,125 and 1,150,
-    1,145 and 1,178, qwen3 816 and 993, 857 and 848, olmoe 1,026 and 1,023, 932 and 915). A tile counter gains 3 to 8 % at 7,168 terms and
-    14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
+    olmoe's 1,024 943 and 1,023. A cluster of two gains nothing and costs up to a fifth (wide tiles with and without: mixtral 1,125 and
+    1,150, 1,145 and 1,178, qwen3 816 and 993, 857 and 848, olmoe 1,026 and 1,023, 932 and 915). A tile counter gains 3 to 8 % at 7,168
+    terms and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
     """
     narrow, wide = _ceil_div(columns, NARROW) * NARROW, _ceil_div(columns, WIDE) * WIDE
     return GemmConfig(NARROW if narrow <= 1.02 * wide else WIDE, tile_counter=inner >= 2048)
@@ -322,17 +322,6 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     else:
         clusters = (1, 2) if not gathered and _pays_in_pairs(columns, WIDE) else (1, 1)
     return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
-
-
-# Whether one launch computes w1's and v1's gradients where both are needed and their rows are gathered before. It reads the rows once, and
-# has one tail instead of two, for one [P,F] more memory. Off until it is measured.
-PAIR_WEIGHT_GRADIENTS = False
-
-
-@functools.lru_cache(maxsize=1024)
-def weight_gradient_gemm_pair(rows: int, groups: int, features: int, columns: int) -> GemmConfig:
-    """The configuration of two such GEMMs with one b in one launch: each cluster of two makes the same tile of both."""
-    return replace(weight_gradient_gemm(rows, groups, 2 * features, columns, gathered=False), cluster_m=2, cluster_n=1)
 
 
 def gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:

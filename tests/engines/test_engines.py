@@ -1,6 +1,5 @@
 """The table of engines: what is available where, what is refused, what "auto" takes."""
 
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,9 +8,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines import hopper, own_kernels, tensor_core
-from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.problem import Problem
-from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 
 CPU = torch.device("cpu")
@@ -187,40 +184,3 @@ def test_which_engines_have_the_rows_in_memory_before_the_first_product():
     for name in ("tensor_core", "torch", "cublas_loop", "reference"):
         assert answers(name, *cases) == [True] * 5
     assert answers("float8_block", *cases) == [False] * 5
-
-
-def test_each_left_of_two_weight_gradients_is_freed_when_it_has_been_used():
-    alive = []
-
-    class Watched(Engine):
-        def weight_gradient(self, left_PF, rows, sizes_E):
-            alive.append([left() is not None for left in known])
-            return left_PF.sum().view(1, 1, 1)
-
-    lefts = [torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)]
-    known = [weakref.ref(left) for left in lefts]
-    first, second = Watched().weight_gradients(lefts, None, None)
-    assert (float(first), float(second)) == (6, 12)
-    assert alive == [[True, True], [True, False]] and lefts == []
-
-
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("ffn, gathered", [(512, False), (512, True), (768, False)])
-def test_hopper_pairs_weight_gradients_only_where_it_is_told_to_and_their_rows_are_in_memory(monkeypatch, paired, ffn, gathered):
-    launches, engine, rows = [], engines.ENGINES["hopper"], 16
-    monkeypatch.setattr(hopper.tuning, "PAIR_WEIGHT_GRADIENTS", paired)
-    monkeypatch.setattr(hopper.Hopper, "weight_gradient_gemm", lambda self, a, b, sizes, out, accumulate: launches.append("one"))
-    monkeypatch.setattr(hopper, "weight_gradient_gemm_gathered", lambda a, *_: launches.append("one that gathers"))
-    monkeypatch.setattr(hopper, "weight_gradient_gemm_pair", lambda a, a2, b, sizes: launches.append((a, a2, b)) or ("first", "second"))
-    tokens, slots = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.arange(rows, dtype=torch.int32)
-    given = GatheredRows(tokens, SlotMap(row_of_slot_TK=slots.unsqueeze(1), slot_of_row_P=slots), tokens.clone() if gathered else None)
-    lefts = dh, dg = [torch.zeros(rows, ffn, dtype=torch.bfloat16) for _ in range(2)]
-    result = engine.weight_gradients(lefts, given, torch.tensor([10, 6]))
-    if ffn == 512 and not gathered:
-        assert launches == ["one that gathers"] * 2
-    elif paired:
-        (a, a2, b), = launches
-        assert a is dh and a2 is dg and b is given.rows_PH() and result == ("first", "second")
-    else:
-        assert launches == ["one"] * 2
-    assert lefts == []

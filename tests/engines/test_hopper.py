@@ -1,11 +1,9 @@
 """The Hopper engine's fused computations, and its grouped GEMMs with every tiling, also at shapes that "auto" gives to other engines."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from gbmoe import RoutingPlan, engines, expert_mlp
+from gbmoe import RoutingPlan, engines
 from gbmoe.engines import hopper
 from gbmoe.kernels import gather, plain_torch
 from gbmoe.testing import exact_inputs
@@ -343,101 +341,6 @@ def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
                 for t in (torch.bfloat16, torch.float64)]
         assert_as_accurate_as(around[1:-1], *each)
         assert bool((around[0] == 7).all() & (around[-1] == 7).all())
-
-
-def pair_inputs(dtype, sizes, hidden, ffn):
-    """Two lefts and the rows that they share, with rows behind the last group that belong to nobody."""
-    rows, values = sum(sizes) + 40, drawn(dtype, 0)
-    given = [values(rows, ffn, number=1), values(rows, ffn, number=2), values(rows, hidden, number=3)]
-    for t in given:
-        t[sum(sizes):] = float("nan")
-    return given
-
-
-def without_splits(monkeypatch):
-    """Sums as they come, in one part each: where they are cut depends on the number of tiles of a launch."""
-    chosen, pair = tuning.weight_gradient_gemm, tuning.weight_gradient_gemm_pair
-    monkeypatch.setattr(tuning, "weight_gradient_gemm", lambda *args, **named: replace(chosen(*args, **named), split=tuning.WHOLE))
-    monkeypatch.setattr(tuning, "weight_gradient_gemm_pair", lambda *args: replace(pair(*args), split=tuning.WHOLE))
-
-
-def one_by_one(a, a2, b, sizes):
-    out = a.new_empty(2, len(sizes), a.size(1), b.size(1))
-    for left, of_left in zip((a, a2), out):
-        HOPPER.weight_gradient_gemm(left, b, sizes, of_left, False)
-    return out
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
-@pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [129] * 64, [0, 9, 0], [20_000, 1, 65]],
-                         ids=lambda sizes: f"{sum(sizes)} rows in {len(sizes)}")
-@pytest.mark.parametrize("hidden, ffn", [(8, 8), (136, 72), (2048, 136), (520, 264), (2048, 768), (264, 1408)])
-def test_a_pair_of_weight_gradients(monkeypatch, dtype, sizes, hidden, ffn):
-    """Odd and even numbers of tiles along M, and one; sums that are split. If none is, a pair has the bits of two launches."""
-    a, a2, b = pair_inputs(dtype, sizes, hidden, ffn)
-    on_device, rows = torch.tensor(sizes, dtype=torch.int32, device=DEVICE), sum(sizes)
-    for split in (True, False):
-        if not split:
-            without_splits(monkeypatch)
-        exact_inputs.poison(DEVICE)
-        got = hopper.weight_gradient_gemm_pair(a, a2, b, on_device)
-        for name, left, of_left in zip(("first", "second"), (a, a2), got):
-            assert_as_accurate_as(of_left, *expected_weights(left, b[:rows], sizes, dtype), f"{name}, {split=}")
-            assert bool((of_left[on_device == 0] == 0).all())
-        exact_inputs.poison(DEVICE)
-        again = hopper.weight_gradient_gemm_pair(a, a2, b, on_device)
-        assert all(torch.equal(mine, other) for mine, other in zip(got, again))
-    assert all(torch.equal(mine, other) for mine, other in zip(got, one_by_one(a, a2, b, on_device)))
-
-
-@pytest.mark.memcheck
-@pytest.mark.parametrize("sizes", [*OVERWRITTEN, [*([3] * 1100), 0, 400]], ids=range(len(OVERWRITTEN) + 1))
-@pytest.mark.parametrize("hidden, ffn", [(264, 72), (640, 200)])
-def test_a_pair_of_weight_gradients_stays_within_its_results(sizes, hidden, ffn):
-    """Sizes beyond the rows, and more groups than a block has threads."""
-    rows = max(700, sum(sizes) if sizes[-1] == 400 else 0)
-    a, a2, b = pair_inputs(torch.bfloat16, [rows], hidden, ffn)
-    a, a2, b = a[:rows], a2[:rows], b[:rows]
-    on_device, kept = torch.tensor(sizes, dtype=torch.int64, device=DEVICE), within(sizes, rows)
-    around = torch.full((2, len(sizes) + 2, ffn, hidden), 7.0, dtype=torch.bfloat16, device=DEVICE)
-    config = tuning.weight_gradient_gemm_pair(rows, len(sizes), ffn, hidden)
-    hopper.launch_weight_pair(config, a, a2, b, on_device, around[0, 1:-1], around[1, 1:-1])
-    for left, of_left in zip((a, a2), around):
-        assert_as_accurate_as(of_left[1:-1], *expected_weights(left, b[:sum(kept)], kept, torch.bfloat16))
-        assert bool((of_left[0] == 7).all() & (of_left[-1] == 7).all())
-
-
-def test_a_pair_of_weight_gradients_keeps_nan_in_its_group_and_its_result():
-    a, a2, b = pair_inputs(torch.bfloat16, SIZES, 264, 136)
-    sizes = torch.tensor(SIZES, device=DEVICE)  # int64
-    clean = hopper.weight_gradient_gemm_pair(a, a2, b, sizes)
-    a[130:131] = float("nan")  # all of group 2
-    got = hopper.weight_gradient_gemm_pair(a, a2, b, sizes)
-    others = torch.arange(len(SIZES), device=DEVICE) != 2
-    assert bool(got[0][2].isnan().all()) and torch.equal(got[0][others], clean[0][others]) and torch.equal(got[1], clean[1])
-    b[130:131] = float("nan")
-    got = hopper.weight_gradient_gemm_pair(a, a2, b, sizes)
-    assert all(bool(mine[2].isnan().all()) and torch.equal(mine[others], theirs[others]) for mine, theirs in zip(got, clean))
-
-
-@pytest.mark.parametrize("hidden, ffn", [(2048, 768), (520, 264)])
-def test_the_gradients_of_experts_have_the_same_bits_in_pairs(monkeypatch, hidden, ffn):
-    """Where the weights' gradients gather, which they do at 264, there are no pairs."""
-    values, experts = drawn(torch.bfloat16, 0), 6
-    ids = exact_inputs.expert_ids(600, experts, 3, device=DEVICE, seed=0)
-    plan, grad, pairs = RoutingPlan.from_experts(ids, experts), values(600, hidden, number=1), []
-    pair = hopper.weight_gradient_gemm_pair
-    monkeypatch.setattr(hopper, "weight_gradient_gemm_pair", lambda *args: pairs.append(1) or pair(*args))
-    without_splits(monkeypatch)
-    results = []
-    for paired in (False, True):
-        monkeypatch.setattr(tuning, "PAIR_WEIGHT_GRADIENTS", paired)
-        scale = exact_inputs.fan_in_scale(hidden)
-        leaves = [values(600, hidden, number=2), *(values(experts, ffn, hidden, number=n, scale=scale) for n in (3, 4, 5))]
-        out = expert_mlp(leaves[0].requires_grad_(), plan, *(w.requires_grad_() for w in leaves[1:]), engine="hopper")
-        exact_inputs.poison(DEVICE)
-        results.append(torch.autograd.grad(out, leaves, grad))
-    assert all(torch.equal(one, other) for one, other in zip(*results)) and len(pairs) == (ffn == 768)
 
 
 @pytest.mark.memcheck

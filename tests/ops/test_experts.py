@@ -719,29 +719,6 @@ def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
     assert alive == [retain, retain]
 
 
-@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("frozen", [(), ("w1",), ("v1",), ("w1", "v1")], ids="+".join)
-def test_the_gradients_of_w1_and_v1_are_asked_for_at_once_if_both_are_needed(monkeypatch, frozen, glu):
-    tensors, ids, grad = inputs(torch.float32, "cpu", glu=glu)
-    leaves = {name: t if name in frozen else t.requires_grad_() for name, t in tensors.items()}
-    asked = []
-    for name in ("weight_gradient", "weight_gradients"):
-        method = getattr(engines.base.Engine, name)
-
-        def watching(self, *args, name=name, method=method):
-            asked.append(name)
-            return method(self, *args)
-
-        monkeypatch.setattr(engines.base.Engine, name, watching)
-    out = gbmoe.expert_mlp(leaves["x"], RoutingPlan.from_experts(ids, 5), leaves["w1"], leaves["w2"], leaves.get("v1"))
-    out.backward(grad)
-    of_both = ["w1"] + ["v1"] * glu
-    needed = [name for name in of_both if name not in frozen]
-    assert all((leaves[name].grad is not None) == (name in needed) for name in of_both)
-    both = ["weight_gradients"] if len(needed) == 2 else []
-    assert asked == ["weight_gradient", *both, *["weight_gradient"] * len(needed)]  # the first is w2's
-
-
 def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)

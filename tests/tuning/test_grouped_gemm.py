@@ -72,15 +72,6 @@ def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config)
     assert tuning.weight_gradient_gemm(rows, groups, features, columns, gathered=gathered) == config
 
 
-@pytest.mark.parametrize("rows, groups, features, columns, split", [
-    (131072, 128, 768, 2048, WEIGHTS), (131072, 64, 1408, 2048, WEIGHTS), (2048, 64, 136, 2048, tuning.WHOLE),
-    (131072, 16, 1024, 2048, WEIGHTS), (131072, 8, 1024, 2048, replace(WEIGHTS, per_sm=4)),  # tiles of both count
-])
-def test_weight_gradient_gemm_pair(rows, groups, features, columns, split):
-    config = GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=split)
-    assert tuning.weight_gradient_gemm_pair(rows, groups, features, columns) == config
-
-
 @pytest.mark.parametrize("ffn, config", [
     (1024, GemmConfig(WIDE, cluster_n=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
 ])
@@ -128,8 +119,6 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
     assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
     assert (config.cluster_m, config.cluster_n) in ([(1, 1), (2, 1)] if flag else [(1, 1), (1, 2), (2, 1)])
-    config = tuning.weight_gradient_gemm_pair(rows, groups, inner, columns)
-    assert (config.tile_n, config.cluster_m, config.cluster_n, config.tile_counter) == (WIDE, 2, 1, True)
     for config in (tuning.scaled_rows_gemm(inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
         assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
     assert tuning.scaled_up_gemm(rows, inner, columns, flag).tile_n == WIDE
