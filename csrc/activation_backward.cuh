@@ -33,11 +33,11 @@ __device__ __forceinline__ ActivationOperands<T, N> load_operands(
   return operands;
 }
 
-template <typename A> struct ActivationGradient { A a, dh, dg; };
+template <typename A> struct GradientsOfOne { A a, dh, dg; };
 
 // Of one number of each operand, before it is rounded; its share of <a, d> is added to the row's. `gate` is 1 without g.
 template <int kKind, typename T, typename A = accumulate_t<T>>
-__device__ __forceinline__ ActivationGradient<A> activation_gradient(Row<A>& of, A h, A gate, A d) {
+__device__ __forceinline__ GradientsOfOne<A> activation_gradient(Row<A>& of, A h, A gate, A d) {
   const ValueAndSlope<A> act = activation_at<kKind, sizeof(T) == 2>(h);
   of.dot += act.value * gate * d;
   return {of.weight * act.value * gate, of.weight * d * act.slope * gate, of.weight * d * act.value};
@@ -51,7 +51,7 @@ __device__ __forceinline__ ActivationGradients<T, N> activation_gradients(
   Vector<T, N> a, dh, dg;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const ActivationGradient<A> result = activation_gradient<kKind, T>(
+    const GradientsOfOne<A> result = activation_gradient<kKind, T>(
         of, widen(operands.h.element[i]), gated ? widen(operands.g.element[i]) : A(1), widen(operands.d.element[i]));
     a.element[i] = narrow<T>(result.a);
     dh.element[i] = narrow<T>(result.dh);

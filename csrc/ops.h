@@ -153,12 +153,12 @@ void activate_backward_scaled(
     bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh, std::optional<Tensor> scaled_dg,
     std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights);
 // activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, but for rows behind the last expert's, and
-// quantize_k_blocks of a', dh and dg, which share filled_rows. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
+// quantize_k_blocks of a', dh and dg, which share filled_rows. grad_weights of slots whose rows lie behind the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
 void activate_backward_k_blocks(
-    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes, int64_t activation,
-    bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg, std::optional<Tensor> scales_dg, Tensor a_blocks,
-    Tensor a_scales, Tensor dh_blocks, Tensor dh_scales, std::optional<Tensor> dg_blocks, std::optional<Tensor> dg_scales,
-    Tensor filled_rows, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes,
+    int64_t activation, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg, std::optional<Tensor> scales_dg,
+    Tensor a_blocks, Tensor a_scales, Tensor dh_blocks, Tensor dh_scales, std::optional<Tensor> dg_blocks,
+    std::optional<Tensor> dg_scales, Tensor filled_rows, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 // x [P,K] bf16 or fp16, K a multiple of 16; with slot_of_row [P] x is [T,K], and row r that of token slot_of_row[r] / top_k, or zeros where
 // slot_of_row[r] names no slot. out e4m3 [B,K,128], scales [B,K], with room for B >= P / 128 + E k-blocks, of which those behind the last
 // expert's are left as they are. filled_rows int32 [E]: each expert's rows, rounded up to k-blocks

@@ -73,10 +73,12 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("activate_backward_scaled(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
         " bool power_of_two, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh, Tensor(f!)? scaled_dg,"
         " Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
-  m.def("activate_backward_k_blocks(Tensor h, Tensor? g, Tensor d, Tensor slot_of_row, Tensor? weights, Tensor sizes, int activation,"
-        " bool power_of_two, Tensor(a!) dh, Tensor(b!) scales_dh, Tensor(c!)? dg, Tensor(d!)? scales_dg, Tensor(e!) a_blocks,"
-        " Tensor(f!) a_scales, Tensor(g!) dh_blocks, Tensor(h!) dh_scales, Tensor(i!)? dg_blocks, Tensor(j!)? dg_scales,"
-        " Tensor(k!) filled_rows, Tensor(l!)? dots, Tensor(m!)? grad_weights) -> ()");
+  m.def(
+      "activate_backward_k_blocks(Tensor h, Tensor? g, Tensor d, Tensor slot_of_row, Tensor? weights, Tensor sizes, int "
+      "activation,"
+      " bool power_of_two, Tensor(a!) dh, Tensor(b!) scales_dh, Tensor(c!)? dg, Tensor(d!)? scales_dg, Tensor(e!) a_blocks,"
+      " Tensor(f!) a_scales, Tensor(g!) dh_blocks, Tensor(h!) dh_scales, Tensor(i!)? dg_blocks, Tensor(j!)? dg_scales,"
+      " Tensor(k!) filled_rows, Tensor(l!)? dots, Tensor(m!)? grad_weights) -> ()");
   m.def("quantize_k_blocks(Tensor x, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, Tensor(a!) out,"
         " Tensor(b!) scales, Tensor(c!) filled_rows) -> ()");
   m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"

@@ -482,6 +482,20 @@ def test_the_activations_gradient_in_k_blocks_is_that_of_separate_steps(device, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [[3] * 1100, [5, 2**31 - 1, 3, -2], [0, 2**40]], ids=["many-groups", "beyond-the-rows", "no-bound"])
+def test_the_activations_gradient_in_k_blocks_of_any_sizes(sizes):
+    rows = 3300
+    sizes = torch.tensor(sizes, device="cuda")
+    h, g, d = (torch.randn(rows, 48, generator=exact_inputs.generator("cuda", seed), device="cuda").bfloat16() for seed in range(3))
+    slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+    expected = activation_gradients_in_k_blocks(h, g, d, slots, None, sizes, "silu", False)
+    exact_inputs.poison("cuda")
+    got = kernels.activate_backward_k_blocks(h, g, d, slots, None, sizes, "silu", False)
+    for blocks, alone in zip(got[:3], expected[:3]):
+        assert_same_k_blocks(blocks, ScaledKBlocks(alone.values_BKR.cpu(), alone.scales_BK.cpu(), alone.filled_rows_E.cpu()))
+
+
+@pytest.mark.gpu
 def test_kernel_of_the_activations_gradient_in_k_blocks_without_rows():
     h, slots = torch.empty(0, 32, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int32, device="cuda")
     sizes = torch.zeros(2, dtype=torch.int64, device="cuda")

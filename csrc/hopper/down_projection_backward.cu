@@ -44,7 +44,9 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
     if (g) launch_down_backward<T, true>(maps, args, tiling, dz);
     else launch_down_backward<T, false>(maps, args, tiling, dz);
   });
-  if (dots) sum_dots(args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights), current_stream(dz));
+  if (dots)
+    sum_dots(
+        args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights), current_stream(dz));
 }
 
 }  // namespace gbmoe

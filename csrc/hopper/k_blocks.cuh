@@ -15,7 +15,8 @@
 namespace gbmoe::hopper {
 
 constexpr int kKBlockRows = 128, kKBlockColumns = kScaledColumns, kKBlockThreads = 256;
-constexpr int kKBlockVector = 8, kKBlockRowThreads = kKBlockColumns / kKBlockVector;  // numbers of 16 bytes; threads that hold a row
+constexpr int kKBlockVector = 8,
+              kKBlockRowThreads = kKBlockColumns / kKBlockVector;  // numbers in 16 bytes; threads that hold a row
 constexpr int kKBlockThreadRows = kKBlockRows / (kKBlockThreads / kKBlockRowThreads);  // of which a thread holds a vector each
 
 struct GroupSizes {  // as size_of_group takes them
@@ -86,8 +87,9 @@ struct KBlockShared {
 // The scale of every column of the CTA's share, from `first_column` on: to `scales`, [k_block][column], and to the shared memory that all
 // threads see when this returns.
 template <typename T>
-__device__ __forceinline__ void scale_columns(const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns,
-                                              bool power_of_two, float* scales) {
+__device__ __forceinline__ void scale_columns(
+    const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns, bool power_of_two,
+    float* scales) {
   // Magnitudes of 16 bits are in the order of their bits as integers, NaN above infinity.
   uint32_t largest[kKBlockVector / 2] = {};
 #pragma unroll
@@ -120,8 +122,9 @@ __device__ __forceinline__ void scale_columns(const KBlockNumbers& pair, KBlockS
 // Quantises the CTA's share of a k-block, and stores it to `out` [k_block][column][row]. All threads come here; `shared` is free again for
 // the next call.
 template <typename T>
-__device__ __forceinline__ void store_k_block(const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns,
-                                              bool power_of_two, uint8_t* out, float* scales) {
+__device__ __forceinline__ void store_k_block(
+    const KBlockNumbers& pair, KBlockShared& shared, int k_block, int first_column, int columns, bool power_of_two, uint8_t* out,
+    float* scales) {
   scale_columns<T>(pair, shared, k_block, first_column, columns, power_of_two, scales);
   const KBlockThread own;
   float encode[kKBlockVector];
@@ -152,7 +155,8 @@ __device__ __forceinline__ void store_k_block(const KBlockNumbers& pair, KBlockS
     const int c = i * (kKBlockThreads / 16) + threadIdx.x / 16, eight = threadIdx.x % 16;  // a column, and eight of its rows
     if (first_column + c >= columns) continue;
     const uint2 value = *reinterpret_cast<const uint2*>(&shared.transposed[c][(eight * 2) ^ (c / 8 * 2)]);
-    *reinterpret_cast<uint2*>(out + (static_cast<int64_t>(k_block) * columns + first_column + c) * kKBlockRows + eight * 8) = value;
+    *reinterpret_cast<uint2*>(out + (static_cast<int64_t>(k_block) * columns + first_column + c) * kKBlockRows + eight * 8) =
+        value;
   }
 }
 

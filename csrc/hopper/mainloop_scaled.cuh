@@ -8,6 +8,7 @@
 #pragma once
 
 #include "epilogue_scaled.cuh"
+#include "float8.cuh"
 #include "mma.cuh"
 #include "tile_scheduler.cuh"
 
@@ -74,8 +75,8 @@ template <typename Traits> struct ScaledMainLoop {
 
   // The sums of a tile. Whatever follows the start of a part's products, up to the wait for them, is hidden behind them; what lies between
   // the last addition of a k-block and the first product of the next one is not.
-  static __device__ __forceinline__ void multiply_tile(typename Traits::Accumulators& sum, const Tile& tile, int warpgroup,
-                                                       uint32_t shared, PipelineState pipe, int k_blocks) {
+  static __device__ __forceinline__ void multiply_tile(
+      typename Traits::Accumulators& sum, const Tile& tile, int warpgroup, uint32_t shared, PipelineState pipe, int k_blocks) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     const uint32_t a = __shfl_sync(kFullWarp, wgmma_address(shared + warpgroup * kSubtileBytes), 0);
     const uint32_t b = __shfl_sync(kFullWarp, wgmma_address(shared + kStageBytesA), 0);

@@ -1,9 +1,9 @@
 // The main loop for gradients of weights of e4m3 operands: in each k-block of 128 rows every column of a and of b has a scale.
 //
 // As in mainloop_scaled.cuh a k-block's products are summed in registers of their own, for 128 columns at a time, and then added to the
-// tile's sums in fp32, times both scales. But here each product of two scales is that of one number alone. The scales come with the
-// stage, by TMA, since there are no registers in which those of a k-block could be loaded ahead. A warp releases a stage when it has
-// added the products, because it reads scales until then.
+// tile's sums in fp32, times both scales. But here each product of two scales is that of one number alone. The scales of a k-block lie
+// side by side in memory, so that TMA brings them with the stage. A warp releases a stage when it has added the products, because it
+// reads scales until then.
 //
 // Beside the scales of four stages there is room for one epilogue buffer a warp. So a tile is stored by ordinary stores, which have read
 // the buffer when they have been issued; before the next ones a warp would have to wait for TMA.
@@ -46,11 +46,6 @@ template <typename Traits> struct ScaledWeightsMainLoop {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");
     return pair;
   }
-  static __device__ __forceinline__ float load_scale(uint32_t from) {
-    float scale;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(scale) : "r"(from) : "memory");
-    return scale;
-  }
 
   // The sums of a tile, zero where nothing is summed.
   static __device__ __forceinline__ void multiply_tile(
@@ -66,7 +61,7 @@ template <typename Traits> struct ScaledWeightsMainLoop {
     for (int row = 0; row < tile.rows; row += Traits::kBlockK) {
       const uint32_t stage = pipe.stage * (Traits::kStageBytes >> 4), scales = Shared::scales(shared, pipe.stage);
       mbarrier_wait(full + pipe.stage * 8, pipe.parity);
-      const float scale_a[2] = {load_scale(scales + of_row), load_scale(scales + of_row + 8 * sizeof(float))};
+      const float scale_a[2] = {load_shared_float(scales + of_row), load_shared_float(scales + of_row + 8 * sizeof(float))};
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         float part[kHalfSums];

@@ -46,7 +46,8 @@ template <typename Traits> struct Producer {
           const int k_block = tile.k_block + i, pair = !kGroupedK && k_block >= args.k_blocks;
           const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
           if (loads) {
-            mbarrier_expect_bytes(arrived, (kGatherA ? 0 : kStageBytesA) + kStageBytesB + (Traits::kScaledK ? Traits::kScaleBytes : 0));
+            mbarrier_expect_bytes(
+                arrived, (kGatherA ? 0 : kStageBytesA) + kStageBytesB + (Traits::kScaledK ? Traits::kScaleBytes : 0));
             if constexpr (Traits::kScaledK) {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {

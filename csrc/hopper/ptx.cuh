@@ -63,9 +63,10 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 // Whether that phase is over, without a wait.
 __device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t over;
-  asm volatile(
-      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.b32 %0, 1, 0, over;\n}"
-      : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+  asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.b32 %0, 1, 0, over;\n}"
+               : "=r"(over)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return over != 0;
 }
 // A barrier of `threads` threads of the CTA; 0 is __syncthreads' own.

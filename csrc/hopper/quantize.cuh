@@ -43,7 +43,10 @@ __device__ __forceinline__ TileScale scale_of_row(uint32_t largest, bool power_o
 }
 
 // Rows in e4m3 with their scales, [rows,vectors] and [rows,tiles].
-struct ScaledRows { Eight* values; float* scales; };
+struct ScaledRows {
+  Eight* values;
+  float* scales;
+};
 
 // Quantises and stores vector `v` of a row. The 16 threads of a tile come here together, also those behind the row's end, which hold zeros.
 template <typename T>

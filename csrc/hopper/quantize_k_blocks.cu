@@ -11,7 +11,8 @@
 namespace gbmoe {
 namespace {
 
-using hopper::find_k_block, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers, hopper::kKBlockRows;
+using hopper::find_k_block, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers,
+    hopper::kKBlockRows;
 using hopper::KBlockShared, hopper::KBlockThread, hopper::kKBlockThreadRows, hopper::kKBlockThreads, hopper::store_k_block;
 
 // One CTA for 128 columns of a k-block; x [P,K], or [T,K] with kGather.

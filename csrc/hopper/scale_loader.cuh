@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "float8.cuh"
 #include "tile_scheduler.cuh"
 
 namespace gbmoe::hopper {
@@ -21,7 +22,8 @@ template <typename Traits> struct ScaleLoader {
     for (;;) {
       const Tile tile = receive_tile<Traits>(shared, tiles);
       if (tile.group < 0) break;
-      // Rows and columns that do not exist take the last one's scales. Memory ends before 32 bits do.
+      // Rows and columns that do not exist take the last one's scales. Places in 32 bits, to spare registers: a has P * K bytes, and
+      // P * K / 128 is below 2^32 in any memory there is.
       uint32_t of_a[kRowsOfLane];
 #pragma unroll
       for (int i = 0; i < kRowsOfLane; ++i) {

@@ -10,9 +10,9 @@ void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, 
                  const hopper::Balancing& balancing, const Tensor& on) {
   using namespace hopper;
   constexpr EpilogueKind kStore = EpilogueKind::kStore;
-  if (tiling.is(kNarrowTileN, 1, 2)) launch<ScaledSettings<T, kStore, void, kNarrowTileN, 2>>(maps, args, balancing, on);
-  else if (tiling.is(kNarrowTileN, 1, 1)) launch<ScaledSettings<T, kStore, void, kNarrowTileN, 1>>(maps, args, balancing, on);
-  else launch_scaled<T, kStore, void>(maps, args, tiling, balancing, on);
+  if (tiling.is(kNarrowTileN, 1, 1)) launch<ScaledSettings<T, kStore, void, kNarrowTileN, 1>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<ScaledSettings<T, kStore, void, kWideTileN, 1>>(maps, args, balancing, on);
+  else tiling.refuse("hopper_scaled_rows");
 }
 
 }  // namespace

@@ -10,8 +10,8 @@ namespace gbmoe::hopper {
 
 constexpr int kSumRows = 32, kSumThreads = 8;  // of a CTA; of a row
 
-static __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel(
-    const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, Scalars grad_weights) {
+static __global__ void __launch_bounds__(kSumRows* kSumThreads)
+    sum_dots_kernel(const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, Scalars grad_weights) {
   __shared__ float partial_sums[kSumThreads][kSumRows];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kSumRows + threadIdx.x;
   const int named = row < rows ? slot_of_row[row] : -1, slot = static_cast<uint32_t>(named) < slots ? named : -1;
@@ -28,8 +28,10 @@ static __global__ void __launch_bounds__(kSumRows * kSumThreads) sum_dots_kernel
 }
 
 // grad_weights[slot of row r] = dots[0,r] + dots[1,r] + ..., in the same order for every row.
-inline void sum_dots(const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, const Scalars& grad_weights,
-                     cudaStream_t stream) {
+static inline void sum_dots(
+    const float* dots, int chunks, int64_t rows, const int* slot_of_row, uint32_t slots, const Scalars& grad_weights,
+    cudaStream_t stream) {
+  if (rows == 0) return;
   const auto ctas = static_cast<unsigned>(ceil_div<int64_t>(rows, kSumRows));
   sum_dots_kernel<<<ctas, dim3(kSumRows, kSumThreads), 0, stream>>>(dots, chunks, rows, slot_of_row, slots, grad_weights);
   STD_CUDA_KERNEL_LAUNCH_CHECK();

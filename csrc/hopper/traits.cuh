@@ -63,7 +63,7 @@ template <typename Settings> struct GemmTraits : Settings {
   using Output = std::conditional_t<std::is_void_v<typename Settings::Output>, Element, typename Settings::Output>;
   static constexpr int kClusterSize = kClusterM * kClusterN;  // CTAs
   static constexpr bool kScaled = std::is_same_v<Element, Float8>;  // e4m3 operands, with scales (mainloop_scaled.cuh)
-  static constexpr bool kScaledK = kScaled && kGroupedK;      // scales come by TMA (mainloop_scaled_weights.cuh)
+  static constexpr bool kScaledK = kScaled && kGroupedK;  // scales come by TMA (mainloop_scaled_weights.cuh)
   static constexpr bool kScaledRows = kScaled && !kGroupedK;  // a warp copies scales (scale_loader.cuh)
   static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;

@@ -151,6 +151,8 @@ def wants_host_sizes(engine, device, dtype, rows, experts, ffn, hidden, on_host,
 
 def _gathers_before_up(engine: str, x_TH: torch.Tensor, rows: int, w_EFH: torch.Tensor, sizes_E: torch.Tensor, activation: str) -> bool:
     """Whether forward has the gathered rows in memory, as Engine.gathers_before_up says of the engine of the first product."""
+    if x_TH.is_meta:
+        return False  # no engine is asked
     dtype = computed_dtype(x_TH)
     experts, ffn, hidden = w_EFH.shape
     problem = Problem(x_TH.device, dtype, rows, experts, hidden, ffn, False, sizes_E.device.type == "cpu", allows_tf32(dtype))
@@ -240,7 +242,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
     where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
-    In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]. Rows that forward has kept are one more
+    In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
+    moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more
     [P,H] in the first two, and the [P,H] of the third.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows = saved

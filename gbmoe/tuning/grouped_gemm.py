@@ -266,9 +266,9 @@ def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
 
     Narrow tiles are faster where they leave no more columns empty than wide ones: 1,166 and 1,150 TFLOP/s with mixtral's 14,336 columns,
     996 and 993 with qwen3's 768; with 4,096 and 2,048 columns, where their last tile has a third, 1,157 and 1,178, 832 and 848, and with
-    olmoe's 1,024 943 and 1,023. A cluster of two gains nothing and costs up to a fifth (wide tiles with and without: mixtral 1,125 and
-    1,150, 1,145 and 1,178, qwen3 816 and 993, 857 and 848, olmoe 1,026 and 1,023, 932 and 915). A tile counter gains 3 to 8 % at 7,168
-    terms and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
+    olmoe's 1,024 943 and 1,023. There are no clusters: CTAs in pairs made at most 1 % more and up to 18 % less (wide tiles in pairs and
+    alone: mixtral 1,125 and 1,150, 1,145 and 1,178, qwen3 816 and 993, 857 and 848, olmoe 1,026 and 1,023, 926 and 915). A tile counter
+    gains 3 to 8 % at 7,168 terms and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
     """
     narrow, wide = _ceil_div(columns, NARROW) * NARROW, _ceil_div(columns, WIDE) * WIDE
     return GemmConfig(NARROW if narrow <= 1.02 * wide else WIDE, tile_counter=inner >= 2048)
@@ -279,7 +279,7 @@ def scaled_up_gemm(rows: int, inner: int, ffn: int, glu: bool) -> GemmConfig:
     """The configuration of an expert's first GEMM of scaled e4m3 operands, with its activation.
 
     Clusters of two gain 1 to 3 % (TFLOP/s without and with them, sustained: mixtral 1,013 and 1,026, qwen3 846 and 870, olmoe 873 and 896),
-    and so did a tile counter, 1 to 4 %, beside slower main loops.
+    and with the main loop before, a tile counter gained 3 to 4 % beside them.
     """
     return replace(up_gemm(rows, inner, ffn, glu), tile_counter=inner >= 2048)
 

@@ -449,22 +449,24 @@ def test_a_compiled_layer_in_a_context_and_around_one(device, quantizations):
     assert not float8._caches
 
 
-def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v1(monkeypatch):
+@pytest.mark.parametrize("recipe, kernel, first", [(Float8BlockScaling(), "activate_backward_scaled", 3),
+                                                   (WITH_WEIGHTS, "activate_backward_k_blocks", 4)], ids=["bf16-weights", "float8-weights"])
+def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v1(monkeypatch, recipe, kernel, first):
     rows, alive = [], []
-    activate_backward, weight_gradient = kernels.activate_backward_scaled, Float8.weight_gradient
+    activate_backward, weight_gradient = getattr(kernels, kernel), Float8.weight_gradient
 
     def watched(*args):
         result = activate_backward(*args)
-        rows.extend(weakref.ref(scaled.values_PK) for scaled in result[3:])
+        rows.extend(weakref.ref(scaled.values_PK) for scaled in result[first:])
         return result
 
     def watching(self, *args):
         alive.append(sum(row() is not None for row in rows))
         return weight_gradient(self, *args)
 
-    monkeypatch.setattr(kernels, "activate_backward_scaled", watched)
+    monkeypatch.setattr(kernels, kernel, watched)
     monkeypatch.setattr(Float8, "weight_gradient", watching)
-    _, layer = layers("cpu", Float8BlockScaling())
+    _, layer = layers("cpu", recipe)
     step(layer, torch.randn(50, 1, 256, dtype=torch.bfloat16))
     assert alive == [2, 0, 0]
 

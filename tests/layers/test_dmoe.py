@@ -329,8 +329,8 @@ def test_a_float64_layer_stays_float64_under_autocast(device):
             layer(x.float())
 
 
-@pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True), dict(activation_fn=torch.tanh)],
-                         ids=["fused", "composed"])
+@pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True), dict(activation_fn=torch.tanh),
+                                    dict(mlp_type="glu", keep_gathered_rows=True)], ids=["fused", "composed", "kept-rows"])
 @pytest.mark.parametrize("engine", ["auto", "hopper"])
 def test_forward_and_backward_on_the_meta_device(fields, engine):
     layer, args = make("meta", bias=False, moe_zloss_weight=1e-2, engine=engine, **fields)
