@@ -17,7 +17,7 @@
 namespace gbmoe {
 namespace {
 
-using hopper::Eight, hopper::find_k_block, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers;
+using hopper::Eight, hopper::k_block_of_cta, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers;
 using hopper::kKBlockRows, hopper::KBlockShared, hopper::KBlockThread, hopper::kKBlockThreadRows, hopper::kKBlockThreads;
 using hopper::kKBlockRowThreads, hopper::kVector, hopper::pack, hopper::pack_float8, hopper::ScaledRows, hopper::store_k_block;
 using hopper::sum_dots, hopper::TileScale, hopper::tile_scale, hopper::unpack;
@@ -124,12 +124,7 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
   __shared__ KBlockShared shared;
   const int vectors = columns / kVector, ctas_a_block = ceil_div(columns, kKBlockColumns);
   const int k_block = blockIdx.x / ctas_a_block, tile = blockIdx.x % ctas_a_block, first_column = tile * kKBlockColumns;
-  if (threadIdx.x < 32) {
-    const KBlock own = find_k_block(sizes, k_block, blockIdx.x == 0 ? filled_rows : nullptr);
-    if (threadIdx.x == 0) found = own;
-  }
-  __syncthreads();
-  const KBlock block = found;
+  const KBlock block = k_block_of_cta(sizes, k_block, filled_rows, found);
   if (block.rows <= 0) return;
   if (threadIdx.x < kKBlockRows) {
     const int row = block.first_row + static_cast<int>(threadIdx.x);

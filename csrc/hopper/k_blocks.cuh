@@ -64,6 +64,16 @@ __device__ __forceinline__ KBlock find_k_block(const GroupSizes& of, int k_block
   return found;
 }
 
+// The same for all threads of a CTA, through `found` in shared memory. The grid's first CTA writes filled_rows.
+__device__ __forceinline__ KBlock k_block_of_cta(const GroupSizes& sizes, int k_block, int* filled_rows, KBlock& found) {
+  if (threadIdx.x < 32) {
+    const KBlock own = find_k_block(sizes, k_block, blockIdx.x == 0 ? filled_rows : nullptr);
+    if (threadIdx.x == 0) found = own;
+  }
+  __syncthreads();
+  return found;
+}
+
 // Where this thread's numbers are in the CTA's share of a k-block.
 struct KBlockThread {
   int word = threadIdx.x / kKBlockRowThreads, vector = threadIdx.x % kKBlockRowThreads;

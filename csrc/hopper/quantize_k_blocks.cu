@@ -11,7 +11,7 @@
 namespace gbmoe {
 namespace {
 
-using hopper::find_k_block, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers,
+using hopper::k_block_of_cta, hopper::GroupSizes, hopper::KBlock, hopper::kKBlockColumns, hopper::KBlockNumbers,
     hopper::kKBlockRows;
 using hopper::KBlockShared, hopper::KBlockThread, hopper::kKBlockThreadRows, hopper::kKBlockThreads, hopper::store_k_block;
 
@@ -25,12 +25,7 @@ template <typename T, bool kGather> __global__ void __launch_bounds__(kKBlockThr
   __shared__ KBlockShared shared;
   const unsigned ctas_a_block = ceil_div(columns, kKBlockColumns);
   const int k_block = blockIdx.x / ctas_a_block, first_column = blockIdx.x % ctas_a_block * kKBlockColumns;
-  if (threadIdx.x < 32) {
-    const KBlock own = find_k_block(sizes, k_block, blockIdx.x == 0 ? filled_rows : nullptr);
-    if (threadIdx.x == 0) found = own;
-  }
-  __syncthreads();
-  const KBlock block = found;
+  const KBlock block = k_block_of_cta(sizes, k_block, filled_rows, found);
   if (block.rows <= 0) return;
   if constexpr (kGather) {
     if (threadIdx.x < kKBlockRows) {
