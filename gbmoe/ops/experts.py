@@ -243,8 +243,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
     where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
-    moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more
-    [P,H] in the first two, and the [P,H] of the third.
+    moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
     """
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows = saved
     saved.clear()
