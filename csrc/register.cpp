@@ -87,6 +87,9 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " -> ()");
   m.def("tensor_core_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel,"
         " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+  m.def("few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor(a!) out) -> ()");
+  m.def("few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a,"
+        " Tensor(b!)? h, Tensor(c!)? g) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
@@ -138,4 +141,6 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("tensor_core_rows", TORCH_BOX(&gbmoe::tensor_core_rows));
   m.impl("tensor_core_weights", TORCH_BOX(&gbmoe::tensor_core_weights));
   m.impl("tensor_core_up", TORCH_BOX(&gbmoe::tensor_core_up));
+  m.impl("few_rows_gemm", TORCH_BOX(&gbmoe::few_rows_gemm));
+  m.impl("few_rows_up", TORCH_BOX(&gbmoe::few_rows_up));
 }

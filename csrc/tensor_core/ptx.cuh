@@ -27,6 +27,21 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// 16 bytes that no kernel writes meanwhile and nobody reads again soon: past the L1. The L2 reads the line of 128 bytes.
+__device__ __forceinline__ uint4 load_once_16(const void* from) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from));
+  return value;
+}
+
+// A load that stays behind the ones before it.
+__device__ __forceinline__ int load_in_place(const int* from) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 hold the addresses of matrix i's rows. Lane l gets elements
 // (l / 4, 2 (l % 4)) and the one beside it; transposed it gets (2 (l % 4), l / 4) and the one below it.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t row) {

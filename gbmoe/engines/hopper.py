@@ -13,7 +13,7 @@ import torch
 from gbmoe import kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability
+from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_gemm, few_rows_up
 from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
@@ -47,6 +47,9 @@ class Hopper(OwnKernels):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
+        if a2 is None and self._has_few_rows(a.size(0), sizes.numel()):
+            few_rows_gemm(a, b, sizes, trans_b, out)
+            return
         if a2 is None and self._takes_low_tiles(a.size(0), sizes.numel()):
             _TENSOR_CORE.rows_gemm(a, b, None, None, sizes, trans_b, out)
             return
@@ -63,11 +66,17 @@ class Hopper(OwnKernels):
             a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
             split.most, split.even, out)
 
+    def _has_few_rows(self, rows: int, groups: int) -> bool:
+        """Whether there are so few rows that the kernels for them are faster."""
+        return not self.batch_invariant and tuning.few_rows(rows, groups)
+
     def _takes_low_tiles(self, rows: int, groups: int) -> bool:
         """Whether there are so few rows that the low tiles of the tensor_core engine, which load more ahead, are faster."""
         return not self.batch_invariant and tuning.low_tiles_on_hopper(rows, groups)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
+        if self._has_few_rows(x.num_rows, w1_EFH.size(0)):
+            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         if self._takes_low_tiles(x.num_rows, w1_EFH.size(0)):
             return _TENSOR_CORE.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)

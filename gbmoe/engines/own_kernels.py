@@ -9,7 +9,8 @@ import functools
 
 import torch
 
-from gbmoe.engines.base import Engine
+from gbmoe.engines.base import Engine, GatheredRows, device_sizes
+from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem, known, result_shape
 
@@ -75,3 +76,31 @@ class OwnKernels(Engine):
         dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
         self.rows_gemm(aligned(dh_PF), aligned(w1_EFH), dg_PF, v1_EFH, sizes_E, False, dx_PH)
         return dx_PH
+
+
+# ------------------------------------------------------------------------------------------- kernels for groups of few rows
+#
+# csrc/tensor_core/few_rows.cu, from compute capability 8.0 on. Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on
+# one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
+
+
+def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor) -> None:
+    """out[rows of e] = a[rows of e] @ b[e]."""
+    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, out)
+
+
+def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str, save: bool,
+                ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Engine.up. Rows that are not gathered yet are read from their tokens."""
+    if x.are_gathered or x.tokens_TH is None:
+        rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
+    else:
+        rows, slot_of_row_P, top_k = x.tokens_TH, x.slots.slot_of_row_P, x.slots.top_k
+    a_PF = w1_EFH.new_empty(x.num_rows, w1_EFH.size(1))
+    h_PF = torch.empty_like(a_PF) if save else None
+    g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
+    v1_EFH = None if v1_EFH is None else aligned(v1_EFH)
+    torch.ops.gbmoe_cuda.few_rows_up(
+        aligned(rows), slot_of_row_P, top_k, aligned(w1_EFH), v1_EFH, device_sizes(sizes, rows.device),
+        plain_torch.ACTIVATION_INDEX[activation], a_PF, h_PF, g_PF)
+    return a_PF, h_PF, g_PF

@@ -9,7 +9,7 @@ import torch
 
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability
+from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_gemm, few_rows_up
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.tuning import grouped_gemm as tuning
@@ -43,6 +43,9 @@ class TensorCore(OwnKernels):
         return None
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
+        if a2 is None and a.dtype != torch.float32 and tuning.few_rows(a.size(0), sizes.numel()):
+            few_rows_gemm(a, b, sizes, trans_b, out)
+            return
         launch_rows(tuning.tensor_core_rows_gemm(a.size(0), sizes.numel(), out.size(1)), a, b, a2, b2, sizes, trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
@@ -52,6 +55,8 @@ class TensorCore(OwnKernels):
         """The activation in the epilogue; in float32 composed, because the epilogue's approximations are for results of 16 bits."""
         if w1_EFH.dtype == torch.float32:
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        if tuning.few_rows(x.num_rows, w1_EFH.size(0)):
+            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH), sizes_E, activation, save)
         x.forget()
         return result

@@ -161,6 +161,17 @@ def _moved_ahead(name: str, order: tuple[str, ...]) -> tuple[str, ...]:
     return (*others[:place], name, *others[place:])
 
 
+# ------------------------------------------------------------------------------------------------------- groups of few rows
+
+
+def few_rows(rows: int, groups: int) -> bool:
+    """Whether the kernels for groups of few rows compute an m-grouped GEMM: where reading the weights once is what takes time.
+
+    They multiply 8 rows of a group at a time, and read its weights again for the next 8.
+    """
+    return rows < groups
+
+
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
 
 

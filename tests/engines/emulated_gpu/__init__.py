@@ -28,7 +28,7 @@ def _schemas() -> dict[str, str]:
     """The schema of each of the operators, as csrc/register.cpp defines it."""
     definitions = re.findall(r'm\.def\(((?:\s*"[^"]*")+)\)', (extension.source_folder() / "register.cpp").read_text())
     schemas = ("".join(re.findall(r'"([^"]*)"', definition)) for definition in definitions)
-    return {schema.partition("(")[0]: schema for schema in schemas if schema.startswith("tensor_core_")}
+    return {schema.partition("(")[0]: schema for schema in schemas if schema.startswith(("tensor_core_", "few_rows_"))}
 
 
 class _Arguments(ctypes.Structure):
@@ -37,6 +37,14 @@ class _Arguments(ctypes.Structure):
                 *((name, ctypes.c_int) for name in (
                     "groups", "rows", "size_m", "size_n", "size_k", "operand_pairs", "panel_tiles", "activation")),
                 ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("out", ctypes.c_void_p * 3)]
+
+
+class _FewRowsArguments(ctypes.Structure):
+    """few_rows::Arguments, field by field."""
+    _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool), ("groups", ctypes.c_int), ("rows", ctypes.c_int),
+                ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
+                *((name, ctypes.c_int) for name in ("tokens", "top_k", "size_n", "size_k")),
+                ("b", ctypes.c_void_p * 2), ("activation", ctypes.c_int), ("out", ctypes.c_void_p * 3)]
 
 
 class _Run(ctypes.Structure):
@@ -71,8 +79,11 @@ def _pointers(*tensors):
 
 @contextlib.contextmanager
 def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
-    """Within it, torch.ops.gbmoe_cuda.tensor_core_* take tensors on the CPU. `late_copies`: cp.async writes when it is waited for.
-    `large_memory`: with the kernels for multiprocessors that have much shared memory."""
+    """Within it, torch.ops.gbmoe_cuda.tensor_core_* and few_rows_* take tensors on the CPU.
+
+    `late_copies`: cp.async writes when it is waited for. `large_memory`: with the kernels for multiprocessors that have much shared
+    memory.
+    """
     def arguments(sizes, rows, columns, panel, **fields):
         assert sizes.dtype in (torch.int32, torch.int64)
         return _Arguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(), rows=rows,
@@ -100,10 +111,24 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
                        out=_pointers(a, h, g))
         call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
+    def few_rows(x, sizes, result, **fields):
+        return _FewRowsArguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(),
+                                 rows=result.size(0), x=x.data_ptr(), size_n=result.size(1), size_k=x.size(1), **fields)
+
+    def few_rows_gemm(a, b, sizes, trans_b, out):
+        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out)),
+             reads=(a, b))
+
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
+        slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
+        of = few_rows(x, sizes, a, b=_pointers(w1, v1), out=_pointers(a, h, g), activation=activation, **slots)
+        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
+
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
     try:
-        functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up}
+        functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up, "few_rows_gemm": few_rows_gemm,
+                     "few_rows_up": few_rows_up}
         schemas = _schemas()
         for name in functions:
             if not hasattr(torch.ops.gbmoe_cuda, name):

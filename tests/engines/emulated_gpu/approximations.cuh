@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "emulated_gpu.h"
+
 namespace gbmoe {
 
 inline float fast_exp2(float x) { return std::exp2(x); }

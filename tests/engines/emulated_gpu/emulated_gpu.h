@@ -30,6 +30,7 @@
 using std::max;
 using std::min;
 
+struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 
@@ -196,6 +197,14 @@ inline void __syncwarp() {
   emulated_gpu::exchange(&nothing, 1);
 }
 inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
 inline uint32_t shuffle(uint32_t word, int lane) { return emulated_gpu::exchange(&word, 1)[lane][0]; }
 inline uint32_t __shfl_sync(unsigned, uint32_t word, int lane) { return shuffle(word, lane % 32); }
 inline uint32_t __shfl_up_sync(unsigned, uint32_t word, int by) {

@@ -1,5 +1,6 @@
-// The instances of the tensor_core engine's kernel that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
+// The instances of the kernels in csrc/tensor_core/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
 
+#include "csrc/tensor_core/few_rows.cuh"
 #include "csrc/tensor_core/grouped_gemm.cuh"
 
 namespace gbmoe::tensor_core {
@@ -89,3 +90,43 @@ bool up(int tile_m, int tile_n, bool glu, const Arguments* args, const Run* run)
 }  // extern "C"
 
 }  // namespace gbmoe::tensor_core
+
+namespace gbmoe::few_rows {
+
+thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];
+
+namespace {
+
+template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, emulated_gpu::Run run) {
+  static_assert(sizeof(SumsOf<Columns>) <= emulated_gpu::kSharedBytes);
+  run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows);
+  emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue>(args); });
+}
+
+}  // namespace
+
+extern "C" {
+
+bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulated_gpu::Run* run) {
+  return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == 2) {
+      if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(*args, *run);
+      else launch<T, NMajorColumns<T>, Epilogue::kStore>(*args, *run);
+    }
+  });
+}
+
+bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu::Run* run) {
+  return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == 2) {
+      if (glu) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(*args, *run);
+      else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(*args, *run);
+    }
+  });
+}
+
+}  // extern "C"
+
+}  // namespace gbmoe::few_rows

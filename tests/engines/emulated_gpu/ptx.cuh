@@ -26,6 +26,9 @@ template <int kPending> void cp_async_wait() {
   }
 }
 
+inline int load_in_place(const int* from) { return *from; }
+inline uint4 load_once_16(const void* from) { return *static_cast<const uint4*>(from); }
+
 template <typename T> T at(uint64_t address) {
   T value;
   if (address + sizeof(T) > emulated_gpu::kSharedBytes) emulated_gpu::fail("a read beyond the shared memory");

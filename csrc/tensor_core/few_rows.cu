@@ -1,0 +1,63 @@
+// The launches of few_rows.cuh. ops.h has the operators' arguments.
+
+#include "../ops.h"
+#include "few_rows.cuh"
+
+namespace gbmoe {
+namespace {
+
+using namespace few_rows;
+
+template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, cudaStream_t stream) {
+  const int64_t ctas = ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+  STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
+  if (ctas == 0) return;
+  few_rows_kernel<T, Columns, kEpilogue>
+      <<<static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>), stream>>>(args);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
+
+Arguments arguments(const Tensor& x, const Tensor& sizes, const Tensor& out) {
+  Arguments args{};
+  args.sizes = sizes.data_ptr();
+  args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
+  args.groups = static_cast<int>(sizes.numel());
+  args.rows = static_cast<int>(out.size(0));
+  args.x = x.data_ptr();
+  args.size_n = static_cast<int>(out.size(1)), args.size_k = static_cast<int>(x.size(1));
+  args.out[0] = out.data_ptr();
+  return args;
+}
+
+}  // namespace
+
+void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor out) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  Arguments args = arguments(a, sizes, out);
+  args.b[0] = b.data_ptr();
+  const cudaStream_t stream = current_stream(a);
+  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
+    if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(args, stream);
+    else launch<T, NMajorColumns<T>, Epilogue::kStore>(args, stream);
+  });
+}
+
+void few_rows_up(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
+                 int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  Arguments args = arguments(x, sizes, a);
+  args.slot_of_row = data<const int>(slot_of_row);
+  args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
+  args.b[0] = w1.data_ptr(), args.b[1] = pointer(v1);
+  args.activation = static_cast<int>(activation);
+  args.out[1] = pointer(h), args.out[2] = pointer(g);
+  const cudaStream_t stream = current_stream(x);
+  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
+    if (v1) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(args, stream);
+    else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(args, stream);
+  });
+}
+
+}  // namespace gbmoe

@@ -1,0 +1,261 @@
+// m-grouped GEMMs whose groups have few rows: what takes time is to read each group's weights once, as when a few tokens are generated.
+//
+// A CTA computes the columns of one tile for all rows of one group, and its warps divide the sum over K among them. A lane loads the 16
+// bytes of a weight that it will multiply into registers of its own, some steps ahead: no warp waits for another one before the sums are
+// complete. Then these are added up, in a fixed order. So what a row gets does not depend on other rows. CTAs are small, and several run
+// on a multiprocessor: while one finds its group, or adds up, the others' loads keep the memory busy.
+//
+// In a sum the order of K is free as long as both operands have the same. So the 16 terms of an mma.sync are those that lie side by
+// side in a lane's vectors, not those that its fragments are drawn with.
+//
+// Legend: out [P,N] = x [P,K] @ b[e]; b[e] is [N,K] where it is K-major, or [K,N]; E groups (experts), P rows of all groups. Lane 4 g + q
+// of a warp has the columns and rows of number g, and the terms of number q.
+
+#pragma once
+
+#include <algorithm>
+
+#include "../activation_formulas.cuh"
+#include "../group_sizes.cuh"
+#include "ptx.cuh"
+
+namespace gbmoe::few_rows {
+
+using tensor_core::mma;
+
+constexpr int kRows = 8;    // of an mma.sync; a group with more is walked so many at a time
+constexpr int kBlock = 8;   // columns, half of an mma.sync's
+
+enum class Epilogue { kStore, kActivation, kGlu };  // as in traits.cuh
+
+struct Arguments {
+  const void* sizes;        // [E], rows of each group
+  bool sizes_are_int64;     // else int32
+  int groups;
+  int rows;                 // P: no group reaches beyond it, whatever its size says
+  const void* x;            // [P,K], or the tokens [T,K] where slot_of_row is given
+  const int* slot_of_row;   // [P]: row r is token slot_of_row[r] / top_k, or zeros where that names no token
+  int tokens, top_k;
+  int size_n, size_k;
+  const void* b[2];         // [E,N,K] or [E,K,N]; the second is v1 of a GLU
+  int activation;
+  void* out[3];             // [P,N]; with an activation a, h and g, of which h and g may be null
+};
+
+struct Group { int number, first_row, rows; };
+
+// Group `index` of those that have rows; its number is -1 where there are not so many. All lanes of a warp call it together.
+__device__ __forceinline__ Group find_group(const Arguments& args, int index) {
+  constexpr int kAtOnce = 4;  // loads in flight
+  const int lane = threadIdx.x % 32;
+  int next_row = 0, passed = 0;
+  for (int base = 0; base < args.groups; base += 32 * kAtOnce) {
+    int sizes[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) sizes[i] = size_of_group(args, base + 32 * i + lane);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int end = sizes[i];
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(kFullWarp, end, step);
+        if (lane >= step) end = add_rows(args, end, below);
+      }
+      end = add_rows(args, end, next_row);
+      const int before = __shfl_up_sync(kFullWarp, end, 1), first = lane == 0 ? next_row : before;
+      const unsigned with_rows = __ballot_sync(kFullWarp, end > first);
+      const unsigned is_it =
+          __ballot_sync(kFullWarp, end > first && passed + __popc(with_rows & ((1u << lane) - 1)) == index);
+      if (is_it) {
+        const int owner = __ffs(is_it) - 1;
+        const int first_row = __shfl_sync(kFullWarp, first, owner);
+        return {base + 32 * i + owner, first_row, static_cast<int>(__shfl_sync(kFullWarp, end, owner)) - first_row};
+      }
+      passed += __popc(with_rows);
+      next_row = __shfl_sync(kFullWarp, end, 31);
+    }
+  }
+  return {-1, 0, 0};
+}
+
+// Row `row` of x, or null where there is none or it is zeros.
+template <typename T> __device__ __forceinline__ const T* row_of(const Arguments& args, const Group& group, int row) {
+  if (row >= group.rows) return nullptr;
+  int64_t at = group.first_row + row;
+  if (args.slot_of_row) {
+    const int slot = tensor_core::load_in_place(args.slot_of_row + at);  // behind the loads of weights
+    at = slot / args.top_k;
+    if (slot < 0 || at >= args.tokens) return nullptr;
+  }
+  return static_cast<const T*>(args.x) + at * args.size_k;
+}
+
+__device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
+  return {here ? v.x : 0, here ? v.y : 0, here ? v.z : 0, here ? v.w : 0};
+}
+
+// The columns of a warp where b is contiguous along K: two blocks of 8, of which a lane has column g each, and of a step's terms those
+// from 8 q to 8 q + 7. In a GLU one block is w1's and one v1's.
+template <typename T, bool kGlu> struct KMajorColumns {
+  static constexpr int kWarps = 4, kCtasPerMultiprocessor = 6;
+  static constexpr int kStep = 32, kVectors = 2, kAtOnce = 4;  // terms of a step, a lane's vectors of it, and steps in flight
+  static constexpr int kTerms = 8;                            // of a row that a lane multiplies in a step
+  static constexpr int kTileN = kGlu ? kBlock : 2 * kBlock;   // columns of one output tensor
+  static constexpr int kSums = 2 * kBlock;                    // of a row; in a GLU h's, then g's
+  using RowVector = uint4;
+
+  const T* column[2];
+  float sums[2][4] = {};  // of a block; of rows g and g + 8, the second of which is none
+
+  // A column that does not exist is the first one instead, whose sums are not stored.
+  __device__ __forceinline__ KMajorColumns(const Arguments& args, int group, int n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int number = n + (kGlu ? 0 : i * kBlock) + threadIdx.x % 32 / 4;
+      const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
+      column[i] = matrix + static_cast<int64_t>(number < args.size_n ? number : 0) * args.size_k;
+    }
+  }
+  // The vectors of the step in which the lane's first term is k.
+  __device__ __forceinline__ void load(const Arguments&, int k, uint4 (&to)[kVectors]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) to[i] = tensor_core::load_once_16(column[i] + k);
+  }
+  __device__ __forceinline__ void multiply(const uint4& row, const uint4 (&v)[kVectors]) {
+    // The weights are the second operand, which has them in the registers to which they were loaded.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      mma<T>(sums[i], {row.x, 0, row.y, 0}, v[i].x, v[i].y);
+      mma<T>(sums[i], {row.z, 0, row.w, 0}, v[i].z, v[i].w);
+    }
+  }
+  // Hands f each of the lane's sums, with its row and its place in the row.
+  template <typename F> __device__ __forceinline__ void each(const F& f) const {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(g, i / 2 * kBlock + 2 * q + i % 2, sums[i / 2][i % 2]);
+  }
+};
+
+// The same where b is contiguous along N: eight blocks of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
+// from 4 q to 4 q + 3.
+template <typename T> struct NMajorColumns {
+  static constexpr int kWarps = 8, kCtasPerMultiprocessor = 2;
+  static constexpr int kStep = 16, kVectors = 4, kAtOnce = 3, kTerms = 4, kTileN = 64, kSums = 64;
+  using RowVector = uint2;
+
+  const T* terms;         // of the lane's columns
+  float sums[4][4] = {};  // of columns 8 g + 2 j, then of those beside them
+
+  __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
+    const int column = n + threadIdx.x % 32 / 4 * kBlock;
+    const T* matrix = static_cast<const T*>(args.b[0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
+    terms = matrix + (column < args.size_n ? column : 0);
+  }
+  __device__ __forceinline__ void load(const Arguments& args, int k, uint4 (&to)[kVectors]) const {
+    const T* from = terms + static_cast<int64_t>(k) * args.size_n;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i, from += args.size_n) to[i] = tensor_core::load_once_16(from);
+  }
+  __device__ __forceinline__ void multiply(const uint2& row, const uint4 (&v)[kVectors]) {
+    uint32_t term[kVectors][4];  // two columns a word
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) term[i][0] = v[i].x, term[i][1] = v[i].y, term[i][2] = v[i].z, term[i][3] = v[i].w;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const auto of_both = [&](int first, unsigned bytes) { return __byte_perm(term[first][j], term[first + 1][j], bytes); };
+      mma<T>(sums[j], {of_both(0, 0x5410), of_both(0, 0x7632), of_both(2, 0x5410), of_both(2, 0x7632)}, row.x, row.y);
+    }
+  }
+  template <typename F> __device__ __forceinline__ void each(const F& f) const {
+    const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) f(2 * q + i % 2, 8 * g + i / 4 * 2 + i / 2 % 2, sums[i / 4][i % 4]);
+  }
+};
+
+// A warp's share of the sums of kRows rows of the group, from row `row` on.
+//
+// kAtOnce steps are loaded together, and then multiplied: it is other warps that load meanwhile. A load under a condition costs ptxas more
+// registers than its vector has. So the weights of terms that do not exist are those of the first one, and count as zeros.
+template <typename T, typename Columns>
+__device__ __forceinline__ Columns sum_steps(const Arguments& args, const Group& group, int row, int n) {
+  constexpr int kAtOnce = Columns::kAtOnce, kStep = Columns::kStep;
+  using RowVector = typename Columns::RowVector;
+  const int warp = threadIdx.x / 32, steps = ceil_div(args.size_k, kStep);
+  const int first = warp * steps / Columns::kWarps * kStep, end = min((warp + 1) * steps / Columns::kWarps * kStep, args.size_k);
+  Columns columns(args, group.number, n);
+#pragma unroll 1
+  for (int k = first + Columns::kTerms * (threadIdx.x % 4), left = end - first; left > 0; left -= kAtOnce * kStep) {
+    uint4 vectors[kAtOnce][Columns::kVectors];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) columns.load(args, k + i * kStep < end ? k + i * kStep : 0, vectors[i]);
+    const T* of_row = row_of<T>(args, group, row + threadIdx.x % 32 / 4);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i, k += kStep) {
+      const RowVector terms = k < end && of_row ? *reinterpret_cast<const RowVector*>(of_row + k) : RowVector{};
+#pragma unroll
+      for (uint4& v : vectors[i]) v = zero_unless(k < end, v);
+      columns.multiply(terms, vectors[i]);
+    }
+  }
+  return columns;
+}
+
+// The warps' sums of kRows rows, in shared memory. Rows begin in different banks.
+template <int kWarps, int kSums> struct Sums { float of_warp[kWarps][kRows][kSums + 1]; };
+template <typename Columns> using SumsOf = Sums<Columns::kWarps, Columns::kSums>;
+
+// Adds the warps' sums up and stores the results of those of the kRows rows that exist.
+template <typename T, Epilogue kEpilogue, int kWarps, int kSums>
+__device__ __forceinline__ void store(const Arguments& args, const Sums<kWarps, kSums>& sums, int64_t first_row, int rows, int n) {
+  constexpr bool kGlu = kEpilogue == Epilogue::kGlu;
+  constexpr int kTileN = kGlu ? kSums / 2 : kSums;
+  const auto rounded_sum = [&](int row, int in_row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += sums.of_warp[warp][row][in_row];
+    return narrow<T>(sum);
+  };
+  const auto out = [&](int i) { return static_cast<T*>(args.out[i]); };
+  for (int i = threadIdx.x; i < min(rows, kRows) * kTileN; i += 32 * kWarps) {
+    const int row = i / kTileN, column = i % kTileN;
+    if (n + column >= args.size_n) continue;
+    const int64_t at = (first_row + row) * args.size_n + n + column;
+    const T h = rounded_sum(row, column);
+    if constexpr (kEpilogue == Epilogue::kStore) {
+      out(0)[at] = h;
+    } else {
+      // h and g are rounded for storage before a is computed from them.
+      float a = 0.0f;
+      with_activation(args.activation, [&](auto kind) { a = activation_at<decltype(kind)::value, true>(widen(h)).value; });
+      if (out(1)) out(1)[at] = h;
+      if constexpr (kGlu) {
+        const T g = rounded_sum(row, kTileN + column);
+        if (out(2)) out(2)[at] = g;
+        a *= widen(g);
+      }
+      out(0)[at] = narrow<T>(a);
+    }
+  }
+}
+
+// One CTA for each tile of columns of each group that has rows; the tiles of a group come one after the other.
+template <typename T, typename Columns, Epilogue kEpilogue>
+__global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultiprocessor) few_rows_kernel(const Arguments args) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  auto& sums = *reinterpret_cast<SumsOf<Columns>*>(shared_bytes);
+  const int tiles_n = ceil_div(args.size_n, Columns::kTileN), n = blockIdx.x % tiles_n * Columns::kTileN;
+  const Group group = find_group(args, blockIdx.x / tiles_n);
+  for (int row = 0; row < group.rows; row += kRows) {
+    const Columns columns = sum_steps<T, Columns>(args, group, row, n);
+    columns.each([&](int r, int in_row, float sum) { sums.of_warp[threadIdx.x / 32][r][in_row] = sum; });
+    __syncthreads();
+    store<T, kEpilogue>(args, sums, group.first_row + row, group.rows - row, n);
+    __syncthreads();
+  }
+#endif
+}
+
+}  // namespace gbmoe::few_rows

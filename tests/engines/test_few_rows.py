@@ -1,0 +1,138 @@
+"""The kernels for groups of few rows: on a GPU, and on a CPU that emulates one."""
+
+import functools
+
+import pytest
+import torch
+
+from gbmoe import engines
+from gbmoe.engines import own_kernels
+from gbmoe.engines.base import GatheredRows
+from gbmoe.kernels import plain_torch
+from gbmoe.plan import RoutingPlan
+from gbmoe.slot_map import SlotMap
+from gbmoe.testing import exact_inputs
+from gbmoe.tuning import grouped_gemm as tuning
+from tests.conftest import assert_as_accurate_as, dtype_id
+from tests.engines.test_tensor_core import device, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [5], [0, 0]], "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}
+SHAPES = {"cuda": [(8, 8), (72, 136), (256, 64), (2048, 768), (776, 2056)], "cpu": [(8, 8), (296, 72)]}
+E = engines.ENGINES
+
+
+def each_group(x_PK, b, sizes, wide, trans_b=True):
+    """x @ b[e] for the rows of each group, in `wide`."""
+    rows = x_PK[:sum(sizes)].to(wide).split(sizes)
+    return torch.cat([r @ (w.to(wide).t() if trans_b else w.to(wide)) for r, w in zip(rows, b)])
+
+
+@pytest.mark.memcheck
+@DTYPES
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_rows(device, dtype, trans_b):  # noqa: F811
+    """Groups without rows, and with more than a kernel multiplies at a time; rows behind the last group; odd numbers of steps."""
+    for sizes in SIZES[device.type]:
+        for number, (inner, columns) in enumerate(SHAPES[device.type]):
+            rows, draw = sum(sizes), functools.partial(drawn, dtype=dtype, device=device)
+            a, b = draw(rows + 5, inner, seed=1), draw(len(sizes), columns, inner, seed=2, scale=exact_inputs.fan_in_scale(inner))
+            exact, baseline = (each_group(a, b, sizes, wide) for wide in (torch.float64, torch.float32))
+            a[rows:] = float("nan")
+            b = b if trans_b else b.transpose(1, 2).contiguous()
+            outs = [poisoned(rows + 5, columns, dtype=dtype, device=device) for _ in range(2)]
+            on_device = torch.tensor(sizes, dtype=(torch.int32, torch.int64)[number % 2], device=device)
+            for out in outs:
+                own_kernels.few_rows_gemm(a, b, on_device, trans_b, out)
+            assert_as_accurate_as(outs[0][:rows], baseline.to(dtype), exact, f"{sizes} of {inner} x {columns}")
+            assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all())
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+def test_up(device, activation, glu):  # noqa: F811
+    """h and g are stored only if they are asked for, and a is computed from them as they are stored."""
+    sizes, (hidden, ffn) = SIZES[device.type][0], SHAPES[device.type][1]
+    draw, on_device = functools.partial(drawn, dtype=torch.bfloat16, device=device), torch.tensor(sizes, device=device)
+    x = draw(sum(sizes), hidden, seed=1)
+    w1, v1 = (draw(len(sizes), ffn, hidden, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (2, 3))
+    v1 = v1 if glu else None
+    exact_inputs.poison(device)
+    rows = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x)
+    alone, *nothing = own_kernels.few_rows_up(rows, w1, v1, on_device, activation, False)
+    a, h, g = own_kernels.few_rows_up(rows, w1, v1, on_device, activation, True)
+    assert nothing == [None, None] and torch.equal(alone, a) and (g is None) == (not glu)
+    for name, weights, got in (("h", w1, h), ("g", v1, g)):
+        if weights is not None:
+            baseline, exact = (each_group(x, weights, sizes, wide) for wide in (torch.float32, torch.float64))
+            assert_as_accurate_as(got, baseline.to(got.dtype), exact, name)
+    baseline, exact = (plain_torch.activate(h.to(wide), g.to(wide) if glu else None, activation) for wide in (torch.float32, torch.float64))
+    assert_as_accurate_as(a, baseline.to(a.dtype), exact, "a")
+
+
+@pytest.mark.memcheck
+@DTYPES
+def test_up_reads_rows_from_their_tokens(device, dtype):  # noqa: F811
+    """The same bits as from gathered rows, with slots that are dropped and rows that are padding."""
+    experts, hidden, ffn = 5, 72, 40
+    draw = functools.partial(drawn, dtype=dtype, device=device)
+    ids = torch.tensor([[0, 3], [3, -1], [4, 3], [-1, -1], [0, 4], [3, 0]], dtype=torch.int32, device=device)
+    plan = RoutingPlan.from_experts(ids, experts, align=4)
+    x = draw(6, hidden, seed=1)
+    w1, v1 = (draw(experts, ffn, hidden, seed=seed, scale=exact_inputs.fan_in_scale(hidden)) for seed in (2, 3))
+    gathered = torch.zeros(plan.num_rows, hidden, dtype=dtype, device=device)
+    taken = plan.slot_of_row_P >= 0
+    gathered[taken] = x[plan.slot_of_row_P[taken].long() // 2]
+    in_use = int(plan.offsets_E1[-1])
+    results = []
+    for rows in (GatheredRows(x, plan.slot_map), GatheredRows(None, plan.slot_map, gathered)):
+        exact_inputs.poison(device)
+        results.append(own_kernels.few_rows_up(rows, w1, v1, plan.padded_counts_E, "silu", True))
+    for from_tokens, from_rows in zip(*results):
+        assert torch.equal(from_tokens[:in_use], from_rows[:in_use]) and bool((from_tokens[:in_use][~taken[:in_use]] == 0).all())
+
+
+def test_rows_keep_nan_in_its_row(device):  # noqa: F811
+    sizes = SIZES[device.type][0]
+    draw, on_device = functools.partial(drawn, dtype=torch.bfloat16, device=device, seed=1), torch.tensor(sizes, device=device)
+    a, b = draw(sum(sizes), 72), draw(len(sizes), 72, 136)
+    clean, out = (poisoned(sum(sizes), 136, dtype=a.dtype, device=device) for _ in range(2))
+    own_kernels.few_rows_gemm(a, b, on_device, False, clean)
+    hit = torch.zeros(sum(sizes), dtype=torch.bool, device=device)
+    hit[[0, 4, sum(sizes) - 1]] = True
+    a[hit] = float("nan")
+    own_kernels.few_rows_gemm(a, b, on_device, False, out)
+    assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("sizes", [[2**40, 5], [-7, 2**62, 3], [10, 10, 2**31], [-1, -1], [2**31 + 5]], ids=str)
+def test_sizes_beyond_the_rows_stay_inside_of_every_tensor(device, sizes):  # noqa: F811
+    rows, sizes = 13, torch.tensor(sizes, device=device)
+    a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, 72), (sizes.numel(), 72, 136)))
+    for trans_b in (False, True):
+        guarded = torch.full((rows + 64, 136), 7.0, dtype=a.dtype, device=device)
+        own_kernels.few_rows_gemm(a, b.view(-1, 136, 72) if trans_b else b, sizes, trans_b, guarded[:rows])
+        assert bool((guarded[rows:] == 7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
+def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
+    """The bits of a few rows are those of these kernels, and never where a batch's size must not matter."""
+    device = torch.device("cuda")  # noqa: F811
+    if E[engine].unavailable(device):
+        pytest.skip(E[engine].unavailable(device))
+    calls = []
+    monkeypatch.setattr(f"gbmoe.engines.{engine}.few_rows_gemm", lambda *args: calls.append(args))
+    for rows, groups in ((1, 1), (16, 1), (40, 20), (41, 20), (300, 4)):
+        a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, 64), (groups, 64, 128)))
+        sizes = torch.tensor([rows] + [0] * (groups - 1), device=device)
+        calls.clear()
+        E[engine].product(a, b, sizes)
+        assert len(calls) == tuning.few_rows(rows, groups)
+        calls.clear()
+        if E["hopper_batch_invariant"].unavailable(device) is None:
+            E["hopper_batch_invariant"].product(a, b, sizes)
+        assert calls == []
