@@ -1,5 +1,6 @@
 // padded_scatter: each token is the weighted sum of its slots' rows.
 
+#include "early_launch.cuh"
 #include "ops.h"
 #include "weighted_row_sum.cuh"
 
@@ -11,6 +12,7 @@ template <typename T, int N, int S, bool kMany>
 __global__ void __launch_bounds__(kThreads) scatter_kernel(
     const Vector<T, N>* __restrict__ y_PH, const Slots slots, const Scalars weights, Vector<T, N>* __restrict__ out_TH,
     const LaunchShape shape) {
+  wait_for_kernel_before();
   const int64_t token = shape.own_token();
   if (token >= shape.tokens) return;
   store_weighted_sum<T, N, S, kMany>(y_PH, slots, weights, token, shape, out_TH, token);
@@ -28,13 +30,15 @@ void padded_scatter(
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y, &out});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
-      const LaunchShape shape = make_launch_shape(out.size(0), slots.most, 0, hidden / N, few_threads(hidden / N), false);
+      // Of a few tokens each has all the threads that it can use: latency is what takes time.
+      const bool few = out.size(0) <= kFewTokens;
+      const int threads = few ? static_cast<int>(std::clamp<int64_t>(ceil_div(hidden / N, 32) * 32, 32, kThreads)) : few_threads(hidden / N);
+      const LaunchShape shape = make_launch_shape(out.size(0), slots.most, 0, hidden / N, threads, false);
       const auto kernel = slots.most > S ? scatter_kernel<T, N, S, kMayTakeSeveralPasses<N, S>> : scatter_kernel<T, N, S, false>;
-      kernel<<<shape.ctas, shape.threads, 0, current_stream(y)>>>(
-          data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out), shape);
+      launch_early(few, kernel, shape.ctas, shape.threads, 0, y, data<Vector<T, N>>(y), slots, scalars(weights),
+                   data<Vector<T, N>>(out), shape);
     });
   });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace gbmoe

@@ -17,7 +17,7 @@ template <typename T, typename S> struct Route {
   int64_t* ids;
   float* logsumexp;
   RouterShape shape;
-  cudaStream_t stream;
+  const Tensor& on;
 
   void launch(const RouterConfig& config) const {
     using Table = ForwardInstances<T>;
@@ -29,7 +29,7 @@ template <typename T, typename S> struct Route {
       check_router_call("route", config, shape, kVectors, list ? static_cast<int>(list) : kMaxRouterSlots);
       const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kThreads));
       const auto kernel = route_kernel<T, S, instance.lanes, instance.numbers_per_lane, list, instance.longest_vector>;
-      kernel<<<ctas, kThreads, 0, stream>>>(logits, scores, weights, ids, logsumexp, shape);
+      launch_early(shape.tokens <= kFewTokens, kernel, ctas, kThreads, 0, on, logits, scores, weights, ids, logsumexp, shape);
     };
     STD_TORCH_CHECK(shape.slots <= shape.experts, "route: ", shape.slots, " slots per token of ", shape.experts, " experts");
     if (!launch_from<Table>(config, launch_kernel)) refuse_router_call("route", config);
@@ -46,10 +46,9 @@ void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int
   if (shape.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", {
     const Route<T, S> call{data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), shape,
-                           current_stream(logits)};
+                           logits};
     call.launch({lanes, numbers_per_lane, longest_vector, list_length});
   });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace gbmoe

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "early_launch.cuh"
 #include "router_candidates.cuh"
 #include "router_sorted_lists.cuh"
 
@@ -59,6 +60,7 @@ template <typename T, typename S, int G, int N, int kList, int kMaxVector>
 __global__ void __launch_bounds__(kThreads) route_kernel(
     const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, int64_t* __restrict__ ids_TK,
     float* __restrict__ logsumexp_T, const RouterShape shape) {
+  wait_for_kernel_before();
   constexpr int V = kVector<T, S, N, kMaxVector>, kNumbers = Word<T>::kNumbers;
   using Layout = RowLayout<T, G, N, V>;
   using Key = typename Keys<T>::Key;

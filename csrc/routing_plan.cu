@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "counting_sort.cuh"
+#include "early_launch.cuh"
 #include "ops.h"
 
 namespace gbmoe {
@@ -53,7 +54,9 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slo
   __shared__ FirstRows rows;
   const int E = slots.experts, chunks = gridDim.x, here = blockIdx.x;
   int *next_WE = shared, *offsets = shared + kWarps * E, *first_row = offsets + E + 1;
+  let_next_kernel_begin();
   for (int i = threadIdx.x; i < kWarps * E; i += kThreads) next_WE[i] = 0;
+  wait_for_kernel_before();
   if (counts_CE) {
     rows.sum_counts(counts_CE, E);
   } else {
@@ -136,8 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
     count_experts_kernel<<<ctas, kThreads, 0, stream>>>(slots, data<int>(counts_by_chunk));
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
-  place_slots_kernel<<<ctas, kThreads, shared_bytes, stream>>>(slots, data<int>(counts_by_chunk), out);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_early(chunks == 1, place_slots_kernel, ctas, kThreads, shared_bytes, ids, slots, data<int>(counts_by_chunk), out);
   return {row_of_slot, slot_of_row, counts, offsets, padded_counts};
 }
 

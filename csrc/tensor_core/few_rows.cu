@@ -1,5 +1,6 @@
 // The launches of few_rows.cuh. ops.h has the operators' arguments.
 
+#include "../early_launch.cuh"
 #include "../ops.h"
 #include "few_rows.cuh"
 
@@ -8,13 +9,12 @@ namespace {
 
 using namespace few_rows;
 
-template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, cudaStream_t stream) {
+template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, const Tensor& on) {
   const int64_t ctas = ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
   STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   if (ctas == 0) return;
-  few_rows_kernel<T, Columns, kEpilogue>
-      <<<static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>), stream>>>(args);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_early(true, few_rows_kernel<T, Columns, kEpilogue>, static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>),
+               on, args);
 }
 
 void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
@@ -37,10 +37,9 @@ void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments(a, sizes, out);
   args.b[0] = b.data_ptr();
-  const cudaStream_t stream = current_stream(a);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
-    if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(args, stream);
-    else launch<T, NMajorColumns<T>, Epilogue::kStore>(args, stream);
+    if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(args, a);
+    else launch<T, NMajorColumns<T>, Epilogue::kStore>(args, a);
   });
 }
 
@@ -53,10 +52,9 @@ void few_rows_up(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Ten
   args.b[0] = w1.data_ptr(), args.b[1] = pointer(v1);
   args.activation = static_cast<int>(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
-  const cudaStream_t stream = current_stream(x);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
-    if (v1) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(args, stream);
-    else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(args, stream);
+    if (v1) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(args, x);
+    else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(args, x);
   });
 }
 

@@ -16,6 +16,7 @@
 #include <algorithm>
 
 #include "../activation_formulas.cuh"
+#include "../early_launch.cuh"
 #include "../group_sizes.cuh"
 #include "ptx.cuh"
 
@@ -44,38 +45,33 @@ struct Arguments {
 
 struct Group { int number, first_row, rows; };
 
-// Group `index` of those that have rows; its number is -1 where there are not so many. All lanes of a warp call it together.
+// Group `index` of those that have rows; without rows where there are not so many. All lanes of a warp call it together.
 __device__ __forceinline__ Group find_group(const Arguments& args, int index) {
   constexpr int kAtOnce = 4;  // loads in flight
   const int lane = threadIdx.x % 32;
-  int next_row = 0, passed = 0;
+  int64_t rows_before = 0;  // in this lane's groups
   for (int base = 0; base < args.groups; base += 32 * kAtOnce) {
     int sizes[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) sizes[i] = size_of_group(args, base + 32 * i + lane);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      int end = sizes[i];
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(kFullWarp, end, step);
-        if (lane >= step) end = add_rows(args, end, below);
+      const unsigned with_rows = __ballot_sync(kFullWarp, sizes[i] > 0);
+      if (index < __popc(with_rows)) {
+        const bool is_it = sizes[i] > 0 && __popc(with_rows & ((1u << lane) - 1)) == index;
+        const int owner = __ffs(__ballot_sync(kFullWarp, is_it)) - 1;
+        if (lane < owner) rows_before += sizes[i];
+        const int64_t high = __reduce_add_sync(kFullWarp, static_cast<unsigned>(rows_before >> 16));
+        const int64_t low = __reduce_add_sync(kFullWarp, static_cast<unsigned>(rows_before & 0xffff));
+        const int first_row = static_cast<int>(min((high << 16) + low, static_cast<int64_t>(args.rows)));
+        const int size = __shfl_sync(kFullWarp, sizes[i], owner);
+        return {base + 32 * i + owner, first_row, min(size, args.rows - first_row)};
       }
-      end = add_rows(args, end, next_row);
-      const int before = __shfl_up_sync(kFullWarp, end, 1), first = lane == 0 ? next_row : before;
-      const unsigned with_rows = __ballot_sync(kFullWarp, end > first);
-      const unsigned is_it =
-          __ballot_sync(kFullWarp, end > first && passed + __popc(with_rows & ((1u << lane) - 1)) == index);
-      if (is_it) {
-        const int owner = __ffs(is_it) - 1;
-        const int first_row = __shfl_sync(kFullWarp, first, owner);
-        return {base + 32 * i + owner, first_row, static_cast<int>(__shfl_sync(kFullWarp, end, owner)) - first_row};
-      }
-      passed += __popc(with_rows);
-      next_row = __shfl_sync(kFullWarp, end, 31);
+      index -= __popc(with_rows);
+      rows_before += sizes[i];
     }
   }
-  return {-1, 0, 0};
+  return {};
 }
 
 // Row `row` of x, or null where there is none or it is zeros.
@@ -246,6 +242,8 @@ __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultipr
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& sums = *reinterpret_cast<SumsOf<Columns>*>(shared_bytes);
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int tiles_n = ceil_div(args.size_n, Columns::kTileN), n = blockIdx.x % tiles_n * Columns::kTileN;
   const Group group = find_group(args, blockIdx.x / tiles_n);
   for (int row = 0; row < group.rows; row += kRows) {

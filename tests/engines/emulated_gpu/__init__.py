@@ -21,7 +21,7 @@ from gbmoe import extension
 _HERE = Path(__file__).parent
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _STAND_INS = {"common.cuh": "common.cuh", "emulated_gpu.h": "emulated_gpu.h", "approximations.cuh": "approximations.cuh",
-              "ptx.cuh": "tensor_core/ptx.cuh"}
+              "early_launch.cuh": "early_launch.cuh", "ptx.cuh": "tensor_core/ptx.cuh"}
 
 
 def _schemas() -> dict[str, str]:

@@ -212,6 +212,12 @@ inline uint32_t __shfl_up_sync(unsigned, uint32_t word, int by) {
   return shuffle(word, lane < by ? lane : lane - by);
 }
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t word, int mask) { return shuffle(word, emulated_gpu::thread % 32 ^ mask); }
+inline unsigned __reduce_add_sync(unsigned, uint32_t value) {
+  const auto values = emulated_gpu::exchange(&value, 1);
+  unsigned sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += values[lane][0];
+  return sum;
+}
 inline unsigned __ballot_sync(unsigned, bool vote) {
   const uint32_t own = vote;
   const auto votes = emulated_gpu::exchange(&own, 1);

@@ -1,0 +1,58 @@
+// Kernels that begin while the kernel before them ends: programmatic dependent launches (CUDA C++ Programming Guide), from compute
+// capability 9.0 on. Between the kernels of a layer of a few tokens that saves a microsecond each; large layers get slower by it
+// (docs/notes/hopper-programmatic-launch.md).
+//
+// A kernel that is launched early calls wait_for_kernel_before() ahead of its first access to memory, writes among them. So it has ended
+// only when all kernels before it have, and any kernel may follow it.
+
+#pragma once
+
+#include "common.cuh"
+
+namespace gbmoe {
+
+// Until the kernels before this one have ended and what they wrote can be read. Returns at once where the launch was no early one.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the kernel behind this one begin as soon as all CTAs have called this or ended, if it is launched early.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A layer of at most so many tokens is made of kernels that are launched early.
+constexpr int64_t kFewTokens = 64;
+
+// Whether the code of a kernel that this device runs waits: it does if it was compiled for 9.0 or later. What was compiled for an earlier
+// one, and is translated by the driver for this device, does not.
+template <typename Kernel> bool waits_for_kernel_before(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  return attributes.ptxVersion >= 90;
+}
+
+// Launches a kernel that calls wait_for_kernel_before() on the device of `on`; `early` where it may begin before the kernel before it has
+// ended.
+template <typename... Parameters, typename... Arguments>
+void launch_early(bool early, void (*kernel)(Parameters...), unsigned ctas, int threads, size_t shared_bytes, const Tensor& on,
+                  const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = current_stream(on);
+  // Asked for once for all kernels with these parameters, because the files of the extension are compiled for the same devices.
+  const bool waits = early && once_per_device(on.get_device_index(), [=](int) { return waits_for_kernel_before(kernel) ? 2 : 1; }) == 2;
+  config.attrs = &attribute;
+  config.numAttrs = waits ? 1 : 0;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+}  // namespace gbmoe
