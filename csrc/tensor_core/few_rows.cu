@@ -9,12 +9,28 @@ namespace {
 
 using namespace few_rows;
 
+template <typename Columns> int64_t ctas_of(const Arguments& args) {
+  return ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+}
+
 template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, const Tensor& on) {
-  const int64_t ctas = ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+  const int64_t ctas = ctas_of<Columns>(args);
   STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   if (ctas == 0) return;
   launch_early(true, few_rows_kernel<T, Columns, kEpilogue>, static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>),
                on, args);
+}
+
+// CTAs of few warps, of which one ends while others load; of twice as many where there are not more than can run at once, so that these
+// have enough loads in flight.
+template <typename T, typename Few, typename Many, Epilogue kEpilogue> void launch_fitting(const Arguments& args, const Tensor& on) {
+  static_assert(Few::kTileN == Many::kTileN);
+  const int64_t at_once = int64_t{Many::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
+  if (ctas_of<Many>(args) <= at_once) launch<T, Many, kEpilogue>(args, on);
+  else launch<T, Few, kEpilogue>(args, on);
+}
+template <typename T, bool kGlu, Epilogue kEpilogue> void launch_k_major(const Arguments& args, const Tensor& on) {
+  launch_fitting<T, KMajorColumns<T, kGlu, 2>, KMajorColumns<T, kGlu, 4>, kEpilogue>(args, on);
 }
 
 void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
@@ -38,8 +54,8 @@ void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor out) {
   Arguments args = arguments(a, sizes, out);
   args.b[0] = b.data_ptr();
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
-    if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(args, a);
-    else launch<T, NMajorColumns<T>, Epilogue::kStore>(args, a);
+    if (trans_b) launch_k_major<T, false, Epilogue::kStore>(args, a);
+    else launch_fitting<T, NMajorColumns<T, 4>, NMajorColumns<T, 8>, Epilogue::kStore>(args, a);
   });
 }
 
@@ -53,8 +69,8 @@ void few_rows_up(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Ten
   args.activation = static_cast<int>(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
-    if (v1) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(args, x);
-    else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(args, x);
+    if (v1) launch_k_major<T, true, Epilogue::kGlu>(args, x);
+    else launch_k_major<T, false, Epilogue::kActivation>(args, x);
   });
 }
 

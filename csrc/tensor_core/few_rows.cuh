@@ -92,8 +92,8 @@ __device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
 
 // The columns of a warp where b is contiguous along K: two blocks of 8, of which a lane has column g each, and of a step's terms those
 // from 8 q to 8 q + 7. In a GLU one block is w1's and one v1's.
-template <typename T, bool kGlu> struct KMajorColumns {
-  static constexpr int kWarps = 4, kCtasPerMultiprocessor = 6;
+template <typename T, bool kGlu, int kWarps_> struct KMajorColumns {
+  static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = 24 / kWarps;
   static constexpr int kStep = 32, kVectors = 2, kAtOnce = 4;  // terms of a step, a lane's vectors of it, and steps in flight
   static constexpr int kTerms = 8;                            // of a row that a lane multiplies in a step
   static constexpr int kTileN = kGlu ? kBlock : 2 * kBlock;   // columns of one output tensor
@@ -135,8 +135,8 @@ template <typename T, bool kGlu> struct KMajorColumns {
 
 // The same where b is contiguous along N: eight blocks of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
 // from 4 q to 4 q + 3.
-template <typename T> struct NMajorColumns {
-  static constexpr int kWarps = 8, kCtasPerMultiprocessor = 2;
+template <typename T, int kWarps_> struct NMajorColumns {
+  static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = 16 / kWarps;
   static constexpr int kStep = 16, kVectors = 4, kAtOnce = 3, kTerms = 4, kTileN = 64, kSums = 64;
   using RowVector = uint2;
 
@@ -242,12 +242,12 @@ __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultipr
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& sums = *reinterpret_cast<SumsOf<Columns>*>(shared_bytes);
-  let_next_kernel_begin();
   wait_for_kernel_before();
   const int tiles_n = ceil_div(args.size_n, Columns::kTileN), n = blockIdx.x % tiles_n * Columns::kTileN;
   const Group group = find_group(args, blockIdx.x / tiles_n);
   for (int row = 0; row < group.rows; row += kRows) {
     const Columns columns = sum_steps<T, Columns>(args, group, row, n);
+    let_next_kernel_begin();  // not earlier: its CTAs would fill the first multiprocessors that have room for them
     columns.each([&](int r, int in_row, float sum) { sums.of_warp[threadIdx.x / 32][r][in_row] = sum; });
     __syncthreads();
     store<T, kEpilogue>(args, sums, group.first_row + row, group.rows - row, n);

@@ -111,8 +111,8 @@ bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulate
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (trans_b) launch<T, KMajorColumns<T, false>, Epilogue::kStore>(*args, *run);
-      else launch<T, NMajorColumns<T>, Epilogue::kStore>(*args, *run);
+      if (trans_b) launch<T, KMajorColumns<T, false, 4>, Epilogue::kStore>(*args, *run);
+      else launch<T, NMajorColumns<T, 8>, Epilogue::kStore>(*args, *run);
     }
   });
 }
@@ -121,8 +121,8 @@ bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu:
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (glu) launch<T, KMajorColumns<T, true>, Epilogue::kGlu>(*args, *run);
-      else launch<T, KMajorColumns<T, false>, Epilogue::kActivation>(*args, *run);
+      if (glu) launch<T, KMajorColumns<T, true, 2>, Epilogue::kGlu>(*args, *run);
+      else launch<T, KMajorColumns<T, false, 4>, Epilogue::kActivation>(*args, *run);
     }
   });
 }
