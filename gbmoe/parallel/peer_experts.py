@@ -127,7 +127,7 @@ def push_sums(y_PH: torch.Tensor, arrived: Arrived, weights_SK: torch.Tensor | N
 def sum_of_ranks(arrived: Arrived, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None,
                  spread: Spread) -> torch.Tensor:
     """Add up, for each token of this rank, what the ranks have pushed: their sums or, with by_slot, its slots' rows. After a barrier."""
-    pushed = arrived.regions.own["pushed"]
+    pushed, ids_TK = arrived.regions.own["pushed"], ids_TK.contiguous()
     if spread.by_slot:
         slots_TK = torch.arange(ids_TK.numel(), dtype=torch.int32, device=ids_TK.device).view(ids_TK.shape)
         slots_TK = torch.where((ids_TK >= 0) & (ids_TK < spread.experts), slots_TK, -1)

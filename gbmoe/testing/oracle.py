@@ -92,7 +92,7 @@ def experts(x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tens
 
 def best_experts(logits_TE: torch.Tensor, top_k: int) -> torch.Tensor:
     """The experts [T,K] with the top_k highest logits; among equal ones the lower expert comes first."""
-    return logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
 
 
 def route(logits_TE: torch.Tensor, chosen_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

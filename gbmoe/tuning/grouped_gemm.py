@@ -165,11 +165,15 @@ def _moved_ahead(name: str, order: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def few_rows(rows: int, groups: int) -> bool:
-    """Whether the kernels for groups of few rows compute an m-grouped GEMM: where reading the weights once is what takes time.
+    """Whether the kernels for groups of few rows compute an m-grouped GEMM of forward: where what takes time is to read the weights.
 
-    They multiply 8 rows of a group at a time, and read its weights again for the next 8.
+    They multiply 8 rows of a group at a time, and read its weights again for the next 8. A layer takes, in one CUDA graph with a cold L2
+    cache, in microseconds with wide tiles of Hopper's, low ones of tensor_core's, and these kernels: with a 16th of a row a group on
+    average (qwen3, one token) 62, 70 and 44, with a quarter 117, 122 and 100 (mixtral, one token, 247, 281 and 206), with a half 173, 175
+    and 152, with one row 241, 241 and 228 (mixtral 629, 590 and 537), with two 300, 310 and 288 (dsv3 1,202, 1,246 and 1,181). With four
+    mixtral takes 758, 712 and 706, and with eight 754, 713 and 984.
     """
-    return rows < groups
+    return rows <= 2 * groups
 
 
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
@@ -234,12 +238,11 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, batch_invaria
 def low_tiles_on_hopper(rows: int, groups: int) -> bool:
     """Whether the low tiles of the tensor_core engine compute a GEMM of forward on Hopper.
 
-    Where groups have a few rows, what takes time is to read their weights, and these tiles have more loads in flight. A layer takes, in
-    one CUDA graph with a cold L2 cache, in microseconds in wide tiles and in low ones: with one row a group mixtral 700 and 632, qwen3 256
-    and 239, dsv3 1,058 and 1,025; with two 763 and 631, 302 and 311, 1,307 and 1,166; with four mixtral 749 and 710, dsv3 1,423 and 1,431.
-    With less than one row wide tiles are faster on qwen3 (114 and 117 with a quarter) and mixtral (416 and 459 with a half).
+    Where groups have a few rows, what takes time is to read their weights, and these tiles have more loads in flight than wide ones. With
+    four rows a group a layer takes, in one CUDA graph with a cold L2 cache, 749 and 710 us in wide tiles and in low ones (mixtral), 1,423
+    and 1,431 (dsv3). For fewer than two rows there are the kernels of few_rows.
     """
-    return groups <= rows <= 4 * groups
+    return 2 * groups < rows <= 4 * groups
 
 
 # GEMMs that gather their rows: the producer's warps copy them, so CTAs cannot share rows by multicast, and no warp is free for a counter.

@@ -87,7 +87,12 @@ def test_scaled_rows_gemm(inner, columns, config):
     assert tuning.scaled_rows_gemm(inner, columns) == config
 
 
-@pytest.mark.parametrize("rows, groups, low", [(127, 128, False), (128, 128, True), (512, 128, True), (513, 128, False), (1, 1, True)])
+@pytest.mark.parametrize("rows, groups, few", [(8, 128, True), (256, 128, True), (257, 128, False), (2, 1, True), (3, 1, False)])
+def test_few_rows(rows, groups, few):
+    assert tuning.few_rows(rows, groups) == few
+
+
+@pytest.mark.parametrize("rows, groups, low", [(256, 128, False), (257, 128, True), (512, 128, True), (513, 128, False), (2, 1, False)])
 def test_low_tiles_on_hopper(rows, groups, low):
     assert tuning.low_tiles_on_hopper(rows, groups) == low
 
