@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the whole test suite in the same environment as quickstart.sh, which it makes if it is missing. Arguments go to pytest.
-# Tests are distributed to as many processes as there are cores; -n 0 runs them in one, which a debugger needs.
+# Tests are distributed to as many processes as there are cores, and as a GPU has memory for; -n 0 runs them in one, which a debugger needs.
 set -euo pipefail
 SECONDS_OF_ALL=900
 extras=transformers  # gbmoe/compat/ is tested with the real packages
@@ -9,9 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 say "installing MegaBlocks"
 "$root/scripts/install_megablocks.sh" "$python"
 
-# One process for each core, with one thread each, but at most ten, because one GPU's memory is enough for no more.
-processes=$(nproc)
-((processes <= 10)) || processes=10
+processes=$("$python" "$root/scripts/test_processes.py")  # with one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if (($#)); then
   say "tests: pytest $*"

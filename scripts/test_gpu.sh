@@ -2,7 +2,7 @@
 # Runs the tests that need a GPU, for those who change a kernel.
 #
 #   scripts/test_gpu.sh [PART...]     all parts in this order, or those that are named:
-#     tests      tests marked `gpu`, in as many processes as there are cores, ten at most
+#     tests      tests marked `gpu`, in as many processes as test_processes.py says
 #     two-gpus   tests in which each rank has a GPU; left out, with a message, where there is one GPU
 #     large      tests that need most of an H200's memory, one by one
 #     memcheck   tests marked `memcheck`, under compute-sanitizer
@@ -14,8 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} GBMOE_TEST_REQUIRE_CUDA=1 GBMOE_REQUIRE_EXTENSION=1
 
-processes=$(nproc)
-((processes <= 10)) || processes=10
+processes=$("$python" scripts/test_processes.py)
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 # Tests that start a process for each GPU, or use several; nothing else may run beside them.
 on_two_gpus=(tests/test_fsdp.py tests/parallel)

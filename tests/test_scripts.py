@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 # Takes every step of the setup for done; as the training or the tests it notes that it runs and with which arguments, and waits.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
+  *test_processes.py) echo 2 ;;
   *train_lm.py* | "-m pytest"*)
     trap 'echo terminated >"{folder}/ended"; exit 143' TERM
     printf '%s\\n' "$@" >"{folder}/arguments"
@@ -65,3 +67,9 @@ def test_cdpath_does_not_lead_to_another_checkout(environment, tmp_path):
     command = ["bash", "-c", 'source scripts/setup_env.sh >/dev/null; printf %s "$root"']
     done = subprocess.run(command, cwd=root, env={**environment, "CDPATH": str(elsewhere)}, capture_output=True, text=True)
     assert done.stdout == str(root), done.stderr
+
+
+@pytest.mark.parametrize("cores, gpu_gib, expected", [(2, None, 2), (64, None, 64), (16, 139, 10), (16, 79, 6), (4, 79, 4), (16, 8, 1)])
+def test_processes_of_tests_are_as_many_as_a_gpu_has_memory_for(cores, gpu_gib, expected):
+    processes = runpy.run_path(str(SCRIPTS / "test_processes.py"))["processes"]
+    assert processes(cores, None if gpu_gib is None else gpu_gib << 30) == expected

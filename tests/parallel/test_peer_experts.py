@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp
 from gbmoe.parallel import Spread, check_overflow, cost_model, peer_experts, peer_memory
+from gbmoe.parallel.peer_experts import sum_of_ranks
 
 WORLD = 2
 CASES = {}
@@ -305,3 +307,18 @@ def results(tmp_path_factory):
 def test_ranks_that_map_memory(results, name):
     failures = {rank: results.get((rank, name), "did not end") for rank in range(WORLD) if results.get((rank, name), "did not end")}
     assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())
+
+
+@pytest.mark.gpu
+def test_ids_with_a_stride_were_read_as_those_of_other_tokens():
+    """Ids whose rows do not lie one behind the other: the sum over ranks is that of the same ids, copied."""
+    tokens, top_k, hidden = 6, 2, 64
+    spread = Spread(group=None, experts=4, experts_per_rank=2, first_expert=0, shards=1)
+    pushed_WCH = torch.randn(2, tokens, hidden, device="cuda")
+    pushed = SimpleNamespace(regions=SimpleNamespace(own={"pushed": pushed_WCH}))
+    wide = torch.tensor([[0, 1, 3, 3], [2, 3, 0, 0], [0, 2, 1, 1], [1, 1, 2, 2], [3, 3, 0, 1], [2, 0, 3, 3]], device="cuda")
+    ids_TK = wide[:, :top_k]
+    of_rank = [(ids_TK // 2 == rank).any(1, keepdim=True) for rank in range(2)]
+    expected = sum(torch.where(there, part, 0.0) for there, part in zip(of_rank, pushed_WCH))
+    assert not ids_TK.is_contiguous()
+    assert torch.equal(sum_of_ranks(pushed, torch.empty(tokens, hidden, device="cuda"), ids_TK, None, spread), expected)

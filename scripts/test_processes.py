@@ -1,0 +1,21 @@
+"""Prints in how many processes the tests run: one for each core, and on a GPU no more than its memory is enough for.
+
+A process of tests keeps up to 13 GiB of the first GPU's memory. With ten on an 80 GB card tests of all kinds find none left.
+"""
+
+import os
+
+import torch
+
+GIB_OF_A_PROCESS = 13
+
+
+def processes(cores: int, gpu_bytes: int | None) -> int:
+    """For this many cores, and a GPU with this much memory or none."""
+    room = cores if gpu_bytes is None else gpu_bytes // (GIB_OF_A_PROCESS << 30)
+    return max(1, min(cores, room))
+
+
+if __name__ == "__main__":
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    print(processes(len(os.sched_getaffinity(0)), memory))
