@@ -2,8 +2,9 @@
 // capability 9.0 on. Between the kernels of a layer of a few tokens that saves a microsecond each; large layers get slower by it
 // (docs/notes/hopper-programmatic-launch.md).
 //
-// A kernel that is launched early calls wait_for_kernel_before() ahead of its first access to memory, writes among them. So it has ended
-// only when all kernels before it have, and any kernel may follow it.
+// A kernel that is launched early calls wait_for_kernel_before() in all threads ahead of their first access to global memory, reads through
+// the read-only cache and writes among them, and only then lets the next one begin. So a kernel begins when all but the one before it have
+// ended, and ends when that has.
 
 #pragma once
 
@@ -24,7 +25,8 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// A layer of at most so many tokens is made of kernels that are launched early.
+// The router and the scatter are launched early for at most so many tokens; the plan where one CTA makes it, GEMMs of groups of few rows
+// always.
 constexpr int64_t kFewTokens = 64;
 
 // Whether the code of a kernel that this device runs waits: it does if it was compiled for 9.0 or later. What was compiled for an earlier
@@ -38,8 +40,9 @@ template <typename Kernel> bool waits_for_kernel_before(Kernel kernel) {
 // Launches a kernel that calls wait_for_kernel_before() on the device of `on`; `early` where it may begin before the kernel before it has
 // ended.
 template <typename... Parameters, typename... Arguments>
-void launch_early(bool early, void (*kernel)(Parameters...), unsigned ctas, int threads, size_t shared_bytes, const Tensor& on,
-                  const Arguments&... arguments) {
+void launch_early(
+    bool early, void (*kernel)(Parameters...), unsigned ctas, int threads, size_t shared_bytes, const Tensor& on,
+    const Arguments&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -49,7 +52,8 @@ void launch_early(bool early, void (*kernel)(Parameters...), unsigned ctas, int 
   config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(on);
   // Asked for once for all kernels with these parameters, because the files of the extension are compiled for the same devices.
-  const bool waits = early && once_per_device(on.get_device_index(), [=](int) { return waits_for_kernel_before(kernel) ? 2 : 1; }) == 2;
+  const bool waits =
+      early && once_per_device(on.get_device_index(), [=](int) { return waits_for_kernel_before(kernel) ? 2 : 1; }) == 2;
   config.attrs = &attribute;
   config.numAttrs = waits ? 1 : 0;
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));

@@ -85,6 +85,11 @@ inline int few_threads(int64_t vectors) {
   return threads;
 }
 
+// A thread for each vector, as far as a CTA has them: for a few tokens, where latency is what takes time.
+inline int many_threads(int64_t vectors) {
+  return static_cast<int>(std::clamp<int64_t>(ceil_div(vectors, 32) * 32, 32, kThreads));
+}
+
 // rows: the length of the padded matrix that the slots' rows are read from or written to.
 inline Slots make_slots(const Tensor& row_of_slot, const std::optional<Tensor>& columns, const std::optional<Tensor>& counts,
                         int64_t rows, std::initializer_list<const std::optional<Tensor>*> scalar_tensors) {

@@ -30,13 +30,13 @@ void padded_scatter(
   GBMOE_DISPATCH_FLOATING(y.scalar_type(), "padded_scatter", {
     const bool fits = fits_16_bytes(hidden * sizeof(T), {&y, &out});
     GBMOE_DISPATCH_VECTOR_AND_SLOTS(fits, slots.most, {
-      // Of a few tokens each has all the threads that it can use: latency is what takes time.
       const bool few = out.size(0) <= kFewTokens;
-      const int threads = few ? static_cast<int>(std::clamp<int64_t>(ceil_div(hidden / N, 32) * 32, 32, kThreads)) : few_threads(hidden / N);
+      const int threads = few ? many_threads(hidden / N) : few_threads(hidden / N);
       const LaunchShape shape = make_launch_shape(out.size(0), slots.most, 0, hidden / N, threads, false);
       const auto kernel = slots.most > S ? scatter_kernel<T, N, S, kMayTakeSeveralPasses<N, S>> : scatter_kernel<T, N, S, false>;
-      launch_early(few, kernel, shape.ctas, shape.threads, 0, y, data<Vector<T, N>>(y), slots, scalars(weights),
-                   data<Vector<T, N>>(out), shape);
+      launch_early(
+          few, kernel, shape.ctas, shape.threads, 0, y, data<Vector<T, N>>(y), slots, scalars(weights), data<Vector<T, N>>(out),
+          shape);
     });
   });
 }

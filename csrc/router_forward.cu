@@ -45,8 +45,8 @@ void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int
       logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (shape.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", {
-    const Route<T, S> call{data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp), shape,
-                           logits};
+    const Route<T, S> call{data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp),
+                           shape,           logits};
     call.launch({lanes, numbers_per_lane, longest_vector, list_length});
   });
 }

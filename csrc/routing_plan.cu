@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slo
   __shared__ FirstRows rows;
   const int E = slots.experts, chunks = gridDim.x, here = blockIdx.x;
   int *next_WE = shared, *offsets = shared + kWarps * E, *first_row = offsets + E + 1;
-  let_next_kernel_begin();
   for (int i = threadIdx.x; i < kWarps * E; i += kThreads) next_WE[i] = 0;
   wait_for_kernel_before();
+  let_next_kernel_begin();
   if (counts_CE) {
     rows.sum_counts(counts_CE, E);
   } else {

@@ -31,7 +31,8 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait() {
 __device__ __forceinline__ uint4 load_once_16(const void* from) {
   uint4 value;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from));
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(from));
   return value;
 }
 

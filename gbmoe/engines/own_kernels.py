@@ -80,7 +80,7 @@ class OwnKernels(Engine):
 
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #
-# csrc/tensor_core/few_rows.cu, from compute capability 8.0 on. Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on
+# csrc/few_rows.cu, from compute capability 8.0 on. Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on
 # one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
 
 
@@ -96,11 +96,12 @@ def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | No
         rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
     else:
         rows, slot_of_row_P, top_k = x.tokens_TH, x.slots.slot_of_row_P, x.slots.top_k
-    a_PF = w1_EFH.new_empty(x.num_rows, w1_EFH.size(1))
+    a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     v1_EFH = None if v1_EFH is None else aligned(v1_EFH)
     torch.ops.gbmoe_cuda.few_rows_up(
         aligned(rows), slot_of_row_P, top_k, aligned(w1_EFH), v1_EFH, device_sizes(sizes, rows.device),
         plain_torch.ACTIVATION_INDEX[activation], a_PF, h_PF, g_PF)
+    x.forget()
     return a_PF, h_PF, g_PF

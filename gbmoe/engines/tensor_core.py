@@ -16,7 +16,7 @@ from gbmoe.tuning import grouped_gemm as tuning
 
 
 class TensorCore(OwnKernels):
-    """One persistent kernel for each grouped GEMM, without a host wait; the first GEMM of an expert computes the activation too."""
+    """One kernel for each grouped GEMM, without a host wait; the first GEMM of an expert computes the activation too."""
 
     name = "tensor_core"
 

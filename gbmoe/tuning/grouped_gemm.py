@@ -165,7 +165,7 @@ def _moved_ahead(name: str, order: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def few_rows(rows: int, groups: int) -> bool:
-    """Whether the kernels for groups of few rows compute an m-grouped GEMM of forward: where what takes time is to read the weights.
+    """Whether the kernels for groups of few rows compute an m-grouped GEMM: where what takes time is to read the weights.
 
     They multiply 8 rows of a group at a time, and read its weights again for the next 8. A layer takes, in one CUDA graph with a cold L2
     cache, in microseconds with wide tiles of Hopper's, low ones of tensor_core's, and these kernels: with a 16th of a row a group on
@@ -240,7 +240,7 @@ def low_tiles_on_hopper(rows: int, groups: int) -> bool:
 
     Where groups have a few rows, what takes time is to read their weights, and these tiles have more loads in flight than wide ones. With
     four rows a group a layer takes, in one CUDA graph with a cold L2 cache, 749 and 710 us in wide tiles and in low ones (mixtral), 1,423
-    and 1,431 (dsv3). For fewer than two rows there are the kernels of few_rows.
+    and 1,431 (dsv3). For at most two rows there are the kernels of few_rows.
     """
     return 2 * groups < rows <= 4 * groups
 

@@ -12,9 +12,8 @@ from gbmoe.kernels import plain_torch
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
-from gbmoe.tuning import grouped_gemm as tuning
 from tests.conftest import assert_as_accurate_as, dtype_id
-from tests.engines.test_tensor_core import device, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
+from tests.engines.test_tensor_core import device, drawn, kernels, poisoned  # noqa: F401  (fixtures)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [5], [0, 0]], "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}
@@ -93,16 +92,22 @@ def test_up_reads_rows_from_their_tokens(device, dtype):  # noqa: F811
         assert torch.equal(from_tokens[:in_use], from_rows[:in_use]) and bool((from_tokens[:in_use][~taken[:in_use]] == 0).all())
 
 
-def test_rows_keep_nan_in_its_row(device):  # noqa: F811
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_nan_stays_in_its_row_and_in_its_column(device, trans_b):  # noqa: F811
+    """Also in the last terms of a sum and the last columns, which are loaded together with others that do not exist."""
     sizes = SIZES[device.type][0]
     draw, on_device = functools.partial(drawn, dtype=torch.bfloat16, device=device, seed=1), torch.tensor(sizes, device=device)
     a, b = draw(sum(sizes), 72), draw(len(sizes), 72, 136)
     clean, out = (poisoned(sum(sizes), 136, dtype=a.dtype, device=device) for _ in range(2))
-    own_kernels.few_rows_gemm(a, b, on_device, False, clean)
-    hit = torch.zeros(sum(sizes), dtype=torch.bool, device=device)
+    product = functools.partial(own_kernels.few_rows_gemm, sizes=on_device, trans_b=trans_b)
+    product(a, b.transpose(1, 2).contiguous() if trans_b else b, out=clean)
+    hit = torch.zeros_like(out, dtype=torch.bool)
     hit[[0, 4, sum(sizes) - 1]] = True
-    a[hit] = float("nan")
-    own_kernels.few_rows_gemm(a, b, on_device, False, out)
+    a[hit[:, 0]] = float("nan")
+    for term, column in ((71, 135), (0, 0), (40, 64)):
+        b[:, term, column] = float("nan")
+        hit[:, column] = True
+    product(a, b.transpose(1, 2).contiguous() if trans_b else b, out=out)
     assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
 
 
@@ -115,24 +120,38 @@ def test_sizes_beyond_the_rows_stay_inside_of_every_tensor(device, sizes):  # no
         guarded = torch.full((rows + 64, 136), 7.0, dtype=a.dtype, device=device)
         own_kernels.few_rows_gemm(a, b.view(-1, 136, 72) if trans_b else b, sizes, trans_b, guarded[:rows])
         assert bool((guarded[rows:] == 7).all())
+    own_kernels.few_rows_up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a), b.view(-1, 136, 72), None, sizes, "silu", True)
+
+
+@pytest.mark.memcheck
+def test_slots_that_name_no_token_are_rows_of_zeros(device):  # noqa: F811
+    slot_of_row_P = torch.tensor([-2**31, 2**31 - 1, 12, 11, -1, 0], dtype=torch.int32, device=device)  # of six tokens with two slots each
+    draw = functools.partial(drawn, dtype=torch.bfloat16, device=device, seed=1)
+    x, w1 = draw(6, 72), draw(2, 40, 72)
+    slots = SlotMap(row_of_slot_TK=torch.full((6, 2), -1, dtype=torch.int32, device=device), slot_of_row_P=slot_of_row_P)
+    a, h, _ = own_kernels.few_rows_up(GatheredRows(x, slots), w1, None, torch.tensor([4, 2], device=device), "identity", True)
+    exist = torch.tensor([3, 5], device=device)
+    assert torch.equal(a, h) and bool((h[[0, 1, 2, 4]] == 0).all()) and bool((h[exist] != 0).any(1).all())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
-def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
-    """The bits of a few rows are those of these kernels, and never where a batch's size must not matter."""
-    device = torch.device("cuda")  # noqa: F811
-    if E[engine].unavailable(device):
-        pytest.skip(E[engine].unavailable(device))
+@pytest.mark.parametrize("engine, taken", [("hopper", True), ("tensor_core", True), ("hopper_batch_invariant", False)])
+def test_engines_take_these_kernels_for_few_rows_alone(engine, taken, monkeypatch):
+    """And never where the number of rows must not matter."""
+    if E[engine].unavailable(torch.device("cuda")):
+        pytest.skip(E[engine].unavailable(torch.device("cuda")))
     calls = []
-    monkeypatch.setattr(f"gbmoe.engines.{engine}.few_rows_gemm", lambda *args: calls.append(args))
-    for rows, groups in ((1, 1), (16, 1), (40, 20), (41, 20), (300, 4)):
-        a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, 64), (groups, 64, 128)))
-        sizes = torch.tensor([rows] + [0] * (groups - 1), device=device)
+
+    def recorded(call):
+        return lambda *args: (calls.append(call), call(*args))[1]
+
+    for module in ("hopper", "tensor_core"):
+        for name in ("few_rows_gemm", "few_rows_up"):
+            monkeypatch.setattr(f"gbmoe.engines.{module}.{name}", recorded(getattr(own_kernels, name)))
+    for rows, groups, few in ((1, 1, True), (3, 1, False), (40, 20, True), (41, 20, False), (300, 4, False)):
+        a, b = (drawn(*shape, dtype=torch.bfloat16, device=torch.device("cuda"), seed=1) for shape in ((rows, 64), (groups, 128, 64)))
+        sizes = torch.tensor([rows] + [0] * (groups - 1), device="cuda")
         calls.clear()
-        E[engine].product(a, b, sizes)
-        assert len(calls) == tuning.few_rows(rows, groups)
-        calls.clear()
-        if E["hopper_batch_invariant"].unavailable(device) is None:
-            E["hopper_batch_invariant"].product(a, b, sizes)
-        assert calls == []
+        E[engine].product(a, b, sizes, trans_b=True)
+        E[engine].up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a), b, None, sizes, "silu", False)
+        assert len(calls) == (2 if few and taken else 0)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 # (tokens, experts, top_k, hidden): odd hidden sizes take the path of single elements.
 SHAPES = [(64, 8, 2, 64), (33, 5, 3, 7), (1, 1, 1, 8), (0, 4, 2, 16), (200, 4, 1, 129), (40, 16, 8, 256), (17, 40, 33, 24), (9, 3, 2, 2056),
-          (7, 16, 8, 7168), (9, 5, 3, 6144), (5, 12, 10, 10248)]
+          (7, 16, 8, 7168), (9, 5, 3, 6144), (5, 12, 10, 10248), (65, 16, 8, 7168), (80, 5, 3, 6144), (64, 5, 3, 768)]
 
 
 def make_plan(tokens, experts, top_k, device, align=1, drop=True, skew=1.0):

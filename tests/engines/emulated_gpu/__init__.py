@@ -58,7 +58,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     """Compile the kernels with their stand-ins in `folder`, and load them."""
     source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
     shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-    for name in ("group_sizes.cuh", "activation_formulas.cuh"):
+    for name in ("few_rows.cuh", "group_sizes.cuh", "activation_formulas.cuh"):
         shutil.copy(extension.source_folder() / name, source / name)
     for name, place in _STAND_INS.items():
         shutil.copy(_HERE / name, source / place)

@@ -61,7 +61,7 @@ struct Warp {
   uint32_t words[2][32][kMostWords];
 };
 
-// How a kernel is launched. cp.async may read the `ranges` of global memory alone.
+// How a kernel is launched. cp.async and loads of 16 bytes may read the `ranges` of global memory alone.
 struct Run {
   int ctas, late_copies, large_memory;
   unsigned seed;
@@ -115,15 +115,19 @@ template <typename T> auto exchange(const T* mine, int words) -> const T (*)[kMo
   return reinterpret_cast<const T(*)[kMostWords]>(warp.words[before & 1]);
 }
 
+// Fails unless the 16 bytes lie in one of the ranges, at a multiple of 16.
+inline void check_read(const void* from) {
+  const auto begin = reinterpret_cast<uintptr_t>(from);
+  if (begin % 16) fail("a read of 16 bytes from an address that is not aligned");
+  bool readable = false;
+  for (int i = 0; i < run.ranges; ++i) readable = readable || (begin >= run.begin[i] && begin + 16 <= run.end[i]);
+  if (!readable) fail("reads outside of the operands");
+}
+
 inline void write(const Copy& copy) {
-  if (copy.to % 16 || (copy.exists && reinterpret_cast<uintptr_t>(copy.from) % 16)) fail("cp.async: addresses that are not aligned");
+  if (copy.to % 16) fail("cp.async: addresses that are not aligned");
   if (copy.to + 16 > kSharedBytes) fail("cp.async: beyond the shared memory");
-  bool readable = !copy.exists;
-  for (int i = 0; i < run.ranges; ++i) {
-    const auto from = reinterpret_cast<uintptr_t>(copy.from);
-    readable = readable || (from >= run.begin[i] && from + 16 <= run.end[i]);
-  }
-  if (!readable) fail("cp.async: reads outside of the operands");
+  if (copy.exists) check_read(copy.from);
   if (copy.exists) std::memcpy(shared_memory + copy.to, copy.from, 16);
   else std::memset(shared_memory + copy.to, 0, 16);
 }

@@ -1,6 +1,6 @@
 // The instances of the kernels in csrc/tensor_core/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
 
-#include "csrc/tensor_core/few_rows.cuh"
+#include "csrc/few_rows.cuh"
 #include "csrc/tensor_core/grouped_gemm.cuh"
 
 namespace gbmoe::tensor_core {
@@ -97,10 +97,19 @@ thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];
 
 namespace {
 
-template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, emulated_gpu::Run run) {
+template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, emulated_gpu::Run run) {
   static_assert(sizeof(SumsOf<Columns>) <= emulated_gpu::kSharedBytes);
   run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows);
   emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue>(args); });
+}
+// With as many warps as for many CTAs, or for few.
+template <typename T, bool kGlu, EpilogueKind kEpilogue> void launch_k_major(const Arguments& args, const emulated_gpu::Run& run) {
+  if (run.large_memory) launch<T, KMajorColumns<T, kGlu, 4>, kEpilogue>(args, run);
+  else launch<T, KMajorColumns<T, kGlu, 2>, kEpilogue>(args, run);
+}
+template <typename T> void launch_n_major(const Arguments& args, const emulated_gpu::Run& run) {
+  if (run.large_memory) launch<T, NMajorColumns<T, 8>, EpilogueKind::kStore>(args, run);
+  else launch<T, NMajorColumns<T, 4>, EpilogueKind::kStore>(args, run);
 }
 
 }  // namespace
@@ -111,8 +120,8 @@ bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulate
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (trans_b) launch<T, KMajorColumns<T, false, 4>, Epilogue::kStore>(*args, *run);
-      else launch<T, NMajorColumns<T, 8>, Epilogue::kStore>(*args, *run);
+      if (trans_b) launch_k_major<T, false, EpilogueKind::kStore>(*args, *run);
+      else launch_n_major<T>(*args, *run);
     }
   });
 }
@@ -121,8 +130,8 @@ bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu:
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (glu) launch<T, KMajorColumns<T, true, 2>, Epilogue::kGlu>(*args, *run);
-      else launch<T, KMajorColumns<T, false, 4>, Epilogue::kActivation>(*args, *run);
+      if (glu) launch_k_major<T, true, EpilogueKind::kGlu>(*args, *run);
+      else launch_k_major<T, false, EpilogueKind::kActivation>(*args, *run);
     }
   });
 }

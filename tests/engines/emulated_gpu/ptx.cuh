@@ -27,7 +27,10 @@ template <int kPending> void cp_async_wait() {
 }
 
 inline int load_in_place(const int* from) { return *from; }
-inline uint4 load_once_16(const void* from) { return *static_cast<const uint4*>(from); }
+inline uint4 load_once_16(const void* from) {
+  emulated_gpu::check_read(from);
+  return *static_cast<const uint4*>(from);
+}
 
 template <typename T> T at(uint64_t address) {
   T value;

@@ -1,9 +1,9 @@
 // m-grouped GEMMs whose groups have few rows: what takes time is to read each group's weights once, as when a few tokens are generated.
 //
 // A CTA computes the columns of one tile for all rows of one group, and its warps divide the sum over K among them. A lane loads the 16
-// bytes of a weight that it will multiply into registers of its own, some steps ahead: no warp waits for another one before the sums are
-// complete. Then these are added up, in a fixed order. So what a row gets does not depend on other rows. CTAs are small, and several run
-// on a multiprocessor: while one finds its group, or adds up, the others' loads keep the memory busy.
+// bytes of a weight that it will multiply into registers of its own: no warp waits for another one before the sums are
+// complete. Then these are added up, in a fixed order; how many warps there are depends on the number of rows and groups. CTAs are small,
+// and several run on a multiprocessor: while one finds its group, or adds up, the others' loads keep the memory busy.
 //
 // In a sum the order of K is free as long as both operands have the same. So the 16 terms of an mma.sync are those that lie side by
 // side in a lane's vectors, not those that its fragments are drawn with.
@@ -15,32 +15,33 @@
 
 #include <algorithm>
 
-#include "../activation_formulas.cuh"
-#include "../early_launch.cuh"
-#include "../group_sizes.cuh"
-#include "ptx.cuh"
+#include "activation_formulas.cuh"
+#include "early_launch.cuh"
+#include "group_sizes.cuh"
+#include "tensor_core/ptx.cuh"
+#include "tensor_core/traits.cuh"
 
 namespace gbmoe::few_rows {
 
 using tensor_core::mma;
 
-constexpr int kRows = 8;    // of an mma.sync; a group with more is walked so many at a time
-constexpr int kBlock = 8;   // columns, half of an mma.sync's
+constexpr int kRows = 8;  // of an mma.sync; a group with more is walked so many at a time
+constexpr int kColumns = 8;  // of an mma.sync
 
-enum class Epilogue { kStore, kActivation, kGlu };  // as in traits.cuh
+using tensor_core::EpilogueKind;
 
 struct Arguments {
-  const void* sizes;        // [E], rows of each group
-  bool sizes_are_int64;     // else int32
+  const void* sizes;  // [E], rows of each group
+  bool sizes_are_int64;  // else int32
   int groups;
-  int rows;                 // P: no group reaches beyond it, whatever its size says
-  const void* x;            // [P,K], or the tokens [T,K] where slot_of_row is given
-  const int* slot_of_row;   // [P]: row r is token slot_of_row[r] / top_k, or zeros where that names no token
+  int rows;  // P: no group reaches beyond it, whatever its size says
+  const void* x;  // [P,K], or the tokens [T,K] where slot_of_row is given
+  const int* slot_of_row;  // [P]: row r is token slot_of_row[r] / top_k, or zeros where that names no token
   int tokens, top_k;
   int size_n, size_k;
-  const void* b[2];         // [E,N,K] or [E,K,N]; the second is v1 of a GLU
+  const void* b[2];  // [E,N,K] or [E,K,N]; the second is v1 of a GLU
   int activation;
-  void* out[3];             // [P,N]; with an activation a, h and g, of which h and g may be null
+  void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
 };
 
 struct Group { int number, first_row, rows; };
@@ -49,7 +50,7 @@ struct Group { int number, first_row, rows; };
 __device__ __forceinline__ Group find_group(const Arguments& args, int index) {
   constexpr int kAtOnce = 4;  // loads in flight
   const int lane = threadIdx.x % 32;
-  int64_t rows_before = 0;  // in this lane's groups
+  int rows_before = 0;  // in this lane's groups
   for (int base = 0; base < args.groups; base += 32 * kAtOnce) {
     int sizes[kAtOnce];
 #pragma unroll
@@ -60,15 +61,15 @@ __device__ __forceinline__ Group find_group(const Arguments& args, int index) {
       if (index < __popc(with_rows)) {
         const bool is_it = sizes[i] > 0 && __popc(with_rows & ((1u << lane) - 1)) == index;
         const int owner = __ffs(__ballot_sync(kFullWarp, is_it)) - 1;
-        if (lane < owner) rows_before += sizes[i];
-        const int64_t high = __reduce_add_sync(kFullWarp, static_cast<unsigned>(rows_before >> 16));
-        const int64_t low = __reduce_add_sync(kFullWarp, static_cast<unsigned>(rows_before & 0xffff));
-        const int first_row = static_cast<int>(min((high << 16) + low, static_cast<int64_t>(args.rows)));
+        int first_row = lane < owner ? add_rows(args, rows_before, sizes[i]) : rows_before;
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+          first_row = add_rows(args, first_row, __shfl_xor_sync(kFullWarp, first_row, step));
         const int size = __shfl_sync(kFullWarp, sizes[i], owner);
         return {base + 32 * i + owner, first_row, min(size, args.rows - first_row)};
       }
       index -= __popc(with_rows);
-      rows_before += sizes[i];
+      rows_before = add_rows(args, rows_before, sizes[i]);
     }
   }
   return {};
@@ -79,7 +80,7 @@ template <typename T> __device__ __forceinline__ const T* row_of(const Arguments
   if (row >= group.rows) return nullptr;
   int64_t at = group.first_row + row;
   if (args.slot_of_row) {
-    const int slot = tensor_core::load_in_place(args.slot_of_row + at);  // behind the loads of weights
+    const int slot = tensor_core::load_in_place(args.slot_of_row + at);  // behind those of weights
     at = slot / args.top_k;
     if (slot < 0 || at >= args.tokens) return nullptr;
   }
@@ -90,24 +91,24 @@ __device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
   return {here ? v.x : 0, here ? v.y : 0, here ? v.z : 0, here ? v.w : 0};
 }
 
-// The columns of a warp where b is contiguous along K: two blocks of 8, of which a lane has column g each, and of a step's terms those
-// from 8 q to 8 q + 7. In a GLU one block is w1's and one v1's.
+// The columns of a warp where b is contiguous along K: two runs of 8, of which a lane has column g each, and of a step's terms those
+// from 8 q to 8 q + 7. In a GLU one run is w1's and one v1's.
 template <typename T, bool kGlu, int kWarps_> struct KMajorColumns {
-  static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = 24 / kWarps;
+  static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = (kGlu ? 24 : 20) / kWarps;  // with which ptxas spills nothing
   static constexpr int kStep = 32, kVectors = 2, kAtOnce = 4;  // terms of a step, a lane's vectors of it, and steps in flight
-  static constexpr int kTerms = 8;                            // of a row that a lane multiplies in a step
-  static constexpr int kTileN = kGlu ? kBlock : 2 * kBlock;   // columns of one output tensor
-  static constexpr int kSums = 2 * kBlock;                    // of a row; in a GLU h's, then g's
+  static constexpr int kTerms = 8;  // of a row that a lane multiplies in a step
+  static constexpr int kTileN = kGlu ? kColumns : 2 * kColumns;  // columns of one output tensor
+  static constexpr int kSums = 2 * kColumns;  // of a row; in a GLU h's, then g's
   using RowVector = uint4;
 
   const T* column[2];
-  float sums[2][4] = {};  // of a block; of rows g and g + 8, the second of which is none
+  float sums[2][4] = {};  // of a run; the last two are of rows that there are none of
 
   // A column that does not exist is the first one instead, whose sums are not stored.
   __device__ __forceinline__ KMajorColumns(const Arguments& args, int group, int n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int number = n + (kGlu ? 0 : i * kBlock) + threadIdx.x % 32 / 4;
+      const int number = n + (kGlu ? 0 : i * kColumns) + threadIdx.x % 32 / 4;
       const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
       column[i] = matrix + static_cast<int64_t>(number < args.size_n ? number : 0) * args.size_k;
     }
@@ -129,22 +130,22 @@ template <typename T, bool kGlu, int kWarps_> struct KMajorColumns {
   template <typename F> __device__ __forceinline__ void each(const F& f) const {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) f(g, i / 2 * kBlock + 2 * q + i % 2, sums[i / 2][i % 2]);
+    for (int i = 0; i < 4; ++i) f(g, i / 2 * kColumns + 2 * q + i % 2, sums[i / 2][i % 2]);
   }
 };
 
-// The same where b is contiguous along N: eight blocks of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
+// The same where b is contiguous along N: eight runs of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
 // from 4 q to 4 q + 3.
 template <typename T, int kWarps_> struct NMajorColumns {
   static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = 16 / kWarps;
   static constexpr int kStep = 16, kVectors = 4, kAtOnce = 3, kTerms = 4, kTileN = 64, kSums = 64;
   using RowVector = uint2;
 
-  const T* terms;         // of the lane's columns
+  const T* terms;  // of the lane's columns
   float sums[4][4] = {};  // of columns 8 g + 2 j, then of those beside them
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
-    const int column = n + threadIdx.x % 32 / 4 * kBlock;
+    const int column = n + threadIdx.x % 32 / 4 * kColumns;
     const T* matrix = static_cast<const T*>(args.b[0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
     terms = matrix + (column < args.size_n ? column : 0);
   }
@@ -203,9 +204,10 @@ template <int kWarps, int kSums> struct Sums { float of_warp[kWarps][kRows][kSum
 template <typename Columns> using SumsOf = Sums<Columns::kWarps, Columns::kSums>;
 
 // Adds the warps' sums up and stores the results of those of the kRows rows that exist.
-template <typename T, Epilogue kEpilogue, int kWarps, int kSums>
-__device__ __forceinline__ void store(const Arguments& args, const Sums<kWarps, kSums>& sums, int64_t first_row, int rows, int n) {
-  constexpr bool kGlu = kEpilogue == Epilogue::kGlu;
+template <typename T, EpilogueKind kEpilogue, int kWarps, int kSums>
+__device__ __forceinline__ void store(
+    const Arguments& args, const Sums<kWarps, kSums>& sums, int64_t first_row, int rows, int n) {
+  constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   constexpr int kTileN = kGlu ? kSums / 2 : kSums;
   const auto rounded_sum = [&](int row, int in_row) {
     float sum = 0.0f;
@@ -219,7 +221,7 @@ __device__ __forceinline__ void store(const Arguments& args, const Sums<kWarps, 
     if (n + column >= args.size_n) continue;
     const int64_t at = (first_row + row) * args.size_n + n + column;
     const T h = rounded_sum(row, column);
-    if constexpr (kEpilogue == Epilogue::kStore) {
+    if constexpr (kEpilogue == EpilogueKind::kStore) {
       out(0)[at] = h;
     } else {
       // h and g are rounded for storage before a is computed from them.
@@ -236,8 +238,8 @@ __device__ __forceinline__ void store(const Arguments& args, const Sums<kWarps, 
   }
 }
 
-// One CTA for each tile of columns of each group that has rows; the tiles of a group come one after the other.
-template <typename T, typename Columns, Epilogue kEpilogue>
+// One CTA for each tile of columns of each group that may have rows, min(E, P) of them; the tiles of a group come one after the other.
+template <typename T, typename Columns, EpilogueKind kEpilogue>
 __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultiprocessor) few_rows_kernel(const Arguments args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -253,6 +255,8 @@ __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultipr
     store<T, kEpilogue>(args, sums, group.first_row + row, group.rows - row, n);
     __syncthreads();
   }
+#else
+  __trap();
 #endif
 }
 

@@ -1,8 +1,8 @@
 // The launches of few_rows.cuh. ops.h has the operators' arguments.
 
-#include "../early_launch.cuh"
-#include "../ops.h"
+#include "early_launch.cuh"
 #include "few_rows.cuh"
+#include "ops.h"
 
 namespace gbmoe {
 namespace {
@@ -13,29 +13,32 @@ template <typename Columns> int64_t ctas_of(const Arguments& args) {
   return ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
 }
 
-template <typename T, typename Columns, Epilogue kEpilogue> void launch(const Arguments& args, const Tensor& on) {
+template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, const Tensor& on) {
   const int64_t ctas = ctas_of<Columns>(args);
   STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   if (ctas == 0) return;
-  launch_early(true, few_rows_kernel<T, Columns, kEpilogue>, static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>),
-               on, args);
+  launch_early(
+      true, few_rows_kernel<T, Columns, kEpilogue>, static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>),
+      on, args);
 }
 
 // CTAs of few warps, of which one ends while others load; of twice as many where there are not more than can run at once, so that these
 // have enough loads in flight.
-template <typename T, typename Few, typename Many, Epilogue kEpilogue> void launch_fitting(const Arguments& args, const Tensor& on) {
+template <typename T, typename Few, typename Many, EpilogueKind kEpilogue> void launch_fitting(
+    const Arguments& args, const Tensor& on) {
   static_assert(Few::kTileN == Many::kTileN);
   const int64_t at_once = int64_t{Many::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
   if (ctas_of<Many>(args) <= at_once) launch<T, Many, kEpilogue>(args, on);
   else launch<T, Few, kEpilogue>(args, on);
 }
-template <typename T, bool kGlu, Epilogue kEpilogue> void launch_k_major(const Arguments& args, const Tensor& on) {
+template <typename T, bool kGlu, EpilogueKind kEpilogue> void launch_k_major(const Arguments& args, const Tensor& on) {
   launch_fitting<T, KMajorColumns<T, kGlu, 2>, KMajorColumns<T, kGlu, 4>, kEpilogue>(args, on);
 }
 
 void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
-Arguments arguments(const Tensor& x, const Tensor& sizes, const Tensor& out) {
+Arguments arguments(const char* name, const Tensor& x, const Tensor& sizes, const Tensor& out) {
+  STD_TORCH_CHECK(out.scalar_type() == x.scalar_type(), name, ": out has another dtype than the result");
   Arguments args{};
   args.sizes = sizes.data_ptr();
   args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
@@ -51,26 +54,27 @@ Arguments arguments(const Tensor& x, const Tensor& sizes, const Tensor& out) {
 
 void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  Arguments args = arguments(a, sizes, out);
+  Arguments args = arguments("few_rows_gemm", a, sizes, out);
   args.b[0] = b.data_ptr();
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
-    if (trans_b) launch_k_major<T, false, Epilogue::kStore>(args, a);
-    else launch_fitting<T, NMajorColumns<T, 4>, NMajorColumns<T, 8>, Epilogue::kStore>(args, a);
+    if (trans_b) launch_k_major<T, false, EpilogueKind::kStore>(args, a);
+    else launch_fitting<T, NMajorColumns<T, 4>, NMajorColumns<T, 8>, EpilogueKind::kStore>(args, a);
   });
 }
 
-void few_rows_up(Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-                 int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+void few_rows_up(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
+    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  Arguments args = arguments(x, sizes, a);
+  Arguments args = arguments("few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
   args.b[0] = w1.data_ptr(), args.b[1] = pointer(v1);
   args.activation = static_cast<int>(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
-    if (v1) launch_k_major<T, true, Epilogue::kGlu>(args, x);
-    else launch_k_major<T, false, Epilogue::kActivation>(args, x);
+    if (v1) launch_k_major<T, true, EpilogueKind::kGlu>(args, x);
+    else launch_k_major<T, false, EpilogueKind::kActivation>(args, x);
   });
 }
 
