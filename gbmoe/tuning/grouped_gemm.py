@@ -171,9 +171,10 @@ def few_rows(rows: int, groups: int) -> bool:
     cache, in microseconds with wide tiles of Hopper's, low ones of tensor_core's, and these kernels: with a 16th of a row a group on
     average (qwen3, one token) 62, 70 and 44, with a quarter 117, 122 and 100 (mixtral, one token, 247, 281 and 206), with a half 173, 175
     and 152, with one row 241, 241 and 228 (mixtral 629, 590 and 537), with two 300, 310 and 288 (dsv3 1,202, 1,246 and 1,181). With four
-    mixtral takes 758, 712 and 706, and with eight 754, 713 and 984.
+    mixtral takes 758, 712 and 706, and with eight 754, 713 and 984. Every CTA looks through the sizes for its group, 128 of them at a time,
+    so that groups may not be very many; that bound was not measured, and neither was a router that sends all rows to one group.
     """
-    return rows <= 2 * groups
+    return rows <= 2 * groups and groups <= 1024
 
 
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs

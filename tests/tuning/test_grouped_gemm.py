@@ -87,7 +87,8 @@ def test_scaled_rows_gemm(inner, columns, config):
     assert tuning.scaled_rows_gemm(inner, columns) == config
 
 
-@pytest.mark.parametrize("rows, groups, few", [(8, 128, True), (256, 128, True), (257, 128, False), (2, 1, True), (3, 1, False)])
+@pytest.mark.parametrize("rows, groups, few", [(8, 128, True), (256, 128, True), (257, 128, False), (2, 1, True), (3, 1, False),
+                                               (2048, 1024, True), (8, 1025, False)])
 def test_few_rows(rows, groups, few):
     assert tuning.few_rows(rows, groups) == few
 
