@@ -1,9 +1,9 @@
 // m-grouped GEMMs whose groups have few rows: what takes time is to read each group's weights once, as when a few tokens are generated.
 //
 // A CTA computes the columns of one tile for all rows of one group, and its warps divide the sum over K among them. A lane loads the 16
-// bytes of a weight that it will multiply into registers of its own: no warp waits for another one before the sums are
-// complete. Then these are added up, in a fixed order; how many warps there are depends on the number of rows and groups. CTAs are small,
-// and several run on a multiprocessor: while one finds its group, or adds up, the others' loads keep the memory busy.
+// bytes of a weight that it will multiply into registers of its own: no warp waits for another one before the sums are complete. Then
+// these are added up, in a fixed order; how many warps there are depends on the number of rows and groups. CTAs are small, and several run
+// on a multiprocessor: while one finds its group, or adds up, the others' loads keep the memory busy.
 //
 // In a sum the order of K is free as long as both operands have the same. So the 16 terms of an mma.sync are those that lie side by
 // side in a lane's vectors, not those that its fragments are drawn with.

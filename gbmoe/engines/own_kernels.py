@@ -85,13 +85,14 @@ class OwnKernels(Engine):
 
 
 def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor) -> None:
-    """out[rows of e] = a[rows of e] @ b[e]."""
+    """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
+    dtype. RuntimeError for another dtype of out."""
     torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, out)
 
 
 def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str, save: bool,
                 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Engine.up. Rows that are not gathered yet are read from their tokens."""
+    """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H]. Rows that are not gathered yet are read from their tokens."""
     if x.are_gathered or x.tokens_TH is None:
         rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
     else:

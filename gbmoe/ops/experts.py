@@ -99,7 +99,8 @@ def expert_mlp(
             bfloat16 and float16, with H and F multiples of 16. Not together with batch_invariant or a named engine.
         keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less: P * H elements of
             memory for that time. Without effect where forward gathers none (tokens in expert order; kernels that gather inside the
-            first product; float8), and for a callable without a kernel, whose rows are kept anyway.
+            first product; float8), and for a callable without a kernel, whose rows are kept anyway. With at most two rows an expert
+            forward gathers only for this.
 
     Returns:
         [T,H], dtype of x.
