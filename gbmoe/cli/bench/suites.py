@@ -205,6 +205,7 @@ SUITES = {
     "inference": Suite("few tokens, with and without a CUDA graph", _inference, _EXPERTS, **_IN_BURSTS),
     "article": Suite("the article's findings, each with a verdict", _article,
                      ("bmm", "grouped_gemm", "megablocks-grouped", "megablocks-sparse"), **_IN_BURSTS_ALONE),
-    "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel, ("megablocks-grouped",),
+    "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel,
+                      ("megablocks-grouped", "ligercute"),
                       baseline=f"gbmoe-{ONE_GPU}", uses_engines=False, on_ranks=True, timings=(SUSTAINED,)),
 }

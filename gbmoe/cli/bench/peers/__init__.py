@@ -20,6 +20,7 @@ PEERS = {
     "transformers-grouped_mm": "gbmoe.cli.bench.peers.transformers:GroupedMm",
     "scattermoe": "gbmoe.cli.bench.peers.scattermoe:ScatterMoe",
     "sonicmoe": "gbmoe.cli.bench.peers.sonicmoe:SonicMoe",
+    "ligercute": "gbmoe.cli.bench.peers.ligercute:LigerCute",
     "transformer_engine": "gbmoe.cli.bench.peers.transformer_engine:TransformerEngine",
 }
 

@@ -88,6 +88,9 @@ class Peer:
         """The layer with this rank's experts, whose weights these are; all ranks of the group construct and call it."""
         raise TypeError(f"{type(self).__name__} has no expert parallelism")
 
+    def end(self) -> None:
+        """Give back what all ranks of a job hold together; called once on each of them, after its last parallel layer."""
+
     def product(self, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], trans_a: bool) -> Prepared:
         """The grouped GEMM of gbmoe.gmm."""
         raise TypeError(f"{type(self).__name__} has no grouped GEMM")

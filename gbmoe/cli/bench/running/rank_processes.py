@@ -99,8 +99,10 @@ class RankRunner:
     def __enter__(self) -> RankRunner:
         return self
 
-    def __exit__(self, *_) -> None:
-        pass
+    def __exit__(self, kind: type | None, *_) -> None:
+        # Not after an exception, when the other ranks may be elsewhere.
+        for name in self.peers_about if kind is None else ():
+            peers.load(name).end()
 
     def run(self, configuration: Configuration, report: Callable[[dict | None], object] = lambda row: None) -> list[dict]:
         """The configuration's rows: those of one contest are verified one after the other and timed in turns. `report` is called
