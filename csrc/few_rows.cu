@@ -13,8 +13,11 @@ template <typename Columns> int64_t ctas_of(const Arguments& args) {
   return ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
 }
 
-template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, const Tensor& on) {
+template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(Arguments args, const Tensor& on) {
   const int64_t ctas = ctas_of<Columns>(args);
+  // Where all CTAs run at once, those of the next kernel would fill the first multiprocessors that have room for them, and leave others
+  // without any.
+  args.next_begins_early = ctas > int64_t{Columns::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
   STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   if (ctas == 0) return;
   launch_early(
@@ -52,10 +55,11 @@ Arguments arguments(const char* name, const Tensor& x, const Tensor& sizes, cons
 
 }  // namespace
 
-void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, Tensor out) {
+void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, bool reads_early, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments("few_rows_gemm", a, sizes, out);
   args.b[0] = b.data_ptr();
+  args.reads_early = reads_early;
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
     if (trans_b) launch_k_major<T, false, EpilogueKind::kStore>(args, a);
     else launch_fitting<T, NMajorColumns<T, 4>, NMajorColumns<T, 8>, EpilogueKind::kStore>(args, a);

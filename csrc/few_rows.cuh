@@ -42,6 +42,8 @@ struct Arguments {
   const void* b[2];  // [E,N,K] or [E,K,N]; the second is v1 of a GLU
   int activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
+  bool reads_early;  // b and sizes were complete before the kernel before this one began, so that they are read before it has ended
+  bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for these
 };
 
 struct Group { int number, first_row, rows; };
@@ -187,6 +189,7 @@ __device__ __forceinline__ Columns sum_steps(const Arguments& args, const Group&
     uint4 vectors[kAtOnce][Columns::kVectors];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) columns.load(args, k + i * kStep < end ? k + i * kStep : 0, vectors[i]);
+    if (args.reads_early && left == end - first) wait_for_kernel_before();
     const T* of_row = row_of<T>(args, group, row + threadIdx.x % 32 / 4);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i, k += kStep) {
@@ -244,12 +247,17 @@ __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultipr
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& sums = *reinterpret_cast<SumsOf<Columns>*>(shared_bytes);
-  wait_for_kernel_before();
+  if (!args.reads_early) {
+    wait_for_kernel_before();
+    if (args.next_begins_early) let_next_kernel_begin();
+  }
   const int tiles_n = ceil_div(args.size_n, Columns::kTileN), n = blockIdx.x % tiles_n * Columns::kTileN;
   const Group group = find_group(args, blockIdx.x / tiles_n);
+  if (group.rows == 0) wait_for_kernel_before();
   for (int row = 0; row < group.rows; row += kRows) {
     const Columns columns = sum_steps<T, Columns>(args, group, row, n);
-    let_next_kernel_begin();  // not earlier: its CTAs would fill the first multiprocessors that have room for them
+    wait_for_kernel_before();  // also in a warp without terms
+    let_next_kernel_begin();
     columns.each([&](int r, int in_row, float sum) { sums.of_warp[threadIdx.x / 32][r][in_row] = sum; });
     __syncthreads();
     store<T, kEpilogue>(args, sums, group.first_row + row, group.rows - row, n);

@@ -13,7 +13,7 @@ import torch
 from gbmoe import kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_gemm, few_rows_up
+from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
 from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
@@ -86,6 +86,11 @@ class Hopper(OwnKernels):
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save, self.batch_invariant)
         x.forget()
         return result
+
+    def down(self, a_PF, w2_EFH, sizes_E):
+        if self._has_few_rows(a_PF.size(0), w2_EFH.size(0)):
+            return few_rows_down(a_PF, w2_EFH, sizes_E)
+        return super().down(a_PF, w2_EFH, sizes_E)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
         return not tuning.gathers_in_up(ffn, activation, token_bytes)

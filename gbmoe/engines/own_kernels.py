@@ -87,7 +87,18 @@ class OwnKernels(Engine):
 def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor) -> None:
     """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
     dtype. RuntimeError for another dtype of out."""
-    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, out)
+    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, False, out)
+
+
+def few_rows_down(a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+    """Engine.down, [P,H], directly after few_rows_up: the weights and sizes are read while that ends, unless they are copied here."""
+    trans_b = not w2_EFH.is_contiguous() and w2_EFH.transpose(1, 2).is_contiguous()
+    b = w2_EFH.transpose(1, 2) if trans_b else w2_EFH
+    b_here = aligned(b)
+    copied = b_here.data_ptr() != b.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
+    y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
+    torch.ops.gbmoe_cuda.few_rows_gemm(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
+    return y_PH
 
 
 def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str, save: bool,

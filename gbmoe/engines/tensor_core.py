@@ -9,7 +9,7 @@ import torch
 
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_gemm, few_rows_up
+from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.tuning import grouped_gemm as tuning
@@ -60,6 +60,11 @@ class TensorCore(OwnKernels):
         result = up_gemm(aligned(x.rows_PH()), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH), sizes_E, activation, save)
         x.forget()
         return result
+
+    def down(self, a_PF, w2_EFH, sizes_E):
+        if a_PF.dtype != torch.float32 and tuning.few_rows(a_PF.size(0), w2_EFH.size(0)):
+            return few_rows_down(a_PF, w2_EFH, sizes_E)
+        return super().down(a_PF, w2_EFH, sizes_E)
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels

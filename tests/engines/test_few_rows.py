@@ -41,8 +41,8 @@ def test_rows(device, dtype, trans_b):  # noqa: F811
             b = b if trans_b else b.transpose(1, 2).contiguous()
             outs = [poisoned(rows + 5, columns, dtype=dtype, device=device) for _ in range(2)]
             on_device = torch.tensor(sizes, dtype=(torch.int32, torch.int64)[number % 2], device=device)
-            for out in outs:
-                own_kernels.few_rows_gemm(a, b, on_device, trans_b, out)
+            for reads_early, out in enumerate(outs):
+                torch.ops.gbmoe_cuda.few_rows_gemm(a, b, on_device, trans_b, bool(reads_early), out)
             assert_as_accurate_as(outs[0][:rows], baseline.to(dtype), exact, f"{sizes} of {inner} x {columns}")
             assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all())
 
@@ -155,3 +155,55 @@ def test_engines_take_these_kernels_for_few_rows_alone(engine, taken, monkeypatc
         E[engine].product(a, b, sizes, trans_b=True)
         E[engine].up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a), b, None, sizes, "silu", False)
         assert len(calls) == (2 if few and taken else 0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "one element off", "sizes on the host"])
+def test_down_reads_early_what_it_does_not_copy(device, layout, monkeypatch):  # noqa: F811
+    """A copy of weights or sizes is what the kernel before writes, and must not be read before that has ended."""
+    sizes, (inner, columns) = [3, 0, 1, 2], (72, 136)
+    a, w2 = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((6, inner), (4, inner, columns)))
+    on_device = torch.tensor(sizes, device=device)
+    expected = own_kernels.few_rows_down(a, w2, on_device)
+    early = []
+    kernel = torch.ops.gbmoe_cuda.few_rows_gemm
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, "few_rows_gemm", lambda *args: (early.append(args[4]), kernel(*args))[1])
+    if layout == "transposed":
+        w2 = w2.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "one element off":
+        w2 = torch.empty(w2.numel() + 1, dtype=w2.dtype, device=device)[1:].view(w2.shape).copy_(w2)
+    got = own_kernels.few_rows_down(a, w2, on_device.cpu() if layout == "sizes on the host" else on_device)
+    assert early == [layout in ("contiguous", "transposed") or layout == "sizes on the host" and device.type == "cpu"]
+    if layout == "transposed":
+        exact = each_group(a, w2, sizes, torch.float64, trans_b=False)
+        assert_as_accurate_as(got, each_group(a, w2, sizes, torch.float32, trans_b=False).to(got.dtype), exact, "y")
+    else:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_down_waits_for_up(device):  # noqa: F811
+    """Its rows are what the kernel before it writes: in one graph, with other tokens each time, and more CTAs than run at once."""
+    groups, hidden, ffn = 64, 2048, 768
+    draw = functools.partial(drawn, dtype=torch.bfloat16, device=device)
+    w1, v1, w2 = (draw(groups, *shape, seed=seed, scale=exact_inputs.fan_in_scale(shape[seed == 4]))
+                  for seed, shape in ((2, (ffn, hidden)), (3, (ffn, hidden)), (4, (ffn, hidden))))
+    sizes, x = torch.ones(groups, dtype=torch.int32, device=device), draw(groups, hidden, seed=1)
+
+    def pair():
+        a, *_ = own_kernels.few_rows_up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x), w1, v1, sizes, "silu", False)
+        return own_kernels.few_rows_down(a, w2, sizes)
+
+    pair()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = pair()
+    for seed in range(20):
+        x.copy_(draw(groups, hidden, seed=10 + seed))
+        a, *_ = own_kernels.few_rows_up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x), w1, v1, sizes, "silu", False)
+        torch.cuda.synchronize()
+        expected = torch.empty_like(y)
+        torch.ops.gbmoe_cuda.few_rows_gemm(a, w2, sizes, False, False, expected)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, expected)

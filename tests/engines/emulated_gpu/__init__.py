@@ -44,7 +44,8 @@ class _FewRowsArguments(ctypes.Structure):
     _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool), ("groups", ctypes.c_int), ("rows", ctypes.c_int),
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
                 *((name, ctypes.c_int) for name in ("tokens", "top_k", "size_n", "size_k")),
-                ("b", ctypes.c_void_p * 2), ("activation", ctypes.c_int), ("out", ctypes.c_void_p * 3)]
+                ("b", ctypes.c_void_p * 2), ("activation", ctypes.c_int), ("out", ctypes.c_void_p * 3),
+                ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool)]
 
 
 class _Run(ctypes.Structure):
@@ -113,11 +114,12 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
 
     def few_rows(x, sizes, result, **fields):
         return _FewRowsArguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(),
-                                 rows=result.size(0), x=x.data_ptr(), size_n=result.size(1), size_k=x.size(1), **fields)
+                                 rows=result.size(0), x=x.data_ptr(), size_n=result.size(1), size_k=x.size(1), next_begins_early=large_memory,
+                                 **fields)
 
-    def few_rows_gemm(a, b, sizes, trans_b, out):
-        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out)),
-             reads=(a, b))
+    def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
+        of = few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out), reads_early=reads_early)
+        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
 
     def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}

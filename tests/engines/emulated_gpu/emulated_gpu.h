@@ -49,7 +49,7 @@ struct Fiber {
   ucontext_t context;
   jmp_buf resume;
   std::vector<char> stack = std::vector<char>(1 << 16);
-  bool started = false, ended = false;
+  bool started = false, ended = false, waited = false;
   std::deque<std::vector<Copy>> groups;  // of cp.async, the oldest first
   std::vector<Copy> open_group;
 };
@@ -84,6 +84,8 @@ inline const char* failure;  // of the kernel that was launched last, or null
 inline int thread, block, blocks;
 inline unsigned char* shared_memory;
 inline jmp_buf scheduler;
+inline std::function<void()> kernel_before;  // what is left of it where a kernel is launched early; otherwise empty
+inline bool early;                           // whether the kernel was launched so
 
 // Ends the kernel.
 [[noreturn]] inline void fail(const char* what) {
@@ -94,6 +96,15 @@ inline jmp_buf scheduler;
 // Lets the other fibers run.
 inline void yield() {
   if (_setjmp(cta.fibers[thread].resume) == 0) _longjmp(scheduler, 1);
+}
+
+inline void wait_for_kernel_before() {
+  cta.fibers[thread].waited = true;
+  if (kernel_before) kernel_before();
+  kernel_before = nullptr;
+}
+inline void let_next_kernel_begin() {
+  if (early && !cta.fibers[thread].waited) fail("lets the next kernel begin before it has waited for the one before");
 }
 
 inline void barrier() {
@@ -134,6 +145,7 @@ inline void write(const Copy& copy) {
 
 inline void run_fiber() {
   cta.kernel();
+  if (early && !cta.fibers[thread].waited) fail("ends without having waited for the kernel before");
   cta.fibers[thread].ended = true;
   ++steps;
   _longjmp(scheduler, 1);
@@ -171,6 +183,7 @@ inline void launch(const Run& as, int threads, unsigned char* shared, std::funct
   std::vector<int> order(threads / 32);
   for (int i = 0; i < threads / 32; ++i) order[i] = i;
   run = as;
+  early = static_cast<bool>(kernel_before);
   failure = nullptr;
   blocks = run.ctas;
   shared_memory = shared;

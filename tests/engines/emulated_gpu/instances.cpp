@@ -97,9 +97,23 @@ thread_local unsigned char shared_bytes[emulated_gpu::kSharedBytes];
 
 namespace {
 
+// An operand that is NaN until it arrives.
+struct Late {
+  Late(void* at, int64_t bytes) : at(static_cast<unsigned char*>(at)), bytes(this->at, this->at + bytes) { std::memset(at, 0xff, bytes); }
+  void arrive() { std::memcpy(at, bytes.data(), bytes.size()); }
+  unsigned char* at;
+  std::vector<unsigned char> bytes;
+};
+
 template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, emulated_gpu::Run run) {
   static_assert(sizeof(SumsOf<Columns>) <= emulated_gpu::kSharedBytes);
   run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows);
+  // The kernel before writes the rows and, unless they are read early, the weights.
+  std::vector<Late> late{Late(const_cast<void*>(args.x), (args.slot_of_row ? args.tokens : args.rows) * int64_t{args.size_k} * sizeof(T))};
+  if (!args.reads_early) {
+    late.emplace_back(const_cast<void*>(args.b[0]), int64_t{args.groups} * args.size_n * args.size_k * sizeof(T));
+  }
+  emulated_gpu::kernel_before = [&] { for (Late& operand : late) operand.arrive(); };
   emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue>(args); });
 }
 // With as many warps as for many CTAs, or for few.
