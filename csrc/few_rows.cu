@@ -9,15 +9,15 @@ namespace {
 
 using namespace few_rows;
 
-template <typename Columns> int64_t ctas_of(const Arguments& args) {
-  return ceil_div(int64_t{args.size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+template <typename Columns> int64_t ctas_of(const Arguments& args, int size_n) {
+  return ceil_div(int64_t{size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+}
+template <typename Columns> int64_t ctas_at_once(const Tensor& on) {
+  return int64_t{Columns::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
 }
 
-template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(Arguments args, const Tensor& on) {
-  const int64_t ctas = ctas_of<Columns>(args);
-  // Where all CTAs run at once, those of the next kernel would fill the first multiprocessors that have room for them, and leave others
-  // without any.
-  args.next_begins_early = ctas > int64_t{Columns::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
+template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, const Tensor& on) {
+  const int64_t ctas = ctas_of<Columns>(args, args.size_n);
   STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   if (ctas == 0) return;
   launch_early(
@@ -30,8 +30,7 @@ template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(Argu
 template <typename T, typename Few, typename Many, EpilogueKind kEpilogue> void launch_fitting(
     const Arguments& args, const Tensor& on) {
   static_assert(Few::kTileN == Many::kTileN);
-  const int64_t at_once = int64_t{Many::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
-  if (ctas_of<Many>(args) <= at_once) launch<T, Many, kEpilogue>(args, on);
+  if (ctas_of<Many>(args, args.size_n) <= ctas_at_once<Many>(on)) launch<T, Many, kEpilogue>(args, on);
   else launch<T, Few, kEpilogue>(args, on);
 }
 template <typename T, bool kGlu, EpilogueKind kEpilogue> void launch_k_major(const Arguments& args, const Tensor& on) {
@@ -77,6 +76,10 @@ void few_rows_up(
   args.activation = static_cast<int>(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
+    // Of the second GEMM, whose result has as many columns as the rows here. If all of its CTAs run at once, they would fill the first
+    // multiprocessors that have room for them, and leave others without any.
+    using Second = NMajorColumns<T, 4>;
+    args.next_begins_early = ctas_of<Second>(args, args.size_k) > ctas_at_once<Second>(x);
     if (v1) launch_k_major<T, true, EpilogueKind::kGlu>(args, x);
     else launch_k_major<T, false, EpilogueKind::kActivation>(args, x);
   });

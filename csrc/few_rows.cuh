@@ -43,7 +43,7 @@ struct Arguments {
   int activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
   bool reads_early;  // b and sizes were complete before the kernel before this one began, so that they are read before it has ended
-  bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for these
+  bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
 };
 
 struct Group { int number, first_row, rows; };

@@ -172,7 +172,7 @@ def test_down_reads_early_what_it_does_not_copy(device, layout, monkeypatch):  #
     elif layout == "one element off":
         w2 = torch.empty(w2.numel() + 1, dtype=w2.dtype, device=device)[1:].view(w2.shape).copy_(w2)
     got = own_kernels.few_rows_down(a, w2, on_device.cpu() if layout == "sizes on the host" else on_device)
-    assert early == [layout in ("contiguous", "transposed") or layout == "sizes on the host" and device.type == "cpu"]
+    assert early == [layout in ("contiguous", "transposed") or (layout == "sizes on the host" and device.type == "cpu")]
     if layout == "transposed":
         exact = each_group(a, w2, sizes, torch.float64, trans_b=False)
         assert_as_accurate_as(got, each_group(a, w2, sizes, torch.float32, trans_b=False).to(got.dtype), exact, "y")

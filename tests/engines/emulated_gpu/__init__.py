@@ -114,8 +114,8 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
 
     def few_rows(x, sizes, result, **fields):
         return _FewRowsArguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(),
-                                 rows=result.size(0), x=x.data_ptr(), size_n=result.size(1), size_k=x.size(1), next_begins_early=large_memory,
-                                 **fields)
+                                 rows=result.size(0), x=x.data_ptr(), size_n=result.size(1), size_k=x.size(1),
+                                 next_begins_early=large_memory, **fields)
 
     def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out), reads_early=reads_early)
