@@ -26,11 +26,11 @@ Holders make_holders(int64_t ranks, int64_t experts, int64_t experts_per_rank) {
   return {static_cast<int>(experts), static_cast<int>(experts_per_rank), degree, static_cast<int>(ranks) / degree};
 }
 
-// out[token] = the sum, in rank order, of the rows that the holders of the token's experts have pushed here.
+// out[token] = scale * the sum, in rank order, of the rows that the holders of the token's experts have pushed here.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) sum_ranks_kernel(
     const Vector<T, N>* __restrict__ pushed_WCH, const int64_t* __restrict__ ids_TK, int top_k, const Holders holders,
-    int64_t capacity, Vector<T, N>* __restrict__ out_TH, const LaunchShape shape) {
+    int64_t capacity, accumulate_t<T> scale, Vector<T, N>* __restrict__ out_TH, const LaunchShape shape) {
   constexpr int kTogether = 4;
   const int64_t token = shape.own_token();
   if (token >= shape.tokens) return;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) sum_ranks_kernel(
     }
     Vector<T, N> rounded;
 #pragma unroll
-    for (int i = 0; i < N; ++i) rounded.element[i] = narrow<T>(sum[i]);
+    for (int i = 0; i < N; ++i) rounded.element[i] = narrow<T>(scale * sum[i]);
     out_TH[token * shape.vectors + v] = rounded;
   }
 }
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) sum_shards_kernel(
 
 }  // namespace
 
-void sum_pushed_rows(Tensor pushed, Tensor ids, int64_t experts, int64_t experts_per_rank, Tensor out) {
+void sum_pushed_rows(Tensor pushed, Tensor ids, int64_t experts, int64_t experts_per_rank, double scale, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const int64_t hidden = out.size(1), tokens = out.size(0), capacity = pushed.size(1);
   if (out.numel() == 0) return;
@@ -91,7 +91,7 @@ void sum_pushed_rows(Tensor pushed, Tensor ids, int64_t experts, int64_t experts
       const LaunchShape shape = make_launch_shape(tokens, 1, 0, hidden / N, few_threads(hidden / N), false);
       sum_ranks_kernel<T, N><<<shape.ctas, shape.threads, 0, current_stream(out)>>>(
           data<const Vector<T, N>>(pushed), data<const int64_t>(ids), static_cast<int>(ids.size(1)), holders, capacity,
-          data<Vector<T, N>>(out), shape);
+          static_cast<accumulate_t<T>>(scale), data<Vector<T, N>>(out), shape);
     };
     if (fits_16_bytes(hidden * sizeof(T), {&pushed, &out})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());

@@ -34,7 +34,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("pull_rows(Tensor peers, int rank, Tensor row_of_slot, Tensor(a!) out) -> ()");
   m.def("push_row_sums(Tensor y, Tensor row_of_slot, Tensor? weights, Tensor peers, int rank) -> ()");
   m.def("push_slot_rows(Tensor y, Tensor slot_of_row, int top_k, int capacity, Tensor peers) -> ()");
-  m.def("sum_pushed_rows(Tensor pushed, Tensor ids, int experts, int experts_per_rank, Tensor(a!) out) -> ()");
+  m.def("sum_pushed_rows(Tensor pushed, Tensor ids, int experts, int experts_per_rank, float scale, Tensor(a!) out) -> ()");
   m.def("push_slot_scalars(Tensor slot_scalars, Tensor row_of_slot, int rows, int shard, Tensor peers) -> ()");
   m.def("sum_pushed_scalars(Tensor pushed, Tensor ids, int ranks, int experts, int experts_per_rank, Tensor(a!) out) -> ()");
   m.def("clear_rows_without_slot(Tensor slot_of_row, Tensor(a!) rows) -> ()");

@@ -123,10 +123,12 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     spread = peer_spread(experts, x_TH, weights_TK, args, where)
     if spread is not None:
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
-        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH()
+        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH(scaled=False)
+        # Autocast may have lowered x's dtype, to which weights are cast.
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
-            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile)  # autocast may have lowered x's dtype
+            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile,
+            experts.gradient_scale or 1.0)
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()

@@ -85,11 +85,12 @@ class ExpertWeights(torch.nn.Module):
         for weight in self.parameters(recurse=False):
             expert_sharding.set_expert_model_parallel_attributes(weight, self.args.moe_expert_model_parallelism)
 
-    def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(w1, w2, v1 or None) as [E,F,H], local and with the gradient scale of expert parallelism."""
+    def weights_EFH(self, scaled: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(w1, w2, v1 or None) as [E,F,H], local and, if `scaled`, with the gradient scale of expert parallelism. If not, the caller
+        scales their gradients."""
         def view(name):
             weight = getattr(self, name)
-            if self.gradient_scale is not None:
+            if scaled and self.gradient_scale is not None:
                 weight = _ScaleGradient.apply(weight, self.gradient_scale)
             weight = local_weight(weight)
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.

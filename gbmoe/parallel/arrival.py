@@ -65,18 +65,20 @@ class Arrived:
 
     regions: Regions
     slots: SlotMap  # from the tokens of all ranks to this rank's rows
-    sizes_E: torch.Tensor  # rows of each expert, on the host or on the device as the engine wants them
     weights_SK: torch.Tensor | None
 
 
 class Arrival:
-    """Publishes this rank's tokens and plans those of all ranks, on the device. `finish` returns the result.
+    """Publishes this rank's tokens and plans those of all ranks, on the device. `finish` returns the result, and `sizes` then each
+    expert's rows.
 
     Where the number of rows is not bounded, `finish` waits for the device once. Work that the caller starts before it hides that wait.
+    Until the caller pulls the rows the device has nothing to do, so `finish` does no more than that takes.
     """
 
     def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, spread: Spread):
         self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._spread = memory, x_TH, ids_TK, weights_TK, spread
+        self._offsets_E1: torch.Tensor | None = None  # on the host, where the host waits for them
         tokens = ids_TK.size(0)
         if memory.capacity == 0:
             memory.reserve(tokens)
@@ -122,30 +124,35 @@ class Arrival:
                                            spread.experts_per_rank, ids_SK, self._weights_SK)
         self._plan = RoutingPlan.from_experts(ids_SK, spread.experts_per_rank, check="none")
 
-    def finish(self, engine: str, w1_EFH: torch.Tensor) -> Arrived:
-        """Return the rows that all ranks' tokens have here, with sizes on the host or the device as `engine` wants them for w1."""
+    def finish(self) -> Arrived:
+        """Return the rows that all ranks' tokens have here."""
         if self._on_host is None:
             layout = self._regions.layout
             rows = self._rows(math.ceil(self._spread.rows * layout.tokens * layout.top_k * self._spread.shards))  # type: ignore[operator]
             _watch_overflow(self._plan.offsets_E1, rows)
-            return self._arrived(rows, self._plan.padded_counts_E)
+            return self._arrived(rows)
         numbers = self._on_host.wait(self._spread.group)
         ranks = self._memory.ranks
-        while int(numbers[:ranks].max()) > self._memory.capacity:  # all ranks see the same maximum, and begin again together
+        while max(numbers[:ranks].tolist()) > self._memory.capacity:  # all ranks see the same maximum, and begin again together
             self._memory.reserve(self._ids_TK.size(0))
             self._begin()
             numbers = self._on_host.wait(self._spread.group)
-        offsets_E1 = numbers[ranks:]
-        rows = self._rows(int(offsets_E1[-1]))
-        on_host = wants_host_sizes(engine, self._x_TH.device, self._x_TH.dtype, rows, *w1_EFH.shape, False, allows_tf32(self._x_TH.dtype))
-        return self._arrived(rows, offsets_E1.diff().long() if on_host else self._plan.padded_counts_E)
+        self._offsets_E1 = numbers[ranks:]
+        return self._arrived(self._rows(int(numbers[-1])))
+
+    def sizes(self, engine: str, rows: int, w1_EFH: torch.Tensor) -> torch.Tensor:
+        """The rows of each expert, on the host or on the device as `engine` wants them for `rows` rows and w1; after `finish`."""
+        if self._offsets_E1 is not None and wants_host_sizes(engine, self._x_TH.device, self._x_TH.dtype, rows, *w1_EFH.shape, False,
+                                                             allows_tf32(self._x_TH.dtype)):
+            return self._offsets_E1.diff().long()
+        return self._plan.padded_counts_E
 
     def _rows(self, needed: int) -> int:
         return min(self._plan.num_rows, max(math.ceil(needed / _ROWS_TOGETHER), 1) * _ROWS_TOGETHER)
 
-    def _arrived(self, rows: int, sizes_E: torch.Tensor) -> Arrived:
+    def _arrived(self, rows: int) -> Arrived:
         slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
-        return Arrived(self._regions, slots, sizes_E, self._weights_SK)
+        return Arrived(self._regions, slots, self._weights_SK)
 
 
 # Rows beyond the bound are dropped in the step that has them, and reported by a later step. _BEYOND holds [rows needed, bound] of the

@@ -12,6 +12,7 @@ token, E experts of this rank, H hidden, F ffn hidden of this rank, P rows of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -27,7 +28,7 @@ from gbmoe.slot_map import SlotMap
 
 def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
                  v1_EFH: torch.Tensor | None, activation: str, engine: str, spread: Spread,
-                 meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+                 meanwhile: Callable[[], None] | None = None, gradient_scale: float = 1.0) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]), as gbmoe.expert_mlp, with the experts spread over the ranks of a group.
 
     Every rank calls it, in the same order. Differentiable in x, weights, w1, w2 and v1. It waits for the device once, for the
@@ -42,6 +43,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         engine: see gbmoe.engines.
         spread: how the experts are spread over the group.
         meanwhile: called once, to start work that the device does while the host waits for the number of rows.
+        gradient_scale: the gradients of w1, w2 and v1 are multiplied by it.
     """
     memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
@@ -51,17 +53,20 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     if meanwhile is not None:
         meanwhile()
     with torch.no_grad():
-        arrived = arrival.finish(engine, w1_EFH)
-    out_TH = _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived)
+        arrived = arrival.finish()
+        rows = [pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]  # while the host chooses an engine
+        sizes_E = arrival.sizes(engine, arrived.slots.num_rows, w1_EFH)
+    out_TH = _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E,
+                                gradient_scale)
     memory.end()
     return out_TH
 
 
-def pull_rows(addresses: torch.Tensor, arrived: Arrived, like_TH: torch.Tensor, rank: int) -> GatheredRows:
+def pull_rows(addresses: torch.Tensor, slots: SlotMap, like_TH: torch.Tensor, rank: int) -> GatheredRows:
     """The rows of this rank's experts, read from every rank's memory. `addresses` are those of the ranks' tokens."""
-    rows_PH = like_TH.new_empty(arrived.slots.num_rows, like_TH.size(1))
-    torch.ops.gbmoe_cuda.pull_rows(addresses, rank, arrived.slots.row_of_slot_TK, rows_PH)
-    return GatheredRows(None, arrived.slots, rows_PH)
+    rows_PH = like_TH.new_empty(slots.num_rows, like_TH.size(1))
+    torch.ops.gbmoe_cuda.pull_rows(addresses, rank, slots.row_of_slot_TK, rows_PH)
+    return GatheredRows(None, slots, rows_PH)
 
 
 # Up to cost_model.RANKS_WITH_COPY_ENGINES ranks, copy engines copy whole matrices of tokens while backward's GEMMs run. The GEMMs need
@@ -70,19 +75,23 @@ def pull_rows(addresses: torch.Tensor, arrived: Arrived, like_TH: torch.Tensor, 
 
 
 class _TokensOnTheirWay:
-    """All ranks' tokens x, on their way to this rank: the copy engines bring them while earlier GEMMs run."""
+    """All ranks' tokens x: the ranks publish them, and once they `depart` the copy engines bring them here while GEMMs run."""
 
     def __init__(self, memory: PeerMemory, regions: Regions, x_TH: torch.Tensor):
-        self._stream, current = memory.side_stream(), torch.cuda.current_stream(memory.device)
+        self._memory, self._regions, self._x_TH, self._stream = memory, regions, x_TH, memory.side_stream()
         self._x_WCH = x_TH.new_empty(memory.ranks, *regions.own["x"].shape)
-        tokens = x_TH.size(0)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(self._stream):
-            regions.own["x"][:tokens].copy_(x_TH)
+            regions.own["x"][: x_TH.size(0)].copy_(x_TH)
             memory.barrier(channel=1)
-            for rank, x_CH in regions.x_of_rank.items():
+
+    def depart(self) -> None:
+        """Begin the copies when the current stream gets here: rows that it pulls before have the links to themselves."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
+        with torch.cuda.stream(self._stream):
+            for rank, x_CH in self._regions.x_of_rank.items():
                 self._x_WCH[rank].copy_(x_CH, non_blocking=True)
-            self._x_WCH[memory.rank, :tokens].copy_(x_TH, non_blocking=True)
+            self._x_WCH[self._memory.rank, : self._x_TH.size(0)].copy_(self._x_TH, non_blocking=True)
         # _x_WCH was allocated on the current stream, which waits for the side stream before the next pass: no record_stream is needed.
 
     def gathered(self, arrived: Arrived) -> GatheredRows:
@@ -125,36 +134,47 @@ def push_sums(y_PH: torch.Tensor, arrived: Arrived, weights_SK: torch.Tensor | N
 
 
 def sum_of_ranks(arrived: Arrived, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None,
-                 spread: Spread) -> torch.Tensor:
-    """Add up, for each token of this rank, what the ranks have pushed: their sums or, with by_slot, its slots' rows. After a barrier."""
+                 spread: Spread, scale: float = 1.0) -> torch.Tensor:
+    """Add up, for each token of this rank, what the ranks have pushed: `scale` times their sums or, with by_slot, its slots' rows.
+    After a barrier."""
     pushed, ids_TK = arrived.regions.own["pushed"], ids_TK.contiguous()
     if spread.by_slot:
         slots_TK = torch.arange(ids_TK.numel(), dtype=torch.int32, device=ids_TK.device).view(ids_TK.shape)
         slots_TK = torch.where((ids_TK >= 0) & (ids_TK < spread.experts), slots_TK, -1)
         return scatter(pushed, SlotMap(row_of_slot_TK=slots_TK, slot_of_row_P=slots_TK.flatten()), weights=weights_TK)
     out_TH = x_TH.new_empty(x_TH.shape)
-    torch.ops.gbmoe_cuda.sum_pushed_rows(pushed, ids_TK, spread.experts, spread.experts_per_rank, out_TH)
+    torch.ops.gbmoe_cuda.sum_pushed_rows(pushed, ids_TK, spread.experts, spread.experts_per_rank, scale, out_TH)
     return out_TH
+
+
+def _scaled_rows(gradient_scale: float, dtype: torch.dtype, spread: Spread) -> bool:
+    """Whether backward scales a row's router weight by gradient_scale, and so dh, dg and the gradients of the weights, and divides dx by
+    it where the owner adds up the ranks' sums; otherwise it scales the gradients of the weights, a pass over all of them.
+
+    A power of two changes no bit but the exponent's, of which float16 has too few. With by_slot dx is summed by the scatter, without a
+    scale.
+    """
+    return gradient_scale != 1 and math.frexp(gradient_scale)[0] == 0.5 and dtype != torch.float16 and not spread.by_slot
 
 
 class _PeerExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived):
+    def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E, gradient_scale):
         memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
         save = any(ctx.needs_input_grad)
-        experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, arrived.sizes_E)
-        xp = pull_rows(arrived.regions.peers["x"], arrived, x_TH, memory.rank)
-        a_PF, h_PF, g_PF = experts.up(xp, w1_EFH, v1_EFH, arrived.sizes_E, activation, save)
-        del xp
-        y_PH = experts.down(a_PF, w2_EFH, arrived.sizes_E)
+        experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
+        # `rows` is emptied, so that their memory is free again for what follows.
+        a_PF, h_PF, g_PF = experts.up(rows.pop(), w1_EFH, v1_EFH, sizes_E, activation, save)
+        y_PH = experts.down(a_PF, w2_EFH, sizes_E)
         del a_PF
         push_sums(y_PH, arrived, arrived.weights_SK, memory.rank)
         memory.barrier()
         out_TH = sum_of_ranks(arrived, x_TH, ids_TK, weights_TK, spread)
         if save:
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, arrived.slots.row_of_slot_TK,
-                                  arrived.slots.slot_of_row_P, arrived.sizes_E, arrived.weights_SK)
+                                  arrived.slots.slot_of_row_P, sizes_E, arrived.weights_SK)
             ctx.activation, ctx.engine, ctx.spread, ctx.layout = activation, engine, spread, arrived.regions.layout
+            ctx.gradient_scale = gradient_scale
         return out_TH
 
     @staticmethod
@@ -168,7 +188,7 @@ class _PeerExperts(torch.autograd.Function):
         memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
         memory.begin()
         slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
-        arrived = Arrived(memory.regions(ctx.layout), slots, sizes_E, weights_SK)
+        arrived = Arrived(memory.regions(ctx.layout), slots, weights_SK)
         own = arrived.regions.own
         dx_TH = dweights_TK = dw1 = dw2 = dv1 = None
         beside = memory.ranks <= cost_model.RANKS_WITH_COPY_ENGINES
@@ -178,7 +198,13 @@ class _PeerExperts(torch.autograd.Function):
             own["x"][:tokens].copy_(x_TH)
         memory.barrier()
         experts = engines.for_experts(ctx.engine, x_TH, slot_of_row_P.size(0), w1_EFH, sizes_E)
-        dz = pull_rows(arrived.regions.peers["grad"], arrived, x_TH, memory.rank)
+        dz = pull_rows(arrived.regions.peers["grad"], slots, x_TH, memory.rank)
+        if tokens_x is not None:
+            tokens_x.depart()
+        scaled_rows = _scaled_rows(ctx.gradient_scale, x_TH.dtype, spread)
+        if scaled_rows:
+            ones = torch.ones_like(row_of_slot_SK, dtype=torch.float32) if weights_SK is None else weights_SK
+            weights_SK = ones * ctx.gradient_scale
         a_PF, dh_PF, dg_PF, dweights_SK, (dh, dg) = experts.down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_SK, ctx.activation)
         del h_PF, g_PF
         if need_weights:
@@ -197,7 +223,7 @@ class _PeerExperts(torch.autograd.Function):
             dw2 = experts.weight_gradient(a_PF, dz, sizes_E)
         del a_PF, dz
         if need_w1 or need_v1:
-            xp = pull_rows(arrived.regions.peers["x"], arrived, x_TH, memory.rank) if tokens_x is None else tokens_x.gathered(arrived)
+            xp = pull_rows(arrived.regions.peers["x"], slots, x_TH, memory.rank) if tokens_x is None else tokens_x.gathered(arrived)
             del tokens_x
             if need_v1:
                 dv1 = experts.weight_gradient(dg_PF, xp, sizes_E)
@@ -205,15 +231,19 @@ class _PeerExperts(torch.autograd.Function):
             if need_w1:
                 dw1 = experts.weight_gradient(dh_PF, xp, sizes_E)
             del xp
+        if not scaled_rows and ctx.gradient_scale != 1:
+            for gradient in (dw1, dw2, dv1):
+                if gradient is not None:
+                    gradient.mul_(ctx.gradient_scale)
         if sums is not None:
             sums.wait()
         memory.barrier()
         if need_x:
-            dx_TH = sum_of_ranks(arrived, x_TH, ids_TK, None, spread)
+            dx_TH = sum_of_ranks(arrived, x_TH, ids_TK, None, spread, 1 / ctx.gradient_scale if scaled_rows else 1.0)
         if need_weights:
             dweights_TK = torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
             torch.ops.gbmoe_cuda.sum_pushed_scalars(own["pushed_scalars"], ids_TK, memory.ranks, spread.experts, spread.experts_per_rank,
                                                     dweights_TK)
         memory.end()
-        return dx_TH, dweights_TK, dw1, dw2, dv1, None, None, None, None, None
+        return dx_TH, dweights_TK, dw1, dw2, dv1, *[None] * 8
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import RoutingPlan, expert_mlp
+from gbmoe import RoutingPlan, expert_mlp, extension
 from gbmoe.parallel import Spread, check_overflow, cost_model, peer_experts, peer_memory
 from gbmoe.parallel.peer_experts import sum_of_ranks
 
@@ -67,9 +67,9 @@ class Layer:
                   "v1": self.mine(self.w[2]) if len(self.w) == 3 else None}
         return {name: None if t is None else t.clone().requires_grad_() for name, t in leaves.items()}
 
-    def forward(self, leaves, **changes):
+    def forward(self, leaves, gradient_scale=1.0, **changes):
         return peer_experts(leaves["x"], self.ids[self.rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
-                            self.spread(**changes))
+                            self.spread(**changes), gradient_scale=gradient_scale)
 
     def run(self, **changes):
         """{name: tensor} of the output and of all gradients of this rank."""
@@ -113,6 +113,24 @@ def glu_mlp_and_dtypes(rank, world):
         for glu in (True, False):
             layer = Layer(rank, world, [70, 70], dtype=dtype, glu=glu)
             layer.check(layer.run())
+
+
+@case
+def gradients_of_weights_are_scaled_and_others_are_not(rank, world):
+    """By a power of two all bits but the exponents' stay. Where each row is scaled, dx is divided by it again; otherwise gradients of
+    weights are multiplied. float16 has no exponents to spare, and rows of slots are summed without a scale."""
+    for dtype, changes in ((torch.bfloat16, {}), (torch.float32, {}), (torch.float16, {}), (torch.bfloat16, {"by_slot": True})):
+        for weighted in (True, False):
+            layer = Layer(rank, world, [70, 50], dtype=dtype, weighted=weighted)
+            plain = layer.run(**changes)
+            for scale in (0.5, 2.0**-6, 0.3):
+                for name, scaled in layer.run(gradient_scale=scale, **changes).items():
+                    if name not in ("w1", "w2", "v1"):
+                        assert torch.equal(scaled, plain[name]), name
+                    elif scale == 0.3 or dtype == torch.float16:
+                        torch.testing.assert_close(scaled, plain[name] * scale)
+                    else:
+                        assert torch.equal(scaled, plain[name] * scale), name
 
 
 @case
@@ -312,6 +330,7 @@ def test_ranks_that_map_memory(results, name):
 @pytest.mark.gpu
 def test_ids_with_a_stride_were_read_as_those_of_other_tokens():
     """Ids whose rows do not lie one behind the other: the sum over ranks is that of the same ids, copied."""
+    extension.load()
     tokens, top_k, hidden = 6, 2, 64
     spread = Spread(group=None, experts=4, experts_per_rank=2, first_expert=0, shards=1)
     pushed_WCH = torch.randn(2, tokens, hidden, device="cuda")

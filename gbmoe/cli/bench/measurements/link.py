@@ -135,13 +135,13 @@ class _PeerMemory(_Trip):
         self.memory = peer_memory.of_group(None, device)
         self.memory.begin()
         arrival = Arrival(self.memory, self.x_TH, self.ids_TK, None, self.spread)
-        self.arrived = arrival.finish("auto", self.part.of_weights(self.weights).w1_EFH)
+        self.arrived = arrival.finish()
         self.memory.end()
         self.rows_PH = self._dispatch()
 
     def _dispatch(self):
         regions = self.arrived.regions
-        return pull_rows(regions.peers["x"], self.arrived, self.x_TH, self.rank).rows_PH()
+        return pull_rows(regions.peers["x"], self.arrived.slots, self.x_TH, self.rank).rows_PH()
 
     def _combine(self):
         push_sums(self.rows_PH, self.arrived, None, self.rank)
