@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         # Autocast may have lowered x's dtype, to which weights are cast.
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
-            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile,
-            experts.gradient_scale or 1.0)
+            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile, experts.gradient_scale)
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()
@@ -142,8 +142,8 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     shadows = _own(args, "expert_parallel_shadows")
     if shadows and where.world > 1:
         return shadowing.shadowed_experts_by_exchange(
-            experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,
+            partial(experts.in_chunks, dtype=x_TH.dtype), x_TH, experts_TK, weights_TK, where, most=shadows,
             expert_elements=matrices * args.hidden_size * args.ffn_hidden_size)
-    chunks = [experts] if where.chunks == 1 else experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)])
+    chunks = [experts] if where.chunks == 1 else experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)], dtype=x_TH.dtype)
     return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where)
 

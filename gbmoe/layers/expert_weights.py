@@ -15,18 +15,8 @@ from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.experts import activation_name, rows_before_weights
+from gbmoe.parallel.gradient_scale import ScaleGradient, scales_exactly
 from gbmoe.plan import RoutingPlan
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.scale, None
 
 
 def local_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -54,7 +44,7 @@ class ExpertWeights(torch.nn.Module):
         parallel = args.moe_expert_model_parallelism
         # With expert parallelism a rank's experts see the tokens of all ranks. Their gradients are scaled to the mean over ranks, which
         # data parallelism would give.
-        self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else None
+        self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else 1.0
         # The order in which MegaBlocks draws them.
         methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
         if args.mlp_type == "glu":
@@ -90,8 +80,8 @@ class ExpertWeights(torch.nn.Module):
         scales their gradients."""
         def view(name):
             weight = getattr(self, name)
-            if scaled and self.gradient_scale is not None:
-                weight = _ScaleGradient.apply(weight, self.gradient_scale)
+            if scaled and self.gradient_scale != 1:
+                weight = ScaleGradient.apply(weight, self.gradient_scale)
             weight = local_weight(weight)
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
             require(weight.size(0) == self.rows, "dMoE", name,
@@ -101,21 +91,38 @@ class ExpertWeights(torch.nn.Module):
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        return self.compute(x_TH, plan, weights_TK, *self.weights_EFH())
+        return self._compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled=not self._scales_rows(x_TH.dtype)))
 
-    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None) -> list[Callable[..., torch.Tensor]]:
+    def _scales_rows(self, dtype: torch.dtype) -> bool:
+        """Whether the gradients of the rows are scaled, and those of the weights by them: there are fewer rows. Then so are gradients of
+        what an activation holds, so it must be one that holds nothing. A compiler fuses what scales the weights' gradients."""
+        return (self.gradient_scale != 1 and scales_exactly(self.gradient_scale, dtype) and not torch.compiler.is_compiling()
+                and activation_name(self.args.activation_fn) is not None)
+
+    def _compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None,
+                 *weights: torch.Tensor | None) -> torch.Tensor:
+        """compute, with scaled gradients of the weights where they are not scaled already."""
+        if not self._scales_rows(x_TH.dtype):
+            return self.compute(x_TH, plan, weights_TK, *weights)
+        scale = self.gradient_scale
+        weights_TK = None if weights_TK is None else ScaleGradient.apply(weights_TK, 1 / scale)
+        return ScaleGradient.apply(self.compute(ScaleGradient.apply(x_TH, 1 / scale), plan, weights_TK, *weights), scale)
+
+    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None, *, dtype: torch.dtype,
+                  ) -> list[Callable[..., torch.Tensor]]:
         """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
-        together the chunks are all experts. With `replicate`, one more for the experts whose weights replicate(w1, w2, v1 or None) gives.
+        together the chunks are all experts. `dtype` is that of the tokens. With `replicate`, one more for the experts whose weights
+        replicate(w1, w2, v1 or None) gives.
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
         sizes = [behind - first for first, behind in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
-        weights = self.weights_EFH()
+        weights = self.weights_EFH(scaled=not self._scales_rows(dtype))
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
         if replicate is not None:
             parts.append(replicate(*weights))
-        return [lambda x_TH, plan, weights_TK, part=part: self.compute(x_TH, plan, weights_TK, *part) for part in parts]
+        return [lambda x_TH, plan, weights_TK, part=part: self._compute(x_TH, plan, weights_TK, *part) for part in parts]
 
     def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:
         """A function like forward for one slot a token, which returns rows before they are weighed and uses the weights in the

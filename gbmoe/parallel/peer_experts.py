@@ -12,7 +12,6 @@ token, E experts of this rank, H hidden, F ffn hidden of this rank, P rows of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -22,6 +21,7 @@ from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import scatter
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
+from gbmoe.parallel.gradient_scale import scales_exactly
 from gbmoe.parallel.peer_memory import PeerMemory, Regions, of_group
 from gbmoe.slot_map import SlotMap
 
@@ -149,12 +149,10 @@ def sum_of_ranks(arrived: Arrived, x_TH: torch.Tensor, ids_TK: torch.Tensor, wei
 
 def _scaled_rows(gradient_scale: float, dtype: torch.dtype, spread: Spread) -> bool:
     """Whether backward scales a row's router weight by gradient_scale, and so dh, dg and the gradients of the weights, and divides dx by
-    it where the owner adds up the ranks' sums; otherwise it scales the gradients of the weights, a pass over all of them.
-
-    A power of two changes no bit but the exponent's, of which float16 has too few. With by_slot dx is summed by the scatter, without a
-    scale.
+    it where the owner adds up the ranks' sums; otherwise it scales the gradients of the weights, a pass over all of them. With by_slot dx
+    is summed by the scatter, without a scale.
     """
-    return gradient_scale != 1 and math.frexp(gradient_scale)[0] == 0.5 and dtype != torch.float16 and not spread.by_slot
+    return gradient_scale != 1 and scales_exactly(gradient_scale, dtype) and not spread.by_slot
 
 
 class _PeerExperts(torch.autograd.Function):

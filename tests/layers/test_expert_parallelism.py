@@ -8,7 +8,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import gbmoe
+from gbmoe import RoutingPlan
 from gbmoe.layers import Arguments
+from gbmoe.layers.expert_weights import GroupedExperts
 
 TOKENS, HIDDEN = 12, 16
 
@@ -89,3 +91,53 @@ def test_experts_that_do_not_divide_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
     with pytest.raises(ValueError, match="moe_num_experts: expected a multiple of 3 ranks, got 4"):
         make(4, True, "mlp")
+
+
+class ScaledSilu(torch.nn.Module):
+    """An activation without a kernel, with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return torch.nn.functional.silu(x) * self.factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [0.5, 2**-6, 0.3])
+@pytest.mark.parametrize("activation", ["kernel", "callable"])
+@pytest.mark.parametrize("chunks", [None, [(0, 3), (3, 4)]], ids=["whole", "chunks"])
+def test_the_scale_is_in_gradients_of_weights_alone(dtype, scale, activation, chunks):
+    """Whether rows are scaled or the weights' gradients: not in those of tokens, of router weights and of what an activation holds."""
+    own = ScaledSilu()
+    args = Arguments(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, device="cpu",
+                     activation_fn=own if activation == "callable" else torch.nn.functional.silu, fp16=dtype == torch.float16,
+                     bf16=dtype == torch.bfloat16)
+    torch.manual_seed(0)
+    experts, x_TH, weights_TK = GroupedExperts(args), torch.randn(9, 16).to(dtype), torch.rand(9, 2).to(dtype)
+    ids_TK = torch.rand(9, 4).topk(2).indices
+    plan = RoutingPlan.from_experts(ids_TK, 4)
+    results = []
+    for gradient_scale in (1.0, scale):
+        experts.gradient_scale = gradient_scale
+        experts.zero_grad()
+        own.zero_grad()
+        x, weights = x_TH.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+        if chunks is None:
+            out = experts(x, plan, weights)
+        else:
+            parts = experts.in_chunks(chunks, dtype=dtype)
+            plans = [RoutingPlan.from_experts(torch.where((ids_TK >= first) & (ids_TK < behind), ids_TK - first, -1), behind - first)
+                     for first, behind in chunks]
+            out = sum(part(x, of_chunk, weights) for part, of_chunk in zip(parts, plans))
+        out.float().square().sum().backward()
+        of_weights = {name: w.grad.clone() for name, w in experts.named_parameters() if w is not own.factor}
+        others = {"x": x.grad, "weights": weights.grad} | ({"factor": own.factor.grad.clone()} if activation == "callable" else {})
+        results.append((of_weights, others))
+    (plain, plain_others), (scaled, scaled_others) = results
+    assert set(plain) == {"w1", "w2", "v1"}
+    for name, gradient in plain.items():
+        torch.testing.assert_close(scaled[name], gradient * scale)
+    for name, gradient in plain_others.items():
+        assert torch.equal(scaled_others[name], gradient), name

@@ -106,7 +106,7 @@ def weight_gradients_of_another_scale(monkeypatch):
 
     def init(self, args):
         right(self, args)
-        self.gradient_scale = None
+        self.gradient_scale = 1.0
 
     monkeypatch.setattr(expert_weights.ExpertWeights, "__init__", init)
 
