@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from gbmoe.parallel import groups
 
-_SPIN_SECONDS = 0.01  # how long the host asks without a pause
+# How long the host asks without a pause: longer than a step takes, because a thread that sleeps is woken late, and the device has nothing
+# to do meanwhile. Other threads of Python run while it asks.
+_SPIN_SECONDS = 1.0
 _PAUSE_SECONDS = 1e-4
 
 
