@@ -29,8 +29,9 @@ SHAPES = {"mixtral": CASES["mixtral"], "deepseek-v3": replace(CASES["dsv3"], exp
 RANKS = tuple(2**power for power in range(3, 13))
 
 # Measured on two H200 with 18 NVLinks, for each case: milliseconds of forward and backward (on two GPUs, on one; results/h200-x2), and
-# microseconds of single kernels, at an earlier commit. The defaults of Gpu and Links were fitted to figures of that commit. The rates of pulled rows are measured ones; rows of 14 KiB
-# were slower than shorter ones. So the check only shows that one set of rates explains three layers.
+# microseconds of single kernels, at an earlier commit. The defaults of Gpu and Links were fitted to figures of that commit. The rates of
+# pulled rows are measured ones; rows of 14 KiB were slower than shorter ones. So the check only shows that one set of rates explains
+# three layers.
 MEASURED = {
     "mixtral": (CASES["mixtral"], {"two GPUs": 28.3, "one GPU": 27.7},
                 {"pull": 161, "push": 149, "sum of ranks": 62, "local gather": 55, "local scatter": 58, "publish": 35}),
