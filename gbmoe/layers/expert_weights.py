@@ -7,6 +7,7 @@ R = T * K slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -91,18 +92,20 @@ class ExpertWeights(torch.nn.Module):
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        return self._compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled=not self._scales_rows(x_TH.dtype)))
+        scales_rows = self._scales_rows(x_TH.dtype)
+        return self._compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled=not scales_rows), scales_rows=scales_rows)
 
     def _scales_rows(self, dtype: torch.dtype) -> bool:
         """Whether the gradients of the rows are scaled, and those of the weights by them: there are fewer rows. Then so are gradients of
-        what an activation holds, so it must be one that holds nothing. A compiler fuses what scales the weights' gradients."""
+        what an activation holds, so it must be one that holds nothing. A compiler fuses what scales the weights' gradients. A call asks
+        once: the answer may differ behind a graph break."""
         return (self.gradient_scale != 1 and scales_exactly(self.gradient_scale, dtype) and not torch.compiler.is_compiling()
                 and activation_name(self.args.activation_fn) is not None)
 
     def _compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None,
-                 *weights: torch.Tensor | None) -> torch.Tensor:
-        """compute, with scaled gradients of the weights where they are not scaled already."""
-        if not self._scales_rows(x_TH.dtype):
+                 *weights: torch.Tensor | None, scales_rows: bool) -> torch.Tensor:
+        """compute, with scaled gradients of rows, if these are to scale those of the weights."""
+        if not scales_rows:
             return self.compute(x_TH, plan, weights_TK, *weights)
         scale = self.gradient_scale
         weights_TK = None if weights_TK is None else ScaleGradient.apply(weights_TK, 1 / scale)
@@ -118,11 +121,13 @@ class ExpertWeights(torch.nn.Module):
         """
         sizes = [behind - first for first, behind in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
-        weights = self.weights_EFH(scaled=not self._scales_rows(dtype))
+        scales_rows = self._scales_rows(dtype)
+        weights = self.weights_EFH(scaled=not scales_rows)
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
         if replicate is not None:
             parts.append(replicate(*weights))
-        return [lambda x_TH, plan, weights_TK, part=part: self._compute(x_TH, plan, weights_TK, *part) for part in parts]
+        compute = partial(self._compute, scales_rows=scales_rows)
+        return [lambda x_TH, plan, weights_TK, part=part: compute(x_TH, plan, weights_TK, *part) for part in parts]
 
     def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:
         """A function like forward for one slot a token, which returns rows before they are weighed and uses the weights in the

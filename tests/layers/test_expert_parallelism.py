@@ -141,3 +141,25 @@ def test_the_scale_is_in_gradients_of_weights_alone(dtype, scale, activation, ch
         torch.testing.assert_close(scaled[name], gradient * scale)
     for name, gradient in plain_others.items():
         assert torch.equal(scaled_others[name], gradient), name
+
+
+def test_behind_a_graph_break_gradients_were_scaled_twice():
+    """A compiler scales the weights' gradients, eager calls those of the rows: what was chosen when the weights were taken holds."""
+    args = Arguments(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
+                     device="cpu")
+    torch.manual_seed(0)
+    experts, x_TH, weights_TK = GroupedExperts(args), torch.randn(9, 16), torch.rand(9, 2)
+    plan = RoutingPlan.from_experts(torch.rand(9, 4).topk(2).indices, 4)
+    experts.gradient_scale = 0.5
+
+    def layer(x):
+        whole, = experts.in_chunks([(0, 4)], dtype=x.dtype)
+        return torch.compiler.disable(whole)(x, plan, weights_TK)
+
+    gradients = []
+    for function in (layer, torch.compile(layer, backend="aot_eager")):
+        experts.zero_grad()
+        function(x_TH.clone().requires_grad_()).square().sum().backward()
+        gradients.append([w.grad.clone() for w in experts.parameters()])
+    for eager, compiled in zip(*gradients):
+        torch.testing.assert_close(compiled, eager)
