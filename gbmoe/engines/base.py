@@ -133,7 +133,7 @@ class Engine:
         return True
 
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
-        """y = a @ w2[e], [P,H]. Called after `up` alone, with its sizes, and with weights that nothing has written since it was called."""
+        """y = a @ w2[e], [P,H]. Called directly after `up`, with its sizes; nothing writes them or w2 from when `up` began."""
         return self.product(a_PF, w2_EFH, sizes_E)
 
     def down_backward(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,

@@ -19,8 +19,10 @@ from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.ops.experts import activation_name
+from gbmoe.ops.gmm import computed_dtype
 from gbmoe.parallel import automatic_chunks, exchange, groups, peer_memory, shadowing
 from gbmoe.parallel.arrival import Spread
+from gbmoe.parallel.gradient_scale import ScaleGradient, scales_exactly
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.plan import RoutingPlan
 
@@ -124,17 +126,31 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     spread = peer_spread(experts, x_TH, weights_TK, args, where)
     if spread is not None:
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
-        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH(scaled=False)
+        # Where rows are not scaled, gradients of the parameters are: autocast's weights may be float16, and the parameters float32.
+        rows_scaled = scales_exactly(experts.gradient_scale, x_TH.dtype) and not spread.by_slot
+        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH(scaled=not rows_scaled)
         # Autocast may have lowered x's dtype, to which weights are cast.
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
-            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile, experts.gradient_scale)
+            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile,
+            experts.gradient_scale if rows_scaled else 1.0)
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()
     if _own(args, "expert_parallel_exact"):
         rows = experts.rows_before_weights()
         return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None)
+    tokens_scaled = isinstance(experts, ExpertWeights) and experts.may_scale_tokens(computed_dtype(x_TH))
+    if not tokens_scaled:
+        return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, scaled=True)
+    scale = experts.gradient_scale
+    x_TH, weights_TK = (ScaleGradient.apply(t, 1 / scale) for t in (x_TH, weights_TK))
+    out_TH, counts_E = _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, scaled=False)
+    return ScaleGradient.apply(out_TH, scale), counts_E
+
+
+def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, scaled):
+    """(out [T,H], tokens_per_expert) by torch.distributed's all-to-all; `scaled` as in ExpertWeights.weights_EFH."""
     matrices = 2 if args.mlp_type == "mlp" else 3
     if not _own(args, "expert_parallel_chunks"):
         where = dataclasses.replace(where, chunks=automatic_chunks.choose(
@@ -142,8 +158,11 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     shadows = _own(args, "expert_parallel_shadows")
     if shadows and where.world > 1:
         return shadowing.shadowed_experts_by_exchange(
-            partial(experts.in_chunks, dtype=x_TH.dtype), x_TH, experts_TK, weights_TK, where, most=shadows,
+            partial(experts.in_chunks, scaled=scaled), x_TH, experts_TK, weights_TK, where, most=shadows,
             expert_elements=matrices * args.hidden_size * args.ffn_hidden_size)
-    chunks = [experts] if where.chunks == 1 else experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)], dtype=x_TH.dtype)
+    if where.chunks == 1:
+        chunks = [experts if scaled else partial(experts, scaled=False)]  # MegaBlocks' own experts take no more than three arguments
+    else:
+        chunks = experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)], scaled=scaled)
     return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where)
 

@@ -7,7 +7,6 @@ R = T * K slots.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -65,6 +64,7 @@ class ExpertWeights(torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self.gradient_scale = self.gradient_scale or 1.0  # None in modules that were pickled before 0.2
         self._mark()  # copying a parameter loses its attributes
 
     def _apply(self, fn, recurse=True):
@@ -91,43 +91,30 @@ class ExpertWeights(torch.nn.Module):
             return weight.view(self.experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
-    def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        scales_rows = self._scales_rows(x_TH.dtype)
-        return self._compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled=not scales_rows), scales_rows=scales_rows)
+    def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, scaled: bool = True) -> torch.Tensor:
+        return self.compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled))
 
-    def _scales_rows(self, dtype: torch.dtype) -> bool:
-        """Whether the gradients of the rows are scaled, and those of the weights by them: there are fewer rows. Then so are gradients of
-        what an activation holds, so it must be one that holds nothing. A compiler fuses what scales the weights' gradients. A call asks
-        once: the answer may differ behind a graph break."""
+    def may_scale_tokens(self, dtype: torch.dtype) -> bool:
+        """Whether the caller may scale gradients of tokens of this dtype instead of those of the weights: they keep their bits, and are
+        fewer. Then so are gradients of what an activation holds, so it must be one that holds nothing. Not where a compiler traces,
+        which fuses what scales the weights' gradients."""
         return (self.gradient_scale != 1 and scales_exactly(self.gradient_scale, dtype) and not torch.compiler.is_compiling()
-                and activation_name(self.args.activation_fn) is not None)
+                and activation_name(self.args.activation_fn) is not None and any(w.requires_grad for w in self.parameters(recurse=False)))
 
-    def _compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None,
-                 *weights: torch.Tensor | None, scales_rows: bool) -> torch.Tensor:
-        """compute, with scaled gradients of rows, if these are to scale those of the weights."""
-        if not scales_rows:
-            return self.compute(x_TH, plan, weights_TK, *weights)
-        scale = self.gradient_scale
-        weights_TK = None if weights_TK is None else ScaleGradient.apply(weights_TK, 1 / scale)
-        return ScaleGradient.apply(self.compute(ScaleGradient.apply(x_TH, 1 / scale), plan, weights_TK, *weights), scale)
-
-    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None, *, dtype: torch.dtype,
+    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None, scaled: bool = True,
                   ) -> list[Callable[..., torch.Tensor]]:
         """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
-        together the chunks are all experts. `dtype` is that of the tokens. With `replicate`, one more for the experts whose weights
-        replicate(w1, w2, v1 or None) gives.
+        together the chunks are all experts. With `replicate`, one more for the experts whose weights replicate(w1, w2, v1 or None) gives.
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
         sizes = [behind - first for first, behind in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
-        scales_rows = self._scales_rows(dtype)
-        weights = self.weights_EFH(scaled=not scales_rows)
+        weights = self.weights_EFH(scaled)
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
         if replicate is not None:
             parts.append(replicate(*weights))
-        compute = partial(self._compute, scales_rows=scales_rows)
-        return [lambda x_TH, plan, weights_TK, part=part: compute(x_TH, plan, weights_TK, *part) for part in parts]
+        return [lambda x_TH, plan, weights_TK, part=part: self.compute(x_TH, plan, weights_TK, *part) for part in parts]
 
     def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:
         """A function like forward for one slot a token, which returns rows before they are weighed and uses the weights in the

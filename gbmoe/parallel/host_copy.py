@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from gbmoe.parallel import groups
 
-# How long the host asks without a pause: longer than a step takes, because a thread that sleeps is woken late, and the device has nothing
-# to do meanwhile. Other threads of Python run while it asks.
-_SPIN_SECONDS = 1.0
+# How long the host asks without a pause; how long it then lets other threads of Python run between its questions, but does not sleep,
+# because a thread that sleeps is woken late, and the device has nothing to do meanwhile; and how long it sleeps afterwards.
+_SPIN_SECONDS = 0.01
+_AWAKE_SECONDS = 1.0
 _PAUSE_SECONDS = 1e-4
 
 
@@ -59,4 +60,4 @@ def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -
         if waited > limit:
             raise groups.failure(group, f"no answer within {limit:.0f} s")
         if waited > _SPIN_SECONDS:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(0 if waited < _AWAKE_SECONDS else _PAUSE_SECONDS)

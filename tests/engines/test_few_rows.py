@@ -171,6 +171,8 @@ def test_down_reads_early_what_it_does_not_copy(device, layout, monkeypatch):  #
         w2 = w2.transpose(1, 2).contiguous().transpose(1, 2)
     elif layout == "one element off":
         w2 = torch.empty(w2.numel() + 1, dtype=w2.dtype, device=device)[1:].view(w2.shape).copy_(w2)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the kernel before must not be what writes w2
     got = own_kernels.few_rows_down(a, w2, on_device.cpu() if layout == "sizes on the host" else on_device)
     assert early == [layout in ("contiguous", "transposed") or (layout == "sizes on the host" and device.type == "cpu")]
     if layout == "transposed":

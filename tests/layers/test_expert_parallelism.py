@@ -8,9 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import gbmoe
-from gbmoe import RoutingPlan
 from gbmoe.layers import Arguments
-from gbmoe.layers.expert_weights import GroupedExperts
 
 TOKENS, HIDDEN = 12, 16
 
@@ -104,62 +102,63 @@ class ScaledSilu(torch.nn.Module):
         return torch.nn.functional.silu(x) * self.factor
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype, autocast", [
+    (torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+], ids=["float32", "bfloat16", "float16", "bfloat16 by autocast", "float16 by autocast"])
 @pytest.mark.parametrize("scale", [0.5, 2**-6, 0.3])
 @pytest.mark.parametrize("activation", ["kernel", "callable"])
-@pytest.mark.parametrize("chunks", [None, [(0, 3), (3, 4)]], ids=["whole", "chunks"])
-def test_the_scale_is_in_gradients_of_weights_alone(dtype, scale, activation, chunks):
-    """Whether rows are scaled or the weights' gradients: not in those of tokens, of router weights and of what an activation holds."""
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_scale_is_in_gradients_of_weights_alone(group_of_one, dtype, autocast, scale, activation, chunks):
+    """Whether tokens are scaled or the weights' gradients: not in those of tokens, of the router and of what an activation holds; and in
+    float16 by autocast it is multiplied to the parameters' gradients, which are float32."""
     own = ScaledSilu()
-    args = Arguments(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, device="cpu",
-                     activation_fn=own if activation == "callable" else torch.nn.functional.silu, fp16=dtype == torch.float16,
-                     bf16=dtype == torch.bfloat16)
     torch.manual_seed(0)
-    experts, x_TH, weights_TK = GroupedExperts(args), torch.randn(9, 16).to(dtype), torch.rand(9, 2).to(dtype)
-    ids_TK = torch.rand(9, 4).topk(2).indices
-    plan = RoutingPlan.from_experts(ids_TK, 4)
-    results = []
+    layer = gbmoe.dMoE(Arguments(
+        hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, device="cpu",
+        fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, activation_fn=own if activation == "callable" else torch.nn.functional.silu,
+        moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0))
+    x_TH, results = torch.randn(9, 1, 16).to(dtype), []
     for gradient_scale in (1.0, scale):
-        experts.gradient_scale = gradient_scale
-        experts.zero_grad()
+        layer.experts.mlp.gradient_scale = gradient_scale
+        layer.zero_grad()
         own.zero_grad()
-        x, weights = x_TH.clone().requires_grad_(), weights_TK.clone().requires_grad_()
-        if chunks is None:
-            out = experts(x, plan, weights)
-        else:
-            parts = experts.in_chunks(chunks, dtype=dtype)
-            plans = [RoutingPlan.from_experts(torch.where((ids_TK >= first) & (ids_TK < behind), ids_TK - first, -1), behind - first)
-                     for first, behind in chunks]
-            out = sum(part(x, of_chunk, weights) for part, of_chunk in zip(parts, plans))
-        out.float().square().sum().backward()
-        of_weights = {name: w.grad.clone() for name, w in experts.named_parameters() if w is not own.factor}
-        others = {"x": x.grad, "weights": weights.grad} | ({"factor": own.factor.grad.clone()} if activation == "callable" else {})
-        results.append((of_weights, others))
+        x = x_TH.clone().requires_grad_()
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            layer(x).float().square().sum().backward()
+        of_weights = {name: getattr(layer.experts.mlp, name).grad.clone() for name in ("w1", "w2", "v1")}
+        others = {"x": x.grad, "router": layer.router.layer.weight.grad.clone()}
+        results.append((of_weights, others | ({"factor": own.factor.grad.clone()} if activation == "callable" else {})))
     (plain, plain_others), (scaled, scaled_others) = results
-    assert set(plain) == {"w1", "w2", "v1"}
     for name, gradient in plain.items():
-        torch.testing.assert_close(scaled[name], gradient * scale)
+        if autocast is not None or (scale != 0.3 and dtype != torch.float16):
+            assert torch.equal(scaled[name], gradient * scale), name
+        else:
+            torch.testing.assert_close(scaled[name], gradient * scale)
     for name, gradient in plain_others.items():
         assert torch.equal(scaled_others[name], gradient), name
 
 
-def test_behind_a_graph_break_gradients_were_scaled_twice():
-    """A compiler scales the weights' gradients, eager calls those of the rows: what was chosen when the weights were taken holds."""
-    args = Arguments(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
-                     device="cpu")
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_compiler_scales_gradients_once(group_of_one, chunks):
+    """Frames that are compiled and frames that are not had scaled them twice, or not at all."""
     torch.manual_seed(0)
-    experts, x_TH, weights_TK = GroupedExperts(args), torch.randn(9, 16), torch.rand(9, 2)
-    plan = RoutingPlan.from_experts(torch.rand(9, 4).topk(2).indices, 4)
-    experts.gradient_scale = 0.5
-
-    def layer(x):
-        whole, = experts.in_chunks([(0, 4)], dtype=x.dtype)
-        return torch.compiler.disable(whole)(x, plan, weights_TK)
-
+    layer = gbmoe.dMoE(Arguments(
+        hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, device="cpu", fp16=False,
+        moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0))
+    layer.experts.mlp.gradient_scale = 0.5
     gradients = []
     for function in (layer, torch.compile(layer, backend="aot_eager")):
-        experts.zero_grad()
-        function(x_TH.clone().requires_grad_()).square().sum().backward()
-        gradients.append([w.grad.clone() for w in experts.parameters()])
-    for eager, compiled in zip(*gradients):
+        for tokens in (9, 10, 13):
+            layer.zero_grad()
+            torch.manual_seed(tokens)
+            function(torch.randn(tokens, 1, 16)).square().sum().backward()
+            gradients.append([w.grad.clone() for w in layer.experts.mlp.parameters()])
+    for eager, compiled in zip(gradients[:3], gradients[3:]):
         torch.testing.assert_close(compiled, eager)

@@ -30,6 +30,7 @@ def _configure(**sizes: int) -> None:
     if wanted == _configured:
         return
     if _configured is not None:
+        _configured = None  # also if what follows fails
         torch.cuda.synchronize()
         importlib.import_module(f"{_PACKAGE}.nvshmem").pool_clear_all()
     package.configure(moe=wanted)
