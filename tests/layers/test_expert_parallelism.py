@@ -122,7 +122,8 @@ def test_the_scale_is_in_gradients_of_weights_alone(group_of_one, dtype, autocas
     torch.manual_seed(0)
     layer = gbmoe.dMoE(Arguments(
         hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, device="cpu",
-        fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, activation_fn=own if activation == "callable" else torch.nn.functional.silu,
+        activation_fn=own if activation == "callable" else torch.nn.functional.silu,
+        fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16,
         moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0))
     x_TH, results = torch.randn(9, 1, 16).to(dtype), []
     for gradient_scale in (1.0, scale):
