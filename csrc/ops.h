@@ -77,7 +77,7 @@ void pull_rows(Tensor peers, int64_t rank, Tensor row_of_slot, Tensor out);
 void push_row_sums(Tensor y, Tensor row_of_slot, std::optional<Tensor> weights, Tensor peers, int64_t rank);
 // Into [capacity * K, H] of each token's owner, without a sum
 void push_slot_rows(Tensor y, Tensor slot_of_row, int64_t top_k, int64_t capacity, Tensor peers);
-// pushed [ranks, capacity, H], int64 ids [T,K]; out [T,H]
+// pushed [ranks, capacity, H], int64 ids [T,K]; out [T,H], `scale` times the sums
 void sum_pushed_rows(Tensor pushed, Tensor ids, int64_t experts, int64_t experts_per_rank, double scale, Tensor out);
 // float32 [S,K] into [Z, capacity, K] of each token's owner, 0 for slots whose row is not one of `rows`
 void push_slot_scalars(Tensor slot_scalars, Tensor row_of_slot, int64_t rows, int64_t shard, Tensor peers);

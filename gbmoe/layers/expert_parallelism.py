@@ -22,8 +22,8 @@ from gbmoe.ops.experts import activation_name
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.parallel import automatic_chunks, exchange, groups, peer_memory, shadowing
 from gbmoe.parallel.arrival import Spread
-from gbmoe.parallel.gradient_scale import ScaleGradient, scales_exactly
-from gbmoe.parallel.peer_experts import peer_experts
+from gbmoe.parallel.gradient_scale import ScaleGradient
+from gbmoe.parallel.peer_experts import peer_experts, scales_rows
 from gbmoe.plan import RoutingPlan
 
 # The arguments that must be the same on all ranks. `engine` and `mlp_impl` may differ.
@@ -127,7 +127,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     if spread is not None:
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
         # Where rows are not scaled, gradients of the parameters are: autocast's weights may be float16, and the parameters float32.
-        rows_scaled = scales_exactly(experts.gradient_scale, x_TH.dtype) and not spread.by_slot
+        rows_scaled = scales_rows(experts.gradient_scale, x_TH.dtype, spread)
         w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH(scaled=not rows_scaled)
         # Autocast may have lowered x's dtype, to which weights are cast.
         out_TH = peer_experts(

@@ -147,10 +147,10 @@ def sum_of_ranks(arrived: Arrived, x_TH: torch.Tensor, ids_TK: torch.Tensor, wei
     return out_TH
 
 
-def _scaled_rows(gradient_scale: float, dtype: torch.dtype, spread: Spread) -> bool:
-    """Whether backward scales a row's router weight by gradient_scale, and so dh, dg and the gradients of the weights, and divides dx by
-    it where the owner adds up the ranks' sums; otherwise it scales the gradients of the weights, a pass over all of them. With by_slot dx
-    is summed by the scatter, without a scale.
+def scales_rows(gradient_scale: float, dtype: torch.dtype, spread: Spread) -> bool:
+    """Whether peer_experts, for tokens of this dtype, scales in backward each row's router weight by gradient_scale, and so dh, dg and the
+    gradients of the weights, and divides dx by it where the owner adds up the ranks' sums. Otherwise it scales the gradients of the
+    weights, a pass over all of them. With by_slot dx is summed by the scatter, without a scale.
     """
     return gradient_scale != 1 and scales_exactly(gradient_scale, dtype) and not spread.by_slot
 
@@ -199,7 +199,7 @@ class _PeerExperts(torch.autograd.Function):
         dz = pull_rows(arrived.regions.peers["grad"], slots, x_TH, memory.rank)
         if tokens_x is not None:
             tokens_x.depart()
-        scaled_rows = _scaled_rows(ctx.gradient_scale, x_TH.dtype, spread)
+        scaled_rows = scales_rows(ctx.gradient_scale, x_TH.dtype, spread)
         if scaled_rows:
             ones = torch.ones_like(row_of_slot_SK, dtype=torch.float32) if weights_SK is None else weights_SK
             weights_SK = ones * ctx.gradient_scale
