@@ -13,8 +13,9 @@ R = 128 rows.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,9 @@ class Float8BlockScaling:
             448 down to 224, which costs up to one bit.
         float8_weight_gradients: compute gradients of weights in float8 too. Their sums run over an expert's rows; so both operands are
             quantised once more, with a scale for 128 x 1: the same column of 128 rows.
+        keep_weights: quantise weights for backward in forward, from the same read, and keep them until backward: a byte for each number
+            of a layer whose backward is still to come. Without it backward reads and quantises them anew. Results have the same bits,
+            unless weights change between forward and backward.
 
     Example:
         >>> Float8BlockScaling(power_2_scale=True).engine
@@ -48,9 +52,10 @@ class Float8BlockScaling:
     """
     power_2_scale: bool = False
     float8_weight_gradients: bool = False
+    keep_weights: bool = True
 
     def __post_init__(self):
-        for name in ("power_2_scale", "float8_weight_gradients"):
+        for name in ("power_2_scale", "float8_weight_gradients", "keep_weights"):
             value = getattr(self, name)
             require(isinstance(value, bool), "Float8BlockScaling", name, "a bool", repr(value), TypeError)
 
@@ -84,9 +89,27 @@ class ScaledWeights:
     Attributes:
         values_ENK: [E,N,K], float8_e4m3fn, contiguous: out = rows @ values[e].T.
         scales: the decoding scales, float32 [E, ceil(N / 128), C].
+        dtype: of the weight, and of the products that are computed with it.
     """
     values_ENK: torch.Tensor
     scales: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def in_memory(cls, memory: torch.Tensor, shape_ENK: Sequence[int], dtype: torch.dtype) -> ScaledWeights:
+        """One whose values and scales lie in `memory`, uint8, of as many bytes as `bytes_of` says; it is not written."""
+        values = math.prod(shape_ENK)
+        scales = memory[_scales_begin(shape_ENK) :].view(torch.float32)
+        return cls(memory[:values].view(FLOAT8).view(*shape_ENK), scales.view(shape_ENK[0], *map(_tiles, shape_ENK[1:])), dtype)
+
+    @staticmethod
+    def bytes_of(shape_ENK: Sequence[int]) -> int:
+        """How much memory values and scales of this shape take."""
+        return _scales_begin(shape_ENK) + 4 * shape_ENK[0] * math.prod(map(_tiles, shape_ENK[1:]))
+
+    def new_rows(self, rows: int) -> torch.Tensor:
+        """A tensor for rows @ values[e].T, [rows,N], that is not initialised."""
+        return self.values_ENK.new_empty(rows, self.values_ENK.size(1), dtype=self.dtype)
 
     def dequantized(self) -> torch.Tensor:
         """The numbers that this stands for, float32 [E,N,K]."""
@@ -118,7 +141,15 @@ class ScaledKBlocks:
 
 def k_blocks(rows: int, experts: int) -> int:
     """The number of k-blocks that is enough for `rows` rows of so many experts, whatever their sizes."""
-    return -(-rows // TILE) + experts
+    return _tiles(rows) + experts
+
+
+def _tiles(size: int) -> int:
+    return -(-size // TILE)
+
+
+def _scales_begin(shape_ENK: Sequence[int]) -> int:
+    return -(-math.prod(shape_ENK) // 16) * 16  # bytes; aligned for any access
 
 
 def _spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -140,7 +171,7 @@ def tile_scales(largest: torch.Tensor, power_2_scale: bool) -> tuple[torch.Tenso
 def quantize_rows(x_PK: torch.Tensor, power_2_scale: bool = False) -> ScaledRows:
     """Rows [P,K], any floating dtype, in e4m3."""
     rows, columns = x_PK.shape
-    tiles = -(-columns // TILE)
+    tiles = _tiles(columns)
     padded = torch.nn.functional.pad(x_PK.float(), (0, tiles * TILE - columns)).view(rows, tiles, TILE)
     encode, decode = tile_scales(padded.abs().amax(-1), power_2_scale)
     values = (padded * encode.unsqueeze(-1)).view(rows, tiles * TILE)[:, :columns].to(FLOAT8)
@@ -151,12 +182,12 @@ def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool = False, transpose
     """A weight [E,F,H], any floating dtype, in e4m3; with `transpose` as [E,H,F]."""
     w = (w_EFH.transpose(1, 2) if transpose else w_EFH).float()
     experts, lines, columns = w.shape
-    blocks = -(-lines // TILE), -(-columns // TILE)
+    blocks = _tiles(lines), _tiles(columns)
     padded = torch.nn.functional.pad(w, (0, blocks[1] * TILE - columns, 0, blocks[0] * TILE - lines))
     padded = padded.view(experts, blocks[0], TILE, blocks[1], TILE)
     encode, decode = tile_scales(padded.abs().amax((2, 4)), power_2_scale)
     values = (padded * encode[:, :, None, :, None]).view(experts, blocks[0] * TILE, blocks[1] * TILE)[:, :lines, :columns].to(FLOAT8)
-    return ScaledWeights(values.contiguous(), decode)
+    return ScaledWeights(values.contiguous(), decode, w_EFH.dtype)
 
 
 def quantize_k_blocks(x_PK: torch.Tensor, sizes_E: torch.Tensor, power_2_scale: bool = False) -> ScaledKBlocks:
@@ -173,7 +204,7 @@ def quantize_k_blocks(x_PK: torch.Tensor, sizes_E: torch.Tensor, power_2_scale: 
         size = min(max(size, 0), rows - row)
         first = sum(filled_rows)
         filled_PK[first : first + size] = x_PK[row : row + size]
-        filled_rows.append(-(-size // TILE) * TILE)
+        filled_rows.append(_tiles(size) * TILE)
         row += size
     x_BKR = filled_PK.view(-1, TILE, columns).transpose(1, 2)
     encode, decode = tile_scales(x_BKR.abs().amax(-1), power_2_scale)
@@ -269,6 +300,11 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor]) -> Iterato
         with _caches_lock:
             _caches = tuple(other for other in _caches if other is not cache)
         cache.clear()  # an exception's traceback may hold it
+
+
+def keeps_weights(recipe: Float8BlockScaling | None) -> bool:
+    """Whether forward is to quantise weights for backward: the recipe says so, and no context of cached_weights keeps them already."""
+    return recipe is not None and recipe.keep_weights and len(_caches) == 0
 
 
 def cached(w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],

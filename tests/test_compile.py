@@ -365,7 +365,7 @@ def test_whether_rows_are_kept_is_found_while_tracing(monkeypatch, function, ffn
     kept = []
 
     def backend(module, inputs):
-        kept.extend(node.args[-1] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
+        kept.extend(node.args[-2] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
         return module.forward
 
     monkeypatch.setattr(type(engines.ENGINES["reference"]), "gathers_before_up", type(engines.ENGINES["hopper"]).gathers_before_up,
@@ -445,13 +445,14 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
         (ops.gmm, (h, matrix(rows, HIDDEN), plan.host_sizes(), True, False, "auto", True)),
         (ops.plan_of_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.bounded_counts, (plan.counts_E, rows + 3, "wait")),
-        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True, True)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True)),
-        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, x.new_empty(0), "silu", "auto",
-                                   True, True, True, True, False)),
-        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, matrix(rows, HIDDEN), "silu", "auto",
-                                   True, True, True, True, False)),
+        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True, True,
+                          False)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False, False)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True, False)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, *[x.new_empty(0)] * 4, "silu",
+                                   "auto", True, True, True, True, False)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, matrix(rows, HIDDEN),
+                                   *[x.new_empty(0)] * 3, "silu", "auto", True, True, True, True, False)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -564,7 +565,7 @@ def test_cuda_graphs_of_backward_were_given_sizes_on_the_host():
             x, w, h, y = empty(8, HIDDEN), empty(EXPERTS, FFN, HIDDEN), empty(16, FFN), empty(16, HIDDEN)
             slots, row_slots = empty(8, TOP_K, dtype=torch.int32), empty(16, dtype=torch.int32)
             sizes = empty(EXPERTS, dtype=torch.int64, device=place)
-            _expert_mlp_backward(x, x, None, slots, row_slots, sizes, w, w, None, h, empty(0), empty(0), "silu", "auto",
+            _expert_mlp_backward(x, x, None, slots, row_slots, sizes, w, w, None, h, *[empty(0)] * 5, "silu", "auto",
                                  True, False, True, True, False)
             grouped(h, w, sizes, engine="auto")
             grouped(h, y, sizes, True, engine="auto")

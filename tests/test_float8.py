@@ -290,7 +290,7 @@ def test_the_cache_says_what_it_does_not_take():
 
 
 def test_the_recipe_says_what_it_does_not_take():
-    for name in ("power_2_scale", "float8_weight_gradients"):
+    for name in ("power_2_scale", "float8_weight_gradients", "keep_weights"):
         with pytest.raises(TypeError, match=f"Float8BlockScaling: {name}: expected a bool, got 1"):
             Float8BlockScaling(**{name: 1})
 

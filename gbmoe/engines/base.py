@@ -116,6 +116,15 @@ class Engine:
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the
     # arguments, and do so in the results.
 
+    def weight_for_both_passes(self, w_EFH: torch.Tensor, transpose: bool) -> tuple[Any, torch.Tensor | None]:
+        """A weight as a product of forward takes it, by which rows are multiplied as w[e] or, without `transpose`, as w[e].T; and memory
+        of which weight_for_backward makes what the product of backward takes. An engine that prepares weights overrides both."""
+        return w_EFH, None
+
+    def weight_for_backward(self, w_EFH: torch.Tensor, memory: torch.Tensor | None, transpose: bool) -> Any:
+        """A weight as a product of backward takes it; `memory` and `transpose` are those of weight_for_both_passes."""
+        return w_EFH
+
     def up(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
            ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """a = act(h), or act(h) * g, with h = x @ w1[e].T and g = x @ v1[e].T: (a, h, g) [P,F].

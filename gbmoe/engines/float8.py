@@ -31,7 +31,8 @@ class Float8(Engine):
     not in float8.
 
     Between `up` and `down` the activation's result is a ScaledRows, not a tensor; what `up_backward` takes are ScaledRows, too. With
-    float8_weight_gradients what `weight_gradient` takes on the left are the ScaledKBlocks that `down_backward` returns.
+    float8_weight_gradients what `weight_gradient` takes on the left are the ScaledKBlocks that `down_backward` returns. Each weight may be
+    a ScaledWeights, in the orientation that the product sums along.
     """
 
     unscaled: Engine
@@ -65,6 +66,15 @@ class Float8(Engine):
             self.scaled_product(self._rows(a), self._weights(b, not trans_b), sizes, product)
         return out.add_(product) if accumulate else product
 
+    def weight_for_both_passes(self, w_EFH, transpose):
+        memory = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)  # the same for both orientations
+        memories = (memory, None) if transpose else (None, memory)
+        return kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose], memory
+
+    def weight_for_backward(self, w_EFH, memory, transpose):
+        shape = w_EFH.shape if transpose else w_EFH.transpose(1, 2).shape
+        return w_EFH if memory is None else ScaledWeights.in_memory(memory, shape, w_EFH.dtype)
+
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         rows = self._gathered(x)
         h_PF = self._product(rows, w1_EFH, sizes_E)
@@ -92,8 +102,8 @@ class Float8(Engine):
 
     def up_backward(self, dh, w1_EFH, dg, v1_EFH, sizes_E):
         second = () if v1_EFH is None else (dg, self._weights(v1_EFH, transpose=True))
-        dx_PH = w1_EFH.new_empty(dh.values_PK.size(0), w1_EFH.size(2))
-        return self.scaled_product(dh, self._weights(w1_EFH, transpose=True), sizes_E, dx_PH, *second)
+        w1 = self._weights(w1_EFH, transpose=True)
+        return self.scaled_product(dh, w1, sizes_E, w1.new_rows(dh.values_PK.size(0)), *second)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
         if not self.float8_weight_gradients:
@@ -104,9 +114,10 @@ class Float8(Engine):
         out_EFH = rows.new_empty(sizes_E.numel(), left.values_BKR.size(1), right.values_BKR.size(1))
         return self.scaled_weight_gradient(left, right, out_EFH)
 
-    def _product(self, rows: ScaledRows, w_EFH: torch.Tensor, sizes_E: torch.Tensor, transpose: bool = False) -> torch.Tensor:
-        out_PN = w_EFH.new_empty(rows.values_PK.size(0), w_EFH.size(2 if transpose else 1))
-        return self.scaled_product(rows, self._weights(w_EFH, transpose), sizes_E, out_PN)
+    def _product(self, rows: ScaledRows, w_EFH: torch.Tensor | ScaledWeights, sizes_E: torch.Tensor, transpose: bool = False,
+                 ) -> torch.Tensor:
+        w = self._weights(w_EFH, transpose)
+        return self.scaled_product(rows, w, sizes_E, w.new_rows(rows.values_PK.size(0)))
 
     def _rows(self, x_PK: torch.Tensor) -> ScaledRows:
         return kernels.quantize_rows(aligned(x_PK), self.power_2_scale)
@@ -125,7 +136,9 @@ class Float8(Engine):
         sizes = device_sizes(sizes_E, x.tokens_TH.device)
         return kernels.quantize_gathered_k_blocks(aligned(x.tokens_TH), x.slots, sizes, self.power_2_scale)
 
-    def _weights(self, w_EFH: torch.Tensor, transpose: bool = False) -> ScaledWeights:
+    def _weights(self, w_EFH: torch.Tensor | ScaledWeights, transpose: bool = False) -> ScaledWeights:
+        if isinstance(w_EFH, ScaledWeights):
+            return w_EFH
         kept = float8.cached(w_EFH, self.power_2_scale, lambda: kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
         return kernels.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose) if kept is None else kept[transpose]
 
@@ -180,14 +193,14 @@ class Float8Hopper(Float8):
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         rows, w1 = self._gathered(x), self._weights(w1_EFH)
         v1 = None if v1_EFH is None else self._weights(v1_EFH)
-        like, shape = w1_EFH, (rows.values_PK.size(0), w1_EFH.size(1))
+        like, shape = w1.values_ENK, (rows.values_PK.size(0), w1.values_ENK.size(1))
         a = kernels.empty_scaled_rows(like, *shape)
-        h_PF = like.new_empty(shape) if save else None
-        g_PF = like.new_empty(shape) if save and v1 is not None else None
+        h_PF = w1.new_rows(shape[0]) if save else None
+        g_PF = w1.new_rows(shape[0]) if save and v1 is not None else None
         config = tuning.scaled_up_gemm(*rows.values_PK.shape, shape[1], v1 is not None)
         sizes = device_sizes(sizes_E, like.device)
         torch.ops.gbmoe_cuda.hopper_scaled_up(
             rows.values_PK, rows.scales_PC, w1.values_ENK, w1.scales, *((None, None) if v1 is None else (v1.values_ENK, v1.scales)), sizes,
             plain_torch.ACTIVATION_INDEX[activation], config.cluster_n, config.panel, config.even_panels, workspace(like, sizes, config),
-            self.power_2_scale, like.dtype == torch.bfloat16, a.values_PK, a.scales_PC, h_PF, g_PF)
+            self.power_2_scale, w1.dtype == torch.bfloat16, a.values_PK, a.scales_PC, h_PF, g_PF)
         return a, h_PF, g_PF

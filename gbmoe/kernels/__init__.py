@@ -7,6 +7,8 @@ Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gbmoe import extension, float8
@@ -251,17 +253,25 @@ def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool, transpose: bool) 
     return out
 
 
-def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool) -> tuple[ScaledWeights, ScaledWeights]:
-    """quantize_weights without and with `transpose`, from one read where the CUDA kernel is loaded."""
+def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool, memory: Sequence[torch.Tensor | None] = (None, None),
+                               ) -> tuple[ScaledWeights, ScaledWeights]:
+    """quantize_weights without and with `transpose`, from one read where the CUDA kernel is loaded.
+
+    `memory`, if given, is what either is written to: uint8, of as many bytes as ScaledWeights.bytes_of says.
+    """
+    out, transposed = (_empty_scaled_weights(w_EFH, transpose, of) for transpose, of in zip((False, True), memory))
     if not _kernels_serve(w_EFH):
-        return float8.quantize_weights(w_EFH, power_2_scale), float8.quantize_weights(w_EFH, power_2_scale, transpose=True)
-    out, transposed = _empty_scaled_weights(w_EFH, False), _empty_scaled_weights(w_EFH, True)
+        for to, transpose in ((out, False), (transposed, True)):
+            scaled = float8.quantize_weights(w_EFH, power_2_scale, transpose)
+            to.values_ENK.copy_(scaled.values_ENK), to.scales.copy_(scaled.scales)
+        return out, transposed
     torch.ops.gbmoe_cuda.quantize_weights(
         w_EFH.contiguous(), power_2_scale, out.values_ENK, out.scales, transposed.values_ENK, transposed.scales)
     return out, transposed
 
 
-def _empty_scaled_weights(w_EFH: torch.Tensor, transpose: bool) -> ScaledWeights:
+def _empty_scaled_weights(w_EFH: torch.Tensor, transpose: bool, memory: torch.Tensor | None = None) -> ScaledWeights:
     shape = w_EFH.transpose(1, 2).shape if transpose else w_EFH.shape
-    blocks = (shape[0], *(-(-size // float8.TILE) for size in shape[1:]))
-    return ScaledWeights(w_EFH.new_empty(shape, dtype=float8.FLOAT8), w_EFH.new_empty(blocks, dtype=torch.float32))
+    if memory is None:
+        memory = w_EFH.new_empty(ScaledWeights.bytes_of(shape), dtype=torch.uint8)
+    return ScaledWeights.in_memory(memory, shape, w_EFH.dtype)

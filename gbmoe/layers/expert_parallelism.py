@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe._version import __version__
+from gbmoe.float8 import keeps_weights
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
@@ -133,7 +134,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
             str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile,
-            experts.gradient_scale if rows_scaled else 1.0)
+            experts.gradient_scale if rows_scaled else 1.0, keeps_weights(args.fp8_recipe))
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()

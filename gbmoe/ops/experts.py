@@ -23,7 +23,7 @@ from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
 from gbmoe.engines.base import GatheredRows
-from gbmoe.float8 import Float8BlockScaling
+from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
@@ -130,8 +130,9 @@ def expert_mlp(
     keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
         may_be_transformed() or any(w is not None and w.requires_grad for w in (w1_EFH, v1_EFH))
     ) and _gathers_before_up(engine, x_TH, plan.num_rows, w1_EFH, sizes, name)
+    keep_weights = save and keeps_weights(fp8_recipe) and (may_be_transformed() or x_TH.requires_grad)
     return _expert_mlp(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, name, engine, save,
-                       keep_rows)[0]
+                       keep_rows, keep_weights)[0]
 
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
@@ -206,24 +207,36 @@ def _scattered(rows_PH, row_of_slot, slots, weights=None):
     return rows_PH
 
 
-def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows):
-    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H]); h and g are empty where nothing is saved, g where there is no v1, and the gathered
-    rows unless they are to be kept and there is something to gather."""
+def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights):
+    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward); h and g are empty where nothing is saved, g and v1
+    where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are
+    to be kept: those are float8's, uint8 [ScaledWeights.bytes_of]."""
+    kept = [None, None, None]
+
+    def weight(place, w_EFH, transpose):
+        if keep_weights and w_EFH is not None:
+            w_EFH, kept[place] = experts.weight_for_both_passes(w_EFH, transpose)
+        return w_EFH
+
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
     rows_PH = _gathered(x, row_of_slot, slots).rows_PH() if keep_rows and row_of_slot is not None else None
-    a_PF, h_PF, g_PF = experts.up(_gathered(x, row_of_slot, slots, rows_PH), w1, v1, sizes, activation, save)
-    y_PH = experts.down(a_PF, w2, sizes)
+    a_PF, h_PF, g_PF = experts.up(_gathered(x, row_of_slot, slots, rows_PH), weight(0, w1, False), weight(2, v1, False), sizes,
+                                  activation, save)
+    y_PH = experts.down(a_PF, weight(1, w2, True), sizes)
     del a_PF
     out_TH = _scattered(y_PH, row_of_slot, slots, weights)
     # Separate tensors: an operator's may not alias.
-    return out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH))
+    return (out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH)),
+            *(out_TH.new_empty(0, dtype=torch.uint8) if t is None else t for t in kept))
 
 
-def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows):
+def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights):
     rows, ffn, hidden = slot_of_row.size(0), w1.size(1), w1.size(2)
     return (x.new_empty(x.shape), x.new_empty((rows, ffn) if save else 0), x.new_empty((rows, ffn) if save and v1 is not None else 0),
-            x.new_empty((rows, hidden) if keep_rows and row_of_slot is not None else 0))
+            x.new_empty((rows, hidden) if keep_rows and row_of_slot is not None else 0),
+            *(x.new_empty(ScaledWeights.bytes_of(w.shape) if keep_weights and w is not None else 0, dtype=torch.uint8)
+              for w in (w1, w2, v1)))
 
 
 @dataclass(frozen=True)
@@ -245,22 +258,28 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
     moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
+    Weights that it has kept are freed once they have been used.
     """
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows = saved
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, *kept = saved
     saved.clear()
     dx = dw1 = dw2 = dv1 = None
     g = None if v1 is None else g
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
+    kept_w1, kept_w2, kept_v1 = (memory if memory.numel() else None for memory in kept)
+    del kept
     dz = _gathered(grad, row_of_slot, slots)
+    w2 = experts.weight_for_backward(w2, kept_w2, True)
     a_PF, dh_PF, dg_PF, dweights, (dh, dg) = experts.down_backward(dz, w2, sizes, h, g, weights, activation)
-    del h, g
+    del h, g, w2, kept_w2
     if need.w2:
         dw2 = experts.weight_gradient(a_PF, dz, sizes)
     del a_PF, dz
     if need.x:
+        w1 = experts.weight_for_backward(w1, kept_w1, False)
+        v1 = None if v1 is None else experts.weight_for_backward(v1, kept_v1, False)
         dx = _scattered(experts.up_backward(dh, w1, dg, v1, sizes), row_of_slot, slots)
-    del dh, dg
+    del dh, dg, w1, v1, kept_w1, kept_v1
     xp = _gathered(x, row_of_slot, slots, rows if rows.dim() == 2 else None)
     if need.v1 and dg_PF is not None:
         dv1 = experts.weight_gradient(dg_PF, xp, sizes)
@@ -270,32 +289,32 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 
-def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, activation, engine,
+def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation, engine,
               need_x, need_weights, need_w1, need_w2, need_v1):
-    grads = _gradients(grad, [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows], activation, engine,
-                       _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
+    saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1]
+    grads = _gradients(grad, saved, activation, engine, _Needs(need_x, need_weights, need_w1, need_w2, need_v1))
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, activation, engine,
-                   need_x, need_weights, need_w1, need_w2, need_v1):
+def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation,
+                   engine, need_x, need_weights, need_w1, need_w2, need_v1):
     wanted = ((x, need_x), (weights, need_weights), (w1, need_w1), (w2, need_w2), (v1, need_v1))
     return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in wanted)
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save, _ = inputs
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save, _, _ = inputs
     require(save, "expert_mlp", "save", "True where a gradient is needed", save)
-    _, h, g, rows = output
-    ctx.mark_non_differentiable(h, g, rows)
+    _, *for_backward = output
+    ctx.mark_non_differentiable(*for_backward)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows)
+    ctx.save_for_backward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *for_backward)
 
 
 def _autograd_backward(ctx, grad, *_):
     needs = ctx.needs_input_grad
     wanted = {0: needs[0], 1: needs[1], 5: needs[5], 6: needs[6], 7: needs[7]}
-    grads = [None] * 12
+    grads = [None] * 13
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
@@ -313,15 +332,17 @@ def _autograd_backward(ctx, grad, *_):
 
 _expert_mlp = define(
     "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
-    " Tensor? v1, str activation, str engine, bool save, bool keep_rows) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? v1, str activation, str engine, bool save, bool keep_rows, bool keep_weights)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
 
 _expert_mlp_backward = define(
     "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes,"
-    " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, Tensor rows, str activation, str engine, bool need_x,"
-    " bool need_weights, bool need_w1, bool need_w2, bool need_v1) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, Tensor rows, Tensor kept_w1, Tensor kept_w2, Tensor kept_v1,"
+    " str activation, str engine, bool need_x, bool need_weights, bool need_w1, bool need_w2, bool need_v1)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
 )
@@ -331,7 +352,7 @@ class _RowsBeforeWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine):
         save = any(ctx.needs_input_grad)
-        y_TH, *saved = _expert_mlp(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, False)
+        y_TH, *saved = _expert_mlp(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, False, False)
         ctx.activation, ctx.engine = activation, engine
         ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, *saved)
         return y_TH

@@ -56,7 +56,7 @@ def _reference(a, b, scale_a, scale_b, batch_sizes, out_dtype):
         return out_MN
     problem = Problem(a.device, out_MN.dtype, a.size(0), b.size(0), a.size(1), b.size(1), False, batch_sizes.device.type == "cpu")
     engine = engines.select("float8_block", problem)
-    rows, weights = ScaledRows(aligned(a), aligned(scale_a)), ScaledWeights(aligned(b), aligned(scale_b))
+    rows, weights = ScaledRows(aligned(a), aligned(scale_a)), ScaledWeights(aligned(b), aligned(scale_b), out_MN.dtype)
     return engine.scaled_product(rows, weights, batch_sizes, out_MN)
 
 

@@ -1,6 +1,7 @@
 """Experts in blockwise-scaled e4m3: products against float64 products of what the numbers stand for, and layers against bfloat16."""
 
 import copy
+import dataclasses
 import functools
 import weakref
 
@@ -388,7 +389,7 @@ def test_micro_batches_share_the_weights_that_a_context_keeps(device, recipe, ml
     weights = 3 if mlp_type == "glu" else 2
     batches = torch.randn(3, 100, 1, 256, device=device, dtype=torch.bfloat16)
     expected = [step(layer, x) for x in batches]
-    assert quantizations == ["quantize_weights"] * (2 * weights * len(batches))
+    assert quantizations == ["quantize_weights_both_ways"] * (weights * len(batches))
     quantizations.clear()
     with float8.cached_weights(layer):
         results = [step(layer, x) for x in batches]
@@ -402,7 +403,57 @@ def test_micro_batches_share_the_weights_that_a_context_keeps(device, recipe, ml
     assert all(torch.equal(got[name], want[name]) for got, want in zip(results, expected) for name in want)
     quantizations.clear()
     assert all(torch.equal(value, changed[name]) for name, value in step(layer, batches[0]).items())
-    assert quantizations == ["quantize_weights"] * (2 * weights)
+    assert quantizations == ["quantize_weights_both_ways"] * weights
+
+
+@DEVICES
+@ALL_RECIPES
+@pytest.mark.parametrize("mlp_type", ["glu", "mlp"])
+def test_weights_that_forward_keeps_for_backward(device, recipe, mlp_type, quantizations):
+    """They have the bits of those that backward quantises, and nothing is kept where no gradient of rows is to come."""
+    _, keeping = layers(device, recipe, mlp_type=mlp_type)
+    _, other = layers(device, dataclasses.replace(recipe, keep_weights=False), mlp_type=mlp_type)
+    other.load_state_dict(keeping.state_dict())
+    weights = 3 if mlp_type == "glu" else 2
+    x = torch.randn(100, 1, 256, device=device, dtype=torch.bfloat16)
+    kept, quantised_anew = step(keeping, x), step(other, x)
+    assert quantizations == ["quantize_weights_both_ways"] * weights + ["quantize_weights"] * (2 * weights)
+    assert all(torch.equal(kept[name], quantised_anew[name]) for name in kept)
+    quantizations.clear()
+    keeping.requires_grad_(False)
+    keeping(x)
+    assert quantizations == ["quantize_weights"] * weights
+
+
+@DEVICES
+def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
+    _, layer = layers(device, Float8BlockScaling())
+    memories, alive = [], []
+    quantize, gradient = kernels.quantize_weights_both_ways, Float8.weight_gradient
+
+    def remember(w_EFH, power_2_scale, memory):
+        memories.extend(weakref.ref(tensor.untyped_storage()) for tensor in memory if tensor is not None)
+        return quantize(w_EFH, power_2_scale, memory)
+
+    def count(self, *args):
+        alive.append(sum(memory() is not None for memory in memories))
+        return gradient(self, *args)
+
+    monkeypatch.setattr(kernels, "quantize_weights_both_ways", remember)
+    monkeypatch.setattr(Float8, "weight_gradient", count)
+    out = layer(torch.randn(50, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True))
+    assert len(memories) == 3
+    out.float().sum().backward()
+    assert alive == [2, 0, 0]  # w2's has been used, then w1's and v1's
+
+
+@DEVICES
+def test_the_operator_with_kept_weights(device):
+    x, w1, w2, v1 = (exact_inputs.exact_values(*shape, dtype=torch.bfloat16, device=device, seed=seed).requires_grad_()
+                     for seed, shape in enumerate(((12, 32), (3, 48, 32), (3, 48, 32), (3, 48, 32))))
+    plan = RoutingPlan.from_experts(torch.arange(24, device=device).view(12, 2) % 3, 3)
+    torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
+        x, None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), w1, w2, v1, "silu", "float8_block", True, False, True))
 
 
 @DEVICES
@@ -426,6 +477,10 @@ def test_weights_that_autocast_casts_are_not_kept(device, quantizations):
         for _ in range(2):
             layer(x).float().sum().backward()
     assert quantizations == ["quantize_weights"] * 12
+    quantizations.clear()
+    with torch.autocast(device.type, torch.bfloat16):
+        layer(x).float().sum().backward()
+    assert quantizations == ["quantize_weights_both_ways"] * 3  # for that forward's own backward
 
 
 @DEVICES

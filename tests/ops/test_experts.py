@@ -723,9 +723,9 @@ def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
 def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)
-    out, h, g, rows = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
-                                                 tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False, False)
-    assert h.numel() == g.numel() == rows.numel() == 0
+    out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
+                                             tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False, False, False)
+    assert len(saved) == 6 and all(tensor.numel() == 0 for tensor in saved)
     torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
 
 
@@ -749,7 +749,7 @@ def test_opcheck(device):
     for keep_rows in (False, True):
         torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
             leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
-            leaves["v1"], "silu", "reference", True, keep_rows))
+            leaves["v1"], "silu", "reference", True, keep_rows, False))
     rows = exact_inputs.exact_values(plan.num_rows, 8, dtype=torch.float32, device=device, seed=1)
     torch.library.opcheck(torch.ops.gbmoe.clear_rows_without_slot.default, (plan.slot_of_row_P, rows))
 
