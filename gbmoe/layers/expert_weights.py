@@ -83,6 +83,9 @@ class ExpertWeights(torch.nn.Module):
             weight = getattr(self, name)
             if scaled and self.gradient_scale != 1:
                 weight = ScaleGradient.apply(weight, self.gradient_scale)
+                if torch.compiler.is_compiling() and not self.computes_by_one_operator():
+                    # torch makes a view that leaves a graph anew behind it, without the scale; so what may leave one must not be a view.
+                    weight = weight.clone()
             weight = local_weight(weight)
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
             require(weight.size(0) == self.rows, "dMoE", name,
@@ -93,6 +96,10 @@ class ExpertWeights(torch.nn.Module):
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, scaled: bool = True) -> torch.Tensor:
         return self.compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled))
+
+    def computes_by_one_operator(self) -> bool:
+        """Whether `compute` gives the weights to one operator, so that no graph of a compiler ends between them and the products."""
+        return False
 
     def may_scale_tokens(self, dtype: torch.dtype) -> bool:
         """Whether the caller may scale gradients of tokens of this dtype instead of those of the weights: they keep their bits, and are
@@ -147,6 +154,9 @@ def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
 
 class GroupedExperts(ExpertWeights):
     """mlp_impl='gbmoe': gather, grouped GEMMs, weighted scatter; see gbmoe.ops.expert_mlp."""
+
+    def computes_by_one_operator(self):
+        return activation_name(self.args.activation_fn) is not None
 
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 from tests.conftest import assert_as_accurate_as, dtype_id
-from tests.engines.test_tensor_core import device, drawn, kernels, poisoned  # noqa: F401  (fixtures)
+from tests.engines.test_tensor_core import device, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [5], [0, 0]], "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}
@@ -182,7 +182,7 @@ def test_down_reads_early_what_it_does_not_copy(device, layout, monkeypatch):  #
         assert torch.equal(got, expected)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", devices(), indirect=True)
 def test_down_waits_for_up(device):  # noqa: F811
     """Its rows are what the kernel before it writes: in one graph, with other tokens each time, and more CTAs than run at once."""
     groups, hidden, ffn = 64, 2048, 768

@@ -146,13 +146,20 @@ def test_the_scale_is_in_gradients_of_weights_alone(group_of_one, dtype, autocas
         assert torch.equal(scaled_others[name], gradient), name
 
 
+def ends_the_graph(h):
+    torch._dynamo.graph_break()
+    return torch.tanh(h)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_compiler_scales_gradients_once(group_of_one, chunks):
-    """Frames that are compiled and frames that are not had scaled them twice, or not at all."""
+@pytest.mark.parametrize("fields", [{}, {"activation_fn": ends_the_graph}], ids=["kernel", "callable"])
+def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
+    """Frames that are compiled and frames that are not had scaled them twice, or not at all; and where a graph ended between the scaled
+    weights and their products, they were not scaled."""
     torch.manual_seed(0)
     layer = gbmoe.dMoE(Arguments(
         hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, device="cpu", fp16=False,
-        moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0))
+        moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0, **fields))
     layer.experts.mlp.gradient_scale = 0.5
     gradients = []
     for function in (layer, torch.compile(layer, backend="aot_eager")):
