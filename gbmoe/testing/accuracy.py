@@ -59,13 +59,13 @@ def judge(results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
     """
     verdicts = []
     for name, result in results.items():
-        limit = allowed_error(_error(yardstick[name], exact[name]), result.dtype, factor=factor)
-        verdicts.append(Verdict(name, _error(result, exact[name]), 0.0 if name in copies else limit))
+        limit = allowed_error(error(yardstick[name], exact[name]), result.dtype, factor=factor)
+        verdicts.append(Verdict(name, error(result, exact[name]), 0.0 if name in copies else limit))
     return max(verdicts, key=lambda v: (not v.passed, v.error / v.limit if v.limit else math.inf if v.error else 0.0))
 
 
-def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative error. For a stack of matrices it is that of the worst matrix, because over all of them one wrong row would not
+def error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """The relative error of an output. For a stack of matrices it is that of the worst matrix, because over all of them one wrong row would not
     show."""
     if result.dim() == 3 and result.shape == exact.shape:
         return max(map(relative_error, result, exact), default=0.0)

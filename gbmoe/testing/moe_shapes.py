@@ -69,6 +69,9 @@ LAYER_CASES = (
     MoeCase("nyu-512", 65536, 512, 2048, 8, 8),
 )
 
+# Those that are measured with float8 recipes.
+FLOAT8_CASES = tuple(case for case in LAYER_CASES if case.name in ("mixtral", "olmoe", "qwen3"))
+
 # Layers of known models, with the tokens of one rank, whose experts are spread over ranks.
 PARALLEL_CASES = (
     *(case for case in LAYER_CASES if case.name in ("mixtral", "qwen3")),

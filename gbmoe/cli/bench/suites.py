@@ -10,7 +10,16 @@ import torch
 
 from gbmoe import engines
 from gbmoe.cli.bench import peers
-from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, TRAINING, Configuration, Measurement, configurations
+from gbmoe.cli.bench.measurements.base import (
+    FORWARD,
+    GRAPH,
+    MICRO_BATCHES,
+    TRAINING,
+    Configuration,
+    Measurement,
+    configurations,
+)
+from gbmoe.cli.bench.measurements.float8_layer import Float8LayerMeasurement
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.measurements.link import COMBINE, DISPATCH, LinkMeasurement
@@ -19,6 +28,7 @@ from gbmoe.cli.bench.measurements.permutation import SKEWS, PermutationMeasureme
 from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.describe_system import refusal
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.testing import moe_shapes
 from gbmoe.testing.moe_shapes import MoeCase
 
@@ -98,6 +108,15 @@ def _nyu(choice: Choice) -> list[Measurement]:
 def _layers(choice: Choice) -> list[Measurement]:
     cases = choice.shapes or map(choice.case, moe_shapes.LAYER_CASES)
     return [m for case in cases for m in _layer(choice, case, ("uniform", "skewed"))]
+
+
+def _float8(choice: Choice) -> list[Measurement]:
+    default, of_weights = Float8BlockScaling(), Float8BlockScaling(float8_weight_gradients=True)
+    recipes = {FORWARD: (None, default), TRAINING: (None, default, of_weights, Float8BlockScaling(keep_weights=False)),
+               MICRO_BATCHES: (None, default, of_weights)}
+    return [Float8LayerMeasurement(case, "gbmoe", "auto", "uniform", computation, recipe=recipe)
+            for case in choice.shapes or map(choice.case, moe_shapes.FLOAT8_CASES)
+            for computation, of_computation in recipes.items() for recipe in of_computation]
 
 
 def _gemm(choice: Choice) -> list[Measurement]:
@@ -198,6 +217,8 @@ SUITES = {
     "layers": Suite("layers of known models, evenly and unevenly routed, or those of --shape", _layers, _EXPERTS, takes_shapes=True),
     "gemm": Suite("single grouped GEMMs, each engine, equal and skewed groups", _gemm,
                   ("bmm", "loop", "grouped_gemm")),
+    "float8": Suite("layers with float8 recipes, beside bf16", _float8, (), baseline="gbmoe-auto", uses_engines=False,
+                    takes_shapes=True),
     "permute": Suite("plan, router operator, gather and scatter, each against what a copy of its bytes takes", _permute,
                      ("megablocks", "transformer_engine"), baseline="megablocks", uses_engines=False, **_IN_BURSTS_ALONE),
     "scaling": Suite("how cost grows with experts, tokens and hidden size, each alone", _scaling,

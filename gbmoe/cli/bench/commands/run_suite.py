@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summaries = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
     parser.add_argument("--suite", choices=SUITES, help=summaries)
     parser.add_argument("--shape", type=_shape, action="append", default=[], metavar=_OF_A_SHAPE,
-                        help="a layer of yours, a GLU or a plain MLP, in place of those of suite layers (the default then); as often as"
+                        help="a layer of yours, a GLU or a plain MLP, in place of those of suite layers (the default then) or float8; as often as"
                         " wanted, and not scaled down on a CPU")
     parser.add_argument("--device", type=device_argument, help="cpu or cuda (default: cuda where there is a device);"
                         " suites made for CUDA run on a CPU only when it is asked for, with scaled-down shapes")
@@ -115,8 +115,9 @@ def _problem(arguments: argparse.Namespace) -> str | None:
     if suite.needs_cuda and arguments.device is None and default_device().type != "cuda":
         how = "as it is" if arguments.shape else "scaled down"
         return f"suite {arguments.suite} is made for CUDA and there is no CUDA device; --device cpu runs it {how}"
+    takes = " or ".join(name for name, each in SUITES.items() if each.takes_shapes)
     if arguments.shape and not suite.takes_shapes:
-        return f"--shape: suite {arguments.suite} has shapes of its own; expected suite layers, or none"
+        return f"--shape: suite {arguments.suite} has shapes of its own; expected suite {takes}, or none"
     if arguments.timing not in (None, *suite.timings):
         return f"--timing: suite {arguments.suite} is timed {_timed(suite.timings[0])} alone"
     for option, given, known in (("--engines", arguments.engines or (), engines.names()),

@@ -18,6 +18,7 @@ from gbmoe.testing.moe_shapes import MoeCase
 
 SEED = 0
 FORWARD, TRAINING, GRAPH = "forward", "forward+backward", "forward, CUDA graph"
+MICRO_BATCHES = "forward+backward, four micro-batches"
 # The kinds of measurements that move bytes and take microseconds; the others compute and take milliseconds.
 MOVING = ("permutation", "link")
 

@@ -150,9 +150,12 @@ class LayerSubject(Subject):
         self.case, self.backward = measurement.case, measurement.computation == TRAINING
         self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else PEER_TOLERANCE
         self.inputs = layer_inputs(measurement.case, measurement.routing, device, dtype)
-        self.layer = build_layer(measurement, self.inputs.weights)
+        self.layer = self._build_layer(measurement)
         self.x_TH = self.inputs.x_TH.detach().requires_grad_(self.backward)
         self.out_TH, self.counts_E = None, None
+
+    def _build_layer(self, measurement: LayerMeasurement) -> Layer:
+        return build_layer(measurement, self.inputs.weights)
 
     def steps(self):
         return [self._forward, self._backward] if self.backward else [self._forward]
@@ -203,6 +206,10 @@ class LayerSubject(Subject):
         sampled = {name: tensor[self.inputs.tokens_S] if name in BY_TOKEN else tensor[:, self.inputs.features]
                    for name, tensor in outputs.items()}
         exact, yardstick = self.inputs.expected(ids_TK, self.layer.normalized, self.backward)
+        return self.judge(sampled, exact, yardstick)
+
+    def judge(self, sampled: dict, exact: dict, yardstick: dict) -> accuracy.Verdict:
+        """Whether sampled results are near enough to the exact ones, by name."""
         return accuracy.judge(sampled, exact, yardstick, factor=self.tolerance)
 
     def forget_oracle(self) -> None:

@@ -168,7 +168,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_done(bench, tmp_path, monkeypa
     assert content["runs"][0]["configurations"] == done and {row["setting"] for row in content["rows"]} == set(done)
 
 
-@pytest.mark.parametrize("suite", ["nyu", "layers", "gemm", "permute", "scaling", "inference", "article"])
+@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "gemm", "permute", "scaling", "inference", "article"])
 def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     monkeypatch.setattr(run_suite, "default_device", lambda: CPU)
     assert main(["bench", "--suite", suite]) == 2
@@ -186,7 +186,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
      "--baseline: expected one of bmm, dense, gbmoe-auto, loop, got 'nobody'"),
     (["--suite", "smoke", "--json", "absent/rows.json"], "--json: absent is not a directory"),
     (["--suite", "permute", "--timing", "sustained"], "--timing: suite permute is timed in bursts alone"),
-    (["--suite", "gemm", "--shape", "64,32,48,4,2"], "--shape: suite gemm has shapes of its own; expected suite layers, or none"),
+    (["--suite", "gemm", "--shape", "64,32,48,4,2"], "--shape: suite gemm has shapes of its own; expected suite layers or float8, or none"),
 ])
 def test_arguments_that_make_no_sense(arguments, words, capsys):
     assert main(["bench", *arguments, *(["--device", "cpu"] if arguments else [])]) == 2
@@ -242,7 +242,7 @@ def test_a_sustained_run_is_complete(bench, one_case, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("place, timing, suites", [
-    ("cuda", "sustained", ("layers", "gemm", "nyu", "scaling", "parallel")),
+    ("cuda", "sustained", ("layers", "float8", "gemm", "nyu", "scaling", "parallel")),
     ("cuda", "bursts", ("permute", "inference", "smoke", "article")),
     ("cpu", "sustained", ("parallel",)), ("cpu", "bursts", ("layers", "gemm", "smoke", "permute")),
 ])
