@@ -65,8 +65,8 @@ def judge(results: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
 
 
 def error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """The relative error of an output. For a stack of matrices it is that of the worst matrix, because over all of them one wrong row would not
-    show."""
+    """The relative error of an output. For a stack of matrices it is that of the worst matrix, because over all of them one wrong row
+    would not show."""
     if result.dim() == 3 and result.shape == exact.shape:
         return max(map(relative_error, result, exact), default=0.0)
     return relative_error(result, exact)

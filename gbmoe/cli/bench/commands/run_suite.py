@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summaries = "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
     parser.add_argument("--suite", choices=SUITES, help=summaries)
     parser.add_argument("--shape", type=_shape, action="append", default=[], metavar=_OF_A_SHAPE,
-                        help="a layer of yours, a GLU or a plain MLP, in place of those of suite layers (the default then) or float8; as often as"
-                        " wanted, and not scaled down on a CPU")
+                        help="a layer of yours, a GLU or a plain MLP, in place of those of suite layers (the default then) or float8;"
+                        " as often as wanted, and not scaled down on a CPU")
     parser.add_argument("--device", type=device_argument, help="cpu or cuda (default: cuda where there is a device);"
                         " suites made for CUDA run on a CPU only when it is asked for, with scaled-down shapes")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on the CPU")
