@@ -240,7 +240,8 @@ def test_expert_mlp_without_saving_refuses_a_gradient(device):
     x, w = torch.randn(TOKENS, HIDDEN, device=device), torch.randn(EXPERTS, FFN, HIDDEN, device=device, requires_grad=True)
     sizes = plan_sizes(plan, x, w, "auto")
     with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is needed, got False"):
-        torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, None, "silu", "auto", False, False)
+        torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, None, "silu", "auto", False, False,
+                                   False)
 
 
 # ----------------------------------------------------------------------------------------------------------- where results lie
@@ -289,15 +290,22 @@ def calls(device, dtype, tokens, top_k):
         for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"),
                                                   (w, False, weights, "gelu")):
             for keep_rows in (False, True):
-                yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save, keep_rows)
+                yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save, keep_rows, False)
             needs = (save, slot_weights is not None, True, save, v is not None)
             g = h.new_empty(0) if v is None else h
-            for kept in (h.new_empty(0), y):
-                yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, kept, activation, engine, *needs)
-            in_order, scale_P = (None, plan.slot_of_row_P), None if slot_weights is None else torch.rand(rows, 1, device=device)
-            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save, save)
             none = h.new_empty(0)
-            yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, h, g, none, activation, engine, *needs)
+            for kept in (none, y):
+                yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, kept, none, none, none, activation,
+                                                       engine, *needs)
+            in_order, scale_P = (None, plan.slot_of_row_P), None if slot_weights is None else torch.rand(rows, 1, device=device)
+            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save, save, False)
+            yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, h, g, *[none] * 4, activation, engine, *needs)
+    if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
+        for v in (w, None):
+            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, "silu", "float8_block", True, False, True)
+            yield "expert_mlp", forward
+            _, *saved = torch.ops.gbmoe.expert_mlp(*forward)
+            yield "expert_mlp_backward", (x, *forward[:8], *saved, "silu", "float8_block", True, True, True, True, v is not None)
 
 
 @functools.cache

@@ -116,10 +116,11 @@ class Engine:
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the
     # arguments, and do so in the results.
 
-    def weight_for_both_passes(self, w_EFH: torch.Tensor, transpose: bool) -> tuple[Any, torch.Tensor | None]:
-        """A weight as a product of forward takes it, by which rows are multiplied as w[e] or, without `transpose`, as w[e].T; and memory
-        of which weight_for_backward makes what the product of backward takes. An engine that prepares weights overrides both."""
-        return w_EFH, None
+    def weight_for_both_passes(self, w_EFH: torch.Tensor, memory: torch.Tensor, transpose: bool) -> Any:
+        """A weight as a product of forward takes it, by which rows are multiplied as w[e] or, without `transpose`, as w[e].T. An engine
+        that prepares weights writes what backward's product takes to `memory`, uint8 [ScaledWeights.bytes_of(w_EFH.shape)]; it overrides
+        this and weight_for_backward."""
+        return w_EFH
 
     def weight_for_backward(self, w_EFH: torch.Tensor, memory: torch.Tensor | None, transpose: bool) -> Any:
         """A weight as a product of backward takes it; `memory` and `transpose` are those of weight_for_both_passes."""

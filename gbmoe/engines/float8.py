@@ -66,10 +66,9 @@ class Float8(Engine):
             self.scaled_product(self._rows(a), self._weights(b, not trans_b), sizes, product)
         return out.add_(product) if accumulate else product
 
-    def weight_for_both_passes(self, w_EFH, transpose):
-        memory = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)  # the same for both orientations
-        memories = (memory, None) if transpose else (None, memory)
-        return kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose], memory
+    def weight_for_both_passes(self, w_EFH, memory, transpose):
+        memories = (memory, None) if transpose else (None, memory)  # both orientations take as much
+        return kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose]
 
     def weight_for_backward(self, w_EFH, memory, transpose):
         shape = w_EFH.shape if transpose else w_EFH.transpose(1, 2).shape

@@ -215,7 +215,9 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
 
     def weight(place, w_EFH, transpose):
         if keep_weights and w_EFH is not None:
-            w_EFH, kept[place] = experts.weight_for_both_passes(w_EFH, transpose)
+            memory = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
+            kept[place] = memory  # as large as the fake's, also where nothing is written: without rows no engine of float8 is asked
+            return experts.weight_for_both_passes(w_EFH, memory, transpose)
         return w_EFH
 
     slots = _slot_map(row_of_slot, slot_of_row)

@@ -18,6 +18,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines.base import GatheredRows
+from gbmoe.float8 import ScaledWeights
 from gbmoe.kernels import scatter
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
@@ -166,7 +167,8 @@ class _PeerExperts(torch.autograd.Function):
 
         def weight(place, w_EFH, transpose):
             if keep_weights and ctx.needs_input_grad[0] and w_EFH is not None:
-                w_EFH, kept[place] = experts.weight_for_both_passes(w_EFH, transpose)
+                kept[place] = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
+                return experts.weight_for_both_passes(w_EFH, kept[place], transpose)
             return w_EFH
 
         experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
