@@ -1,0 +1,71 @@
+"""Eight processes (gloo) train as one on the gathered batch: more ranks than experts, nodes of two and of four, uneven tokens."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.parallel import test_exchange
+from tests.parallel.test_exchange import GLU, TOLERANCE, Case, chosen, experts_alone, inputs, make, run, shard_of, train
+
+pytestmark = pytest.mark.xdist_group("eight_ranks")  # one start serves all tests
+
+EIGHT, UNEVEN = (6,) * 8, (5, 0, 1, 9, 0, 3, 12, 2)
+CASES = {
+    "mlp": Case(EIGHT, dict(moe_num_experts=8)),
+    "glu, uneven": Case(UNEVEN, dict(GLU, moe_num_experts=16, moe_top_k=4)),
+    "shards of experts": Case(UNEVEN, dict(GLU, moe_num_experts=2)),
+    "nodes of four": Case(UNEVEN, dict(GLU, moe_num_experts=16, moe_top_k=4, expert_parallel_ranks_per_node=4)),
+    "nodes of two, chunks": Case(EIGHT, dict(GLU, moe_num_experts=16, moe_top_k=4, expert_parallel_ranks_per_node=2,
+                                             expert_parallel_chunks=2)),
+    "bfloat16": Case(EIGHT, dict(GLU, moe_num_experts=8), dtype=torch.bfloat16),
+}
+EXACT = Case(UNEVEN, dict(GLU, moe_num_experts=16, moe_top_k=4), dtype=torch.bfloat16)
+
+
+def worker(rank, store, folder):
+    torch.set_num_threads(1)
+    test_exchange.TRANSPORT = "exchange"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=8)
+    device = torch.device("cpu")
+    results = {name: train(case, device, None) for name, case in CASES.items()}
+    parts = [part[rank] for part in chosen(EXACT, device)]
+    results["exact"] = experts_alone(EXACT, device, *parts, moe_expert_model_parallelism=True, expert_parallel_exact=True)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """What each process found."""
+    folder = tmp_path_factory.mktemp("eight_ranks")
+    mp.spawn(worker, (folder / "store", folder), nprocs=8)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(8)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eight_ranks_train_as_one_process(ran, name):
+    case = CASES[name]
+    model = make(case, "cpu")
+    outs, grads = run(model, case, [torch.cat(inputs(case, 0, "cpu"))])
+    close = functools.partial(torch.testing.assert_close, **TOLERANCE[case.dtype])
+    for rank, results in enumerate(ran):
+        result = results[name]
+        assert result["same"]
+        for got, whole in zip(result["outs"] + result["grads"], outs + grads):
+            close(got, whole.split(case.tokens)[rank])
+        for parameter, got in result["gradients"].items():
+            close(got, shard_of(case, dict(model.named_parameters())[parameter].grad / 8, got.shape, rank))
+
+
+def test_exact_gives_the_bits_of_one_process(ran):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes: the order of a product's sums may depend on it
+    expected = experts_alone(EXACT, "cpu", *(torch.cat(part) for part in chosen(EXACT, "cpu")))
+    torch.set_num_threads(threads)
+    for rank, results in enumerate(ran):
+        for what, got in results["exact"].items():
+            assert torch.equal(got, expected[what].split(EXACT.tokens)[rank]), what
