@@ -7,7 +7,7 @@ all in float32. Only decode is kept. A tile of zeros has scales of one. A tile t
 that all that is computed from it is NaN. csrc/hopper/float8.cuh is the same in CUDA, except for the sign of a NaN.
 
 Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a weight; C tiles of a row, ceil(K / 128); B k-blocks of
-R = 128 rows.
+R = 128 rows; Y bytes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Float8BlockScaling:
             448 down to 224, which costs up to one bit.
         float8_weight_gradients: compute gradients of weights in float8 too. Their sums run over an expert's rows; so both operands are
             quantised once more, with a scale for 128 x 1: the same column of 128 rows.
-        keep_weights: quantise weights for backward in forward, from the same read, and keep them until backward: a byte for each number
-            of a layer whose backward is still to come. Without it backward reads and quantises them anew. Results have the same bits,
-            unless weights change between forward and backward.
+        keep_weights: quantise weights for backward in forward, from the same read, and keep them until backward: a byte for each number,
+            for each forward whose backward is still to come. Without it backward reads and quantises them anew. Results have the same
+            bits. It is for expert_mlp, grouped_mlp and layers, and has no effect where x needs no gradient, for an activation without
+            a kernel, with mapped memory or the exact mode of expert parallelism, and for weights that cached_weights keeps.
 
     Example:
         >>> Float8BlockScaling(power_2_scale=True).engine
@@ -93,18 +94,18 @@ class ScaledWeights:
     """
     values_ENK: torch.Tensor
     scales: torch.Tensor
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.bfloat16
 
     @classmethod
-    def in_memory(cls, memory: torch.Tensor, shape_ENK: Sequence[int], dtype: torch.dtype) -> ScaledWeights:
-        """One whose values and scales lie in `memory`, uint8, of as many bytes as `bytes_of` says; it is not written."""
+    def in_memory(cls, memory_Y: torch.Tensor, shape_ENK: Sequence[int], dtype: torch.dtype) -> ScaledWeights:
+        """One whose values and scales are views of `memory_Y`, uint8, which is not written; Y = bytes_of(shape_ENK)."""
         values = math.prod(shape_ENK)
-        scales = memory[_scales_begin(shape_ENK) :].view(torch.float32)
-        return cls(memory[:values].view(FLOAT8).view(*shape_ENK), scales.view(shape_ENK[0], *map(_tiles, shape_ENK[1:])), dtype)
+        scales = memory_Y[_scales_begin(shape_ENK) :].view(torch.float32)
+        return cls(memory_Y[:values].view(FLOAT8).view(*shape_ENK), scales.view(shape_ENK[0], *map(_tiles, shape_ENK[1:])), dtype)
 
     @staticmethod
     def bytes_of(shape_ENK: Sequence[int]) -> int:
-        """How much memory values and scales of this shape take."""
+        """The bytes that values and scales of this shape take."""
         return _scales_begin(shape_ENK) + 4 * shape_ENK[0] * math.prod(map(_tiles, shape_ENK[1:]))
 
     def new_rows(self, rows: int) -> torch.Tensor:
@@ -229,9 +230,9 @@ class _WeightCache:
 
     def find(self, w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],
              ) -> tuple[ScaledWeights, ScaledWeights] | None:
-        storage = w_EFH.untyped_storage()
-        if self._storages.get(id(storage)) is not storage:
+        if not self.holds(w_EFH):
             return None
+        storage = w_EFH.untyped_storage()
         # Work on another stream would not wait for the kernel that quantises.
         stream = torch.cuda.current_stream(w_EFH.device).cuda_stream if w_EFH.is_cuda else None
         which = (id(storage), w_EFH.storage_offset(), w_EFH.shape, w_EFH.stride(), w_EFH.dtype, power_2_scale, stream)
@@ -242,6 +243,11 @@ class _WeightCache:
                 known = self._kept[which] = (state, quantize())
             return known[1]
 
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether this is in the memory of a weight that is kept, or will be when it is first used."""
+        storage = weight.untyped_storage()
+        return self._storages.get(id(storage)) is storage
+
     def clear(self) -> None:
         with self._lock:
             self._storages, self._kept = {}, {}
@@ -249,6 +255,7 @@ class _WeightCache:
 
 # Of all threads, because autograd computes gradients on CUDA in threads of its own. Replaced, never changed in place.
 _caches: tuple[_WeightCache, ...] = ()
+_any_caches = False  # what a compiler may guard on: it compiles once within contexts and once outside, however many there are
 _caches_lock = threading.Lock()
 
 
@@ -265,8 +272,8 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor]) -> Iterato
     filled again at the same address, which is what FSDP does. FSDP2's parameters are an error.
 
     Only tensors in the memory of `weights` are kept. A copy in another dtype, which autocast makes for each forward, or one with other
-    strides is quantised at each use, as without the context. While a CUDA graph is captured nothing kept is used, so that its replays
-    quantise what the weights then are. In a function that torch.compile compiles entering has no effect; enter it outside.
+    strides is quantised as without the context. While a CUDA graph is captured nothing kept is used, so that its replays quantise what the
+    weights then are. In a function that torch.compile compiles entering has no effect; enter it outside.
 
     Contexts may be nested and used in several threads at a time. A weight that is in several of them is kept by the one entered first.
 
@@ -281,7 +288,7 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor]) -> Iterato
         >>> with cached_weights([w1, w2]):
         ...     pass  # forward and backward of each micro-batch
     """
-    global _caches
+    global _caches, _any_caches
     if torch.compiler.is_compiling():
         yield
         return
@@ -293,18 +300,29 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor]) -> Iterato
         storages.append(weight.untyped_storage())
     cache = _WeightCache(storages)
     with _caches_lock:
-        _caches = (*_caches, cache)
+        _caches, _any_caches = (*_caches, cache), True
     try:
         yield
     finally:
         with _caches_lock:
             _caches = tuple(other for other in _caches if other is not cache)
+            _any_caches = len(_caches) > 0
         cache.clear()  # an exception's traceback may hold it
 
 
-def keeps_weights(recipe: Float8BlockScaling | None) -> bool:
-    """Whether forward is to quantise weights for backward: the recipe says so, and no context of cached_weights keeps them already."""
-    return recipe is not None and recipe.keep_weights and len(_caches) == 0
+def keeps_weights(recipe: Float8BlockScaling | None, weights: Iterable[torch.Tensor]) -> bool:
+    """Whether forward is to quantise weights for backward: the recipe says so, and no context of cached_weights keeps one of these. (Where
+    a compiler traces, which cannot ask a context, that there is none.)"""
+    if recipe is None or not recipe.keep_weights:
+        return False
+    if not _any_caches:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    caches = _caches
+    return not any(cache.holds(weight) for weight in weights for cache in caches)
 
 
 def cached(w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],

@@ -1,8 +1,8 @@
 """What an engine is: one way to compute grouped GEMMs, and with them the experts of a layer.
 
 Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
-H hidden, F ffn hidden, P padded rows of the plan. Group e has sizes[e] consecutive rows. Rows behind the last group belong to no group:
-they are not read, and in the result they are undefined.
+H hidden, F ffn hidden, P padded rows of the plan, Y bytes. Group e has sizes[e] consecutive rows. Rows behind the last group belong to
+no group: they are not read, and in the result they are undefined.
 
     m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
     k-grouped:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
@@ -116,14 +116,15 @@ class Engine:
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the
     # arguments, and do so in the results.
 
-    def weight_for_both_passes(self, w_EFH: torch.Tensor, memory: torch.Tensor, transpose: bool) -> Any:
-        """A weight as a product of forward takes it, by which rows are multiplied as w[e] or, without `transpose`, as w[e].T. An engine
-        that prepares weights writes what backward's product takes to `memory`, uint8 [ScaledWeights.bytes_of(w_EFH.shape)]; it overrides
-        this and weight_for_backward."""
+    def weight_for_both_passes(self, w_EFH: torch.Tensor, for_backward_Y: torch.Tensor, transpose: bool) -> Any:
+        """A weight as forward's product takes it, rows @ w[e] with `transpose` (w2) and rows @ w[e].T without (w1, v1). Backward's takes
+        it the other way round. An engine that prepares weights prepares both here, and writes backward's to `for_backward_Y`, uint8,
+        Y = ScaledWeights.bytes_of(w_EFH.shape); it overrides this and weight_for_backward."""
         return w_EFH
 
-    def weight_for_backward(self, w_EFH: torch.Tensor, memory: torch.Tensor | None, transpose: bool) -> Any:
-        """A weight as a product of backward takes it; `memory` and `transpose` are those of weight_for_both_passes."""
+    def weight_for_backward(self, w_EFH: torch.Tensor, for_backward_Y: torch.Tensor | None, transpose: bool) -> Any:
+        """A weight as backward's product takes it, of what weight_for_both_passes wrote for the same `transpose`; or the weight itself,
+        where that is None."""
         return w_EFH
 
     def up(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,

@@ -5,7 +5,7 @@ rows, those of the pre-activations, and the weights, each in the orientation tha
 computed by another engine, from tensors in the layer's dtype; or, with float8_weight_gradients, from the same numbers quantised
 along the rows.
 
-Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, K inner, N columns.
+Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, K inner, N columns, Y bytes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Float8(Engine):
             self.scaled_product(self._rows(a), self._weights(b, not trans_b), sizes, product)
         return out.add_(product) if accumulate else product
 
-    def weight_for_both_passes(self, w_EFH, memory, transpose):
-        memories = (memory, None) if transpose else (None, memory)  # both orientations take as much
+    def weight_for_both_passes(self, w_EFH, for_backward_Y, transpose):
+        memories = (for_backward_Y, None) if transpose else (None, for_backward_Y)  # both orientations take as much
         return kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose]
 
-    def weight_for_backward(self, w_EFH, memory, transpose):
+    def weight_for_backward(self, w_EFH, for_backward_Y, transpose):
         shape = w_EFH.shape if transpose else w_EFH.transpose(1, 2).shape
-        return w_EFH if memory is None else ScaledWeights.in_memory(memory, shape, w_EFH.dtype)
+        return w_EFH if for_backward_Y is None else ScaledWeights.in_memory(for_backward_Y, shape, w_EFH.dtype)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         rows = self._gathered(x)

@@ -2,7 +2,7 @@
 
 The shapes of a SlotMap are not checked. Its entries may hold anything: one outside its range counts as none.
 
-Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows of the plan.
+Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows of the plan, Y bytes.
 """
 
 from __future__ import annotations
@@ -253,25 +253,26 @@ def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool, transpose: bool) 
     return out
 
 
-def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool, memory: Sequence[torch.Tensor | None] = (None, None),
+def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool, memories: Sequence[torch.Tensor | None] = (None, None),
                                ) -> tuple[ScaledWeights, ScaledWeights]:
     """quantize_weights without and with `transpose`, from one read where the CUDA kernel is loaded.
 
-    `memory`, if given, is what either is written to: uint8, of as many bytes as ScaledWeights.bytes_of says.
+    `memories`, where given, are what either is written to, uint8 [Y], Y = ScaledWeights.bytes_of.
     """
-    out, transposed = (_empty_scaled_weights(w_EFH, transpose, of) for transpose, of in zip((False, True), memory))
+    out, transposed = (_empty_scaled_weights(w_EFH, transpose, memory_Y) for transpose, memory_Y in zip((False, True), memories))
     if not _kernels_serve(w_EFH):
         for to, transpose in ((out, False), (transposed, True)):
             scaled = float8.quantize_weights(w_EFH, power_2_scale, transpose)
-            to.values_ENK.copy_(scaled.values_ENK), to.scales.copy_(scaled.scales)
+            to.values_ENK.copy_(scaled.values_ENK)
+            to.scales.copy_(scaled.scales)
         return out, transposed
     torch.ops.gbmoe_cuda.quantize_weights(
         w_EFH.contiguous(), power_2_scale, out.values_ENK, out.scales, transposed.values_ENK, transposed.scales)
     return out, transposed
 
 
-def _empty_scaled_weights(w_EFH: torch.Tensor, transpose: bool, memory: torch.Tensor | None = None) -> ScaledWeights:
+def _empty_scaled_weights(w_EFH: torch.Tensor, transpose: bool, memory_Y: torch.Tensor | None = None) -> ScaledWeights:
     shape = w_EFH.transpose(1, 2).shape if transpose else w_EFH.shape
-    if memory is None:
-        memory = w_EFH.new_empty(ScaledWeights.bytes_of(shape), dtype=torch.uint8)
-    return ScaledWeights.in_memory(memory, shape, w_EFH.dtype)
+    if memory_Y is None:
+        memory_Y = w_EFH.new_empty(ScaledWeights.bytes_of(shape), dtype=torch.uint8)
+    return ScaledWeights.in_memory(memory_Y, shape, w_EFH.dtype)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe._version import __version__
-from gbmoe.float8 import keeps_weights
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
@@ -44,7 +43,8 @@ def prepare(args: Arguments) -> None:
     if not args.moe_expert_model_parallelism or not dist.is_initialized() or dist.get_world_size(args.expert_parallel_group) == 1:
         return
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
-    values["dtype"], values["fp8_recipe"] = str(args.dtype), str(args.fp8_recipe)
+    recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend
+    values["dtype"], values["fp8_recipe"] = str(args.dtype), str(recipe)
     values.update({"device type": torch.device(args.device).type, "gbmoe's version": __version__})
     groups.require_same_on_all_ranks(values, args.expert_parallel_group)
     placement(args)
@@ -134,7 +134,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
             str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile,
-            experts.gradient_scale if rows_scaled else 1.0, keeps_weights(args.fp8_recipe))
+            experts.gradient_scale if rows_scaled else 1.0)
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()

@@ -83,8 +83,8 @@ class ExpertWeights(torch.nn.Module):
             weight = getattr(self, name)
             if scaled and self.gradient_scale != 1:
                 weight = ScaleGradient.apply(weight, self.gradient_scale)
-                if torch.compiler.is_compiling() and not self.computes_by_one_operator():
-                    # torch makes a view that leaves a graph anew behind it, without the scale; so what may leave one must not be a view.
+                if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.computes_by_one_operator():
+                    # A view of a graph's input that leaves the graph is made anew behind it, without the scale.
                     weight = weight.clone()
             weight = local_weight(weight)
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
@@ -98,7 +98,8 @@ class ExpertWeights(torch.nn.Module):
         return self.compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled))
 
     def computes_by_one_operator(self) -> bool:
-        """Whether `compute` gives the weights to one operator, so that no graph of a compiler ends between them and the products."""
+        """Whether `compute` gives the weights to one operator, so that in `forward` no graph of a compiler ends between them and it. (In
+        `in_chunks` one does; but what leaves it are results of split, of which torch keeps the gradient.)"""
         return False
 
     def may_scale_tokens(self, dtype: torch.dtype) -> bool:

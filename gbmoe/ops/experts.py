@@ -1,6 +1,7 @@
 """expert_mlp: every expert's MLP or GLU over the tokens routed to it, from x to the weighted sum, as one operator.
 
-Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan.
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan,
+Y bytes.
 
 Saved for backward are x, the pre-activations h (and g) and the plan. Backward gathers x's rows again, unless they are to be kept, and
 computes the activation again; it computes the router weights' gradient from the activation, so that the experts' output y is not needed
@@ -130,7 +131,9 @@ def expert_mlp(
     keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
         may_be_transformed() or any(w is not None and w.requires_grad for w in (w1_EFH, v1_EFH))
     ) and _gathers_before_up(engine, x_TH, plan.num_rows, w1_EFH, sizes, name)
-    keep_weights = save and keeps_weights(fp8_recipe) and (may_be_transformed() or x_TH.requires_grad)
+    # Copies that autocast makes of weights are not in their memory.
+    uncast = (w for w in (w1_EFH, w2_EFH, v1_EFH) if w is not None and w.dtype == computed_dtype(w))
+    keep_weights = save and (may_be_transformed() or x_TH.requires_grad) and keeps_weights(fp8_recipe, uncast)
     return _expert_mlp(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, name, engine, save,
                        keep_rows, keep_weights)[0]
 
@@ -210,18 +213,18 @@ def _scattered(rows_PH, row_of_slot, slots, weights=None):
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights):
     """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward); h and g are empty where nothing is saved, g and v1
     where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are
-    to be kept: those are float8's, uint8 [ScaledWeights.bytes_of]."""
+    to be kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of."""
+    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
     kept = [None, None, None]
 
     def weight(place, w_EFH, transpose):
         if keep_weights and w_EFH is not None:
-            memory = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
-            kept[place] = memory  # as large as the fake's, also where nothing is written: without rows no engine of float8 is asked
-            return experts.weight_for_both_passes(w_EFH, memory, transpose)
+            # As large as the fake's, also where nothing is written: without rows no engine of float8 is asked.
+            kept[place] = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
+            return experts.weight_for_both_passes(w_EFH, kept[place], transpose)
         return w_EFH
 
     slots = _slot_map(row_of_slot, slot_of_row)
-    experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
     rows_PH = _gathered(x, row_of_slot, slots).rows_PH() if keep_rows and row_of_slot is not None else None
     a_PF, h_PF, g_PF = experts.up(_gathered(x, row_of_slot, slots, rows_PH), weight(0, w1, False), weight(2, v1, False), sizes,
                                   activation, save)
@@ -268,20 +271,20 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     g = None if v1 is None else g
     slots = _slot_map(row_of_slot, slot_of_row)
     experts = engines.for_experts(engine, x, slots.num_rows, w1, sizes)
-    kept_w1, kept_w2, kept_v1 = (memory if memory.numel() else None for memory in kept)
+    kept_w1_Y, kept_w2_Y, kept_v1_Y = (kept_Y if kept_Y.numel() else None for kept_Y in kept)
     del kept
     dz = _gathered(grad, row_of_slot, slots)
-    w2 = experts.weight_for_backward(w2, kept_w2, True)
+    w2 = experts.weight_for_backward(w2, kept_w2_Y, True)
     a_PF, dh_PF, dg_PF, dweights, (dh, dg) = experts.down_backward(dz, w2, sizes, h, g, weights, activation)
-    del h, g, w2, kept_w2
+    del h, g, w2, kept_w2_Y
     if need.w2:
         dw2 = experts.weight_gradient(a_PF, dz, sizes)
     del a_PF, dz
     if need.x:
-        w1 = experts.weight_for_backward(w1, kept_w1, False)
-        v1 = None if v1 is None else experts.weight_for_backward(v1, kept_v1, False)
+        w1 = experts.weight_for_backward(w1, kept_w1_Y, False)
+        v1 = None if v1 is None else experts.weight_for_backward(v1, kept_v1_Y, False)
         dx = _scattered(experts.up_backward(dh, w1, dg, v1, sizes), row_of_slot, slots)
-    del dh, dg, w1, v1, kept_w1, kept_v1
+    del dh, dg, w1, v1, kept_w1_Y, kept_v1_Y
     xp = _gathered(x, row_of_slot, slots, rows if rows.dim() == 2 else None)
     if need.v1 and dg_PF is not None:
         dv1 = experts.weight_gradient(dg_PF, xp, sizes)

@@ -18,7 +18,6 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines.base import GatheredRows
-from gbmoe.float8 import ScaledWeights
 from gbmoe.kernels import scatter
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
@@ -29,7 +28,7 @@ from gbmoe.slot_map import SlotMap
 
 def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
                  v1_EFH: torch.Tensor | None, activation: str, engine: str, spread: Spread,
-                 meanwhile: Callable[[], None] | None = None, gradient_scale: float = 1.0, keep_weights: bool = False) -> torch.Tensor:
+                 meanwhile: Callable[[], None] | None = None, gradient_scale: float = 1.0) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]), as gbmoe.expert_mlp, with the experts spread over the ranks of a group.
 
     Every rank calls it, in the same order. Differentiable in x, weights, w1, w2 and v1. It waits for the device once, for the
@@ -45,7 +44,6 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         spread: how the experts are spread over the group.
         meanwhile: called once, to start work that the device does while the host waits for the number of rows.
         gradient_scale: the gradients of w1, w2 and v1 are multiplied by it.
-        keep_weights: where the engine quantises weights, keep what backward needs of them, see gbmoe.Float8BlockScaling.
     """
     memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
@@ -59,7 +57,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         rows = [pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]  # while the host chooses an engine
         sizes_E = arrival.sizes(engine, arrived.slots.num_rows, w1_EFH)
     out_TH = _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E,
-                                gradient_scale, keep_weights)
+                                gradient_scale)
     memory.end()
     return out_TH
 
@@ -159,29 +157,20 @@ def scales_rows(gradient_scale: float, dtype: torch.dtype, spread: Spread) -> bo
 
 class _PeerExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E, gradient_scale,
-                keep_weights):
+    def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E, gradient_scale):
         memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
         save = any(ctx.needs_input_grad)
-        kept = [None, None, None]
-
-        def weight(place, w_EFH, transpose):
-            if keep_weights and ctx.needs_input_grad[0] and w_EFH is not None:
-                kept[place] = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
-                return experts.weight_for_both_passes(w_EFH, kept[place], transpose)
-            return w_EFH
-
         experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
         # `rows` is emptied, so that their memory is free again for what follows.
-        a_PF, h_PF, g_PF = experts.up(rows.pop(), weight(0, w1_EFH, False), weight(2, v1_EFH, False), sizes_E, activation, save)
-        y_PH = experts.down(a_PF, weight(1, w2_EFH, True), sizes_E)
+        a_PF, h_PF, g_PF = experts.up(rows.pop(), w1_EFH, v1_EFH, sizes_E, activation, save)
+        y_PH = experts.down(a_PF, w2_EFH, sizes_E)
         del a_PF
         push_sums(y_PH, arrived, arrived.weights_SK, memory.rank)
         memory.barrier()
         out_TH = sum_of_ranks(arrived, x_TH, ids_TK, weights_TK, spread)
         if save:
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, arrived.slots.row_of_slot_TK,
-                                  arrived.slots.slot_of_row_P, sizes_E, arrived.weights_SK, *kept)
+                                  arrived.slots.slot_of_row_P, sizes_E, arrived.weights_SK)
             ctx.activation, ctx.engine, ctx.spread, ctx.layout = activation, engine, spread, arrived.regions.layout
             ctx.gradient_scale = gradient_scale
         return out_TH
@@ -190,7 +179,7 @@ class _PeerExperts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_TH):
         (x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, row_of_slot_SK, slot_of_row_P, sizes_E,
-         weights_SK, kept_w1, kept_w2, kept_v1) = ctx.saved_tensors
+         weights_SK) = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
         need_x, need_weights, need_w1, need_w2, need_v1 = ctx.needs_input_grad[:5]
         spread, tokens = ctx.spread, x_TH.size(0)
@@ -214,24 +203,20 @@ class _PeerExperts(torch.autograd.Function):
         if scaled_rows:
             ones = torch.ones_like(row_of_slot_SK, dtype=torch.float32) if weights_SK is None else weights_SK
             weights_SK = ones * ctx.gradient_scale
-        w2 = experts.weight_for_backward(w2_EFH, kept_w2, True)
-        a_PF, dh_PF, dg_PF, dweights_SK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_SK, ctx.activation)
-        del h_PF, g_PF, w2, kept_w2
+        a_PF, dh_PF, dg_PF, dweights_SK, (dh, dg) = experts.down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_SK, ctx.activation)
+        del h_PF, g_PF
         if need_weights:
             torch.ops.gbmoe_cuda.push_slot_scalars(dweights_SK, row_of_slot_SK, slot_of_row_P.size(0), spread.shard,
                                                    arrived.regions.peers["pushed_scalars"])
         sums = None
         if need_x:
-            w1 = experts.weight_for_backward(w1_EFH, kept_w1, False)
-            v1 = None if v1_EFH is None else experts.weight_for_backward(v1_EFH, kept_v1, False)
-            dxp_PH = experts.up_backward(dh, w1, dg, v1, sizes_E)
-            del w1, v1
+            dxp_PH = experts.up_backward(dh, w1_EFH, dg, v1_EFH, sizes_E)
             if beside and not spread.by_slot:
                 sums = _SumsOnTheirWay(memory, arrived, dxp_PH)
             else:
                 push_sums(dxp_PH, arrived, None, memory.rank)
             del dxp_PH
-        del dh, dg, kept_w1, kept_v1
+        del dh, dg
         if need_w2:
             dw2 = experts.weight_gradient(a_PF, dz, sizes_E)
         del a_PF, dz
@@ -258,5 +243,5 @@ class _PeerExperts(torch.autograd.Function):
             torch.ops.gbmoe_cuda.sum_pushed_scalars(own["pushed_scalars"], ids_TK, memory.ranks, spread.experts, spread.experts_per_rank,
                                                     dweights_TK)
         memory.end()
-        return dx_TH, dweights_TK, dw1, dw2, dv1, *[None] * 9
+        return dx_TH, dweights_TK, dw1, dw2, dv1, *[None] * 8
 

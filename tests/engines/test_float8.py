@@ -1,5 +1,6 @@
 """Experts in blockwise-scaled e4m3: products against float64 products of what the numbers stand for, and layers against bfloat16."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -8,6 +9,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, kernels
 from gbmoe.engines.float8 import Float8
@@ -420,9 +423,8 @@ def test_weights_that_forward_keeps_for_backward(device, recipe, mlp_type, quant
     assert quantizations == ["quantize_weights_both_ways"] * weights + ["quantize_weights"] * (2 * weights)
     assert all(torch.equal(kept[name], quantised_anew[name]) for name in kept)
     quantizations.clear()
-    keeping.requires_grad_(False)
-    keeping(x)
-    assert quantizations == ["quantize_weights"] * weights
+    keeping(x).sum().backward()  # x needs no gradient, so that backward multiplies by w2 alone
+    assert quantizations == ["quantize_weights"] * (weights + 1)
 
 
 @DEVICES
@@ -431,9 +433,9 @@ def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
     memories, alive = [], []
     quantize, gradient = kernels.quantize_weights_both_ways, Float8.weight_gradient
 
-    def remember(w_EFH, power_2_scale, memory):
-        memories.extend(weakref.ref(tensor.untyped_storage()) for tensor in memory if tensor is not None)
-        return quantize(w_EFH, power_2_scale, memory)
+    def remember(w_EFH, power_2_scale, of_both):
+        memories.extend(weakref.ref(tensor.untyped_storage()) for tensor in of_both if tensor is not None)
+        return quantize(w_EFH, power_2_scale, of_both)
 
     def count(self, *args):
         alive.append(sum(memory() is not None for memory in memories))
@@ -445,6 +447,12 @@ def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
     assert len(memories) == 3
     out.float().sum().backward()
     assert alive == [2, 0, 0]  # w2's has been used, then w1's and v1's
+    alive.clear()
+    memories.clear()
+    out = checkpoint(layer, torch.randn(50, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True), use_reentrant=False)
+    assert len(memories) == 3 and all(memory() is None for memory in memories)
+    out.float().sum().backward()
+    assert alive == [2, 0, 0]
 
 
 @DEVICES
@@ -476,11 +484,33 @@ def test_weights_that_autocast_casts_are_not_kept(device, quantizations):
     with torch.autocast(device.type, torch.bfloat16), float8.cached_weights(layer):
         for _ in range(2):
             layer(x).float().sum().backward()
-    assert quantizations == ["quantize_weights"] * 12
-    quantizations.clear()
-    with torch.autocast(device.type, torch.bfloat16):
-        layer(x).float().sum().backward()
-    assert quantizations == ["quantize_weights_both_ways"] * 3  # for that forward's own backward
+    assert quantizations == ["quantize_weights_both_ways"] * 6  # for each forward's own backward
+
+
+@DEVICES
+def test_a_context_of_other_weights_changes_nothing(device, quantizations):
+    _, layer = layers(device, Float8BlockScaling())
+    x = torch.randn(50, 1, 256, device=device, dtype=torch.bfloat16)
+    with float8.cached_weights([torch.zeros(3, device=device)]):
+        step(layer, x)
+    assert quantizations == ["quantize_weights_both_ways"] * 3
+
+
+@DEVICES
+def test_contexts_do_not_compile_a_layer_again_and_again(device):
+    """Once within contexts and once outside, however many there are."""
+    _, layer = layers(device, Float8BlockScaling())
+    x = torch.randn(60, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    compiled(x)
+    for depth in (1, 2, 3, 1):
+        with contextlib.ExitStack() as contexts:
+            for _ in range(depth):
+                contexts.enter_context(float8.cached_weights(layer))
+            compiled(x)
+    compiled(x)
+    assert counter.frame_count == 2
 
 
 @DEVICES

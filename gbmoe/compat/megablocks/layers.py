@@ -19,6 +19,7 @@ from gbmoe._checks import require
 from gbmoe.layers.expert_parallelism import parallel_experts
 from gbmoe.layers.expert_weights import local_weight
 from gbmoe.ops import expert_mlp
+from gbmoe.ops.experts import activation_name
 from gbmoe.plan import RoutingPlan
 
 
@@ -43,7 +44,11 @@ class _FusedExperts:
         if weight is None:
             return None
         shape = (mpu.experts_per_rank(self.args), mpu.features_per_rank(self.args), self.args.hidden_size)
-        return local_weight(self.scale_grad(weight)).view(shape)
+        scaled = self.scale_grad(weight)
+        one_operator = activation_name(self.args.activation_fn) is not None
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and scaled is not weight and not one_operator:
+            scaled = scaled.clone()  # as in ExpertWeights.weights_EFH: the activation may end the graph
+        return local_weight(scaled).view(shape)
 
 
 class FusedMLP(_FusedExperts, mlp.SparseMLP):

@@ -7,6 +7,7 @@ the layer's dtype: their relative error may be up to LARGEST_ERROR.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,12 +68,14 @@ class _Float8Layer(LayerSubject):
         return [self._micro_batches] if self.in_micro_batches else super().steps()
 
     def call_once(self) -> None:
-        """One micro-batch where there are several: the oracle's gradients are of one."""
-        self._micro_batches(1) if self.in_micro_batches else super().call_once()
+        """Of several micro-batches the last one's results, for which no weight is quantised: the oracle's gradients are of one."""
+        self._micro_batches(before_last=self.layer.zero_grad) if self.in_micro_batches else super().call_once()
 
-    def _micro_batches(self, count: int = STEPS_TOGETHER) -> None:
+    def _micro_batches(self, before_last: Callable[[], object] = lambda: None) -> None:
         with contextlib.nullcontext() if self.recipe is None else float8.cached_weights(self.layer):
-            for _ in range(count):
+            for number in range(STEPS_TOGETHER):
+                if number + 1 == STEPS_TOGETHER:
+                    before_last()
                 self.x_TH.grad = None
                 self._forward()
                 self._backward()
