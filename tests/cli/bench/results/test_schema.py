@@ -19,8 +19,9 @@ MEASURED = Path(__file__).parents[4] / "results" / "h200"
 def some_of(suite, *more):
     """A measured result file reduced to one row of each sort, with such rows of the files `more`."""
     content = json.loads((MEASURED / f"{suite}.json").read_text())
-    rows = {}
-    for row in content["rows"] + [row for other in more for row in json.loads((MEASURED / f"{other}.json").read_text())["rows"]]:
+    rows, timing = {}, {name: value for name, value in content["rows"][0].items() if name == "timing"}
+    others = [row for other in more for row in json.loads((MEASURED / f"{other}.json").read_text())["rows"]]
+    for row in content["rows"] + [{**row, **timing} for row in others]:  # a file's rows are timed in one way
         rows.setdefault((*sort_of(row), row["implementation"] == "gbmoe"), row)
     return content | {"rows": list(rows.values()), "configurations": content["configurations"][:2],
                       **({"findings": content["findings"][:1]} if "findings" in content else {})}
