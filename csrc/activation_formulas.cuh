@@ -4,7 +4,8 @@
 //   activation_at      value and slope of one number, in any accumulation type: the kernels of activation_kernels.cu
 //   activations_at     value and slope of several floats side by side, by the hardware's approximations: the epilogue that goes
 //                      back through the activation
-//   *Activation        value of one float, with the kind chosen at run time inside a family: the epilogues of the up projection
+//   *Activation        value of one float, with the kind chosen at run time inside a family, and values of several: the epilogues of
+//                      the up projection
 //
 //   silu       x * sigmoid(x)
 //   gelu_tanh  x * sigmoid(x * (kGeluLinear + kGeluCubic * x^2)), because (1 + tanh(u)) / 2 = sigmoid(2u)
@@ -32,6 +33,15 @@ constexpr float kMinusLog2E = -1.4426950408889634f;  // exp(-x) = exp2(kMinusLog
 template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
   if constexpr (kFast) return fast_reciprocal(1.0f + fast_exp2(x * kMinusLog2E));
   else return A(1) / (A(1) + exp(-x));
+}
+
+// Several at once, of arguments that were multiplied by kMinusLog2E, in place: all exponentials are started before the first is waited
+// for, and then all reciprocals. One after the other, each sigmoid takes the time of two waits.
+template <int N> __device__ __forceinline__ void fast_sigmoids(float (&x)[N]) {
+#pragma unroll
+  for (float& one : x) one = fast_exp2(one);
+#pragma unroll
+  for (float& one : x) one = fast_reciprocal(1.0f + one);
 }
 
 constexpr double kGeluLinear = 1.5957691216057308, kGeluCubic = 0.07135481627260025;
@@ -79,9 +89,8 @@ template <int kKind, int N> __device__ __forceinline__ void activations_at(const
   if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     float s[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = fast_exp2(sigmoid_argument<kKind>(x[i], kMinusLog2E));
-#pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = fast_reciprocal(1.0f + s[i]);
+    for (int i = 0; i < N; ++i) s[i] = sigmoid_argument<kKind>(x[i], kMinusLog2E);
+    fast_sigmoids(s);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float value = x[i] * s[i], rise = value * (1.0f - s[i]);
@@ -109,6 +118,12 @@ template <typename F> __device__ __forceinline__ void with_activation(int activa
 
 // Each family is a type, which is chosen when the kernel is launched. Its members differ by numbers that it takes from the kind.
 
+// values() is value() of several finite numbers, in place, with the same bits.
+template <typename Family, int N> __device__ __forceinline__ void values(const Family& family, float (&x)[N]) {
+#pragma unroll
+  for (float& one : x) one = family.value(one);
+}
+
 struct SigmoidActivation {  // silu, whose cubic coefficient is 0, and gelu_tanh
   float linear, cubic;
 
@@ -117,6 +132,19 @@ struct SigmoidActivation {  // silu, whose cubic coefficient is 0, and gelu_tanh
         cubic(kind == kSilu ? 0.0f : static_cast<float>(kGeluCubic)) {}
   __device__ __forceinline__ float value(float x) const { return x * sigmoid<true>(cubic_argument(x, linear, cubic)); }
 };
+
+template <int N> __device__ __forceinline__ void values(const SigmoidActivation& family, float (&x)[N]) {
+  float s[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) s[i] = x[i] * kMinusLog2E;
+  if (family.cubic != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) s[i] = cubic_argument(x[i], family.linear, family.cubic) * kMinusLog2E;
+  }
+  fast_sigmoids(s);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] *= s[i];
+}
 
 struct PiecewiseActivation {  // relu, its square, and the identity
   bool clips, squares;

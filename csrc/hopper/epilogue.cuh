@@ -63,11 +63,8 @@ template <typename Traits> struct Epilogue {
     if constexpr (kKind == EpilogueKind::kStore) {
       store_chunk(0, 0);
     } else if constexpr (kKind == EpilogueKind::kActivation || kGlu) {
-      if (number < 4) {
-        if constexpr (!Traits::kScaled) activate_quarter(number);  // else see epilogue_scaled.cuh
-      } else if (args.save) {
-        store_chunk(number - 3, (number - 4) * 32);
-      }
+      if (number < 4) activate_quarter(number);
+      else if (args.save) store_chunk(number - 3, (number - 4) * 32);
     }
   }
 
@@ -79,6 +76,14 @@ template <typename Traits> struct Epilogue {
       if (i % kOfOne + 16 < kOfOne) pair[i] = pair[i + 16];
     }
     if (++chunk == kChunks) held = false;
+  }
+
+  // kActivation and kGlu: the columns of chunk `number` of h (and g), at once.
+  __device__ __forceinline__ void store_saved(int number) {
+    chunk = number;
+    if (tile.n + chunk * 64 >= args.size_n) return;
+    store_chunk(1, number * 16);
+    if constexpr (kGlu) store_chunk(2, 32 + number * 16);
   }
 
   // kAccumulate: fp32 sums, added to the output: at once, since they cannot be held.

@@ -11,24 +11,26 @@ namespace gbmoe::hopper {
 template <typename Traits> struct Float8Activation {
   using Shared = SharedMemory<Traits>;
   using T = typename Traits::Output;
-  static constexpr int kPairs = 32;  // of a thread: two columns each, in its two rows by turns, of 128 columns
+  static constexpr int kPairs = 32;    // of a thread: two columns each, in its two rows by turns, of 128 columns
+  static constexpr int kTogether = 8;  // pairs whose activations are computed side by side
 
-  // act(h), or act(h) * g, of 128 columns of the tile that the epilogue holds: those from column `first` of the tile on.
+  // act(h), or act(h) * g, of 128 columns of the tile that the epilogue holds, those from column `first` of the tile on; and h and g
+  // themselves, if they are wanted. Each 64 columns' h and g leave their buffers while the activation of these columns is computed.
   static __device__ __forceinline__ void store(Epilogue<Traits>& epilogue, int first) {
     const Tile& tile = epilogue.tile;
     const Arguments& args = epilogue.args;
     uint32_t a[kPairs], largest[2] = {0, 0};
-    const typename Traits::ActivationFamily activation(args.activation);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 h = unpack<T>(epilogue.pair[first / 4 + i]);
-      float2 value = {activation.value(h.x), activation.value(h.y)};
-      if constexpr (Traits::kGlu) {
-        const float2 g = unpack<T>(epilogue.pair[kPairs + i]);
-        value.x *= g.x, value.y *= g.y;
+    for (int half = 0; half < 2; ++half) {
+      if (args.save) epilogue.store_saved(first / 64 + half);
+#pragma unroll
+      for (int i = half * kPairs / 2; i < (half + 1) * kPairs / 2; i += kTogether) {
+        activate<kTogether>(epilogue, first / 4 + i, a + i);
+#pragma unroll
+        for (int j = i; j < i + kTogether; ++j) {
+          largest[j % 2] = __vmaxu2(largest[j % 2], a[j] & 0x7fff7fffu);  // of magnitudes, which as integers are in the same order
+        }
       }
-      a[i] = pack<T>(value.x, value.y);
-      largest[i % 2] = __vmaxu2(largest[i % 2], a[i] & 0x7fff7fffu);  // of magnitudes, which as integers are in the same order
     }
     const int lane = threadIdx.x % 32, valid = tile.rows - epilogue.row_in_tile, column = tile.n + first;
     const uint32_t buffer = epilogue.take_buffer();
@@ -62,13 +64,32 @@ template <typename Traits> struct Float8Activation {
     if (lane == 0) tma_store_commit();  // an empty group, which take_buffer counts
     __syncwarp();
   }
+
+ private:
+  // Pairs of a, rounded, from the epilogue's pairs of h from number `from` on (and those of g).
+  template <int kCount> static __device__ __forceinline__ void activate(const Epilogue<Traits>& epilogue, int from, uint32_t* a) {
+    float value[2 * kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float2 h = unpack<T>(epilogue.pair[from + i]);
+      value[2 * i] = h.x, value[2 * i + 1] = h.y;
+    }
+    values(typename Traits::ActivationFamily(epilogue.args.activation), value);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float2 g = Traits::kGlu ? unpack<T>(epilogue.pair[kPairs + from + i]) : float2{1.0f, 1.0f};
+      a[i] = pack<T>(value[2 * i] * g.x, value[2 * i + 1] * g.y);
+    }
+  }
 };
 
+// Stores all of the tile that the epilogue holds.
 template <typename Traits> __device__ __forceinline__ void store_activation_in_float8(Epilogue<Traits>& epilogue) {
 #pragma unroll
   for (int first = 0; first < Traits::kOutputTileN; first += kScaledColumns) {
     if (epilogue.tile.n + first < epilogue.args.size_n) Float8Activation<Traits>::store(epilogue, first);
   }
+  epilogue.held = false;
 }
 
 }  // namespace gbmoe::hopper

@@ -40,8 +40,8 @@ template <typename Traits> struct ScaledMainLoop {
       const Tile upcoming = receive_tile<Traits>(shared, tiles);
       if (has_rows && epilogue.row_in_tile < tile.rows && tile.n < args.size_n) {
         epilogue.hold(tile, sum);
-        if constexpr (Traits::kEpilogue != EpilogueKind::kStore) store_activation_in_float8(epilogue);
-        if (Traits::kEpilogue == EpilogueKind::kStore || args.save) epilogue.finish();
+        if constexpr (Traits::kEpilogue == EpilogueKind::kStore) epilogue.finish();
+        else store_activation_in_float8(epilogue);
       }
       tile = upcoming;
     }
