@@ -35,8 +35,8 @@ template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
   else return A(1) / (A(1) + exp(-x));
 }
 
-// Several at once, of arguments that were multiplied by kMinusLog2E, in place: all exponentials are started before the first is waited
-// for, and then all reciprocals. One after the other, each sigmoid takes the time of two waits.
+// Several at once, of arguments that were multiplied by kMinusLog2E, in place: the exponentials are under way together, and then the
+// reciprocals. One after the other, each sigmoid takes the time of two waits.
 template <int N> __device__ __forceinline__ void fast_sigmoids(float (&x)[N]) {
 #pragma unroll
   for (float& one : x) one = fast_exp2(one);
@@ -136,7 +136,7 @@ struct SigmoidActivation {  // silu, whose cubic coefficient is 0, and gelu_tanh
 template <int N> __device__ __forceinline__ void values(const SigmoidActivation& family, float (&x)[N]) {
   float s[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) s[i] = x[i] * kMinusLog2E;
+  for (int i = 0; i < N; ++i) s[i] = sigmoid_argument<kSilu>(x[i], kMinusLog2E);
   if (family.cubic != 0.0f) {
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = cubic_argument(x[i], family.linear, family.cubic) * kMinusLog2E;

@@ -1,7 +1,8 @@
 // The epilogue: one warp's 16 rows of a tile, from its sums to memory (EpilogueKind says what becomes of them).
 //
 // A tile is stored in chunks of 64 columns, and a chunk in kChunkSteps steps. One step follows each k-block of the next tile,
-// until all are done. Code is unrolled for one chunk only, because that of all would not stay in the instruction cache.
+// until all are done. Code is unrolled for one chunk only, because that of all would not stay in the instruction cache. The activation
+// behind scaled operands takes no steps: it stores its tile at once (epilogue_scaled.cuh).
 
 #pragma once
 
@@ -32,7 +33,8 @@ template <typename Traits> struct Epilogue {
   bool held = false;
   int chunk = 0;
   Tile tile = {};
-  uint32_t pair[kHeld];              // its sums from that chunk on, two columns each: [chunk][quarter][row half of column half]
+  // Its sums, of which steps leave those from that chunk on; two columns each: [chunk][quarter][row half of column half].
+  uint32_t pair[kHeld];
 
   __device__ Epilogue(const TensorMaps& maps_, const Arguments& args_, uint32_t shared)
       : maps(maps_), args(args_), buffers(Shared::buffer(shared, threadIdx.x / 32, 0)) {}
@@ -78,7 +80,7 @@ template <typename Traits> struct Epilogue {
     if (++chunk == kChunks) held = false;
   }
 
-  // kActivation and kGlu: the columns of chunk `number` of h (and g), at once.
+  // kActivation and kGlu: the columns of chunk `number` of h (and g), at once, of a tile that has taken no steps.
   __device__ __forceinline__ void store_saved(int number) {
     chunk = number;
     if (tile.n + chunk * 64 >= args.size_n) return;

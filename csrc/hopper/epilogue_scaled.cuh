@@ -11,8 +11,9 @@ namespace gbmoe::hopper {
 template <typename Traits> struct Float8Activation {
   using Shared = SharedMemory<Traits>;
   using T = typename Traits::Output;
-  static constexpr int kPairs = 32;    // of a thread: two columns each, in its two rows by turns, of 128 columns
-  static constexpr int kTogether = 8;  // pairs whose activations are computed side by side
+  static constexpr int kPairs = 32;  // of a thread: two columns each, in its two rows by turns, of 128 columns
+  // Pairs whose activations are computed side by side; without a gate there are registers for fewer.
+  static constexpr int kTogether = Traits::kGlu ? 8 : 4;
 
   // act(h), or act(h) * g, of 128 columns of the tile that the epilogue holds, those from column `first` of the tile on; and h and g
   // themselves, if they are wanted. Each 64 columns' h and g leave their buffers while the activation of these columns is computed.
@@ -28,7 +29,8 @@ template <typename Traits> struct Float8Activation {
         activate<kTogether>(epilogue, first / 4 + i, a + i);
 #pragma unroll
         for (int j = i; j < i + kTogether; ++j) {
-          largest[j % 2] = __vmaxu2(largest[j % 2], a[j] & 0x7fff7fffu);  // of magnitudes, which as integers are in the same order
+          // Of magnitudes, which as integers are in the same order.
+          largest[j % 2] = __vmaxu2(largest[j % 2], a[j] & 0x7fff7fffu);
         }
       }
     }
@@ -77,8 +79,11 @@ template <typename Traits> struct Float8Activation {
     values(typename Traits::ActivationFamily(epilogue.args.activation), value);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float2 g = Traits::kGlu ? unpack<T>(epilogue.pair[kPairs + from + i]) : float2{1.0f, 1.0f};
-      a[i] = pack<T>(value[2 * i] * g.x, value[2 * i + 1] * g.y);
+      if constexpr (Traits::kGlu) {
+        const float2 g = unpack<T>(epilogue.pair[kPairs + from + i]);
+        value[2 * i] *= g.x, value[2 * i + 1] *= g.y;
+      }
+      a[i] = pack<T>(value[2 * i], value[2 * i + 1]);
     }
   }
 };
