@@ -12,8 +12,7 @@ template <typename Traits> struct Float8Activation {
   using Shared = SharedMemory<Traits>;
   using T = typename Traits::Output;
   static constexpr int kPairs = 32;  // of a thread: two columns each, in its two rows by turns, of 128 columns
-  // Pairs whose activations are computed side by side; without a gate there are registers for fewer.
-  static constexpr int kTogether = Traits::kGlu ? 8 : 4;
+  static constexpr int kTogether = 8;  // pairs whose activations are computed side by side
 
   // act(h), or act(h) * g, of 128 columns of the tile that the epilogue holds, those from column `first` of the tile on; and h and g
   // themselves, if they are wanted. Each 64 columns' h and g leave their buffers while the activation of these columns is computed.
@@ -26,7 +25,7 @@ template <typename Traits> struct Float8Activation {
       if (args.save) epilogue.store_saved(first / 64 + half);
 #pragma unroll
       for (int i = half * kPairs / 2; i < (half + 1) * kPairs / 2; i += kTogether) {
-        activate<kTogether>(epilogue, first / 4 + i, a + i);
+        activate(epilogue, first / 4 + i, a + i);
 #pragma unroll
         for (int j = i; j < i + kTogether; ++j) {
           // Of magnitudes, which as integers are in the same order.
@@ -68,17 +67,17 @@ template <typename Traits> struct Float8Activation {
   }
 
  private:
-  // Pairs of a, rounded, from the epilogue's pairs of h from number `from` on (and those of g).
-  template <int kCount> static __device__ __forceinline__ void activate(const Epilogue<Traits>& epilogue, int from, uint32_t* a) {
-    float value[2 * kCount];
+  // kTogether pairs of a, rounded, from the epilogue's pairs of h from number `from` on (and those of g).
+  static __device__ __forceinline__ void activate(const Epilogue<Traits>& epilogue, int from, uint32_t* a) {
+    float value[2 * kTogether];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < kTogether; ++i) {
       const float2 h = unpack<T>(epilogue.pair[from + i]);
       value[2 * i] = h.x, value[2 * i + 1] = h.y;
     }
     values(typename Traits::ActivationFamily(epilogue.args.activation), value);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = 0; i < kTogether; ++i) {
       if constexpr (Traits::kGlu) {
         const float2 g = unpack<T>(epilogue.pair[kPairs + from + i]);
         value[2 * i] *= g.x, value[2 * i + 1] *= g.y;
