@@ -10,31 +10,26 @@ namespace {
 using namespace few_rows;
 
 template <typename Columns> int64_t ctas_of(const Arguments& args, int size_n) {
-  return ceil_div(int64_t{size_n}, Columns::kTileN) * std::min(args.groups, args.rows);
+  return ceil_div(int64_t{size_n}, Columns::kTileN) * std::min(args.groups, args.rows) * args.row_blocks;
 }
-template <typename Columns> int64_t ctas_at_once(const Tensor& on) {
-  return int64_t{Columns::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
+// Whether all CTAs can run at the same time.
+template <typename Columns> bool at_once(const Arguments& args, int size_n, const Tensor& on) {
+  return ctas_of<Columns>(args, size_n) <= int64_t{Columns::kCtasPerMultiprocessor} * multiprocessors(on.get_device_index());
 }
 
-template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, const Tensor& on) {
+template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns> void launch(
+    const Arguments& args, const Tensor& on) {
   const int64_t ctas = ctas_of<Columns>(args, args.size_n);
   STD_TORCH_CHECK(ctas <= INT32_MAX, "few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   if (ctas == 0) return;
   launch_early(
-      true, few_rows_kernel<T, Columns, kEpilogue>, static_cast<unsigned>(ctas), 32 * Columns::kWarps, sizeof(SumsOf<Columns>),
-      on, args);
+      true, few_rows_kernel<T, Columns, kEpilogue, kInTurns>, static_cast<unsigned>(ctas), 32 * Columns::kWarps,
+      sizeof(Sums<Columns, kInTurns>), on, args);
 }
-
-// CTAs of few warps, of which one ends while others load; of twice as many where there are not more than can run at once, so that these
-// have enough loads in flight.
-template <typename T, typename Few, typename Many, EpilogueKind kEpilogue> void launch_fitting(
-    const Arguments& args, const Tensor& on) {
-  static_assert(Few::kTileN == Many::kTileN);
-  if (ctas_of<Many>(args, args.size_n) <= ctas_at_once<Many>(on)) launch<T, Many, kEpilogue>(args, on);
-  else launch<T, Few, kEpilogue>(args, on);
-}
-template <typename T, bool kGlu, EpilogueKind kEpilogue> void launch_k_major(const Arguments& args, const Tensor& on) {
-  launch_fitting<T, KMajorColumns<T, kGlu, 2>, KMajorColumns<T, kGlu, 4>, kEpilogue>(args, on);
+template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(
+    const Arguments& args, bool in_turns, const Tensor& on) {
+  if (in_turns || !at_once<Columns>(args, args.size_n, on)) launch<T, Columns, kEpilogue, true>(args, on);
+  else launch<T, Columns, kEpilogue, false>(args, on);
 }
 
 void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
@@ -46,6 +41,8 @@ Arguments arguments(const char* name, const Tensor& x, const Tensor& sizes, cons
   args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
   args.groups = static_cast<int>(sizes.numel());
   args.rows = static_cast<int>(out.size(0));
+  // A group alone may have many rows, and then too few CTAs would walk them.
+  args.row_blocks = args.groups == 1 ? std::max(1, ceil_div(args.rows, kRows)) : 1;
   args.x = x.data_ptr();
   args.size_n = static_cast<int>(out.size(1)), args.size_k = static_cast<int>(x.size(1));
   args.out[0] = out.data_ptr();
@@ -54,20 +51,20 @@ Arguments arguments(const char* name, const Tensor& x, const Tensor& sizes, cons
 
 }  // namespace
 
-void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, bool reads_early, Tensor out) {
+void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, bool in_turns, bool reads_early, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments("few_rows_gemm", a, sizes, out);
   args.b[0] = b.data_ptr();
   args.reads_early = reads_early;
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
-    if (trans_b) launch_k_major<T, false, EpilogueKind::kStore>(args, a);
-    else launch_fitting<T, NMajorColumns<T, 4>, NMajorColumns<T, 8>, EpilogueKind::kStore>(args, a);
+    if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(args, in_turns, a);
+    else launch<T, NMajorColumns<T>, EpilogueKind::kStore>(args, in_turns, a);
   });
 }
 
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    int64_t activation, bool in_turns, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Arguments args = arguments("few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
@@ -78,10 +75,9 @@ void few_rows_up(
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
     // Of the second GEMM, whose result has as many columns as the rows here. If all of its CTAs run at once, they would fill the first
     // multiprocessors that have room for them, and leave others without any.
-    using Second = NMajorColumns<T, 4>;
-    args.next_begins_early = ctas_of<Second>(args, args.size_k) > ctas_at_once<Second>(x);
-    if (v1) launch_k_major<T, true, EpilogueKind::kGlu>(args, x);
-    else launch_k_major<T, false, EpilogueKind::kActivation>(args, x);
+    args.next_begins_early = !at_once<NMajorColumns<T>>(args, args.size_k, x);
+    if (v1) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(args, in_turns, x);
+    else launch<T, KMajorColumns<T, false>, EpilogueKind::kActivation>(args, in_turns, x);
   });
 }
 

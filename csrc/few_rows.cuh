@@ -1,12 +1,16 @@
 // m-grouped GEMMs whose groups have few rows: what takes time is to read each group's weights once, as when a few tokens are generated.
 //
-// A CTA computes the columns of one tile for all rows of one group, and its warps divide the sum over K among them. A lane loads the 16
-// bytes of a weight that it will multiply into registers of its own: no warp waits for another one before the sums are complete. Then
-// these are added up, in a fixed order; how many warps there are depends on the number of rows and groups. CTAs are small, and several run
-// on a multiprocessor: while one finds its group, or adds up, the others' loads keep the memory busy.
+// A CTA computes the columns of one tile for all rows of one group, and its warps divide the terms of the sums over K among them. A lane
+// loads the 16 bytes of a weight that it will multiply into registers of its own. CTAs are small, and several run on a multiprocessor:
+// while one finds its group, or adds up, the others' loads keep the memory busy. The warps of a CTA either
+// - take turns: each loads its next terms while others multiply, and hands the sums on to the next. All terms are added to a sum in the
+//   order of K, 16 at a time, so that its bits are those of every kernel in tensor_core/ and of those in hopper/ that do not split sums
+//   (docs/numerics.md);
+// - or sum a part of K each, and these parts are added up at the end, in a fixed order. No warp waits for another one's loads before the
+//   end, which is faster where all CTAs run at once.
 //
-// In a sum the order of K is free as long as both operands have the same. So the 16 terms of an mma.sync are those that lie side by
-// side in a lane's vectors, not those that its fragments are drawn with.
+// The order of the 16 terms of an mma.sync is free as long as both operands have the same: they need not be those that its fragments are
+// drawn with.
 //
 // Legend: out [P,N] = x [P,K] @ b[e]; b[e] is [N,K] where it is K-major, or [K,N]; E groups (experts), P rows of all groups. Lane 4 g + q
 // of a warp has the columns and rows of number g, and the terms of number q.
@@ -38,11 +42,13 @@ struct Arguments {
   const void* x;  // [P,K], or the tokens [T,K] where slot_of_row is given
   const int* slot_of_row;  // [P]: row r is token slot_of_row[r] / top_k, or zeros where that names no token
   int tokens, top_k;
+  int row_blocks;  // CTAs that divide a group's rows, kRows at a time, among them
   int size_n, size_k;
   const void* b[2];  // [E,N,K] or [E,K,N]; the second is v1 of a GLU
   int activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
-  bool reads_early;  // b and sizes were complete before the kernel before this one began, so that they are read before it has ended
+  bool
+      reads_early;  // b and sizes were complete before the kernel before this one began, so that they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
 };
 
@@ -95,16 +101,17 @@ __device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
 
 // The columns of a warp where b is contiguous along K: two runs of 8, of which a lane has column g each, and of a step's terms those
 // from 8 q to 8 q + 7. In a GLU one run is w1's and one v1's.
-template <typename T, bool kGlu, int kWarps_> struct KMajorColumns {
-  static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = (kGlu ? 24 : 20) / kWarps;  // with which ptxas spills nothing
+template <typename T, bool kGlu> struct KMajorColumns {
+  static constexpr int kWarps = 4, kCtasPerMultiprocessor = kGlu ? 6 : 5;  // with which ptxas spills nothing
   static constexpr int kStep = 32, kVectors = 2, kAtOnce = 4;  // terms of a step, a lane's vectors of it, and steps in flight
   static constexpr int kTerms = 8;  // of a row that a lane multiplies in a step
   static constexpr int kTileN = kGlu ? kColumns : 2 * kColumns;  // columns of one output tensor
   static constexpr int kSums = 2 * kColumns;  // of a row; in a GLU h's, then g's
+  static constexpr int kFragments = 2;
   using RowVector = uint4;
 
   const T* column[2];
-  float sums[2][4] = {};  // of a run; the last two are of rows that there are none of
+  float sums[kFragments][4] = {};  // of a run; the last two are of rows that there are none of
 
   // A column that does not exist is the first one instead, whose sums are not stored.
   __device__ __forceinline__ KMajorColumns(const Arguments& args, int group, int n) {
@@ -120,12 +127,20 @@ template <typename T, bool kGlu, int kWarps_> struct KMajorColumns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) to[i] = tensor_core::load_once_16(column[i] + k);
   }
-  __device__ __forceinline__ void multiply(const uint4& row, const uint4 (&v)[kVectors]) {
-    // The weights are the second operand, which has them in the registers to which they were loaded.
+  // Exchanges halves of vectors, so that x and y are of the step's first 16 terms in all lanes, z and w of its last.
+  __device__ __forceinline__ static uint4 in_order(const uint4& v) {
+    const bool has_first = threadIdx.x % 4 < 2;
+    const uint32_t x = __shfl_xor_sync(kFullWarp, has_first ? v.z : v.x, 2),
+                   y = __shfl_xor_sync(kFullWarp, has_first ? v.w : v.y, 2);
+    return has_first ? uint4{v.x, v.y, x, y} : uint4{x, y, v.z, v.w};
+  }
+  __device__ __forceinline__ void multiply(const uint4& lanes_row, const uint4 (&lanes_v)[kVectors]) {
+    const uint4 row = in_order(lanes_row);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      mma<T>(sums[i], {row.x, 0, row.y, 0}, v[i].x, v[i].y);
-      mma<T>(sums[i], {row.z, 0, row.w, 0}, v[i].z, v[i].w);
+      const uint4 v = in_order(lanes_v[i]);
+      mma<T>(sums[i], {row.x, 0, row.y, 0}, v.x, v.y);
+      mma<T>(sums[i], {row.z, 0, row.w, 0}, v.z, v.w);
     }
   }
   // Hands f each of the lane's sums, with its row and its place in the row.
@@ -138,13 +153,13 @@ template <typename T, bool kGlu, int kWarps_> struct KMajorColumns {
 
 // The same where b is contiguous along N: eight runs of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
 // from 4 q to 4 q + 3.
-template <typename T, int kWarps_> struct NMajorColumns {
-  static constexpr int kWarps = kWarps_, kCtasPerMultiprocessor = 16 / kWarps;
-  static constexpr int kStep = 16, kVectors = 4, kAtOnce = 3, kTerms = 4, kTileN = 64, kSums = 64;
+template <typename T> struct NMajorColumns {
+  static constexpr int kWarps = 8, kCtasPerMultiprocessor = 2;
+  static constexpr int kStep = 16, kVectors = 4, kAtOnce = 4, kTerms = 4, kTileN = 64, kSums = 64, kFragments = 4;
   using RowVector = uint2;
 
   const T* terms;  // of the lane's columns
-  float sums[4][4] = {};  // of columns 8 g + 2 j, then of those beside them
+  float sums[kFragments][4] = {};  // of columns 8 g + 2 j, then of those beside them
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
     const int column = n + threadIdx.x % 32 / 4 * kColumns;
@@ -173,53 +188,87 @@ template <typename T, int kWarps_> struct NMajorColumns {
   }
 };
 
-// A warp's share of the sums of kRows rows of the group, from row `row` on.
+// The sums of kRows rows, in shared memory; rows begin in different banks. Warps that take turns make one sum together, the others make
+// a part each.
+template <typename Columns, bool kInTurns> struct Sums {
+  static constexpr int kParts = kInTurns ? 1 : Columns::kWarps;
+  float of_part[kParts][kRows][Columns::kSums + 1];
+  float4 handed_on[kInTurns ? Columns::kFragments : 1][32];  // to the warp whose turn is next
+};
+
+// A warp's products of one batch of steps, the first of which has the lane's terms from k on, added to its sums.
 //
-// kAtOnce steps are loaded together, and then multiplied: it is other warps that load meanwhile. A load under a condition costs ptxas more
-// registers than its vector has. So the weights of terms that do not exist are those of the first one, and count as zeros.
-template <typename T, typename Columns>
-__device__ __forceinline__ Columns sum_steps(const Arguments& args, const Group& group, int row, int n) {
+// The steps of a batch are loaded together, and then multiplied: it is other warps that load meanwhile. A load under a condition costs
+// ptxas more registers than its vector has. So the weights of terms that do not exist are those of the first one, and count as zeros.
+template <typename T, typename Columns, typename F>
+__device__ __forceinline__ void add_batch(
+    const Arguments& args, const Group& group, int row, int k, int end, bool waits, Columns& columns, const F& before_products) {
   constexpr int kAtOnce = Columns::kAtOnce, kStep = Columns::kStep;
   using RowVector = typename Columns::RowVector;
-  const int warp = threadIdx.x / 32, steps = ceil_div(args.size_k, kStep);
-  const int first = warp * steps / Columns::kWarps * kStep, end = min((warp + 1) * steps / Columns::kWarps * kStep, args.size_k);
-  Columns columns(args, group.number, n);
-#pragma unroll 1
-  for (int k = first + Columns::kTerms * (threadIdx.x % 4), left = end - first; left > 0; left -= kAtOnce * kStep) {
-    uint4 vectors[kAtOnce][Columns::kVectors];
+  uint4 vectors[kAtOnce][Columns::kVectors];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) columns.load(args, k + i * kStep < end ? k + i * kStep : 0, vectors[i]);
-    if (args.reads_early && left == end - first) wait_for_kernel_before();
-    const T* of_row = row_of<T>(args, group, row + threadIdx.x % 32 / 4);
+  for (int i = 0; i < kAtOnce; ++i) columns.load(args, k + i * kStep < end ? k + i * kStep : 0, vectors[i]);
+  if (waits) wait_for_kernel_before();
+  const T* of_row = row_of<T>(args, group, row + threadIdx.x % 32 / 4);
+  RowVector terms[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i, k += kStep) {
-      const RowVector terms = k < end && of_row ? *reinterpret_cast<const RowVector*>(of_row + k) : RowVector{};
-#pragma unroll
-      for (uint4& v : vectors[i]) v = zero_unless(k < end, v);
-      columns.multiply(terms, vectors[i]);
-    }
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int at = k + i * kStep;
+    terms[i] = at < end && of_row ? *reinterpret_cast<const RowVector*>(of_row + at) : RowVector{};
   }
-  return columns;
+  before_products();
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+    for (uint4& v : vectors[i]) v = zero_unless(k + i * kStep < end, v);
+    columns.multiply(terms[i], vectors[i]);
+  }
 }
 
-// The warps' sums of kRows rows, in shared memory. Rows begin in different banks.
-template <int kWarps, int kSums> struct Sums { float of_warp[kWarps][kRows][kSums + 1]; };
-template <typename Columns> using SumsOf = Sums<Columns::kWarps, Columns::kSums>;
-
-// Adds the warps' sums up and stores the results of those of the kRows rows that exist.
-template <typename T, EpilogueKind kEpilogue, int kWarps, int kSums>
-__device__ __forceinline__ void store(
-    const Arguments& args, const Sums<kWarps, kSums>& sums, int64_t first_row, int rows, int n) {
-  constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
-  constexpr int kTileN = kGlu ? kSums / 2 : kSums;
-  const auto rounded_sum = [&](int row, int in_row) {
-    float sum = 0.0f;
+// The sums of kRows rows of the group, from row `row` on: all warps together leave them in shared memory, complete behind a barrier.
+template <typename T, typename Columns, bool kInTurns>
+__device__ __forceinline__ void sum_rows(
+    const Arguments& args, const Group& group, int row, int n, Sums<Columns, kInTurns>& sums) {
+  constexpr int kBatch = Columns::kAtOnce * Columns::kStep;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, batches = ceil_div(args.size_k, kBatch);
+  const int first = kInTurns ? warp : warp * batches / Columns::kWarps;
+  const int last = kInTurns ? batches : (warp + 1) * batches / Columns::kWarps;
+  Columns columns(args, group.number, n);
+#pragma unroll 1
+  for (int batch = first; batch < last; batch += kInTurns ? Columns::kWarps : 1) {
+    const int k = batch * kBatch + Columns::kTerms * (threadIdx.x % 4);
+    add_batch<T>(args, group, row, k, args.size_k, args.reads_early && batch == first, columns, [&] {
+      if (!kInTurns || batch == 0) return;
+      tensor_core::await_turn(warp);
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) sum += sums.of_warp[warp][row][in_row];
+      for (int i = 0; i < Columns::kFragments; ++i) reinterpret_cast<float4&>(columns.sums[i]) = sums.handed_on[i][lane];
+    });
+    if (kInTurns && batch + 1 < batches) {
+#pragma unroll
+      for (int i = 0; i < Columns::kFragments; ++i) sums.handed_on[i][lane] = reinterpret_cast<const float4&>(columns.sums[i]);
+      tensor_core::pass_turn((warp + 1) % Columns::kWarps);
+    }
+  }
+  wait_for_kernel_before();  // also in a warp without terms
+  let_next_kernel_begin();
+  const bool has_sums = !kInTurns || warp == (batches - 1) % Columns::kWarps;
+  if (has_sums) columns.each([&](int r, int in_row, float sum) { sums.of_part[kInTurns ? 0 : warp][r][in_row] = sum; });
+}
+
+// Adds the parts of the sums up and stores the results of those of the kRows rows that exist.
+template <typename T, EpilogueKind kEpilogue, typename Columns, bool kInTurns>
+__device__ __forceinline__ void store(
+    const Arguments& args, const Sums<Columns, kInTurns>& sums, int64_t first_row, int rows, int n) {
+  constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
+  constexpr int kTileN = Columns::kTileN;
+  const auto rounded_sum = [&](int row, int in_row) {
+    float sum = sums.of_part[0][row][in_row];
+#pragma unroll
+    for (int part = 1; part < sums.kParts; ++part) sum += sums.of_part[part][row][in_row];
     return narrow<T>(sum);
   };
   const auto out = [&](int i) { return static_cast<T*>(args.out[i]); };
-  for (int i = threadIdx.x; i < min(rows, kRows) * kTileN; i += 32 * kWarps) {
+  for (int i = threadIdx.x; i < min(rows, kRows) * kTileN; i += 32 * Columns::kWarps) {
     const int row = i / kTileN, column = i % kTileN;
     if (n + column >= args.size_n) continue;
     const int64_t at = (first_row + row) * args.size_n + n + column;
@@ -241,24 +290,24 @@ __device__ __forceinline__ void store(
   }
 }
 
-// One CTA for each tile of columns of each group that may have rows, min(E, P) of them; the tiles of a group come one after the other.
-template <typename T, typename Columns, EpilogueKind kEpilogue>
+// row_blocks CTAs for each tile of columns of each group that may have rows, min(E, P) of them; the tiles of a group come one after the
+// other.
+template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns>
 __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultiprocessor) few_rows_kernel(const Arguments args) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  auto& sums = *reinterpret_cast<SumsOf<Columns>*>(shared_bytes);
+  auto& sums = *reinterpret_cast<Sums<Columns, kInTurns>*>(shared_bytes);
   if (!args.reads_early) {
     wait_for_kernel_before();
     if (args.next_begins_early) let_next_kernel_begin();
   }
   const int tiles_n = ceil_div(args.size_n, Columns::kTileN), n = blockIdx.x % tiles_n * Columns::kTileN;
-  const Group group = find_group(args, blockIdx.x / tiles_n);
-  if (group.rows == 0) wait_for_kernel_before();
-  for (int row = 0; row < group.rows; row += kRows) {
-    const Columns columns = sum_steps<T, Columns>(args, group, row, n);
-    wait_for_kernel_before();  // also in a warp without terms
-    let_next_kernel_begin();
-    columns.each([&](int r, int in_row, float sum) { sums.of_warp[threadIdx.x / 32][r][in_row] = sum; });
+  const int block = blockIdx.x / tiles_n;
+  const Group group = find_group(args, block / args.row_blocks);
+  const int first_row = block % args.row_blocks * kRows;
+  if (first_row >= group.rows) wait_for_kernel_before();
+  for (int row = first_row; row < group.rows; row += args.row_blocks * kRows) {
+    sum_rows<T, Columns>(args, group, row, n, sums);
     __syncthreads();
     store<T, kEpilogue>(args, sums, group.first_row + row, group.rows - row, n);
     __syncthreads();

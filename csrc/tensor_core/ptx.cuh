@@ -36,6 +36,18 @@ __device__ __forceinline__ uint4 load_once_16(const void* from) {
   return value;
 }
 
+// Warps of a CTA that take turns: a warp waits until another one passes the turn on to it, and what that one wrote to shared memory
+// before can be read. Warp w uses barrier w + 1; 0 is __syncthreads'.
+__device__ __forceinline__ void await_turn(int warp) {
+  __syncwarp();
+  asm volatile("bar.sync %0, 64;" ::"r"(warp + 1) : "memory");
+}
+__device__ __forceinline__ void pass_turn(int to_warp) {
+  __threadfence_block();  // bar.arrive promises no order
+  __syncwarp();
+  asm volatile("bar.arrive %0, 64;" ::"r"(to_warp + 1) : "memory");
+}
+
 // A load that stays behind the ones before it.
 __device__ __forceinline__ int load_in_place(const int* from) {
   int value;

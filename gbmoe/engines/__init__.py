@@ -19,14 +19,17 @@ from gbmoe.engines.float8 import Float8, Float8Hopper, Float8Reference
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
 from gbmoe.engines.own_kernels import capability
 from gbmoe.engines.plain_torch import Reference
-from gbmoe.engines.tensor_core import TensorCore
+from gbmoe.engines.tensor_core import TensorCore, TensorCoreBatchInvariant
 from gbmoe.engines.torch_grouped import TorchGrouped
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.problem import Problem, allows_tf32, known
 from gbmoe.tuning import grouped_gemm as tuning
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (
-    Hopper(), HopperBatchInvariant(), TensorCore(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+    Hopper(), HopperBatchInvariant(), TensorCore(), TensorCoreBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+
+# The engines that give a row the same bits whatever other rows there are, by the engines that they stand for.
+BATCH_INVARIANT: dict[str, str] = {Hopper.name: HopperBatchInvariant.name, TensorCore.name: TensorCoreBatchInvariant.name}
 
 # The engines that recipes of gbmoe.float8 name: on CUDA, and on every other device.
 FLOAT8_ENGINES: dict[str, tuple[Float8, Float8]] = {
@@ -39,15 +42,23 @@ def names() -> list[str]:
     return ["auto", *ENGINES]
 
 
-def batch_invariant(engine: str) -> str:
+def batch_invariant(engine: str, device: torch.device | None = None) -> str:
     """The engine that stands for `engine` where a row's bits are to be the same whatever other rows there are.
+
+    "auto" becomes the one for Hopper, or on another GPU since compute capability 8.0 that of tensor_core. The number of rows does not
+    matter, nor does anything else that changes from batch to batch.
 
     Raises:
         ValueError: for an engine that is not "auto" and whose bits may depend on them.
     """
-    pinned = HopperBatchInvariant.name
-    require(engine in ("auto", Hopper.name, pinned), "batch_invariant", "engine", f"auto, {Hopper.name} or {pinned}", repr(engine))
-    return pinned
+    known_names = ("auto", *BATCH_INVARIANT, *BATCH_INVARIANT.values())
+    require(engine in known_names, "batch_invariant", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
+    if engine != "auto":
+        return BATCH_INVARIANT.get(engine, engine)
+    of_hopper, of_others = HopperBatchInvariant.name, TensorCoreBatchInvariant.name
+    if device is not None and device.type == "cuda" and _unavailable(of_hopper, device) and not _unavailable(of_others, device):
+        return of_others
+    return of_hopper
 
 
 def _named(engine: str, device: torch.device) -> Engine:
@@ -110,7 +121,7 @@ def _select(engine: str, *of_problem) -> Engine:
     require(engine in known_names, "gmm", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         chosen = _named(engine, problem.device)
-        if (engine == HopperBatchInvariant.name or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
+        if (engine in BATCH_INVARIANT.values() or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
             return ENGINES["reference"]  # a batch of nothing is a batch, too, and has no numbers that could differ
         reason = _unavailable(engine, problem.device) or chosen.refuses(problem)
         if reason is not None:

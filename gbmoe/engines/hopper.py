@@ -26,8 +26,6 @@ class Hopper(OwnKernels):
     """gbmoe's own kernels: nearly as fast as a dense product from a few hundred rows a group on, and without a host wait."""
 
     name = "hopper"
-    # Whether the products of forward have one configuration for any number of rows.
-    batch_invariant = False
 
     def unavailable(self, device):
         reason = why_not_cuda(device)
@@ -47,14 +45,15 @@ class Hopper(OwnKernels):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        if a2 is None and self._has_few_rows(a.size(0), sizes.numel()):
-            few_rows_gemm(a, b, sizes, trans_b, out)
+        rows, groups = a.size(0), sizes.numel()
+        if a2 is None and self.has_few_rows(rows, groups, out.size(1)):
+            few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
             return
-        if a2 is None and self._takes_low_tiles(a.size(0), sizes.numel()):
+        if a2 is None and tuning.low_tiles_on_hopper(rows, groups):
             _TENSOR_CORE.rows_gemm(a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
-        config = tuning.rows_gemm(a.size(0), sizes.numel(), inner, out.size(1), batch_invariant=self.batch_invariant)
+        config = tuning.rows_gemm(rows, groups, inner, out.size(1), splits=not self.batch_invariant)
         launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
@@ -66,30 +65,21 @@ class Hopper(OwnKernels):
             a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
             split.most, split.even, out)
 
-    def _has_few_rows(self, rows: int, groups: int) -> bool:
-        """Whether there are so few rows that the kernels for them are faster."""
-        return not self.batch_invariant and tuning.few_rows(rows, groups)
-
-    def _takes_low_tiles(self, rows: int, groups: int) -> bool:
-        """Whether there are so few rows that the low tiles of the tensor_core engine, which load more ahead, are faster."""
-        return not self.batch_invariant and tuning.low_tiles_on_hopper(rows, groups)
-
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        if self._has_few_rows(x.num_rows, w1_EFH.size(0)):
-            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        if self._takes_low_tiles(x.num_rows, w1_EFH.size(0)):
+        if tuning.few_rows(x.num_rows, w1_EFH.size(0)):
+            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save, in_turns=self.batch_invariant)
+        if tuning.low_tiles_on_hopper(x.num_rows, w1_EFH.size(0)):
             return _TENSOR_CORE.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
         if _config(x, w1_EFH, activation).gather_up:
-            return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save,
-                           self.batch_invariant)
-        result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save, self.batch_invariant)
+            return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save)
+        result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
         x.forget()
         return result
 
     def down(self, a_PF, w2_EFH, sizes_E):
-        if self._has_few_rows(a_PF.size(0), w2_EFH.size(0)):
-            return few_rows_down(a_PF, w2_EFH, sizes_E)
+        if tuning.few_rows(a_PF.size(0), w2_EFH.size(0)):
+            return few_rows_down(a_PF, w2_EFH, sizes_E, in_turns=self.batch_invariant)
         return super().down(a_PF, w2_EFH, sizes_E)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
@@ -118,10 +108,9 @@ class Hopper(OwnKernels):
 class HopperBatchInvariant(Hopper):
     """The same kernels, but in forward a row gets the same bits whatever other rows there are, and however many.
 
-    All that could depend on other rows is fixed: the configuration depends neither on the number of rows nor on the groups, no sum is
-    split along K, and no other engine takes this one's place. A row's position in its tile and in its group makes no difference: each
-    row of a tile is summed by itself, k-block after k-block. Gradients are computed as by `hopper`, except those of `gmm`, which are
-    computed by this engine too.
+    Each sum is one sequence of 16 terms after 16, in the order of K: none is split along K, and the kernels for few rows take turns. Tiles
+    of any size, and mma.sync and wgmma, give such a sum the same bits (docs/numerics.md), so that the number of rows may choose among
+    them. Gradients are computed as by `hopper`, except those of `gmm`, which are computed by this engine too.
     """
 
     name = "hopper_batch_invariant"
@@ -149,14 +138,13 @@ def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.
 # and takes zeros where a row has no slot.
 
 
-def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save, batch_invariant=False):
+def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only."""
     a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     sizes, index = device_sizes(sizes, x.device), plain_torch.ACTIVATION_INDEX[activation]
-    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None,
-                            batch_invariant=batch_invariant)
+    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None)
     tiling, memory = (config.cluster_n, config.panel, config.even_panels), workspace(x, sizes, config)
     if v1_EFH is None:
         torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, memory, a_PF, h_PF)

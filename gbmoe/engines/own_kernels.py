@@ -13,6 +13,7 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem, known, result_shape
+from gbmoe.tuning import grouped_gemm as tuning
 
 _MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last one
 
@@ -26,6 +27,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 class OwnKernels(Engine):
     """An engine of two GEMMs, m-grouped and k-grouped, that read the sizes on the device. A subclass defines both, and `refuses_dtype`."""
 
+    # Whether the products of forward give a row the same bits whatever other rows there are.
+    batch_invariant = False
+
     def refuses_dtype(self, problem: Problem) -> str | None:
         """None if the kernels take operands of the problem's dtype, otherwise the reason why not."""
         raise TypeError(f"{type(self).__name__} does not say which dtypes it takes")
@@ -38,6 +42,12 @@ class OwnKernels(Engine):
     def weight_gradient_gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a k-grouped GEMM")
+
+    def has_few_rows(self, rows: int, groups: int, columns: int) -> bool:
+        """Whether the kernels for groups of few rows compute an m-grouped GEMM."""
+        if self.batch_invariant and groups == 1:
+            return tuning.few_rows(rows, groups) or tuning.few_rows_of_one_group(rows, columns)
+        return tuning.few_rows(rows, groups)
 
     def refuses(self, problem):
         reason = self.refuses_dtype(problem)
@@ -84,25 +94,26 @@ class OwnKernels(Engine):
 # one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
 
 
-def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor) -> None:
+def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor, in_turns: bool = False) -> None:
     """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
-    dtype. RuntimeError for another dtype of out."""
-    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, False, out)
+    dtype. With `in_turns` a sum has the bits that the tensor_core engine gives it; without, it may be made of parts, which is up to 6 %
+    faster where there is one token. RuntimeError for another dtype of out."""
+    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, in_turns, False, out)
 
 
-def few_rows_down(a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+def few_rows_down(a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
     """Engine.down, [P,H], directly after few_rows_up: the weights and sizes are read while that ends, unless they are copied here."""
     trans_b = not w2_EFH.is_contiguous() and w2_EFH.transpose(1, 2).is_contiguous()
     b = w2_EFH.transpose(1, 2) if trans_b else w2_EFH
     b_here = aligned(b)
     copied = b_here.data_ptr() != b.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
     y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
-    torch.ops.gbmoe_cuda.few_rows_gemm(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
+    torch.ops.gbmoe_cuda.few_rows_gemm(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, in_turns, not copied, y_PH)
     return y_PH
 
 
 def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str, save: bool,
-                ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+                in_turns: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H]. Rows that are not gathered yet are read from their tokens."""
     if x.are_gathered or x.tokens_TH is None:
         rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
@@ -114,6 +125,6 @@ def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | No
     v1_EFH = None if v1_EFH is None else aligned(v1_EFH)
     torch.ops.gbmoe_cuda.few_rows_up(
         aligned(rows), slot_of_row_P, top_k, aligned(w1_EFH), v1_EFH, device_sizes(sizes, rows.device),
-        plain_torch.ACTIVATION_INDEX[activation], a_PF, h_PF, g_PF)
+        plain_torch.ACTIVATION_INDEX[activation], in_turns, a_PF, h_PF, g_PF)
     x.forget()
     return a_PF, h_PF, g_PF

@@ -19,7 +19,6 @@ class TensorCore(OwnKernels):
     """One kernel for each grouped GEMM, without a host wait; the first GEMM of an expert computes the activation too."""
 
     name = "tensor_core"
-
     def unavailable(self, device):
         reason = why_not_cuda(device)
         if reason is not None:
@@ -43,10 +42,11 @@ class TensorCore(OwnKernels):
         return None
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        if a2 is None and a.dtype != torch.float32 and tuning.few_rows(a.size(0), sizes.numel()):
-            few_rows_gemm(a, b, sizes, trans_b, out)
+        rows, groups = a.size(0), sizes.numel()
+        if a2 is None and a.dtype != torch.float32 and self.has_few_rows(rows, groups, out.size(1)):
+            few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
             return
-        launch_rows(tuning.tensor_core_rows_gemm(a.size(0), sizes.numel(), out.size(1)), a, b, a2, b2, sizes, trans_b, out)
+        launch_rows(tuning.tensor_core_rows_gemm(rows, groups, out.size(1)), a, b, a2, b2, sizes, trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
         launch_weight_gradient(tuning.tensor_core_weight_gradient_gemm(*out.shape), a, b, sizes, out, accumulate)
@@ -56,15 +56,25 @@ class TensorCore(OwnKernels):
         if w1_EFH.dtype == torch.float32:
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         if tuning.few_rows(x.num_rows, w1_EFH.size(0)):
-            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save, in_turns=self.batch_invariant)
         result = up_gemm(aligned(x.rows_PH()), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH), sizes_E, activation, save)
         x.forget()
         return result
 
     def down(self, a_PF, w2_EFH, sizes_E):
         if a_PF.dtype != torch.float32 and tuning.few_rows(a_PF.size(0), w2_EFH.size(0)):
-            return few_rows_down(a_PF, w2_EFH, sizes_E)
+            return few_rows_down(a_PF, w2_EFH, sizes_E, in_turns=self.batch_invariant)
         return super().down(a_PF, w2_EFH, sizes_E)
+
+
+class TensorCoreBatchInvariant(TensorCore):
+    """The same kernels, but in forward a row gets the same bits whatever other rows there are, and however many.
+
+    All tiles sum in the order of K; here the kernels for few rows do so too.
+    """
+
+    name = "tensor_core_batch_invariant"
+    batch_invariant = True
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels

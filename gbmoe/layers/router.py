@@ -11,7 +11,7 @@ from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.ops.gmm import grouped
+from gbmoe.ops.router_logits import router_logits
 from gbmoe.ops.router_softmax_topk import route
 
 
@@ -37,11 +37,9 @@ class LearnedRouter(torch.nn.Module):
         return low + torch.rand_like(x) * (high - low)
 
     def _batch_invariant_logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """The logits as a grouped GEMM of one group: cuBLAS chooses kernels, which sum in different orders, by the number of tokens."""
         require(type(self.layer) is torch.nn.Linear and self.layer.bias is None, "dMoE", "router.layer",
                 "a torch.nn.Linear without bias beside batch_invariant", type(self.layer).__name__, TypeError)
-        all_of_them = x_TH.new_full((1,), x_TH.size(0), dtype=torch.int64)
-        return grouped(x_TH, self.layer.weight.unsqueeze(0), all_of_them, trans_b=True, engine=engines.batch_invariant(self.args.engine))
+        return router_logits(x_TH, self.layer.weight, engines.batch_invariant(self.args.engine, x_TH.device))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.training and self.args.moe_jitter_eps is not None:

@@ -120,7 +120,7 @@ def expert_mlp(
     if fp8_recipe is not None:
         require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
         engine = engines.float8(fp8_recipe, engine)
-    engine = engines.batch_invariant(engine) if batch_invariant else engine
+    engine = engines.batch_invariant(engine, x_TH.device) if batch_invariant else engine
     sizes = plan_sizes(plan, x_TH, w1_EFH, engine)
     name = activation_name(activation)
     if name is None:

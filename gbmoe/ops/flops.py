@@ -26,6 +26,10 @@ def _scaled_gmm(a, b, *_, out_shape=None, **__) -> int:
     return 2 * prod(a) * b[1]
 
 
+def _router_logits(x, weight, *_, out_shape=None, **__) -> int:
+    return 2 * prod(x) * weight[0]
+
+
 def _product(row_of_slot_TK, slot_of_row_P, w1_EFH) -> int:
     """One product of all slots with their experts' weights; the gradient of one weight counts the same."""
     return 2 * prod(slot_of_row_P if row_of_slot_TK is None else row_of_slot_TK) * prod(w1_EFH[1:])
@@ -48,10 +52,10 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def _register(counter) -> None:
-    for name, formula in (("gmm", _gmm), ("scaled_gmm", _scaled_gmm), ("expert_mlp", _expert_mlp),
-                          ("expert_mlp_backward", _expert_mlp_backward)):
-        for of_host in ("", "_by_host"):  # see _define_operator.define
-            counter.register_flop_formula(getattr(torch.ops.gbmoe, name + of_host))(formula)
+    of_sizes = (("gmm", _gmm), ("scaled_gmm", _scaled_gmm), ("expert_mlp", _expert_mlp), ("expert_mlp_backward", _expert_mlp_backward))
+    by_host = ((f"{name}_by_host", formula) for name, formula in of_sizes)  # see _define_operator.define
+    for name, formula in (*of_sizes, *by_host, ("router_logits", _router_logits)):
+        counter.register_flop_formula(getattr(torch.ops.gbmoe, name))(formula)
 
 
 class _AtItsImport(MetaPathFinder):

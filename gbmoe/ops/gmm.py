@@ -61,7 +61,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     if batch_invariant:
         require(not trans_a, "gmm", "batch_invariant", "False with trans_a, which sums over rows", batch_invariant)
-        engine = engines.batch_invariant(engine)
+        engine = engines.batch_invariant(engine, a.device)
     problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
     if batch_sizes.device.type not in ("cpu", "meta") and engines.select(engine, problem).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)

@@ -177,6 +177,14 @@ def few_rows(rows: int, groups: int) -> bool:
     return rows <= 2 * groups and groups <= 1024
 
 
+def few_rows_of_one_group(rows: int, columns: int) -> bool:
+    """Whether the same kernels compute out = a @ b for one group where no sum may be split: a batch-invariant router's logits.
+
+    PLACEHOLDER
+    """
+    return rows * max(16, columns) <= 1 << 17
+
+
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
 
 
@@ -203,12 +211,8 @@ def _tile_along_n(columns: int) -> GemmConfig:
     return GemmConfig(WIDE, cluster_n=2 if paired else 1)
 
 
-# More rows than any threshold in this file: batch-invariant GEMMs are always configured as if they had this many.
-_GREAT_MANY_ROWS = 1 << 24
-
-
 @functools.lru_cache(maxsize=1024)
-def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, batch_invariant: bool = False) -> GemmConfig:
+def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e]; where two products are summed, `inner` counts the terms of both.
 
     Ping-pong hides the epilogue of a tile. It saves up to 20 % for sums of at most 4,096 terms (a @ w2 of olmoe 898 -> 836 us, qwen3
@@ -217,16 +221,14 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, batch_invaria
     18 % at 8,192 terms of 64 groups; below 2,048 terms it saves less than the 3 us of its schedule. Where the last CTAs to finish have
     few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain. Ping-pong kernels cannot split.
 
-    batch_invariant: one configuration for any number of rows and groups, chosen by inner and columns alone, in which no sum is split
-    along K; a row's sum is then one sequence of k-blocks, whatever other rows there are.
+    splits: whether sums may be split along K. If not, a row's sum is one sequence of k-blocks, whatever other rows there are.
     """
-    if batch_invariant:
-        return replace(rows_gemm(_GREAT_MANY_ROWS, 1, inner, columns), split=WHOLE)
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # approximately, and if no group is empty
     ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256)
     counter = inner >= 2048
     if not ping_pong:
-        split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if counter and square_tiles <= 1 << 13 else WHOLE
+        pays = splits and counter and square_tiles <= 1 << 13
+        split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if pays else WHOLE
         return replace(_tile_along_n(columns), tile_counter=counter, split=split)
     if _pays_in_pairs(columns, SQUARE):
         clusters = (1, 2)
@@ -251,16 +253,15 @@ GATHERED_ROWS = GemmConfig(WIDE)
 
 
 @functools.lru_cache(maxsize=1024)
-def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False, batch_invariant: bool = False) -> GemmConfig:
+def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False) -> GemmConfig:
     """The configuration of an expert's first GEMM with its activation; `gathered`: it reads its rows from the tokens.
 
     In a GLU half of a tile's columns are w1's and half are v1's. With 64 tiles along N and more (mixtral's 14,336 columns, 235 MB of b
     a group) a short last panel would read all of b for few rows, at the speed of memory: panels of equal height, of up to 20 tiles,
     take 4 % less time with skewed groups, and 1 % less with uniform ones. With six tiles along N (qwen3) panels of four make a layer's
     forward and backward 1.7 % faster; with eight (olmoe, wide) they make no difference. A tile counter saves 4 to 9 % for sums of 2,048
-    terms and more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971). batch_invariant: as of rows_gemm.
+    terms and more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971).
     """
-    rows = _GREAT_MANY_ROWS if batch_invariant else rows
     tile = WIDE // 2 if glu else WIDE
     many = _ceil_div(ffn, tile) >= 64
     config = replace(GATHERED_ROWS, panel=20 if many else 16, even_panels=many)

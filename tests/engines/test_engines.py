@@ -20,7 +20,8 @@ def problem(device=CPU, dtype=torch.bfloat16, rows=1024, groups=8, inner=64, col
 
 def test_every_engine_says_yes_or_why_not(device):
     table = engines.availability(device)
-    assert list(table) == ["hopper", "hopper_batch_invariant", "tensor_core", "cublas_loop", "cublas_grouped", "torch", "reference"]
+    assert list(table) == ["hopper", "hopper_batch_invariant", "tensor_core", "tensor_core_batch_invariant", "cublas_loop",
+                           "cublas_grouped", "torch", "reference"]
     assert table["reference"] is None
     for name, reason in table.items():
         assert reason is None or len(reason) > 10, name
@@ -181,6 +182,6 @@ def test_which_engines_have_the_rows_in_memory_before_the_first_product():
     cases = [(512, "silu", 1 << 30), (520, "silu", 1 << 30), (512, "gelu_tanh", 1 << 30), (512, "gelu", 1 << 30), (512, "silu", 1 << 36)]
     for name in ("hopper", "hopper_batch_invariant"):
         assert answers(name, *cases) == [False, True, False, True, True]
-    for name in ("tensor_core", "torch", "cublas_loop", "reference"):
+    for name in ("tensor_core", "tensor_core_batch_invariant", "torch", "cublas_loop", "reference"):
         assert answers(name, *cases) == [True] * 5
     assert answers("float8_block", *cases) == [False] * 5

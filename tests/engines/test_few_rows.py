@@ -6,18 +6,20 @@ import pytest
 import torch
 
 from gbmoe import engines
-from gbmoe.engines import own_kernels
+from gbmoe.engines import own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import plain_torch
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
+from gbmoe.tuning.grouped_gemm import TENSOR_CORE_LOW
 from tests.conftest import assert_as_accurate_as, dtype_id
 from tests.engines.test_tensor_core import device, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [5], [0, 0]], "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}
 SHAPES = {"cuda": [(8, 8), (72, 136), (256, 64), (2048, 768), (776, 2056)], "cpu": [(8, 8), (296, 72)]}
+IN_TURNS = pytest.mark.parametrize("in_turns", [False, True], ids=["parts", "in turns"])
 E = engines.ENGINES
 
 
@@ -29,9 +31,11 @@ def each_group(x_PK, b, sizes, wide, trans_b=True):
 
 @pytest.mark.memcheck
 @DTYPES
+@IN_TURNS
 @pytest.mark.parametrize("trans_b", [False, True])
-def test_rows(device, dtype, trans_b):  # noqa: F811
-    """Groups without rows, and with more than a kernel multiplies at a time; rows behind the last group; odd numbers of steps."""
+def test_rows(device, dtype, trans_b, in_turns):  # noqa: F811
+    """Groups without rows, and with more than a kernel multiplies at a time; rows behind the last group; odd numbers of steps. In turns a
+    sum has the bits that a tile of the tensor_core engine gives it."""
     for sizes in SIZES[device.type]:
         for number, (inner, columns) in enumerate(SHAPES[device.type]):
             rows, draw = sum(sizes), functools.partial(drawn, dtype=dtype, device=device)
@@ -39,19 +43,38 @@ def test_rows(device, dtype, trans_b):  # noqa: F811
             exact, baseline = (each_group(a, b, sizes, wide) for wide in (torch.float64, torch.float32))
             a[rows:] = float("nan")
             b = b if trans_b else b.transpose(1, 2).contiguous()
-            outs = [poisoned(rows + 5, columns, dtype=dtype, device=device) for _ in range(2)]
+            outs = [poisoned(rows + 5, columns, dtype=dtype, device=device) for _ in range(3 if in_turns else 2)]
             on_device = torch.tensor(sizes, dtype=(torch.int32, torch.int64)[number % 2], device=device)
-            for reads_early, out in enumerate(outs):
-                torch.ops.gbmoe_cuda.few_rows_gemm(a, b, on_device, trans_b, bool(reads_early), out)
+            for reads_early, out in enumerate(outs[:2]):
+                torch.ops.gbmoe_cuda.few_rows_gemm(a, b, on_device, trans_b, in_turns, bool(reads_early), out)
             assert_as_accurate_as(outs[0][:rows], baseline.to(dtype), exact, f"{sizes} of {inner} x {columns}")
-            assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all())
+            if in_turns:
+                tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, trans_b, outs[2])
+            for out in outs[1:]:
+                assert torch.equal(outs[0][:rows], out[:rows]) and bool(out[rows:].isnan().all())
 
 
 @pytest.mark.memcheck
+@DTYPES
+def test_a_group_alone_of_many_rows(device, dtype):  # noqa: F811
+    """Its rows are divided among CTAs, whether or not it fills them."""
+    rows, (inner, columns) = (500, (2048, 72)) if device.type == "cuda" else (21, (72, 24))
+    a, b = drawn(rows, inner, dtype=dtype, device=device, seed=1), drawn(1, columns, inner, dtype=dtype, device=device, seed=2)
+    for size in (rows, rows - 9, 1, 0):
+        outs = [poisoned(rows, columns, dtype=dtype, device=device) for _ in range(2)]
+        on_device = torch.tensor([size], device=device)
+        own_kernels.few_rows_gemm(a, b, on_device, True, outs[0], in_turns=True)
+        tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, True, outs[1])
+        assert torch.equal(outs[0][:size], outs[1][:size]) and bool(outs[0][size:].isnan().all())
+
+
+@pytest.mark.memcheck
+@IN_TURNS
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
-def test_up(device, activation, glu):  # noqa: F811
-    """h and g are stored only if they are asked for, and a is computed from them as they are stored."""
+def test_up(device, activation, glu, in_turns):  # noqa: F811
+    """h and g are stored only if they are asked for, and a is computed from them as they are stored; in turns all have the bits of a tile
+    of the tensor_core engine."""
     sizes, (hidden, ffn) = SIZES[device.type][0], SHAPES[device.type][1]
     draw, on_device = functools.partial(drawn, dtype=torch.bfloat16, device=device), torch.tensor(sizes, device=device)
     x = draw(sum(sizes), hidden, seed=1)
@@ -59,8 +82,11 @@ def test_up(device, activation, glu):  # noqa: F811
     v1 = v1 if glu else None
     exact_inputs.poison(device)
     rows = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x)
-    alone, *nothing = own_kernels.few_rows_up(rows, w1, v1, on_device, activation, False)
-    a, h, g = own_kernels.few_rows_up(rows, w1, v1, on_device, activation, True)
+    alone, *nothing = own_kernels.few_rows_up(rows, w1, v1, on_device, activation, False, in_turns)
+    a, h, g = own_kernels.few_rows_up(rows, w1, v1, on_device, activation, True, in_turns)
+    if in_turns:
+        for own, of_tile in zip((a, h, g), tensor_core.up_gemm(x, w1, v1, on_device, activation, True)):
+            assert (own is None and of_tile is None) or torch.equal(own, of_tile)
     assert nothing == [None, None] and torch.equal(alone, a) and (g is None) == (not glu)
     for name, weights, got in (("h", w1, h), ("g", v1, g)):
         if weights is not None:
@@ -135,26 +161,27 @@ def test_slots_that_name_no_token_are_rows_of_zeros(device):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine, taken", [("hopper", True), ("tensor_core", True), ("hopper_batch_invariant", False)])
-def test_engines_take_these_kernels_for_few_rows_alone(engine, taken, monkeypatch):
-    """And never where the number of rows must not matter."""
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core", *engines.BATCH_INVARIANT.values()])
+def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
+    """In turns where the number of rows must not matter, and then for more rows of a group alone too: a router's."""
     if E[engine].unavailable(torch.device("cuda")):
         pytest.skip(E[engine].unavailable(torch.device("cuda")))
     calls = []
 
     def recorded(call):
-        return lambda *args: (calls.append(call), call(*args))[1]
+        return lambda *args, **in_turns: (calls.append(in_turns), call(*args, **in_turns))[1]
 
     for module in ("hopper", "tensor_core"):
         for name in ("few_rows_gemm", "few_rows_up"):
             monkeypatch.setattr(f"gbmoe.engines.{module}.{name}", recorded(getattr(own_kernels, name)))
-    for rows, groups, few in ((1, 1, True), (3, 1, False), (40, 20, True), (41, 20, False), (300, 4, False)):
+    invariant = E[engine].batch_invariant
+    for rows, groups, taken in ((1, 1, 2), (3, 1, int(invariant)), (40, 20, 2), (41, 20, 0), (300, 4, 0)):
         a, b = (drawn(*shape, dtype=torch.bfloat16, device=torch.device("cuda"), seed=1) for shape in ((rows, 64), (groups, 128, 64)))
         sizes = torch.tensor([rows] + [0] * (groups - 1), device="cuda")
         calls.clear()
         E[engine].product(a, b, sizes, trans_b=True)
         E[engine].up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a), b, None, sizes, "silu", False)
-        assert len(calls) == (2 if few and taken else 0)
+        assert calls == [{"in_turns": invariant}] * taken
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "one element off", "sizes on the host"])
@@ -166,7 +193,7 @@ def test_down_reads_early_what_it_does_not_copy(device, layout, monkeypatch):  #
     expected = own_kernels.few_rows_down(a, w2, on_device)
     early = []
     kernel = torch.ops.gbmoe_cuda.few_rows_gemm
-    monkeypatch.setattr(torch.ops.gbmoe_cuda, "few_rows_gemm", lambda *args: (early.append(args[4]), kernel(*args))[1])
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, "few_rows_gemm", lambda *args: (early.append(args[5]), kernel(*args))[1])
     if layout == "transposed":
         w2 = w2.transpose(1, 2).contiguous().transpose(1, 2)
     elif layout == "one element off":
@@ -205,7 +232,7 @@ def test_down_waits_for_up(device):  # noqa: F811
         a, *_ = own_kernels.few_rows_up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x), w1, v1, sizes, "silu", False)
         torch.cuda.synchronize()
         expected = torch.empty_like(y)
-        torch.ops.gbmoe_cuda.few_rows_gemm(a, w2, sizes, False, False, expected)
+        torch.ops.gbmoe_cuda.few_rows_gemm(a, w2, sizes, False, False, False, expected)
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, expected)

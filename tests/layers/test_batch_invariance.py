@@ -6,25 +6,44 @@ import torch.nn.functional as F
 
 import gbmoe
 from gbmoe import Arguments, RoutingPlan, engines
-from gbmoe.engines import hopper
-from gbmoe.engines.base import GatheredRows
+from gbmoe.ops.router_logits import router_logits
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
 CPU, PINNED = torch.device("cpu"), "hopper_batch_invariant"
 # hidden, ffn, experts, top_k: short sums in ping-pong; long ones; gathered inside the first product; widths that leave tiles empty
 SHAPES = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (1536, 256, 128, 8), (1032, 648, 16, 3)]
-NUMBERS = (1, 2, 3, 8, 63, 64, 129, 1000, 4096, 16384)
+NUMBERS = (1, 2, 3, 8, 24, 63, 64, 129, 1000, 4096, 16384)
 
 
-@pytest.mark.parametrize("engine", ["auto", "hopper", PINNED])
-def test_the_engine_that_stands_for_others(engine):
-    assert engines.batch_invariant(engine) == PINNED
+@pytest.fixture(params=engines.BATCH_INVARIANT)
+def engine(request):
+    """The engines that there is a batch-invariant one for, where that runs on this GPU."""
+    reason = engines.ENGINES[engines.BATCH_INVARIANT[request.param]].unavailable(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.mark.parametrize("engine, expected", [("auto", PINNED), ("hopper", PINNED), (PINNED, PINNED), (
+    "tensor_core", "tensor_core_batch_invariant"), ("tensor_core_batch_invariant", "tensor_core_batch_invariant")])
+def test_the_engine_that_stands_for_others(engine, expected):
+    assert engines.batch_invariant(engine) == engines.batch_invariant(engine, CPU) == expected
+
+
+@pytest.mark.parametrize("available, expected", [((True, True), PINNED), ((False, True), "tensor_core_batch_invariant"),
+                                                 ((True, False), PINNED), ((False, False), PINNED)])
+def test_auto_takes_hoppers_or_else_that_of_other_gpus(monkeypatch, available, expected):
+    """Where there is neither, the error is that of Hopper's."""
+    of = dict(zip(engines.BATCH_INVARIANT.values(), available))
+    monkeypatch.setattr(engines, "_unavailable", lambda name, device: None if of[name] else "some reason")
+    assert engines.batch_invariant("auto", torch.device("cuda", 0)) == expected
 
 
 @pytest.mark.parametrize("engine", ["torch", "cublas_loop", "cublas_grouped", "reference"])
 def test_engines_whose_bits_may_depend_on_others_are_refused(engine):
-    words = f"batch_invariant: engine: expected auto, hopper or {PINNED}, got '{engine}'"
+    words = (f"batch_invariant: engine: expected one of auto, hopper, tensor_core, {PINNED}, tensor_core_batch_invariant, "
+             f"got '{engine}'")
     with pytest.raises(ValueError, match=words):
         gbmoe.gmm(torch.ones(2, 8), torch.ones(1, 8, 8), torch.tensor([2]), engine=engine, batch_invariant=True)
     with pytest.raises(ValueError, match=words):
@@ -61,26 +80,31 @@ def test_a_router_of_ones_own_is_refused():
         layer(torch.ones(2, 8))
 
 
-@pytest.mark.parametrize("rows", [1, 100, 131072])
-@pytest.mark.parametrize("groups", [1, 8, 128])
-def test_the_same_launch_for_any_number_of_rows(monkeypatch, rows, groups):
-    """Products of forward, on tensors without memory: which configuration the kernels get."""
-    launched = []
-    monkeypatch.setattr(hopper, "launch_rows", lambda config, *_: launched.append(config))
-    monkeypatch.setattr(hopper, "aligned", lambda tensor: tensor)
-    monkeypatch.setattr(hopper, "workspace", lambda *_: None)
-    monkeypatch.setattr(torch.ops.gbmoe_cuda, "hopper_up_glu",
-                        lambda *arguments: launched.append(arguments[7:10]), raising=False)  # cluster, panel, even panels
-    engine, sizes = engines.ENGINES[PINNED], torch.empty(groups, dtype=torch.int32, device="meta")
-    x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((rows, 2048), (groups, 1024, 2048)))
-    slots = RoutingPlan.from_counts(sizes, rows).slot_map
-    a_PF, *_ = engine.up(GatheredRows(None, slots, x), w, w, sizes, "silu", True)
-    engine.gmm(a_PF, w, sizes, False, False)
-    assert launched == [(2, 16, False), hopper.tuning.rows_gemm(1, 1, 1024, 2048, batch_invariant=True)]
+@pytest.mark.parametrize("engine", engines.BATCH_INVARIANT.values())
+def test_a_batch_of_nothing_is_served_by_anybody(engine):
+    assert engines.select(engine, Problem(CPU, torch.bfloat16, 0, 4, 8, 16, False)).name == "reference"
 
 
-def test_a_batch_of_nothing_is_served_by_anybody():
-    assert engines.select(PINNED, Problem(CPU, torch.bfloat16, 0, 4, 8, 16, False)).name == "reference"
+def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypatch):
+    """As nn.Linear computes them, but for the product of forward, which an engine does."""
+    monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t() if engine == PINNED else None)
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True), torch.randn(5, 16)
+    results = []
+    for of in (lambda: router_logits(x, weight, PINNED), lambda: F.linear(x, weight)):
+        logits = of()
+        results.append((logits, *torch.autograd.grad(logits, (x, weight), grad)))
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
+    assert torch.autograd.grad(router_logits(x.detach(), weight, PINNED).sum(), weight)[0].shape == weight.shape
+
+
+def test_the_routers_logits_under_autocast(monkeypatch):
+    monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t())
+    with pytest.raises(TypeError, match="gmm: b: expected the dtype of a"):
+        router_logits(torch.ones(2, 8), torch.ones(4, 8, dtype=torch.bfloat16), PINNED)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert router_logits(torch.ones(2, 8), torch.ones(4, 8), PINNED).dtype == torch.bfloat16
 
 
 def layer_of(hidden, ffn, experts, top_k, **fields):
@@ -91,12 +115,9 @@ def layer_of(hidden, ffn, experts, top_k, **fields):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_token_felt_the_others(shape):
+def test_a_token_felt_the_others(shape, engine):
     """Alone, and among as many as 16,384, which are routed evenly or nearly all to one expert."""
-    reason = engines.ENGINES[PINNED].unavailable(torch.device("cuda", torch.cuda.current_device()))
-    if reason is not None:
-        pytest.skip(reason)
-    layer = layer_of(*shape, batch_invariant=True)
+    layer = layer_of(*shape, batch_invariant=True, engine=engine)
     x = torch.randn(max(NUMBERS), shape[0], dtype=torch.bfloat16, device="cuda")
     crowd = x[:1].expand_as(x) + 1e-2 * torch.randn_like(x)
     with torch.no_grad():
@@ -114,33 +135,33 @@ def test_a_token_felt_the_others(shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner, columns, trans_b", [(768, 2048, False), (14336, 4096, False), (4096, 64, True), (648, 1032, False)])
-def test_a_row_of_a_product_felt_the_others(inner, columns, trans_b):
+def test_a_row_of_a_product_felt_the_others(inner, columns, trans_b, engine):
+    """In groups of one row, of so few that other kernels and tiles compute them, and of many; in a group alone too."""
     device = torch.device("cuda", torch.cuda.current_device())
-    reason = engines.ENGINES[PINNED].unavailable(device)
-    if reason is not None:
-        pytest.skip(reason)
     a = torch.randn(16384, inner, dtype=torch.bfloat16, device=device)
     b = torch.randn(4, *((columns, inner) if trans_b else (inner, columns)), dtype=torch.bfloat16, device=device)
-    alone = gbmoe.gmm(a, b, torch.tensor([0, 0, 16384, 0]), trans_b=trans_b, batch_invariant=True)
-    for before, own, behind in ((0, 1, 0), (1, 1, 1), (127, 3, 500), (4000, 129, 8000), (0, 4096, 0)):
-        rows = torch.cat([a[:before], a[:own], a[:behind]])
-        got = gbmoe.gmm(rows, b, torch.tensor([before, 0, own, behind]), trans_b=trans_b, batch_invariant=True)
+
+    def product(rows, weights, *sizes):
+        return gbmoe.gmm(rows, weights, torch.tensor(sizes), trans_b=trans_b, batch_invariant=True, engine=engine)
+
+    alone = product(a, b, 0, 0, 16384, 0)
+    for before, own, behind in ((0, 1, 0), (1, 1, 1), (3, 2, 3), (4, 9, 2), (127, 3, 500), (4000, 129, 8000), (0, 4096, 0)):
+        got = product(torch.cat([a[:before], a[:own], a[:behind]]), b, before, 0, own, behind)
         assert torch.equal(got[before : before + own], alone[:own]), (before, own, behind)
+    for own in (1, 2, 3, 100, 5000):
+        assert torch.equal(product(a[:own], b[2:3], own), alone[:own]), own
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[3:], ids=str)
-def test_it_is_the_same_layer(shape):
-    """As accurate as hopper, forward and in every gradient: up to the order of sums."""
+def test_it_is_the_same_layer(shape, engine):
+    """As accurate as the engine that it stands for, forward and in every gradient: up to the order of sums."""
     device = torch.device("cuda", torch.cuda.current_device())
-    if engines.ENGINES[PINNED].unavailable(device) is not None:
-        pytest.skip(engines.ENGINES[PINNED].unavailable(device))
     results = []
-    for fields in (dict(engine="hopper"), dict(batch_invariant=True)):
+    for fields in (dict(engine=engine), dict(engine=engine, batch_invariant=True)):
         layer = layer_of(*shape, moe_loss_weight=0, **fields)
         x = exact_inputs.exact_values(300, shape[0], dtype=torch.bfloat16, device=device, seed=1).requires_grad_()
         out = layer(x)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
     for one, other in zip(*results, strict=True):
         assert float((one - other).float().norm()) <= 2e-2 * float(other.float().norm())
-

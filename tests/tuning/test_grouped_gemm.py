@@ -30,24 +30,18 @@ def test_rows_gemm(rows, groups, inner, columns, config):
     assert tuning.rows_gemm(rows, groups, inner, columns) == config
 
 
-@given(rows=st.integers(1, 1 << 22), groups=st.integers(1, 1024), inner=st.integers(1, 4096).map(lambda n: 8 * n),
-       columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans())
-def test_batch_invariant_configurations_depend_on_no_number_of_rows(rows, groups, inner, columns, glu, gathered):
-    pinned = tuning.rows_gemm(rows, groups, inner, columns, batch_invariant=True)
-    assert pinned == tuning.rows_gemm(1, 1, inner, columns, batch_invariant=True) and pinned.split == tuning.WHOLE
-    assert (pinned.tile_n, pinned.cluster_m, pinned.cluster_n) in LAUNCHED
-    pinned = tuning.up_gemm(rows, inner, columns, glu, gathered=gathered, batch_invariant=True)
-    assert pinned == tuning.up_gemm(1, inner, columns, glu, gathered=gathered, batch_invariant=True) and pinned.split == tuning.WHOLE
-
-
 # The tiles that csrc/hopper/gemm_rows.cu has instances for.
 LAUNCHED = {(SQUARE, 1, 2), (SQUARE, 2, 1), (SQUARE, 1, 1), (NARROW, 1, 2), (WIDE, 1, 2), (WIDE, 1, 1)}
 
 
-@pytest.mark.parametrize("rows, groups, inner, columns", [(131072, 128, 768, 2048), (262144, 8, 14336, 4096), (131072, 64, 1024, 2048)])
-def test_batch_invariant_training_sizes_keep_their_configuration(rows, groups, inner, columns):
-    """What is pinned is what large batches have anyway: there it costs nothing."""
-    assert tuning.rows_gemm(rows, groups, inner, columns, batch_invariant=True) == tuning.rows_gemm(rows, groups, inner, columns)
+@given(rows=st.integers(1, 1 << 22), groups=st.integers(1, 1024), inner=st.integers(1, 4096).map(lambda n: 8 * n),
+       columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans())
+def test_configurations_without_splits_are_the_same_but_for_these(rows, groups, inner, columns, glu, gathered):
+    """The first GEMM never splits a sum."""
+    whole = tuning.rows_gemm(rows, groups, inner, columns, splits=False)
+    assert whole == replace(tuning.rows_gemm(rows, groups, inner, columns), split=tuning.WHOLE)
+    assert (whole.tile_n, whole.cluster_m, whole.cluster_n) in LAUNCHED
+    assert tuning.up_gemm(rows, inner, columns, glu, gathered=gathered).split == tuning.WHOLE
 
 
 @pytest.mark.parametrize("rows, inner, ffn, glu, config", [
@@ -91,6 +85,11 @@ def test_scaled_rows_gemm(inner, columns, config):
                                                (2048, 1024, True), (8, 1025, False)])
 def test_few_rows(rows, groups, few):
     assert tuning.few_rows(rows, groups) == few
+
+
+@pytest.mark.parametrize("rows, columns, few", [(1, 8, True), (8192, 8, True), (8193, 8, False), (1024, 128, True), (1025, 128, False)])
+def test_few_rows_of_one_group(rows, columns, few):
+    assert tuning.few_rows_of_one_group(rows, columns) == few
 
 
 @pytest.mark.parametrize("rows, groups, low", [(256, 128, False), (257, 128, True), (512, 128, True), (513, 128, False), (2, 1, False)])

@@ -44,7 +44,8 @@ def layer_arguments(case: MoeCase, weights: Weights) -> dict:
 
 def dropless_layer(case: MoeCase, weights: Weights, mlp_impl: str = "gbmoe", engine: str = "auto", **more) -> DroplessLayer:
     """gbmoe's layer with these weights; `more` are further Arguments. With arguments of expert parallelism the weights are those of one
-    rank."""
+    rank. With a batch-invariant engine the whole layer is, its router too."""
+    more = {"batch_invariant": True, **more} if engine in engines.BATCH_INVARIANT.values() else more
     # On the meta device, because the weights that it would draw are replaced.
     arguments = Arguments(**layer_arguments(case, weights), mlp_impl=mlp_impl, engine=engine,
                           device=torch.device("meta"), **more)

@@ -43,7 +43,7 @@ class _FewRowsArguments(ctypes.Structure):
     """few_rows::Arguments, field by field."""
     _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool), ("groups", ctypes.c_int), ("rows", ctypes.c_int),
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
-                *((name, ctypes.c_int) for name in ("tokens", "top_k", "size_n", "size_k")),
+                *((name, ctypes.c_int) for name in ("tokens", "top_k", "row_blocks", "size_n", "size_k")),
                 ("b", ctypes.c_void_p * 2), ("activation", ctypes.c_int), ("out", ctypes.c_void_p * 3),
                 ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool)]
 
@@ -113,18 +113,19 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
         call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
     def few_rows(x, sizes, result, **fields):
+        row_blocks = max(1, -(-result.size(0) // 8)) if sizes.numel() == 1 else 1
         return _FewRowsArguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(),
-                                 rows=result.size(0), x=x.data_ptr(), size_n=result.size(1), size_k=x.size(1),
+                                 rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1), size_k=x.size(1),
                                  next_begins_early=large_memory, **fields)
 
-    def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
+    def few_rows_gemm(a, b, sizes, trans_b, in_turns, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out), reads_early=reads_early)
-        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
+        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, in_turns, of=of, reads=(a, b))
 
-    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, in_turns, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
         of = few_rows(x, sizes, a, b=_pointers(w1, v1), out=_pointers(a, h, g), activation=activation, **slots)
-        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
+        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, in_turns, of=of, reads=(x, w1, v1))
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")

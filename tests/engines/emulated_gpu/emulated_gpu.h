@@ -33,6 +33,7 @@ using std::min;
 struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 
 namespace emulated_gpu {
 
@@ -61,6 +62,9 @@ struct Warp {
   uint32_t words[2][32][kMostWords];
 };
 
+// A barrier of two warps, of which one arrives and goes on, and the other waits.
+struct Turn { int arrived = 0, awaited = 0; };
+
 // How a kernel is launched. cp.async and loads of 16 bytes may read the `ranges` of global memory alone.
 struct Run {
   int ctas, late_copies, large_memory;
@@ -73,6 +77,7 @@ struct Cta {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::function<void()> kernel;
+  std::vector<Turn> turns;
   int arrived = 0;
   unsigned barriers = 0;
 };
@@ -112,6 +117,19 @@ inline void barrier() {
   ++steps;
   if (++cta.arrived == static_cast<int>(cta.fibers.size())) cta.arrived = 0, ++cta.barriers;
   else while (cta.barriers == before) yield();
+}
+
+// A turn that is passed on twice before it is taken fails: on a GPU the barrier would count lanes of two turns as one's.
+inline void pass_turn(int to_warp) {
+  ++steps;
+  Turn& turn = cta.turns[to_warp];
+  if (++turn.arrived > 32 * (turn.awaited / 32 + 1)) fail("passes a turn on that was not taken");
+}
+inline void await_turn(int warp) {
+  Turn& turn = cta.turns[warp];
+  const int mine = ++turn.awaited;
+  ++steps;
+  while (turn.arrived < (mine + 31) / 32 * 32) yield();
 }
 
 // Gives words of 4 bytes to the other lanes of the warp, and returns all lanes' words.
@@ -188,7 +206,7 @@ inline void launch(const Run& as, int threads, unsigned char* shared, std::funct
   blocks = run.ctas;
   shared_memory = shared;
   for (block = 0; block < blocks; ++block) {
-    cta = Cta{std::vector<Fiber>(threads), std::vector<Warp>(threads / 32), kernel, 0, 0};
+    cta = Cta{std::vector<Fiber>(threads), std::vector<Warp>(threads / 32), kernel, std::vector<Turn>(threads / 32), 0, 0};
     std::memset(shared, 0xff, kSharedBytes);
     while (!std::all_of(cta.fibers.begin(), cta.fibers.end(), [](const Fiber& fiber) { return fiber.ended; })) {
       const unsigned before = steps;

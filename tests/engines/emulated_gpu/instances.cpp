@@ -105,47 +105,43 @@ struct Late {
   std::vector<unsigned char> bytes;
 };
 
-template <typename T, typename Columns, EpilogueKind kEpilogue> void launch(const Arguments& args, emulated_gpu::Run run) {
-  static_assert(sizeof(SumsOf<Columns>) <= emulated_gpu::kSharedBytes);
-  run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows);
+template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns> void launch(const Arguments& args, emulated_gpu::Run run) {
+  static_assert(sizeof(Sums<Columns, kInTurns>) <= emulated_gpu::kSharedBytes);
+  run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows) * args.row_blocks;
   // The kernel before writes the rows and, unless they are read early, the weights.
   std::vector<Late> late{Late(const_cast<void*>(args.x), (args.slot_of_row ? args.tokens : args.rows) * int64_t{args.size_k} * sizeof(T))};
   if (!args.reads_early) {
     late.emplace_back(const_cast<void*>(args.b[0]), int64_t{args.groups} * args.size_n * args.size_k * sizeof(T));
   }
   emulated_gpu::kernel_before = [&] { for (Late& operand : late) operand.arrive(); };
-  emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue>(args); });
+  emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue, kInTurns>(args); });
 }
-// With as many warps as for many CTAs, or for few.
-template <typename T, bool kGlu, EpilogueKind kEpilogue> void launch_k_major(const Arguments& args, const emulated_gpu::Run& run) {
-  if (run.large_memory) launch<T, KMajorColumns<T, kGlu, 4>, kEpilogue>(args, run);
-  else launch<T, KMajorColumns<T, kGlu, 2>, kEpilogue>(args, run);
-}
-template <typename T> void launch_n_major(const Arguments& args, const emulated_gpu::Run& run) {
-  if (run.large_memory) launch<T, NMajorColumns<T, 8>, EpilogueKind::kStore>(args, run);
-  else launch<T, NMajorColumns<T, 4>, EpilogueKind::kStore>(args, run);
+template <typename T, typename Columns, EpilogueKind kEpilogue>
+void launch(const Arguments& args, bool in_turns, const emulated_gpu::Run& run) {
+  if (in_turns) launch<T, Columns, kEpilogue, true>(args, run);
+  else launch<T, Columns, kEpilogue, false>(args, run);
 }
 
 }  // namespace
 
 extern "C" {
 
-bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulated_gpu::Run* run) {
+bool few_rows_gemm(int dtype, bool trans_b, bool in_turns, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (trans_b) launch_k_major<T, false, EpilogueKind::kStore>(*args, *run);
-      else launch_n_major<T>(*args, *run);
+      if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(*args, in_turns, *run);
+      else launch<T, NMajorColumns<T>, EpilogueKind::kStore>(*args, in_turns, *run);
     }
   });
 }
 
-bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu::Run* run) {
+bool few_rows_up(int dtype, bool glu, bool in_turns, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (glu) launch_k_major<T, true, EpilogueKind::kGlu>(*args, *run);
-      else launch_k_major<T, false, EpilogueKind::kActivation>(*args, *run);
+      if (glu) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(*args, in_turns, *run);
+      else launch<T, KMajorColumns<T, false>, EpilogueKind::kActivation>(*args, in_turns, *run);
     }
   });
 }

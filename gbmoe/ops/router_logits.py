@@ -1,0 +1,52 @@
+"""router_logits: a router's linear layer whose result for a token has the same bits whatever other tokens there are.
+
+Shape suffixes: T tokens, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gbmoe import engines
+from gbmoe._define_operator import define
+from gbmoe.ops.gmm import check_operands
+
+
+def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor, engine: str) -> torch.Tensor:
+    """x @ weight.T, [T,E], by one of the engines.BATCH_INVARIANT: cuBLAS chooses kernels, which sum in different orders, by the number of
+    tokens.
+
+    Differentiable in both. Gradients are torch.mm's, as those of torch.nn.Linear are.
+
+    Raises:
+        ValueError: if the engine cannot compute it.
+    """
+    return _router_logits(x_TH, weight_EH, engine)
+
+
+def _kernel(x_TH, weight_EH, engine):
+    weights_1EH = weight_EH.unsqueeze(0)
+    check_operands(x_TH, weights_1EH, False, True)
+    all_of_them = x_TH.new_full((1,), x_TH.size(0), dtype=torch.int32)
+    return engines.product(x_TH, weights_1EH, all_of_them, trans_b=True, engine=engine)
+
+
+def _fake(x_TH, weight_EH, engine):
+    return x_TH.new_empty(x_TH.size(0), weight_EH.size(0))
+
+
+def _setup_context(ctx, inputs, output):
+    x_TH, weight_EH, _ = inputs
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x_TH if need_weight else None, weight_EH if need_x else None)
+
+
+def _backward(ctx, grad_TE):
+    x_TH, weight_EH = ctx.saved_tensors
+    grad_x_TH = None if weight_EH is None else torch.mm(grad_TE, weight_EH)
+    grad_weight_EH = None if x_TH is None else torch.mm(grad_TE.t(), x_TH)
+    return grad_x_TH, grad_weight_EH, None
+
+
+_router_logits = define("router_logits(Tensor x, Tensor weight, str engine) -> Tensor", reference=_kernel, fake=_fake, backward=_backward,
+                        setup_context=_setup_context, autocast=(0, 1))
