@@ -127,20 +127,34 @@ template <typename T, bool kGlu> struct KMajorColumns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) to[i] = tensor_core::load_once_16(column[i] + k);
   }
-  // Exchanges halves of vectors, so that x and y are of the step's first 16 terms in all lanes, z and w of its last.
-  __device__ __forceinline__ static uint4 in_order(const uint4& v) {
+  // Exchanges halves of vectors with another lane, so that x and y are of the step's first 16 terms in all lanes, z and w of its last 16.
+  __device__ __forceinline__ static void put_in_order(uint4 (&v)[kVectors]) {
     const bool has_first = threadIdx.x % 4 < 2;
-    const uint32_t x = __shfl_xor_sync(kFullWarp, has_first ? v.z : v.x, 2),
-                   y = __shfl_xor_sync(kFullWarp, has_first ? v.w : v.y, 2);
-    return has_first ? uint4{v.x, v.y, x, y} : uint4{x, y, v.z, v.w};
+#pragma unroll
+    for (uint4& own : v) {
+      const uint2 other = {
+          __shfl_xor_sync(kFullWarp, has_first ? own.z : own.x, 2), __shfl_xor_sync(kFullWarp, has_first ? own.w : own.y, 2)};
+      own = has_first ? uint4{own.x, own.y, other.x, other.y} : uint4{other.x, other.y, own.z, own.w};
+    }
   }
-  __device__ __forceinline__ void multiply(const uint4& lanes_row, const uint4 (&lanes_v)[kVectors]) {
-    const uint4 row = in_order(lanes_row);
+  // The row's terms that belong to a lane's vectors of the step that begins with term k.
+  template <bool kInOrder> __device__ __forceinline__ static uint4 load_row(const T* row, int k, int end) {
+    const int q = threadIdx.x % 4;
+    if constexpr (kInOrder) {
+      const int first = k + (q % 2 * 8 + q / 2 * 4);
+      const uint2 nothing{}, low = row && first < end ? *reinterpret_cast<const uint2*>(row + first) : nothing,
+                             high = row && first + 16 < end ? *reinterpret_cast<const uint2*>(row + first + 16) : nothing;
+      return {low.x, low.y, high.x, high.y};
+    } else {
+      return row && k + kTerms * q < end ? *reinterpret_cast<const uint4*>(row + k + kTerms * q) : uint4{};
+    }
+  }
+  __device__ __forceinline__ void multiply(const uint4& row, const uint4 (&v)[kVectors]) {
+    // The weights are the second operand, which has them in the registers to which they were loaded.
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 v = in_order(lanes_v[i]);
-      mma<T>(sums[i], {row.x, 0, row.y, 0}, v.x, v.y);
-      mma<T>(sums[i], {row.z, 0, row.w, 0}, v.z, v.w);
+      mma<T>(sums[i], {row.x, 0, row.y, 0}, v[i].x, v[i].y);
+      mma<T>(sums[i], {row.z, 0, row.w, 0}, v[i].z, v[i].w);
     }
   }
   // Hands f each of the lane's sums, with its row and its place in the row.
@@ -171,6 +185,12 @@ template <typename T> struct NMajorColumns {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i, from += args.size_n) to[i] = tensor_core::load_once_16(from);
   }
+  // A step's terms are 16 that follow each other anyway.
+  __device__ __forceinline__ static void put_in_order(uint4 (&)[kVectors]) {}
+  template <bool kInOrder> __device__ __forceinline__ static uint2 load_row(const T* row, int k, int end) {
+    const int first = k + kTerms * (threadIdx.x % 4);
+    return row && first < end ? *reinterpret_cast<const uint2*>(row + first) : uint2{};
+  }
   __device__ __forceinline__ void multiply(const uint2& row, const uint4 (&v)[kVectors]) {
     uint32_t term[kVectors][4];  // two columns a word
 #pragma unroll
@@ -196,62 +216,60 @@ template <typename Columns, bool kInTurns> struct Sums {
   float4 handed_on[kInTurns ? Columns::kFragments : 1][32];  // to the warp whose turn is next
 };
 
-// A warp's products of one batch of steps, the first of which has the lane's terms from k on, added to its sums.
+// A warp's products of one batch of steps, whose first terms are k and those behind it, added to its sums.
 //
 // The steps of a batch are loaded together, and then multiplied: it is other warps that load meanwhile. A load under a condition costs
 // ptxas more registers than its vector has. So the weights of terms that do not exist are those of the first one, and count as zeros.
-template <typename T, typename Columns, typename F>
+template <typename T, bool kInOrder, typename Columns, typename F>
 __device__ __forceinline__ void add_batch(
     const Arguments& args, const Group& group, int row, int k, int end, bool waits, Columns& columns, const F& before_products) {
   constexpr int kAtOnce = Columns::kAtOnce, kStep = Columns::kStep;
-  using RowVector = typename Columns::RowVector;
+  const int own = k + Columns::kTerms * (threadIdx.x % 4);  // the first of the lane's terms
   uint4 vectors[kAtOnce][Columns::kVectors];
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) columns.load(args, k + i * kStep < end ? k + i * kStep : 0, vectors[i]);
+  for (int i = 0; i < kAtOnce; ++i) columns.load(args, own + i * kStep < end ? own + i * kStep : 0, vectors[i]);
   if (waits) wait_for_kernel_before();
   const T* of_row = row_of<T>(args, group, row + threadIdx.x % 32 / 4);
-  RowVector terms[kAtOnce];
+  typename Columns::RowVector terms[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) terms[i] = Columns::template load_row<kInOrder>(of_row, k + i * kStep, end);
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    const int at = k + i * kStep;
-    terms[i] = at < end && of_row ? *reinterpret_cast<const RowVector*>(of_row + at) : RowVector{};
+#pragma unroll
+    for (uint4& v : vectors[i]) v = zero_unless(own + i * kStep < end, v);
+    if constexpr (kInOrder) Columns::put_in_order(vectors[i]);
   }
   before_products();
 #pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-    for (uint4& v : vectors[i]) v = zero_unless(k + i * kStep < end, v);
-    columns.multiply(terms[i], vectors[i]);
-  }
+  for (int i = 0; i < kAtOnce; ++i) columns.multiply(terms[i], vectors[i]);
 }
 
 // The sums of kRows rows of the group, from row `row` on: all warps together leave them in shared memory, complete behind a barrier.
 template <typename T, typename Columns, bool kInTurns>
 __device__ __forceinline__ void sum_rows(
     const Arguments& args, const Group& group, int row, int n, Sums<Columns, kInTurns>& sums) {
-  constexpr int kBatch = Columns::kAtOnce * Columns::kStep;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, batches = ceil_div(args.size_k, kBatch);
-  const int first = kInTurns ? warp : warp * batches / Columns::kWarps;
-  const int last = kInTurns ? batches : (warp + 1) * batches / Columns::kWarps;
+  constexpr int kWarps = Columns::kWarps, kStep = Columns::kStep, kBatch = Columns::kAtOnce * kStep;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = ceil_div(args.size_k, kStep);
+  const int first = kInTurns ? warp * kBatch : warp * steps / kWarps * kStep;
+  const int end = kInTurns ? args.size_k : min((warp + 1) * steps / kWarps * kStep, args.size_k);
   Columns columns(args, group.number, n);
 #pragma unroll 1
-  for (int batch = first; batch < last; batch += kInTurns ? Columns::kWarps : 1) {
-    const int k = batch * kBatch + Columns::kTerms * (threadIdx.x % 4);
-    add_batch<T>(args, group, row, k, args.size_k, args.reads_early && batch == first, columns, [&] {
-      if (!kInTurns || batch == 0) return;
+  for (int k = first; k < end; k += kInTurns ? kWarps * kBatch : kBatch) {
+    add_batch<T, kInTurns>(args, group, row, k, end, args.reads_early && k == first, columns, [&] {
+      if (!kInTurns || k == 0) return;
       tensor_core::await_turn(warp);
 #pragma unroll
       for (int i = 0; i < Columns::kFragments; ++i) reinterpret_cast<float4&>(columns.sums[i]) = sums.handed_on[i][lane];
     });
-    if (kInTurns && batch + 1 < batches) {
+    if (kInTurns && k + kBatch < end) {
 #pragma unroll
       for (int i = 0; i < Columns::kFragments; ++i) sums.handed_on[i][lane] = reinterpret_cast<const float4&>(columns.sums[i]);
-      tensor_core::pass_turn((warp + 1) % Columns::kWarps);
+      tensor_core::pass_turn((warp + 1) % kWarps);
     }
   }
   wait_for_kernel_before();  // also in a warp without terms
   let_next_kernel_begin();
-  const bool has_sums = !kInTurns || warp == (batches - 1) % Columns::kWarps;
+  const bool has_sums = !kInTurns || warp == (args.size_k - 1) / kBatch % kWarps;
   if (has_sums) columns.each([&](int r, int in_row, float sum) { sums.of_part[kInTurns ? 0 : warp][r][in_row] = sum; });
 }
 

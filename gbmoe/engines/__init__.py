@@ -55,10 +55,7 @@ def batch_invariant(engine: str, device: torch.device | None = None) -> str:
     require(engine in known_names, "batch_invariant", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         return BATCH_INVARIANT.get(engine, engine)
-    of_hopper, of_others = HopperBatchInvariant.name, TensorCoreBatchInvariant.name
-    if device is not None and device.type == "cuda" and _unavailable(of_hopper, device) and not _unavailable(of_others, device):
-        return of_others
-    return of_hopper
+    return HopperBatchInvariant.name if device is None or device.type != "cuda" else _batch_invariant_on(device)
 
 
 def _named(engine: str, device: torch.device) -> Engine:
@@ -106,6 +103,12 @@ def forget() -> None:
     """Empty the cache, so that every engine is asked again."""
     for memory in _MEMORIES:
         memory.cache_clear()
+
+
+@remembered
+def _batch_invariant_on(device: torch.device) -> str:
+    of_hopper, of_others = HopperBatchInvariant.name, TensorCoreBatchInvariant.name
+    return of_others if _unavailable(of_hopper, device) and not _unavailable(of_others, device) else of_hopper
 
 
 def select(engine: str, problem: Problem) -> Engine:

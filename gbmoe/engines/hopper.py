@@ -49,7 +49,7 @@ class Hopper(OwnKernels):
         if a2 is None and self.has_few_rows(rows, groups, out.size(1)):
             few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
             return
-        if a2 is None and tuning.low_tiles_on_hopper(rows, groups):
+        if a2 is None and tuning.low_tiles_on_hopper(rows, groups, out.size(1), splits=not self.batch_invariant):
             _TENSOR_CORE.rows_gemm(a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
@@ -68,7 +68,7 @@ class Hopper(OwnKernels):
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if tuning.few_rows(x.num_rows, w1_EFH.size(0)):
             return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save, in_turns=self.batch_invariant)
-        if tuning.low_tiles_on_hopper(x.num_rows, w1_EFH.size(0)):
+        if tuning.low_tiles_on_hopper(x.num_rows, *w1_EFH.shape[:2]):
             return _TENSOR_CORE.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
         if _config(x, w1_EFH, activation).gather_up:

@@ -178,11 +178,14 @@ def few_rows(rows: int, groups: int) -> bool:
 
 
 def few_rows_of_one_group(rows: int, columns: int) -> bool:
-    """Whether the same kernels compute out = a @ b for one group where no sum may be split: a batch-invariant router's logits.
+    """Whether the same kernels compute out = a @ b.T of one group where no sum may be split: a batch-invariant router's logits.
 
-    PLACEHOLDER
+    Each CTA reads the weights of its 16 columns again for its 8 rows. Microseconds in a graph, on one H100, in Hopper's tiles, low tiles of
+    tensor_core's and these kernels, with 2,048 terms and 128 columns: 256 rows 17, 17 and 9, 1,024 rows 17, 17 and 21, 2,048 rows 17, 17
+    and 37; 64 columns, 1,024 rows 16, 18 and 12; 4,096 terms and 8 columns, 4,096 rows 26, 33 and 22; 7,168 terms and 256 columns, 256
+    rows 70, 50 and 30, 512 rows 70, 50 and 55. cuBLAS takes 5 to 32 for these; it splits sums.
     """
-    return rows * max(16, columns) <= 1 << 17
+    return rows * max(16, columns) <= 1 << 16
 
 
 # --------------------------------------------------------------------------------------------------- tiles of Hopper GEMMs
@@ -219,12 +222,13 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool 
     714 -> 659; the gradient of the rows 1,683 -> 1,614). For longer sums it is 0 to 9 % slower, and 22 % slower where groups have less
     than one row on average. A tile counter keeps what CTAs read at the same time close together. It saves 4 to 7 % at 14,336 terms, and
     18 % at 8,192 terms of 64 groups; below 2,048 terms it saves less than the 3 us of its schedule. Where the last CTAs to finish have
-    few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain. Ping-pong kernels cannot split.
+    few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain. Ping-pong kernels cannot split: for
+    sums of 2,048 terms and more they are only taken where these tiles are many, or no sum may be split.
 
     splits: whether sums may be split along K. If not, a row's sum is one sequence of k-blocks, whatever other rows there are.
     """
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # approximately, and if no group is empty
-    ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256)
+    ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256 or not splits)
     counter = inner >= 2048
     if not ping_pong:
         pays = splits and counter and square_tiles <= 1 << 13
@@ -238,14 +242,21 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool 
     return GemmConfig(SQUARE, *clusters, ping_pong=True, tile_counter=counter)
 
 
-def low_tiles_on_hopper(rows: int, groups: int) -> bool:
+def low_tiles_on_hopper(rows: int, groups: int, columns: int, splits: bool = True) -> bool:
     """Whether the low tiles of the tensor_core engine compute a GEMM of forward on Hopper.
 
     Where groups have a few rows, what takes time is to read their weights, and these tiles have more loads in flight than wide ones. With
     four rows a group a layer takes, in one CUDA graph with a cold L2 cache, 749 and 710 us in wide tiles and in low ones (mixtral), 1,423
-    and 1,431 (dsv3). For at most two rows there are the kernels of few_rows.
+    and 1,431 (dsv3). For at most two rows there are the kernels of few_rows. Without `splits` they also compute one group whose wide tiles
+    would be too few: 7,168 terms and 256 columns take 50 us instead of 70 with 1,024 rows, 77 instead of 71 with 4,096.
     """
-    return 2 * groups < rows <= 4 * groups
+    of_few_rows = 2 * groups < rows <= 4 * groups
+    return of_few_rows or not splits and groups == 1 and _has_few_low_tiles(rows, columns)
+
+
+def _has_few_low_tiles(rows: int, columns: int) -> bool:
+    """Whether a product of one group has so few tiles of 64 x 128 that they leave half of an H200's multiprocessors without one."""
+    return _ceil_div(rows, TENSOR_CORE_LOW.tile_m) * _ceil_div(columns, TENSOR_CORE_LOW.tile_n) <= 64
 
 
 # GEMMs that gather their rows: the producer's warps copy them, so CTAs cannot share rows by multicast, and no warp is free for a counter.
@@ -405,8 +416,10 @@ def _tensor_core_tile(tiles_m: float, columns: int) -> TensorCoreConfig:
 
 @functools.lru_cache(maxsize=1024)
 def tensor_core_rows_gemm(rows: int, groups: int, columns: int) -> TensorCoreConfig:
-    """The configuration of out[rows of e] = a[rows of e] @ b[e]: low tiles where groups have at most 64 rows on average."""
-    if rows <= 64 * groups:
+    """The configuration of out[rows of e] = a[rows of e] @ b[e]: low tiles where groups have at most 64 rows on average, or for one group
+    that has few of them. A router's logits of 4,096 tokens, 2,048 terms and 128 columns, take 17 us on one H100 in low tiles, 27 in square
+    ones, 37 in wide ones."""
+    if rows <= 64 * groups or groups == 1 and _has_few_low_tiles(rows, columns):
         return TENSOR_CORE_LOW
     return _tensor_core_tile(rows / TILE_M, columns)
 

@@ -37,7 +37,9 @@ def test_auto_takes_hoppers_or_else_that_of_other_gpus(monkeypatch, available, e
     """Where there is neither, the error is that of Hopper's."""
     of = dict(zip(engines.BATCH_INVARIANT.values(), available))
     monkeypatch.setattr(engines, "_unavailable", lambda name, device: None if of[name] else "some reason")
+    engines.forget()
     assert engines.batch_invariant("auto", torch.device("cuda", 0)) == expected
+    engines.forget()
 
 
 @pytest.mark.parametrize("engine", ["torch", "cublas_loop", "cublas_grouped", "reference"])

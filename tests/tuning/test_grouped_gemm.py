@@ -36,10 +36,11 @@ LAUNCHED = {(SQUARE, 1, 2), (SQUARE, 2, 1), (SQUARE, 1, 1), (NARROW, 1, 2), (WID
 
 @given(rows=st.integers(1, 1 << 22), groups=st.integers(1, 1024), inner=st.integers(1, 4096).map(lambda n: 8 * n),
        columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans())
-def test_configurations_without_splits_are_the_same_but_for_these(rows, groups, inner, columns, glu, gathered):
-    """The first GEMM never splits a sum."""
+def test_configurations_without_splits(rows, groups, inner, columns, glu, gathered):
+    """They are the same but for the splits, or ping-pong kernels, which have none. The first GEMM never splits a sum."""
     whole = tuning.rows_gemm(rows, groups, inner, columns, splits=False)
-    assert whole == replace(tuning.rows_gemm(rows, groups, inner, columns), split=tuning.WHOLE)
+    splits = tuning.rows_gemm(rows, groups, inner, columns)
+    assert whole == replace(splits, split=tuning.WHOLE) or (whole.ping_pong and splits.split != tuning.WHOLE and rows >= 4 * groups)
     assert (whole.tile_n, whole.cluster_m, whole.cluster_n) in LAUNCHED
     assert tuning.up_gemm(rows, inner, columns, glu, gathered=gathered).split == tuning.WHOLE
 
@@ -87,14 +88,17 @@ def test_few_rows(rows, groups, few):
     assert tuning.few_rows(rows, groups) == few
 
 
-@pytest.mark.parametrize("rows, columns, few", [(1, 8, True), (8192, 8, True), (8193, 8, False), (1024, 128, True), (1025, 128, False)])
+@pytest.mark.parametrize("rows, columns, few", [(1, 8, True), (4096, 8, True), (4097, 8, False), (512, 128, True), (513, 128, False)])
 def test_few_rows_of_one_group(rows, columns, few):
     assert tuning.few_rows_of_one_group(rows, columns) == few
 
 
-@pytest.mark.parametrize("rows, groups, low", [(256, 128, False), (257, 128, True), (512, 128, True), (513, 128, False), (2, 1, False)])
-def test_low_tiles_on_hopper(rows, groups, low):
-    assert tuning.low_tiles_on_hopper(rows, groups) == low
+@pytest.mark.parametrize("rows, groups, columns, splits, low", [
+    (256, 128, 768, True, False), (257, 128, 768, True, True), (512, 128, 768, True, True), (513, 128, 768, True, False),
+    (2, 1, 768, True, False), (4096, 1, 128, True, False), (4096, 1, 128, False, True), (4097, 1, 128, False, False), (2048, 1, 256, False, True),
+    (2048, 2, 128, False, False)])
+def test_low_tiles_on_hopper(rows, groups, columns, splits, low):
+    assert tuning.low_tiles_on_hopper(rows, groups, columns, splits) == low
 
 
 @pytest.mark.parametrize("hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse", [
