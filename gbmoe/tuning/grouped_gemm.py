@@ -251,7 +251,7 @@ def low_tiles_on_hopper(rows: int, groups: int, columns: int, splits: bool = Tru
     would be too few: 7,168 terms and 256 columns take 50 us instead of 70 with 1,024 rows, 77 instead of 71 with 4,096.
     """
     of_few_rows = 2 * groups < rows <= 4 * groups
-    return of_few_rows or not splits and groups == 1 and _has_few_low_tiles(rows, columns)
+    return of_few_rows or (not splits and groups == 1 and _has_few_low_tiles(rows, columns))
 
 
 def _has_few_low_tiles(rows: int, columns: int) -> bool:
@@ -419,7 +419,7 @@ def tensor_core_rows_gemm(rows: int, groups: int, columns: int) -> TensorCoreCon
     """The configuration of out[rows of e] = a[rows of e] @ b[e]: low tiles where groups have at most 64 rows on average, or for one group
     that has few of them. A router's logits of 4,096 tokens, 2,048 terms and 128 columns, take 17 us on one H100 in low tiles, 27 in square
     ones, 37 in wide ones."""
-    if rows <= 64 * groups or groups == 1 and _has_few_low_tiles(rows, columns):
+    if rows <= 64 * groups or (groups == 1 and _has_few_low_tiles(rows, columns)):
         return TENSOR_CORE_LOW
     return _tensor_core_tile(rows / TILE_M, columns)
 

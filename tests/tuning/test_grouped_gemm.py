@@ -95,8 +95,8 @@ def test_few_rows_of_one_group(rows, columns, few):
 
 @pytest.mark.parametrize("rows, groups, columns, splits, low", [
     (256, 128, 768, True, False), (257, 128, 768, True, True), (512, 128, 768, True, True), (513, 128, 768, True, False),
-    (2, 1, 768, True, False), (4096, 1, 128, True, False), (4096, 1, 128, False, True), (4097, 1, 128, False, False), (2048, 1, 256, False, True),
-    (2048, 2, 128, False, False)])
+    (2, 1, 768, True, False), (4096, 1, 128, True, False), (4096, 1, 128, False, True), (4097, 1, 128, False, False),
+    (2048, 1, 256, False, True), (2048, 2, 128, False, False)])
 def test_low_tiles_on_hopper(rows, groups, columns, splits, low):
     assert tuning.low_tiles_on_hopper(rows, groups, columns, splits) == low
 
