@@ -257,14 +257,14 @@ __device__ __forceinline__ void sum_rows(
   for (int k = first; k < end; k += kInTurns ? kWarps * kBatch : kBatch) {
     add_batch<T, kInTurns>(args, group, row, k, end, args.reads_early && k == first, columns, [&] {
       if (!kInTurns || k == 0) return;
-      tensor_core::await_turn<kWarps>(warp);
+      tensor_core::await_turn(warp);
 #pragma unroll
       for (int i = 0; i < Columns::kFragments; ++i) reinterpret_cast<float4&>(columns.sums[i]) = sums.handed_on[i][lane];
     });
     if (kInTurns && k + kBatch < end) {
 #pragma unroll
       for (int i = 0; i < Columns::kFragments; ++i) sums.handed_on[i][lane] = reinterpret_cast<const float4&>(columns.sums[i]);
-      tensor_core::pass_turn<kWarps>((warp + 1) % kWarps);
+      tensor_core::pass_turn((warp + 1) % kWarps);
     }
   }
   wait_for_kernel_before();  // also in a warp without terms

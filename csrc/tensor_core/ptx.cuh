@@ -37,19 +37,17 @@ __device__ __forceinline__ uint4 load_once_16(const void* from) {
 }
 
 // Warps of a CTA that take turns: a warp waits until another one passes the turn on to it, and then reads what that one wrote to shared
-// memory before. Warp w uses barrier w + 1; 0 is __syncthreads'. Its number is a constant in each branch, because a turn takes longer
-// where ptxas finds it in a register.
-template <int kWarps> __device__ __forceinline__ void await_turn(int warp) {
+// memory before. Warp w uses barrier w + 1; 0 is __syncthreads'.
+__device__ __forceinline__ void await_turn(int warp) {
   __syncwarp();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w)
-    if (w == warp) asm volatile("bar.sync %0, 64;" ::"r"(w + 1) : "memory");
+  asm volatile("bar.sync %0, 64;" ::"r"(warp + 1) : "memory");
 }
-template <int kWarps> __device__ __forceinline__ void pass_turn(int to_warp) {
+// bar.arrive orders the writes before it as bar.sync does (PTX manual). The fence says so to whoever does not know; it takes no time that
+// could be measured.
+__device__ __forceinline__ void pass_turn(int to_warp) {
+  __threadfence_block();
   __syncwarp();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w)
-    if (w == to_warp) asm volatile("bar.arrive %0, 64;" ::"r"(w + 1) : "memory");
+  asm volatile("bar.arrive %0, 64;" ::"r"(to_warp + 1) : "memory");
 }
 
 // A load that stays behind the ones before it.
@@ -63,15 +61,11 @@ __device__ __forceinline__ int load_in_place(const int* from) {
 // (l / 4, 2 (l % 4)) and the one beside it; transposed it gets (2 (l % 4), l / 4) and the one below it.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(row)
-               : "memory");
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3]) : "r"(row) : "memory");
 }
 __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&fragment)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(row)
-               : "memory");
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3]) : "r"(row) : "memory");
 }
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
   uint32_t word;
@@ -85,10 +79,9 @@ template <typename T> __device__ void mma(float (&sums)[4], const uint32_t (&a)[
 
 template <>
 __device__ __forceinline__ void mma<__nv_bfloat16>(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <> __device__ __forceinline__ void mma<__half>(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -96,10 +89,9 @@ template <> __device__ __forceinline__ void mma<__half>(float (&sums)[4], const 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <> __device__ __forceinline__ void mma<float>(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // fp32 to TF32, to nearest. The tensor cores would cut the lower bits off.

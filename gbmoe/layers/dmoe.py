@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import is_watched
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import parallel_experts, prepare
-from gbmoe.layers.expert_weights import GroupedExperts, make_experts
+from gbmoe.layers.expert_weights import make_experts
 from gbmoe.layers.losses import save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
-from gbmoe.ops.experts import is_hooked
 from gbmoe.plan import RoutingPlan
 
 
@@ -114,33 +112,18 @@ class dMoE(torch.nn.Module):
             require(x.dtype == weight.dtype, "dMoE", "x",
                     lambda: f"the layer's dtype {weight.dtype}{'' if weight.dtype == torch.float64 else ', or autocast'}",
                     x.dtype, TypeError)
-        x_of_experts = x
-        if self._adds_gradients_in_products(x):
-            scores, expert_weights, top_experts, x_of_experts = self.router.beside_experts(x)
-        else:
-            scores, expert_weights, top_experts = self.router(x)
+        scores, expert_weights, top_experts = self.router(x)
         if self.shared_expert is None:
-            return self.experts(x_of_experts, scores, expert_weights, top_experts)
+            return self.experts(x, scores, expert_weights, top_experts)
         shared: list[torch.Tensor] = []
         if self.router.args.moe_expert_model_parallelism:  # the shared expert hides the host's wait
             out = self.experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(self.shared_expert(x)))
         else:
-            out = self.experts(x_of_experts, scores, expert_weights, top_experts)
+            out = self.experts(x, scores, expert_weights, top_experts)
             shared.append(self.shared_expert(x))
         out, *bias = out if isinstance(out, tuple) else (out,)
         out = self.shared_expert.add_experts_sharedexpert(shared[0], out)
         return (out, *bias) if bias else out
-
-    def _adds_gradients_in_products(self, x: torch.Tensor) -> bool:
-        """Whether LearnedRouter.beside_experts may be used: nobody sees the gradient that the experts make for x, nor replaces what makes
-        it."""
-        if is_watched(x) or not (torch.is_grad_enabled() and x.requires_grad) or autocast_enabled(x.device.type):
-            return False
-        experts = self.experts
-        return (type(experts) is ParallelDroplessMLP and not self.router.args.moe_expert_model_parallelism
-                and type(experts.mlp) is GroupedExperts and experts.mlp.computes_by_one_operator()
-                and type(self.router) is LearnedRouter and self.router.is_plain_linear()
-                and not any(is_hooked(module) or "forward" in module.__dict__ for module in (experts, experts.mlp, self.router)))
 
     def _weight(self) -> torch.Tensor:
         """A weight [..., H] that tells the layer's dtype and device."""

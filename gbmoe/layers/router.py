@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 
 from gbmoe import engines
-from gbmoe._checks import PLAIN, require
-from gbmoe._define_operator import may_be_batched
+from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.ops.experts import is_hooked
 from gbmoe.ops.router_logits import router_logits
 from gbmoe.ops.router_softmax_topk import route
 
@@ -47,26 +45,7 @@ class LearnedRouter(torch.nn.Module):
         if self.training and self.args.moe_jitter_eps is not None:
             x = x * self.jitter(x)
         x_TH = x.reshape(-1, x.size(-1))
-        return self._choose(self._batch_invariant_logits(x_TH) if self.args.batch_invariant else self.layer(x_TH))
-
-    def is_plain_linear(self) -> bool:
-        """Whether forward is a product with one plain weight, of x as it is, and calls nothing of anybody else's."""
-        layer, jitters = self.layer, self.training and self.args.moe_jitter_eps is not None
-        return (type(self) is LearnedRouter and type(layer) is torch.nn.Linear and layer.bias is None and type(layer.weight) in PLAIN
-                and not (jitters or self.args.batch_invariant or is_hooked(self) or is_hooked(layer)) and "forward" not in layer.__dict__)
-
-    def beside_experts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What forward returns, for a router that is_plain_linear; and x for the experts, whose gradient belongs to nobody else.
-
-        In backward the router's part of x's gradient is added to the experts' inside its product, which saves a tensor of x's size and
-        the pass over memory that would add the two: 1.3 % of a layer's forward and backward (qwen3), 0.8 (olmoe), 0.3 (mixtral). The
-        experts' part is overwritten: they have to make it in backward, as gbmoe.expert_mlp does, and hand it to nobody else.
-        """
-        x_TH = x.reshape(-1, x.size(-1))
-        logits_TE, x_of_experts_TH = _LogitsBesideExperts.apply(x_TH, self.layer.weight)
-        return *self._choose(logits_TE), x_of_experts_TH.view(x.shape)
-
-    def _choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits_TE = self._batch_invariant_logits(x_TH) if self.args.batch_invariant else self.layer(x_TH)
         scores_TE, weights_TK, experts_TK, logsumexp_T = route(
             logits_TE, self.args.moe_top_k, normalize=self.args.moe_normalize_expert_weights or None)
         if self.training and self.args.moe_zloss_weight != 0:
@@ -75,29 +54,3 @@ class LearnedRouter(torch.nn.Module):
             slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
         return scores_TE, weights_TK, experts_TK
-
-
-class _LogitsBesideExperts(torch.autograd.Function):
-    """x @ weight.T, and x; see LearnedRouter.beside_experts."""
-
-    @staticmethod
-    def forward(ctx, x_TH, weight_EH):
-        ctx.save_for_backward(x_TH, weight_EH)
-        ctx.set_materialize_grads(False)
-        return torch.nn.functional.linear(x_TH, weight_EH), x_TH.view_as(x_TH)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_TE, of_experts_TH):
-        x_TH, weight_EH = ctx.saved_tensors
-        if grad_TE is None:
-            return of_experts_TH, None
-        need_x, need_weight = ctx.needs_input_grad
-        grad_weight_EH = torch.mm(grad_TE.t(), x_TH) if need_weight else None
-        if not need_x:
-            return None, grad_weight_EH
-        if of_experts_TH is None:
-            return torch.mm(grad_TE, weight_EH), grad_weight_EH
-        if may_be_batched(of_experts_TH) or may_be_batched(grad_TE):
-            return of_experts_TH + torch.mm(grad_TE, weight_EH), grad_weight_EH
-        return of_experts_TH.addmm_(grad_TE, weight_EH), grad_weight_EH

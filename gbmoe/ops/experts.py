@@ -55,13 +55,13 @@ def activation_name(activation: str | Callable) -> str | None:
     if isinstance(activation, torch.nn.Module) and type(activation) in _MODULES:
         name, forward = _MODULES[type(activation)]
         # Comparing a bound method's __func__ would do the same, but torch.compile cannot trace it.
-        if is_hooked(activation) or "forward" in activation.__dict__ or type(activation).forward is not forward:
+        if _is_hooked(activation) or "forward" in activation.__dict__ or type(activation).forward is not forward:
             return None
         return _GELUS.get(str(activation.approximate)) if name == "gelu" else name
     return next((name for function, name in _FUNCTIONS.items() if function is activation), None)
 
 
-def is_hooked(module: torch.nn.Module) -> bool:
+def _is_hooked(module: torch.nn.Module) -> bool:
     """True where calling the module would call more than its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
              modules._global_forward_hooks, modules._global_forward_pre_hooks, modules._global_backward_hooks,

@@ -11,7 +11,6 @@ import gbmoe
 from gbmoe import engines
 from gbmoe.layers import Arguments
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.layers.router import LearnedRouter
 from gbmoe.testing import accuracy, exact_inputs
 from tests.conftest import assert_as_accurate_as, dtype_id
 
@@ -340,80 +339,6 @@ def test_forward_and_backward_on_the_meta_device(fields, engine):
     assert out.device.type == "meta" and out.shape == x.shape and out.dtype == x.dtype
     (out.sum() + gbmoe.batched_load_balancing_loss(args) + gbmoe.batched_router_zloss(args).sum()).backward()
     assert all(p.grad.device.type == "meta" and p.grad.shape == p.shape for p in (x, *layer.parameters()))
-
-
-def gradients(layer, x, grad, **fields):
-    return torch.autograd.grad(layer(x), [x, *layer.parameters()], grad, **fields)
-
-
-@pytest.mark.parametrize("activation", [F.silu, torch.tanh], ids=["one operator", "composed"])
-@pytest.mark.parametrize("shared_expert", [False, True])
-def test_the_routers_part_of_xs_gradient_is_added_inside_its_product(device, activation, shared_expert):
-    """It changes no gradient but by rounding, whether anybody watches or not; nobody's tensor is overwritten; twice is the same as once."""
-    layer, _ = make(device, bias=False, activation_fn=activation, shared_expert=shared_expert, moe_zloss_weight=1e-2)
-    x, grad = (torch.randn(5, 3, 32, device=device, requires_grad=needs) for needs in (True, False))
-    kept = x.detach().clone(), grad.clone()
-    got = gradients(layer, x, grad)
-    out = layer(x)
-    twice = [torch.autograd.grad(out, [x, *layer.parameters()], grad, retain_graph=True) for _ in range(2)]
-    hook = layer.experts.register_full_backward_hook(lambda module, grad_input, grad_output: None)
-    watched = gradients(layer, x, grad)
-    hook.remove()
-    for one, *others in zip(got, *twice):
-        assert all(torch.equal(one, other) for other in others)
-    for one, other in zip(got, watched):
-        torch.testing.assert_close(one, other)
-    assert torch.equal(kept[0], x) and torch.equal(kept[1], grad)
-    for one, other in zip(gradients(layer, x, torch.stack([grad, -grad]), is_grads_batched=True), got):
-        torch.testing.assert_close(one[0], other)
-
-
-@pytest.mark.parametrize("alter, taken", [
-    (lambda layer: None, True),
-    (lambda layer: layer.router.layer.weight.requires_grad_(False), True),
-    (lambda layer: layer.router.register_forward_hook(lambda *_: None), False),
-    (lambda layer: layer.router.layer.register_forward_pre_hook(lambda *_: None), False),
-    (lambda layer: layer.experts.register_full_backward_hook(lambda *_: None), False),
-    (lambda layer: layer.experts.mlp.register_full_backward_pre_hook(lambda *_: None), False),
-    (lambda layer: setattr(layer.router, "layer", Adapter(layer.router.layer)), False),
-    (lambda layer: setattr(layer.router, "layer", torch.nn.Linear(32, 4)), False),
-    (lambda layer: setattr(layer.router, "forward", layer.router.forward), False),
-    (lambda layer: setattr(layer.router.args, "moe_jitter_eps", 0.1), False),
-    (lambda layer: setattr(layer.router.args, "activation_fn", torch.tanh), False),
-    (lambda layer: torch.nn.utils.parametrize.register_parametrization(layer.router.layer, "weight", torch.nn.Identity()), False),
-])
-def test_that_takes_a_router_and_experts_as_they_were_made(alter, taken, monkeypatch):
-    layer, _ = make(bias=False)
-    alter(layer)
-    calls, real = [], LearnedRouter.beside_experts
-    monkeypatch.setattr(LearnedRouter, "beside_experts", lambda *args: (calls.append(args), real(*args))[1])
-    layer(torch.randn(5, 1, 32, requires_grad=True)).sum().backward()
-    assert len(calls) == taken
-
-
-def test_that_takes_a_gradient_and_no_autocast(monkeypatch):
-    layer, _ = make(bias=False)
-    monkeypatch.setattr(LearnedRouter, "beside_experts", None)  # called, it would raise
-    layer(torch.randn(5, 1, 32))
-    x = torch.randn(5, 1, 32, requires_grad=True)
-    with torch.no_grad():
-        layer(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        layer(x)
-    bmm, _ = make(bias=False, mlp_impl="bmm")
-    bmm(x)
-
-
-def test_gradients_of_the_routers_results_alone():
-    """As a load-balancing loss has them where nobody uses the experts' result."""
-    layer, _ = make(bias=False)
-    x = torch.randn(5, 32, requires_grad=True)
-    scores, weights, experts, x_of_experts = layer.router.beside_experts(x)
-    expected = torch.autograd.grad(layer.router(x)[0].square().sum(), [x, layer.router.layer.weight])
-    got = torch.autograd.grad(scores.square().sum(), [x, layer.router.layer.weight], retain_graph=True)
-    for one, other in zip(got, expected):
-        torch.testing.assert_close(one, other)
-    assert torch.equal(torch.autograd.grad(x_of_experts.sum(), x)[0], torch.ones_like(x)) and torch.equal(x_of_experts, x)
 
 
 class Adapter(torch.nn.Module):

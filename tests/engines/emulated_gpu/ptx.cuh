@@ -26,8 +26,8 @@ template <int kPending> void cp_async_wait() {
   }
 }
 
-template <int> void await_turn(int warp) { emulated_gpu::await_turn(warp); }
-template <int> void pass_turn(int to_warp) { emulated_gpu::pass_turn(to_warp); }
+inline void await_turn(int warp) { emulated_gpu::await_turn(warp); }
+inline void pass_turn(int to_warp) { emulated_gpu::pass_turn(to_warp); }
 
 inline int load_in_place(const int* from) { return *from; }
 inline uint4 load_once_16(const void* from) {
