@@ -55,8 +55,8 @@ class Arguments:
     Constructing such a layer is collective over the group: it compares the ranks' arguments.
 
     `batch_invariant` asks that the output for a token, the router's choice included, has the same bits whatever other tokens are in the
-    batch, and however many. It is about forward alone. It needs the engine `hopper` and a router that is a plain linear layer, and
-    excludes a shared expert and experts spread over ranks.
+    batch, and however many. It is about forward alone. It needs the engine `hopper` or `tensor_core` and a router that is a plain linear
+    layer, and excludes a shared expert and experts spread over ranks.
 
     `fp8_recipe` has the experts' products of rows computed in float8, see gbmoe.Float8BlockScaling. It needs mlp_impl "gbmoe" and
     the engine "auto", and excludes batch_invariant. Parameters, gradients and checkpoints are the same with it and without.

@@ -35,8 +35,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         trans_a: k-grouped, out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
         engine: "auto", or one of gbmoe.engines.ENGINES; or one of FLOAT8_ENGINES, which quantises both operands (docs/float8.md).
         batch_invariant: a row of the result has the same bits whatever other rows there are, however many, and in whichever groups.
-            The engine `hopper` does this, in one configuration; where it cannot, ValueError says why. Not for trans_a, which sums over
-            rows.
+            The engine `hopper` does this, on other GPUs `tensor_core`; where they cannot, ValueError says why. Not for trans_a, which sums
+            over rows.
         scale_a, scale_b: for operands in float8_e4m3fn, with trans_b, on compute capability 9.0 or the CPU: the decoding scales, float32
             [M, ceil(K / 128)] and [E, ceil(N / 128), ceil(K / 128)], as gbmoe.float8.quantize_rows and quantize_weights give them and
             as torch.nn.functional.scaled_mm names them BlockWise1x128 and BlockWise128x128. K and N are multiples of 16. Not
