@@ -4,13 +4,13 @@
 // loads the 16 bytes of a weight that it will multiply into registers of its own. CTAs are small, and several run on a multiprocessor:
 // while one finds its group, or adds up, the others' loads keep the memory busy. The warps of a CTA either
 // - take turns: each loads its next terms while others multiply, and hands the sums on to the next. All terms are added to a sum in the
-//   order of K, 16 at a time, so that its bits are those of every kernel in tensor_core/ and of those in hopper/ that do not split sums
-//   (docs/numerics.md);
+//   order of K, 16 at a time, so that on Hopper its bits are those of every kernel in tensor_core/ and of those in hopper/ that do not
+//   split sums (docs/numerics.md);
 // - or sum a part of K each, and these parts are added up at the end, in a fixed order. No warp waits for another one's loads before the
 //   end, which is faster where all CTAs run at once.
 //
 // The order of the 16 terms of an mma.sync is free as long as both operands have the same: they need not be those that its fragments are
-// drawn with.
+// drawn with. On Hopper that changes no bit; before, an mma.sync of 16 terms is said to be two sums of 8, one after the other.
 //
 // Legend: out [P,N] = x [P,K] @ b[e]; b[e] is [N,K] where it is K-major, or [K,N]; E groups (experts), P rows of all groups. Lane 4 g + q
 // of a warp has the columns and rows of number g, and the terms of number q.
@@ -47,8 +47,7 @@ struct Arguments {
   const void* b[2];  // [E,N,K] or [E,K,N]; the second is v1 of a GLU
   int activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
-  bool
-      reads_early;  // b and sizes were complete before the kernel before this one began, so that they are read before it has ended
+  bool reads_early;  // b and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
 };
 
@@ -102,7 +101,7 @@ __device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
 // The columns of a warp where b is contiguous along K: two runs of 8, of which a lane has column g each, and of a step's terms those
 // from 8 q to 8 q + 7. In a GLU one run is w1's and one v1's.
 template <typename T, bool kGlu> struct KMajorColumns {
-  static constexpr int kWarps = 4, kCtasPerMultiprocessor = kGlu ? 6 : 5;  // with which ptxas spills nothing
+  static constexpr int kWarps = 4, kCtasPerMultiprocessor = kGlu ? 6 : 5;  // with which ptxas spills at most 24 bytes
   static constexpr int kStep = 32, kVectors = 2, kAtOnce = 4;  // terms of a step, a lane's vectors of it, and steps in flight
   static constexpr int kTerms = 8;  // of a row that a lane multiplies in a step
   static constexpr int kTileN = kGlu ? kColumns : 2 * kColumns;  // columns of one output tensor
@@ -111,7 +110,7 @@ template <typename T, bool kGlu> struct KMajorColumns {
   using RowVector = uint4;
 
   const T* column[2];
-  float sums[kFragments][4] = {};  // of a run; the last two are of rows that there are none of
+  alignas(16) float sums[kFragments][4] = {};  // of a run; the last two are of rows that there are none of
 
   // A column that does not exist is the first one instead, whose sums are not stored.
   __device__ __forceinline__ KMajorColumns(const Arguments& args, int group, int n) {
@@ -173,7 +172,7 @@ template <typename T> struct NMajorColumns {
   using RowVector = uint2;
 
   const T* terms;  // of the lane's columns
-  float sums[kFragments][4] = {};  // of columns 8 g + 2 j, then of those beside them
+  alignas(16) float sums[kFragments][4] = {};  // of columns 8 g + 2 j, then of those beside them
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
     const int column = n + threadIdx.x % 32 / 4 * kColumns;

@@ -1,4 +1,5 @@
-// The instructions that these kernels are made of, one function each: cp.async, ldmatrix and mma.sync. Names are PTX's.
+// The instructions that these kernels and those for few rows are made of, one function each: cp.async, ldmatrix, mma.sync, barriers.
+// Names are PTX's.
 //
 // A fragment is a warp's operand of one mma.sync, spread over the registers of its 32 lanes. All lanes call each function that reads
 // or multiplies fragments together.

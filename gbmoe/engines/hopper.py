@@ -12,9 +12,9 @@ import torch
 
 from gbmoe import kernels
 from gbmoe._checks import dtype_name
+from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
 from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
-from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.tuning import grouped_gemm as tuning
@@ -50,7 +50,7 @@ class Hopper(OwnKernels):
             few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
             return
         if a2 is None and tuning.low_tiles_on_hopper(rows, groups, out.size(1), splits=not self.batch_invariant):
-            _TENSOR_CORE.rows_gemm(a, b, None, None, sizes, trans_b, out)
+            tensor_core.launch_rows(tuning.TENSOR_CORE_LOW, a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
         config = tuning.rows_gemm(rows, groups, inner, out.size(1), splits=not self.batch_invariant)
@@ -66,11 +66,13 @@ class Hopper(OwnKernels):
             split.most, split.even, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        if tuning.few_rows(x.num_rows, w1_EFH.size(0)):
+        if self.has_few_rows(x.num_rows, *w1_EFH.shape[:2]):
             return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save, in_turns=self.batch_invariant)
-        if tuning.low_tiles_on_hopper(x.num_rows, *w1_EFH.shape[:2]):
-            return _TENSOR_CORE.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
+        if tuning.low_tiles_on_hopper(x.num_rows, *w1_EFH.shape[:2]):
+            result = tensor_core.up_gemm(aligned(x.rows_PH()), w1_EFH, v1_EFH, sizes_E, activation, save)
+            x.forget()
+            return result
         if _config(x, w1_EFH, activation).gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
@@ -78,7 +80,7 @@ class Hopper(OwnKernels):
         return result
 
     def down(self, a_PF, w2_EFH, sizes_E):
-        if tuning.few_rows(a_PF.size(0), w2_EFH.size(0)):
+        if self.has_few_rows(a_PF.size(0), w2_EFH.size(0), w2_EFH.size(2)):
             return few_rows_down(a_PF, w2_EFH, sizes_E, in_turns=self.batch_invariant)
         return super().down(a_PF, w2_EFH, sizes_E)
 
@@ -110,17 +112,20 @@ class HopperBatchInvariant(Hopper):
 
     Each sum is one sequence of 16 terms after 16, in the order of K: none is split along K, and the kernels for few rows take turns. Tiles
     of any size, and mma.sync and wgmma, give such a sum the same bits (docs/numerics.md), so that the number of rows may choose among
-    them. Gradients are computed as by `hopper`, except those of `gmm`, which are computed by this engine too.
+    them. Gradients may depend on other rows, as those of `hopper` do.
     """
 
     name = "hopper_batch_invariant"
     batch_invariant = True
 
+    def has_few_rows(self, rows, groups, columns):
+        return super().has_few_rows(rows, groups, columns) or (groups == 1 and tuning.few_rows_of_one_group(rows, columns))
+
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
 
 
-_HOPPER, _TENSOR_CORE = Hopper(), TensorCore()
+_HOPPER = Hopper()
 
 
 def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.ExpertsConfig:

@@ -44,9 +44,7 @@ class OwnKernels(Engine):
         raise TypeError(f"{type(self).__name__} does not say how it computes a k-grouped GEMM")
 
     def has_few_rows(self, rows: int, groups: int, columns: int) -> bool:
-        """Whether the kernels for groups of few rows compute an m-grouped GEMM."""
-        if self.batch_invariant and groups == 1:
-            return tuning.few_rows(rows, groups) or tuning.few_rows_of_one_group(rows, columns)
+        """Whether the kernels for groups of few rows compute an m-grouped GEMM of forward."""
         return tuning.few_rows(rows, groups)
 
     def refuses(self, problem):

@@ -19,6 +19,7 @@ class TensorCore(OwnKernels):
     """One kernel for each grouped GEMM, without a host wait; the first GEMM of an expert computes the activation too."""
 
     name = "tensor_core"
+
     def unavailable(self, device):
         reason = why_not_cuda(device)
         if reason is not None:
@@ -44,7 +45,7 @@ class TensorCore(OwnKernels):
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
         rows, groups = a.size(0), sizes.numel()
         if a2 is None and a.dtype != torch.float32 and self.has_few_rows(rows, groups, out.size(1)):
-            few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
+            few_rows_gemm(a, b, sizes, trans_b, out)
             return
         launch_rows(tuning.tensor_core_rows_gemm(rows, groups, out.size(1)), a, b, a2, b2, sizes, trans_b, out)
 
@@ -55,26 +56,30 @@ class TensorCore(OwnKernels):
         """The activation in the epilogue; in float32 composed, because the epilogue's approximations are for results of 16 bits."""
         if w1_EFH.dtype == torch.float32:
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        if tuning.few_rows(x.num_rows, w1_EFH.size(0)):
-            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save, in_turns=self.batch_invariant)
+        if self.has_few_rows(x.num_rows, *w1_EFH.shape[:2]):
+            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH), sizes_E, activation, save)
         x.forget()
         return result
 
     def down(self, a_PF, w2_EFH, sizes_E):
-        if a_PF.dtype != torch.float32 and tuning.few_rows(a_PF.size(0), w2_EFH.size(0)):
-            return few_rows_down(a_PF, w2_EFH, sizes_E, in_turns=self.batch_invariant)
+        if a_PF.dtype != torch.float32 and self.has_few_rows(a_PF.size(0), w2_EFH.size(0), w2_EFH.size(2)):
+            return few_rows_down(a_PF, w2_EFH, sizes_E)
         return super().down(a_PF, w2_EFH, sizes_E)
 
 
 class TensorCoreBatchInvariant(TensorCore):
-    """The same kernels, but in forward a row gets the same bits whatever other rows there are, and however many.
+    """The same kernels, but a row of a product of rows gets the same bits whatever other rows there are, and however many.
 
-    All tiles sum in the order of K; here the kernels for few rows do so too.
+    Tiles of every size make a sum by the same instructions on the same terms in the same order. The kernels for few rows do not: they give
+    an mma.sync other terms in other places, which makes no difference on Hopper, but where an mma.sync is two sums, one after the other.
     """
 
     name = "tensor_core_batch_invariant"
     batch_invariant = True
+
+    def has_few_rows(self, rows, groups, columns):
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels

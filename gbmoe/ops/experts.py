@@ -94,8 +94,8 @@ def expert_mlp(
             that writes to its argument costs a copy, one more product and one more call. A write that torch does not see (through
             .data, or by a kernel that does not declare it) makes the saved pre-activation wrong.
         batch_invariant: a token's output has the same bits whatever other tokens there are, however many, and however they are routed.
-            The engine `hopper` does this; with another one ValueError says why not. With a callable without a kernel it holds if the
-            callable does so, too. It is about forward; gradients of weights are sums over tokens.
+            The engine `hopper` does this, on other GPUs `tensor_core`; with another one ValueError says why not. With a callable without
+            a kernel it holds if the callable does so, too. It is about forward; gradients of weights are sums over tokens.
         fp8_recipe: compute products of rows in float8, see gbmoe.Float8BlockScaling; on the CPU and on compute capability 9.0, for
             bfloat16 and float16, with H and F multiples of 16. Not together with batch_invariant or a named engine.
         keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less: P * H elements of

@@ -45,7 +45,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
 
     Returns:
         [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. With the engine `hopper` a group's
-        bits may depend on the other groups' sizes, which decide where long sums are split (split-K).
+        bits may depend on the other groups' sizes, which decide where long sums are split (split-K), and with `hopper` and
+        `tensor_core` a row's on how many rows there are.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

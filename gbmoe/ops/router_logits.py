@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from gbmoe import engines
+from gbmoe._checks import require
 from gbmoe._define_operator import define
-from gbmoe.ops.gmm import check_operands
 
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor, engine: str) -> torch.Tensor:
@@ -19,19 +19,25 @@ def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor, engine: str) -> t
     Differentiable in both. Gradients are torch.mm's, as those of torch.nn.Linear are.
 
     Raises:
-        ValueError: if the engine cannot compute it.
+        TypeError, ValueError: for a weight of another dtype or row length than x, and if the engine cannot compute it.
     """
     return _router_logits(x_TH, weight_EH, engine)
 
 
+def _check(x_TH, weight_EH):
+    # Called inside the operator, after autocast's rule has cast both.
+    require(weight_EH.dtype == x_TH.dtype, "router_logits", "weight", lambda: f"the dtype of x, {x_TH.dtype}", weight_EH.dtype, TypeError)
+    require(weight_EH.size(1) == x_TH.size(1), "router_logits", "weight", lambda: f"size(1) == {x_TH.size(1)}", weight_EH.size(1))
+
+
 def _kernel(x_TH, weight_EH, engine):
-    weights_1EH = weight_EH.unsqueeze(0)
-    check_operands(x_TH, weights_1EH, False, True)
+    _check(x_TH, weight_EH)
     all_of_them = x_TH.new_full((1,), x_TH.size(0), dtype=torch.int32)
-    return engines.product(x_TH, weights_1EH, all_of_them, trans_b=True, engine=engine)
+    return engines.product(x_TH, weight_EH.unsqueeze(0), all_of_them, trans_b=True, engine=engine)
 
 
 def _fake(x_TH, weight_EH, engine):
+    _check(x_TH, weight_EH)
     return x_TH.new_empty(x_TH.size(0), weight_EH.size(0))
 
 

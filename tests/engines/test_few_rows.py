@@ -18,7 +18,7 @@ from tests.engines.test_tensor_core import device, devices, drawn, kernels, pois
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [5], [0, 0]], "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}
-SHAPES = {"cuda": [(8, 8), (72, 136), (256, 64), (2048, 768), (776, 2056)], "cpu": [(8, 8), (296, 72)]}
+SHAPES = {"cuda": [(8, 8), (72, 136), (256, 64), (2048, 768), (776, 2056)], "cpu": [(8, 8), (296, 72), (1096, 24)]}
 IN_TURNS = pytest.mark.parametrize("in_turns", [False, True], ids=["parts", "in turns"])
 E = engines.ENGINES
 
@@ -52,6 +52,25 @@ def test_rows(device, dtype, trans_b, in_turns):  # noqa: F811
                 tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, trans_b, outs[2])
             for out in outs[1:]:
                 assert torch.equal(outs[0][:rows], out[:rows]) and bool(out[rows:].isnan().all())
+
+
+@pytest.mark.memcheck
+@DTYPES
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_turns_sum_in_the_order_of_a_tile(device, dtype, trans_b):  # noqa: F811
+    """With terms that cancel far apart, so that any other order shows: sums of parts do differ."""
+    sizes, (inner, columns) = [3, 0, 5], (1096, 24)
+    a, b = (torch.randn(*shape, generator=exact_inputs.generator(device, seed), device=device)
+            for seed, shape in enumerate(((8, inner), (3, columns, inner))))
+    for term, size in ((5, 4096.0), (400, -4096.0), (200, 512.0), (1000, -512.0)):
+        a[:, term], b[:, :, term] = size, 64.0
+    a, b = a.to(dtype), b.to(dtype)
+    b = b if trans_b else b.transpose(1, 2).contiguous()
+    on_device, outs = torch.tensor(sizes, device=device), [poisoned(8, columns, dtype=dtype, device=device) for _ in range(3)]
+    own_kernels.few_rows_gemm(a, b, on_device, trans_b, outs[0], in_turns=True)
+    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, trans_b, outs[1])
+    own_kernels.few_rows_gemm(a, b, on_device, trans_b, outs[2])
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.memcheck
@@ -163,7 +182,8 @@ def test_slots_that_name_no_token_are_rows_of_zeros(device):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["hopper", "tensor_core", *engines.BATCH_INVARIANT.values()])
 def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
-    """In turns where the number of rows must not matter, and then for more rows of a group alone too: a router's."""
+    """On Hopper, where the number of rows must not matter, in turns, and then for more rows of a group alone too: a router's. On other GPUs
+    not at all then."""
     if E[engine].unavailable(torch.device("cuda")):
         pytest.skip(E[engine].unavailable(torch.device("cuda")))
     calls = []
@@ -174,14 +194,15 @@ def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
     for module in ("hopper", "tensor_core"):
         for name in ("few_rows_gemm", "few_rows_up"):
             monkeypatch.setattr(f"gbmoe.engines.{module}.{name}", recorded(getattr(own_kernels, name)))
-    invariant = E[engine].batch_invariant
-    for rows, groups, taken in ((1, 1, 2), (3, 1, int(invariant)), (40, 20, 2), (41, 20, 0), (300, 4, 0)):
+    in_turns = {"hopper": [{"in_turns": False}], "hopper_batch_invariant": [{"in_turns": True}], "tensor_core": [{}]}.get(engine, [])
+    of_one_group = int(engine == "hopper_batch_invariant")
+    for rows, groups, taken in ((1, 1, 2), (3, 1, of_one_group), (40, 20, 2), (41, 20, 0), (300, 4, 0)):
         a, b = (drawn(*shape, dtype=torch.bfloat16, device=torch.device("cuda"), seed=1) for shape in ((rows, 64), (groups, 128, 64)))
         sizes = torch.tensor([rows] + [0] * (groups - 1), device="cuda")
         calls.clear()
         E[engine].product(a, b, sizes, trans_b=True)
         E[engine].up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a), b, None, sizes, "silu", False)
-        assert calls == [{"in_turns": invariant}] * taken
+        assert calls == in_turns * taken
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "one element off", "sizes on the host"])

@@ -38,8 +38,9 @@ def test_auto_takes_hoppers_or_else_that_of_other_gpus(monkeypatch, available, e
     of = dict(zip(engines.BATCH_INVARIANT.values(), available))
     monkeypatch.setattr(engines, "_unavailable", lambda name, device: None if of[name] else "some reason")
     engines.forget()
-    assert engines.batch_invariant("auto", torch.device("cuda", 0)) == expected
+    chosen = engines.batch_invariant("auto", torch.device("cuda", 0))
     engines.forget()
+    assert chosen == expected
 
 
 @pytest.mark.parametrize("engine", ["torch", "cublas_loop", "cublas_grouped", "reference"])
@@ -103,10 +104,24 @@ def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypa
 
 def test_the_routers_logits_under_autocast(monkeypatch):
     monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t())
-    with pytest.raises(TypeError, match="gmm: b: expected the dtype of a"):
+    with pytest.raises(TypeError, match="router_logits: weight: expected the dtype of x, torch.float32, got torch.bfloat16"):
         router_logits(torch.ones(2, 8), torch.ones(4, 8, dtype=torch.bfloat16), PINNED)
+    with pytest.raises(ValueError, match=r"router_logits: weight: expected size\(1\) == 8, got 16"):
+        router_logits(torch.ones(2, 8), torch.ones(4, 16), PINNED)
     with torch.autocast("cpu", torch.bfloat16):
         assert router_logits(torch.ones(2, 8), torch.ones(4, 8), PINNED).dtype == torch.bfloat16
+
+
+def test_the_routers_logits_as_an_operator(monkeypatch):
+    monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t())
+    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    torch.library.opcheck(torch.ops.gbmoe.router_logits.default, (x, weight, PINNED))
+    compiled = torch.compile(lambda x, weight: router_logits(x, weight, PINNED) * 2, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 7, 0):
+        x = torch.randn(tokens, 8, requires_grad=True)
+        for one, other in zip(torch.autograd.grad(compiled(x, weight).sum(), [x, weight]),
+                              torch.autograd.grad((router_logits(x, weight, PINNED) * 2).sum(), [x, weight])):
+            torch.testing.assert_close(one, other)
 
 
 def layer_of(hidden, ffn, experts, top_k, **fields):
