@@ -262,6 +262,7 @@ def calls(device, dtype, tokens, top_k):
         yield "bounded_counts", (plan.counts_E, tokens * top_k, check)
     yield "route", (logits, top_k, 1.0, True)
     yield "route", (logits, top_k, None, False)
+    yield "router_logits", (x, matrix(EXPERTS, HIDDEN), "reference")
     yield "route_backward", (logits.softmax(-1), ids, logits, weights.to(dtype), None, 1.0, dtype)
     for scale in (None, weights):
         yield "padded_gather", (x, *maps, None, None, scale, scale, False)
