@@ -41,6 +41,8 @@ Arguments arguments(const char* name, const Tensor& x, const Tensor& sizes, cons
   args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
   args.groups = static_cast<int>(sizes.numel());
   args.rows = static_cast<int>(out.size(0));
+  // A CTA's next row is an int.
+  STD_TORCH_CHECK(out.size(0) <= INT32_MAX / 2, name, ": expected at most 2^30 - 1 rows, got ", out.size(0));
   // A group alone may have many rows, and then too few CTAs would walk them.
   args.row_blocks = args.groups == 1 ? std::max(1, ceil_div(args.rows, kRows)) : 1;
   args.x = x.data_ptr();

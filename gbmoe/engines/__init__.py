@@ -45,8 +45,8 @@ def names() -> list[str]:
 def batch_invariant(engine: str, device: torch.device | None = None) -> str:
     """The engine that stands for `engine` where a row's bits are to be the same whatever other rows there are.
 
-    "auto" becomes the one for Hopper, or on another GPU since compute capability 8.0 that of tensor_core. The number of rows does not
-    matter, nor does anything else that changes from batch to batch.
+    "auto" becomes the one for Hopper, or where that does not run on `device` and tensor_core does, that of tensor_core; without a device
+    it is the one for Hopper. The number of rows does not matter, nor does anything else that changes from batch to batch.
 
     Raises:
         ValueError: for an engine that is not "auto" and whose bits may depend on them.

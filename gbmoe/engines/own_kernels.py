@@ -94,8 +94,8 @@ class OwnKernels(Engine):
 
 def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor, in_turns: bool = False) -> None:
     """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
-    dtype. With `in_turns` a sum has the bits that the tensor_core engine gives it; without, it may be made of parts, which is up to 6 %
-    faster where there is one token. RuntimeError for another dtype of out."""
+    dtype. With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it; without, it may be made of parts, which is
+    faster where all CTAs run at once. RuntimeError for another dtype of out."""
     torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, in_turns, False, out)
 
 

@@ -85,6 +85,11 @@ def test_a_group_alone_of_many_rows(device, dtype):  # noqa: F811
         own_kernels.few_rows_gemm(a, b, on_device, True, outs[0], in_turns=True)
         tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, True, outs[1])
         assert torch.equal(outs[0][:size], outs[1][:size]) and bool(outs[0][size:].isnan().all())
+    if dtype == torch.bfloat16:  # the emulated GPU's only one for the first GEMM's tiles
+        rows_of_x = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a)
+        results = (own_kernels.few_rows_up(rows_of_x, b, b, torch.tensor([rows], device=device), "silu", True, in_turns=True),
+                   tensor_core.up_gemm(a, b, b, torch.tensor([rows], device=device), "silu", True))
+        assert all(torch.equal(one, other) for one, other in zip(*results))
 
 
 @pytest.mark.memcheck
