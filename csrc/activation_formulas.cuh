@@ -16,6 +16,7 @@
 
 #pragma once
 
+#include <cfloat>
 #include <type_traits>
 
 #include "approximations.cuh"
@@ -118,7 +119,7 @@ template <typename F> __device__ __forceinline__ void with_activation(int activa
 
 // Each family is a type, which is chosen when the kernel is launched. Its members differ by numbers that it takes from the kind.
 
-// values() is value() of several finite numbers, in place, with the same bits.
+// values() is value() of several numbers, in place, with the same bits.
 template <typename Family, int N> __device__ __forceinline__ void values(const Family& family, float (&x)[N]) {
 #pragma unroll
   for (float& one : x) one = family.value(one);
@@ -130,7 +131,10 @@ struct SigmoidActivation {  // silu, whose cubic coefficient is 0, and gelu_tanh
   __device__ __forceinline__ explicit SigmoidActivation(int kind)
       : linear(kind == kSilu ? 1.0f : static_cast<float>(kGeluLinear)),
         cubic(kind == kSilu ? 0.0f : static_cast<float>(kGeluCubic)) {}
-  __device__ __forceinline__ float value(float x) const { return x * sigmoid<true>(cubic_argument(x, linear, cubic)); }
+  // silu's cubic coefficient, 0, times +inf would be NaN. fminf drops a NaN, but x itself is a factor of the result.
+  __device__ __forceinline__ float value(float x) const {
+    return x * sigmoid<true>(cubic_argument(fminf(x, FLT_MAX), linear, cubic));
+  }
 };
 
 template <int N> __device__ __forceinline__ void values(const SigmoidActivation& family, float (&x)[N]) {

@@ -148,14 +148,19 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    sizes, index = device_sizes(sizes, x.device), plain_torch.ACTIVATION_INDEX[activation]
     config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None)
+    launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
+    return a_PF, h_PF, g_PF
+
+
+def launch_up(config: tuning.GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
+    """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
+    index = plain_torch.ACTIVATION_INDEX[activation]
     tiling, memory = (config.cluster_n, config.panel, config.even_panels), workspace(x, sizes, config)
     if v1_EFH is None:
         torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, memory, a_PF, h_PF)
     else:
         torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, *tiling, memory, a_PF, h_PF, g_PF)
-    return a_PF, h_PF, g_PF
 
 
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):

@@ -93,11 +93,15 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
     a_PF = x_PH.new_empty(x_PH.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    config = tuning.tensor_core_up_gemm(a_PF.size(0), w1_EFH.size(0))
+    launch_up(tuning.tensor_core_up_gemm(a_PF.size(0), w1_EFH.size(0)), x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF)
+    return a_PF, h_PF, g_PF
+
+
+def launch_up(config: tuning.TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
+    """up_gemm in a given configuration, into a, h and g; h and g may be None."""
     torch.ops.gbmoe_cuda.tensor_core_up(
         x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_torch.ACTIVATION_INDEX[activation],
         config.tile_m, config.tile_n, config.panel, a_PF, h_PF, g_PF)
-    return a_PF, h_PF, g_PF
 
 
 def launch_rows(config: tuning.TensorCoreConfig, a, b, a2, b2, sizes, trans_b, out) -> None:

@@ -11,15 +11,19 @@ from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
+from gbmoe.tuning import grouped_gemm as tuning
 from gbmoe.tuning.grouped_gemm import NARROW, SQUARE, TENSOR_CORE_LOW, TENSOR_CORE_SQUARE, TENSOR_CORE_WIDE, WIDE, GemmConfig
 from tests.conftest import dtype_id
 
 pytestmark = pytest.mark.gpu
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+OF_16_BITS = [torch.bfloat16, torch.float16]
 SIZES, INNER, COLUMNS = [64, 0, 128], (8, 24, 72, 520, 2048, 14336), 264
-OF_HOPPER = (GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2), GemmConfig(NARROW, cluster_n=2), GemmConfig(SQUARE, ping_pong=True),
-             GemmConfig(SQUARE, cluster_n=2, ping_pong=True), GemmConfig(SQUARE, cluster_m=2, ping_pong=True))
+OF_HOPPER = (GemmConfig(WIDE), GemmConfig(WIDE, tile_counter=True), GemmConfig(WIDE, cluster_n=2), GemmConfig(NARROW, cluster_n=2),
+             GemmConfig(SQUARE, ping_pong=True), GemmConfig(SQUARE, cluster_n=2, ping_pong=True),
+             GemmConfig(SQUARE, cluster_m=2, ping_pong=True, tile_counter=True))
+OF_HOPPER_UP = (GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2, panel=2, even_panels=True, tile_counter=True))
 OF_TENSOR_CORE = (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW)
+OF_TENSOR_CORE_UP = (TENSOR_CORE_WIDE, TENSOR_CORE_LOW)
 
 
 @pytest.fixture
@@ -35,7 +39,8 @@ def has_hopper(device):
 
 
 def hard_numbers(kind, *shape, dtype, device, seed):
-    """Random numbers: of very different size, cancelling, denormal, mostly zeros of both signs, or with some that are not finite."""
+    """Random numbers: of very different size, cancelling, denormal, with products that vanish, mostly zeros of both signs, or some of them
+    not finite."""
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(shape, device=device, generator=generator)
     small = dtype == torch.float16
@@ -52,6 +57,8 @@ def hard_numbers(kind, *shape, dtype, device, seed):
         x = x.sign() * powers(-8, 9) * (1 + x.abs() / 256)
     elif kind == "denormal":
         x = x * (2.0**-20 if small else 2.0**-64)
+    elif kind == "vanishing":
+        x = x * (2.0**-24 if small else torch.where(some(0.5), 2.0**-100, 2.0**-70))
     elif kind == "mostly zeros":
         x = torch.where(some(0.8), x.sign() * 0.0, x)
     elif kind == "infinite":
@@ -62,11 +69,11 @@ def hard_numbers(kind, *shape, dtype, device, seed):
 
 
 def bits(tensor):
-    return tensor.view(torch.int16)
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
-@DTYPES
-@pytest.mark.parametrize("kind", ["normal", "of all sizes", "cancelling", "denormal", "mostly zeros", "infinite", "nan"])
+@pytest.mark.parametrize("dtype", [*OF_16_BITS, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("kind", ["normal", "of all sizes", "cancelling", "denormal", "mostly zeros", "vanishing", "infinite", "nan"])
 def test_products_of_rows(device, dtype, kind):
     for inner, trans_b in itertools.product(INNER, (False, True)):
         a = hard_numbers(kind, sum(SIZES), inner, dtype=dtype, device=device, seed=1)
@@ -79,29 +86,64 @@ def test_products_of_rows(device, dtype, kind):
 
         for config in OF_TENSOR_CORE:
             tensor_core.launch_rows(config, a, b, None, None, sizes, trans_b, out(config))
-        if has_hopper(device):
+        if has_hopper(device) and dtype in OF_16_BITS:
             own_kernels.few_rows_gemm(a, b, sizes, trans_b, out("few rows"), in_turns=True)
+            if trans_b:  # there are kernels for a group alone, of at most this many rows here
+                alone = torch.full((40, COLUMNS), 7.0, dtype=dtype, device=device)
+                own_kernels.few_rows_gemm(a[:40], b[:1], None, True, alone, in_turns=True)
+                assert torch.equal(bits(alone), bits(outs[OF_TENSOR_CORE[0]][:40])), (inner, "a group alone")
             for config in OF_HOPPER:
                 hopper.launch_rows(config, a, b, None, None, sizes, trans_b, out(config))
         for name, product in outs.items():
             assert torch.equal(bits(product), bits(outs[OF_TENSOR_CORE[0]])), (inner, trans_b, name)
 
 
-@DTYPES
+def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
+    """The results of every kernel that computes an expert's first GEMM, the same of tokens and of rows gathered before."""
+    rows, ffn, device, results = token_of_row.numel(), w1.size(1), w1.device, {}
+    x = tokens[token_of_row]
+
+    def outs(name):
+        a, h, g = (torch.full((rows, ffn), 7.0, dtype=x.dtype, device=device) for _ in range(3))
+        results[name] = (a, h) if v1 is None else (a, h, g)
+        return a, h, None if v1 is None else g
+
+    for config in OF_TENSOR_CORE_UP:
+        tensor_core.launch_up(config, x, w1, v1, sizes, activation, *outs(config))
+    if has_hopper(device):
+        gathered = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x)
+        few = own_kernels.few_rows_up(gathered, w1, v1, sizes, activation, True, in_turns=True)
+        results["few rows"] = tuple(tensor for tensor in few if tensor is not None)
+        for config in OF_HOPPER_UP:
+            hopper.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))
+        if activation in ("silu", "gelu_tanh"):
+            hopper.launch_up(tuning.GATHERED_ROWS, tokens, token_of_row.int(), 1, w1, v1, sizes, activation, *outs("gathered inside"))
+    return results
+
+
+@pytest.mark.parametrize("dtype", OF_16_BITS, ids=dtype_id)
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
 def test_the_first_gemm_with_its_activation(device, dtype, activation, glu):
-    inner, ffn = 520, 264
+    inner, ffn, rows = 520, 264, sum(SIZES)
     sizes = torch.tensor(SIZES, dtype=torch.int32, device=device)
-    for kind in ("normal", "of all sizes", "cancelling"):
-        x = hard_numbers(kind, sum(SIZES), inner, dtype=dtype, device=device, seed=1)
+    token_of_row = torch.randperm(rows, device=device, generator=torch.Generator(device).manual_seed(4))
+    for kind in ("normal", "of all sizes", "cancelling", "infinite", "nan"):
+        tokens = hard_numbers(kind, rows, inner, dtype=dtype, device=device, seed=1)
         w1, v1 = (hard_numbers("normal", len(SIZES), ffn, inner, dtype=dtype, device=device, seed=seed) / 16 for seed in (2, 3))
-        v1 = v1 if glu else None
-        rows = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x)
-        results = {"tensor_core": tensor_core.up_gemm(x, w1, v1, sizes, activation, True)}
-        if has_hopper(device):
-            results["few rows"] = own_kernels.few_rows_up(rows, w1, v1, sizes, activation, True, in_turns=True)
-            results["hopper"] = hopper.up_gemm(x, None, 1, w1, v1, sizes, activation, True)
+        results = first_gemms(tokens, token_of_row, w1, v1 if glu else None, sizes, activation)
         for name, got in results.items():
-            for one, other in zip(got, results["tensor_core"]):
-                assert (one is None and other is None) or torch.equal(bits(one), bits(other)), (kind, name)
+            for one, other in zip(got, results[TENSOR_CORE_WIDE]):
+                assert torch.equal(bits(one), bits(other)), (kind, name)
+
+
+@pytest.mark.parametrize("dtype", OF_16_BITS, ids=dtype_id)
+@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+def test_the_activation_of_an_infinite_sum(device, dtype, activation):
+    """silu of +inf was NaN in tiles."""
+    h = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0], dtype=dtype, device=device)
+    tokens, w1 = torch.zeros(4, 8, dtype=dtype, device=device), torch.zeros(1, 8, 8, dtype=dtype, device=device)
+    tokens[:, 0], w1[:, :, 0] = h, 1.0
+    expected = plain_torch.ACTIVATIONS[activation](h.double(), False).to(dtype)
+    for name, (a, _) in first_gemms(tokens, torch.arange(4, device=device), w1, None, torch.tensor([4], device=device), activation).items():
+        torch.testing.assert_close(a, expected[:, None].expand(4, 8), equal_nan=True, msg=lambda text: f"{name}: {text}")

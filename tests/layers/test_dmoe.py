@@ -244,7 +244,7 @@ def step_on(engine, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "torch"])
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core", "torch"])
 def test_a_step_waits_for_nothing(engine):
     _, _, _, step = step_on(engine, 0)
     step()
@@ -257,7 +257,7 @@ def test_a_step_waits_for_nothing(engine):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "torch"])
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core", "torch"])
 def test_one_cuda_graph_of_a_step_serves_every_routing(engine):
     """Forward and backward, captured once: other tokens, another router and so other counts give eager's bits."""
     layer, x, grad, step = step_on(engine, 0)
