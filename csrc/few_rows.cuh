@@ -2,7 +2,8 @@
 //
 // A CTA computes the columns of one tile for all rows of one group, and its warps divide the terms of the sums over K among them. A lane
 // loads the 16 bytes of a weight that it will multiply into registers of its own. CTAs are small, and several run on a multiprocessor:
-// while one finds its group, or adds up, the others' loads keep the memory busy. The warps of a CTA either
+// while one finds its group, or adds up, the others' loads keep the memory busy. (A router's logits have few CTAs, which are larger.) The
+// warps of a CTA either
 // - take turns: each loads its next terms while others multiply, and hands the sums on to the next. All terms are added to a sum in the
 //   order of K, 16 at a time, so that on Hopper its bits are those of every kernel in tensor_core/ and of those in hopper/ that do not
 //   split sums (docs/numerics.md);
@@ -31,11 +32,12 @@ using tensor_core::mma;
 
 constexpr int kRows = 8;  // of an mma.sync; a group with more is walked so many at a time
 constexpr int kColumns = 8;  // of an mma.sync
+constexpr int kShortSum = 768;  // terms up to which NMajorColumns may arrange first
 
 using tensor_core::EpilogueKind;
 
 struct Arguments {
-  const void* sizes;  // [E], rows of each group
+  const void* sizes;  // [E], rows of each group; null: one group has all rows
   bool sizes_are_int64;  // else int32
   int groups;
   int rows;  // P: no group reaches beyond it, whatever its size says
@@ -55,6 +57,7 @@ struct Group { int number, first_row, rows; };
 
 // Group `index` of those that have rows; without rows where there are not so many. All lanes of a warp call it together.
 __device__ __forceinline__ Group find_group(const Arguments& args, int index) {
+  if (!args.sizes) return {0, 0, args.rows};
   constexpr int kAtOnce = 4;  // loads in flight
   const int lane = threadIdx.x % 32;
   int rows_before = 0;  // in this lane's groups
@@ -99,10 +102,13 @@ __device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
 }
 
 // The columns of a warp where b is contiguous along K: two runs of 8, of which a lane has column g each, and of a step's terms those
-// from 8 q to 8 q + 7. In a GLU one run is w1's and one v1's.
-template <typename T, bool kGlu> struct KMajorColumns {
-  static constexpr int kWarps = 4, kCtasPerMultiprocessor = kGlu ? 6 : 5;  // with which ptxas spills at most 24 bytes
-  static constexpr int kStep = 32, kVectors = 2, kAtOnce = 4;  // terms of a step, a lane's vectors of it, and steps in flight
+// from 8 q to 8 q + 7. In a GLU one run is w1's and one v1's. With kFewCtas, at most as many as there are multiprocessors, a CTA has 2,048
+// terms in flight instead of 512, because there are no others to hide its loads.
+template <typename T, bool kGlu, bool kFewCtas = false> struct KMajorColumns {
+  static constexpr int kSmallCtas = kGlu ? 6 : 5;  // on a multiprocessor; with these ptxas spills at most 24 bytes
+  static constexpr int kWarps = kFewCtas ? 8 : 4, kCtasPerMultiprocessor = kFewCtas ? 1 : kSmallCtas;
+  static constexpr int kStep = 32, kVectors = 2;  // terms of a step, and a lane's vectors of it
+  static constexpr int kAtOnce = kFewCtas ? 8 : 4;  // steps in flight
   static constexpr int kTerms = 8;  // of a row that a lane multiplies in a step
   static constexpr int kTileN = kGlu ? kColumns : 2 * kColumns;  // columns of one output tensor
   static constexpr int kSums = 2 * kColumns;  // of a row; in a GLU h's, then g's
@@ -126,8 +132,10 @@ template <typename T, bool kGlu> struct KMajorColumns {
 #pragma unroll
     for (int i = 0; i < 2; ++i) to[i] = tensor_core::load_once_16(column[i] + k);
   }
-  // Exchanges halves of vectors with another lane, so that x and y are of the step's first 16 terms in all lanes, z and w of its last 16.
-  __device__ __forceinline__ static void put_in_order(uint4 (&v)[kVectors]) {
+  // In order, exchanges halves of vectors with another lane, so that x and y are of the step's first 16 terms in all lanes, z and w of its
+  // last 16.
+  template <bool kInOrder> __device__ __forceinline__ static void arrange(uint4 (&v)[kVectors]) {
+    if constexpr (!kInOrder) return;
     const bool has_first = threadIdx.x % 4 < 2;
 #pragma unroll
     for (uint4& own : v) {
@@ -165,8 +173,8 @@ template <typename T, bool kGlu> struct KMajorColumns {
 };
 
 // The same where b is contiguous along N: eight runs of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
-// from 4 q to 4 q + 3.
-template <typename T> struct NMajorColumns {
+// from 4 q to 4 q + 3. With kArrangesFirst they are arranged before a warp's turn; otherwise the compiler does it when they are multiplied.
+template <typename T, bool kArrangesFirst = false> struct NMajorColumns {
   static constexpr int kWarps = 8, kCtasPerMultiprocessor = 2;
   static constexpr int kStep = 16, kVectors = 4, kAtOnce = 4, kTerms = 4, kTileN = 64, kSums = 64, kFragments = 4;
   using RowVector = uint2;
@@ -184,21 +192,33 @@ template <typename T> struct NMajorColumns {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i, from += args.size_n) to[i] = tensor_core::load_once_16(from);
   }
-  // A step's terms are 16 that follow each other anyway.
-  __device__ __forceinline__ static void put_in_order(uint4 (&)[kVectors]) {}
+  // Two terms a word instead of two columns: terms 0 and 1 of columns 2 j, the same of columns 2 j + 1, then terms 2 and 3. A step's
+  // terms are 16 that follow each other anyway.
+  template <bool> __device__ __forceinline__ static void arrange(uint4 (&v)[kVectors]) {
+#pragma unroll
+    for (int i = 0; i < kVectors; i += 2) {
+      const uint4 one = v[i], next = v[i + 1];
+      const auto pairs = [&](unsigned bytes) {
+        return uint4{
+            permuted(one.x, next.x, bytes), permuted(one.y, next.y, bytes), permuted(one.z, next.z, bytes),
+            permuted(one.w, next.w, bytes)};
+      };
+      v[i] = pairs(0x5410), v[i + 1] = pairs(0x7632);
+    }
+  }
+  __device__ __forceinline__ static uint32_t permuted(uint32_t low, uint32_t high, unsigned bytes) {
+    if constexpr (kArrangesFirst) return tensor_core::permute_in_place(low, high, bytes);
+    else return __byte_perm(low, high, bytes);
+  }
   template <bool kInOrder> __device__ __forceinline__ static uint2 load_row(const T* row, int k, int end) {
     const int first = k + kTerms * (threadIdx.x % 4);
     return row && first < end ? *reinterpret_cast<const uint2*>(row + first) : uint2{};
   }
   __device__ __forceinline__ void multiply(const uint2& row, const uint4 (&v)[kVectors]) {
-    uint32_t term[kVectors][4];  // two columns a word
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) term[i][0] = v[i].x, term[i][1] = v[i].y, term[i][2] = v[i].z, term[i][3] = v[i].w;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const auto of_both = [&](int first, unsigned bytes) { return __byte_perm(term[first][j], term[first + 1][j], bytes); };
-      mma<T>(sums[j], {of_both(0, 0x5410), of_both(0, 0x7632), of_both(2, 0x5410), of_both(2, 0x7632)}, row.x, row.y);
-    }
+    mma<T>(sums[0], {v[0].x, v[1].x, v[2].x, v[3].x}, row.x, row.y);
+    mma<T>(sums[1], {v[0].y, v[1].y, v[2].y, v[3].y}, row.x, row.y);
+    mma<T>(sums[2], {v[0].z, v[1].z, v[2].z, v[3].z}, row.x, row.y);
+    mma<T>(sums[3], {v[0].w, v[1].w, v[2].w, v[3].w}, row.x, row.y);
   }
   template <typename F> __device__ __forceinline__ void each(const F& f) const {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -236,7 +256,7 @@ __device__ __forceinline__ void add_batch(
   for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
     for (uint4& v : vectors[i]) v = zero_unless(own + i * kStep < end, v);
-    if constexpr (kInOrder) Columns::put_in_order(vectors[i]);
+    Columns::template arrange<kInOrder>(vectors[i]);
   }
   before_products();
 #pragma unroll
@@ -256,14 +276,14 @@ __device__ __forceinline__ void sum_rows(
   for (int k = first; k < end; k += kInTurns ? kWarps * kBatch : kBatch) {
     add_batch<T, kInTurns>(args, group, row, k, end, args.reads_early && k == first, columns, [&] {
       if (!kInTurns || k == 0) return;
-      tensor_core::await_turn(warp);
+      tensor_core::await_turn<kWarps>(warp);
 #pragma unroll
       for (int i = 0; i < Columns::kFragments; ++i) reinterpret_cast<float4&>(columns.sums[i]) = sums.handed_on[i][lane];
     });
     if (kInTurns && k + kBatch < end) {
 #pragma unroll
       for (int i = 0; i < Columns::kFragments; ++i) sums.handed_on[i][lane] = reinterpret_cast<const float4&>(columns.sums[i]);
-      tensor_core::pass_turn((warp + 1) % kWarps);
+      tensor_core::pass_turn<kWarps>((warp + 1) % kWarps);
     }
   }
   wait_for_kernel_before();  // also in a warp without terms

@@ -194,8 +194,8 @@ void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
 // The same as tensor_core_rows without a second pair, and as tensor_core_up, for groups of few rows; bf16 and fp16. With slot_of_row, x
 // is [tokens,H], and row r that of token slot_of_row[r] / top_k, or zeros where that names none. With reads_early, which needs b and
 // sizes to have been complete before the kernel before this one began, they are read before that has ended. With in_turns a sum has on
-// Hopper the bits that tensor_core_rows gives it; without, it may be made of parts.
-void few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, bool in_turns, bool reads_early, Tensor out);
+// Hopper the bits that tensor_core_rows gives it; without, it may be made of parts. Without sizes one group has all rows.
+void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool in_turns, bool reads_early, Tensor out);
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
     int64_t activation, bool in_turns, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);

@@ -87,7 +87,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " -> ()");
   m.def("tensor_core_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel,"
         " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
-  m.def("few_rows_gemm(Tensor a, Tensor b, Tensor sizes, bool trans_b, bool in_turns, bool reads_early, Tensor(a!) out) -> ()");
+  m.def("few_rows_gemm(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool in_turns, bool reads_early, Tensor(a!) out) -> ()");
   m.def(
       "few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, bool in_turns,"
       " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");

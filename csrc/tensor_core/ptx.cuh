@@ -38,17 +38,24 @@ __device__ __forceinline__ uint4 load_once_16(const void* from) {
 }
 
 // Warps of a CTA that take turns: a warp waits until another one passes the turn on to it, and then reads what that one wrote to shared
-// memory before. Warp w uses barrier w + 1; 0 is __syncthreads'.
-__device__ __forceinline__ void await_turn(int warp) {
+// memory before. Warps have numbers below kWarps. Warp w uses barrier w + 1; 0 is __syncthreads'. The number is a constant in each branch,
+// because a turn takes longer where ptxas finds it in a register.
+template <int kWarps> __device__ __forceinline__ void await_turn(int warp) {
+  static_assert(kWarps < 16, "a CTA has 16 barriers");
   __syncwarp();
-  asm volatile("bar.sync %0, 64;" ::"r"(warp + 1) : "memory");
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w)
+    if (w == warp) asm volatile("bar.sync %0, 64;" ::"r"(w + 1) : "memory");
 }
 // bar.arrive orders the writes before it as bar.sync does (PTX manual). The fence says so to whoever does not know; it takes no time that
 // could be measured.
-__device__ __forceinline__ void pass_turn(int to_warp) {
+template <int kWarps> __device__ __forceinline__ void pass_turn(int to_warp) {
+  static_assert(kWarps < 16, "a CTA has 16 barriers");
   __threadfence_block();
   __syncwarp();
-  asm volatile("bar.arrive %0, 64;" ::"r"(to_warp + 1) : "memory");
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w)
+    if (w == to_warp) asm volatile("bar.arrive %0, 64;" ::"r"(w + 1) : "memory");
 }
 
 // A load that stays behind the ones before it.
@@ -56,6 +63,12 @@ __device__ __forceinline__ int load_in_place(const int* from) {
   int value;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
   return value;
+}
+// __byte_perm that the compiler leaves before a turn which comes after it, as the SASS of few_rows.cu shows.
+__device__ __forceinline__ uint32_t permute_in_place(uint32_t low, uint32_t high, unsigned bytes) {
+  uint32_t word;
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(bytes));
+  return word;
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 hold the addresses of matrix i's rows. Lane l gets elements

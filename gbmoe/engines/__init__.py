@@ -159,6 +159,12 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
     return select(engine, Problem.of(a, b, sizes, trans_a, trans_b)).product(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, *, engine: str = "auto") -> torch.Tensor:
+    """x @ weight.T by the engine that `engine` names or "auto" chooses; see Engine.linear. It has no autograd."""
+    problem = Problem(x.device, x.dtype, x.size(0), 1, x.size(1), weight.size(0), False, x.device.type == "cpu", allows_tf32(x.dtype))
+    return select(engine, problem).linear(x, weight)
+
+
 class _ByProduct(Engine):
     """An engine that chooses the engine of every product separately."""
 

@@ -112,6 +112,11 @@ class Engine:
         # Kernels decide by the row length alone whether to access 16 bytes at a time, so the operands must be aligned.
         return self.gmm(aligned(a), aligned(b), sizes, trans_a, trans_b, out, accumulate)
 
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T, [P,N], of x [P,K] and weight [N,K]: the product of one group that has all rows."""
+        all_rows = x.new_full((1,), x.size(0), dtype=torch.int32)
+        return self.product(x, weight.unsqueeze(0), all_rows, trans_b=True)
+
     # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H], and v1 is
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the
     # arguments, and do so in the results.

@@ -121,6 +121,14 @@ class HopperBatchInvariant(Hopper):
     def has_few_rows(self, rows, groups, columns):
         return super().has_few_rows(rows, groups, columns) or (groups == 1 and tuning.few_rows_of_one_group(rows, columns))
 
+    def linear(self, x, weight):
+        """In kernels for few rows without a tensor of sizes, which would be one kernel more in a CUDA graph."""
+        if x.dtype != weight.dtype or not weight.is_contiguous() or not self.has_few_rows(x.size(0), 1, weight.size(0)):
+            return super().linear(x, weight)
+        out = x.new_empty(x.size(0), weight.size(0))
+        few_rows_gemm(aligned(x), aligned(weight).unsqueeze(0), None, True, out, in_turns=True)
+        return out
+
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
 

@@ -92,11 +92,13 @@ class OwnKernels(Engine):
 # one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
 
 
-def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool, out: torch.Tensor, in_turns: bool = False) -> None:
+def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor,
+                  in_turns: bool = False) -> None:
     """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
-    dtype. With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it; without, it may be made of parts, which is
-    faster where all CTAs run at once. RuntimeError for another dtype of out."""
-    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, in_turns, False, out)
+    dtype. Without sizes one group has all rows. With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it;
+    without, it may be made of parts, which is faster where all CTAs run at once. RuntimeError for another dtype of out."""
+    sizes = None if sizes is None else device_sizes(sizes, a.device)
+    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, sizes, trans_b, in_turns, False, out)
 
 
 def few_rows_down(a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, in_turns: bool = False) -> torch.Tensor:

@@ -32,8 +32,7 @@ def _check(x_TH, weight_EH):
 
 def _kernel(x_TH, weight_EH, engine):
     _check(x_TH, weight_EH)
-    all_of_them = x_TH.new_full((1,), x_TH.size(0), dtype=torch.int32)
-    return engines.product(x_TH, weight_EH.unsqueeze(0), all_of_them, trans_b=True, engine=engine)
+    return engines.linear(x_TH, weight_EH, engine=engine)
 
 
 def _fake(x_TH, weight_EH, engine):

@@ -18,7 +18,7 @@ from tests.engines.test_tensor_core import device, devices, drawn, kernels, pois
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [5], [0, 0]], "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}
-SHAPES = {"cuda": [(8, 8), (72, 136), (256, 64), (2048, 768), (776, 2056)], "cpu": [(8, 8), (296, 72), (1096, 24)]}
+SHAPES = {"cuda": [(8, 8), (72, 136), (256, 64), (2048, 768), (776, 2056)], "cpu": [(8, 8), (296, 72), (584, 24), (1096, 24)]}
 IN_TURNS = pytest.mark.parametrize("in_turns", [False, True], ids=["parts", "in turns"])
 E = engines.ENGINES
 
@@ -57,12 +57,14 @@ def test_rows(device, dtype, trans_b, in_turns):  # noqa: F811
 @pytest.mark.memcheck
 @DTYPES
 @pytest.mark.parametrize("trans_b", [False, True])
-def test_turns_sum_in_the_order_of_a_tile(device, dtype, trans_b):  # noqa: F811
-    """With terms that cancel far apart, so that any other order shows: sums of parts do differ."""
-    sizes, (inner, columns) = [3, 0, 5], (1096, 24)
+@pytest.mark.parametrize("sizes, inner", [([3, 0, 5], 1096), ([3, 0, 5], 584), ([8], 2120)], ids=["long", "short", "a group alone"])
+def test_turns_sum_in_the_order_of_a_tile(device, dtype, sizes, inner, trans_b):  # noqa: F811
+    """With terms that cancel far apart, so that any other order shows: sums of parts do differ. There are kernels for short sums, and for a
+    group alone."""
+    columns = 24
     a, b = (torch.randn(*shape, generator=exact_inputs.generator(device, seed), device=device)
-            for seed, shape in enumerate(((8, inner), (3, columns, inner))))
-    for term, size in ((5, 4096.0), (400, -4096.0), (200, 512.0), (1000, -512.0)):
+            for seed, shape in enumerate(((8, inner), (len(sizes), columns, inner))))
+    for term, size in ((5, 4096.0), (inner // 3, -4096.0), (inner // 5, 512.0), (inner * 9 // 10, -512.0)):
         a[:, term], b[:, :, term] = size, 64.0
     a, b = a.to(dtype), b.to(dtype)
     b = b if trans_b else b.transpose(1, 2).contiguous()
@@ -75,16 +77,17 @@ def test_turns_sum_in_the_order_of_a_tile(device, dtype, trans_b):  # noqa: F811
 
 @pytest.mark.memcheck
 @DTYPES
-def test_a_group_alone_of_many_rows(device, dtype):  # noqa: F811
-    """Its rows are divided among CTAs, whether or not it fills them."""
-    rows, (inner, columns) = (500, (2048, 72)) if device.type == "cuda" else (21, (72, 24))
+@pytest.mark.parametrize("on_cpu, on_gpu", [((21, 72, 24), (500, 2048, 72)), ((7, 2120, 24), (40, 7176, 72))], ids=["many", "few"])
+def test_a_group_alone(device, dtype, on_cpu, on_gpu):  # noqa: F811
+    """Its rows are divided among CTAs, whether or not it fills them; few CTAs have more terms in flight. It needs no tensor of sizes."""
+    rows, inner, columns = on_gpu if device.type == "cuda" else on_cpu
     a, b = drawn(rows, inner, dtype=dtype, device=device, seed=1), drawn(1, columns, inner, dtype=dtype, device=device, seed=2)
-    for size in (rows, rows - 9, 1, 0):
+    for size in (rows, rows - 6, 1, 0, None):
         outs = [poisoned(rows, columns, dtype=dtype, device=device) for _ in range(2)]
-        on_device = torch.tensor([size], device=device)
-        own_kernels.few_rows_gemm(a, b, on_device, True, outs[0], in_turns=True)
+        on_device = torch.tensor([rows if size is None else size], device=device)
+        own_kernels.few_rows_gemm(a, b, None if size is None else on_device, True, outs[0], in_turns=True)
         tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, True, outs[1])
-        assert torch.equal(outs[0][:size], outs[1][:size]) and bool(outs[0][size:].isnan().all())
+        assert torch.equal(outs[0][:size], outs[1][:size]) and (size is None or bool(outs[0][size:].isnan().all()))
     if dtype == torch.bfloat16:  # the emulated GPU's only one for the first GEMM's tiles
         rows_of_x = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a)
         results = (own_kernels.few_rows_up(rows_of_x, b, b, torch.tensor([rows], device=device), "silu", True, in_turns=True),
@@ -191,23 +194,32 @@ def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
     not at all then."""
     if E[engine].unavailable(torch.device("cuda")):
         pytest.skip(E[engine].unavailable(torch.device("cuda")))
-    calls = []
+    calls, without_sizes = [], []
 
-    def recorded(call):
-        return lambda *args, **in_turns: (calls.append(in_turns), call(*args, **in_turns))[1]
+    def recorded(name):
+        def call(*args, **in_turns):
+            calls.append(in_turns)
+            without_sizes.append(name == "few_rows_gemm" and args[2] is None)
+            return getattr(own_kernels, name)(*args, **in_turns)
+        return call
 
     for module in ("hopper", "tensor_core"):
         for name in ("few_rows_gemm", "few_rows_up"):
-            monkeypatch.setattr(f"gbmoe.engines.{module}.{name}", recorded(getattr(own_kernels, name)))
+            monkeypatch.setattr(f"gbmoe.engines.{module}.{name}", recorded(name))
     in_turns = {"hopper": [{"in_turns": False}], "hopper_batch_invariant": [{"in_turns": True}], "tensor_core": [{}]}.get(engine, [])
-    of_one_group = int(engine == "hopper_batch_invariant")
-    for rows, groups, taken in ((1, 1, 2), (3, 1, of_one_group), (40, 20, 2), (41, 20, 0), (300, 4, 0)):
+    pinned = engine == "hopper_batch_invariant"
+    for rows, groups, taken in ((1, 1, 2), (3, 1, 2 * pinned), (40, 20, 2), (41, 20, 0), (300, 4, 0)):
         a, b = (drawn(*shape, dtype=torch.bfloat16, device=torch.device("cuda"), seed=1) for shape in ((rows, 64), (groups, 128, 64)))
         sizes = torch.tensor([rows] + [0] * (groups - 1), device="cuda")
         calls.clear()
-        E[engine].product(a, b, sizes, trans_b=True)
+        product = E[engine].product(a, b, sizes, trans_b=True)
         E[engine].up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), a), b, None, sizes, "silu", False)
         assert calls == in_turns * taken
+        if groups == 1:
+            without_sizes.clear()
+            for weight in (b[0], b[0].t().contiguous().t()):
+                assert torch.equal(E[engine].linear(a, weight), product)
+            assert any(without_sizes) == pinned
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "one element off", "sizes on the host"])

@@ -90,7 +90,7 @@ def test_a_batch_of_nothing_is_served_by_anybody(engine):
 
 def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypatch):
     """As nn.Linear computes them, but for the product of forward, which an engine does."""
-    monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t() if engine == PINNED else None)
+    monkeypatch.setattr(engines, "linear", lambda x, weight, engine: x @ weight.t() if engine == PINNED else None)
     torch.manual_seed(0)
     x, weight, grad = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True), torch.randn(5, 16)
     results = []
@@ -103,7 +103,7 @@ def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypa
 
 
 def test_the_routers_logits_under_autocast(monkeypatch):
-    monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t())
+    monkeypatch.setattr(engines, "linear", lambda x, weight, engine: x @ weight.t())
     with pytest.raises(TypeError, match="router_logits: weight: expected the dtype of x, torch.float32, got torch.bfloat16"):
         router_logits(torch.ones(2, 8), torch.ones(4, 8, dtype=torch.bfloat16), PINNED)
     with pytest.raises(ValueError, match=r"router_logits: weight: expected size\(1\) == 8, got 16"):
@@ -113,7 +113,7 @@ def test_the_routers_logits_under_autocast(monkeypatch):
 
 
 def test_the_routers_logits_as_an_operator(monkeypatch):
-    monkeypatch.setattr(engines, "product", lambda a, b, sizes, trans_b, engine: a @ b[0].t())
+    monkeypatch.setattr(engines, "linear", lambda x, weight, engine: x @ weight.t())
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     torch.library.opcheck(torch.ops.gbmoe.router_logits.default, (x, weight, PINNED))
     compiled = torch.compile(lambda x, weight: router_logits(x, weight, PINNED) * 2, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -113,10 +113,11 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
         call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
     def few_rows(x, sizes, result, **fields):
-        row_blocks = max(1, -(-result.size(0) // 8)) if sizes.numel() == 1 else 1
-        return _FewRowsArguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(),
-                                 rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1), size_k=x.size(1),
-                                 next_begins_early=large_memory, **fields)
+        groups = 1 if sizes is None else sizes.numel()
+        of_sizes = {} if sizes is None else {"sizes": sizes.data_ptr(), "sizes_are_int64": sizes.dtype == torch.int64}
+        row_blocks = max(1, -(-result.size(0) // 8)) if groups == 1 else 1
+        return _FewRowsArguments(groups=groups, rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1),
+                                 size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **fields)
 
     def few_rows_gemm(a, b, sizes, trans_b, in_turns, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out), reads_early=reads_early)

@@ -130,7 +130,10 @@ bool few_rows_gemm(int dtype, bool trans_b, bool in_turns, const Arguments* args
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(*args, in_turns, *run);
+      if (trans_b && in_turns && args->groups == 1 && args->row_blocks == 1)
+        launch<T, KMajorColumns<T, false, true>, EpilogueKind::kStore, true>(*args, *run);
+      else if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(*args, in_turns, *run);
+      else if (in_turns && args->size_k <= kShortSum) launch<T, NMajorColumns<T, true>, EpilogueKind::kStore, true>(*args, *run);
       else launch<T, NMajorColumns<T>, EpilogueKind::kStore>(*args, in_turns, *run);
     }
   });
