@@ -113,9 +113,12 @@ class Engine:
         return self.gmm(aligned(a), aligned(b), sizes, trans_a, trans_b, out, accumulate)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T, [P,N], of x [P,K] and weight [N,K]: the product of one group that has all rows."""
+        """x @ weight.T, [P,N], of x [P,K] and weight [N,K]: the product of one group that has all rows. N may be any number."""
+        columns = weight.size(0)
+        padded_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if columns % 8 else weight
         all_rows = x.new_full((1,), x.size(0), dtype=torch.int32)
-        return self.product(x, weight.unsqueeze(0), all_rows, trans_b=True)
+        product = self.product(x, padded_NK.unsqueeze(0), all_rows, trans_b=True)
+        return product[:, :columns].contiguous()
 
     # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H], and v1 is
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the

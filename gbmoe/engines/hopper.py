@@ -122,7 +122,7 @@ class HopperBatchInvariant(Hopper):
         return super().has_few_rows(rows, groups, columns) or (groups == 1 and tuning.few_rows_of_one_group(rows, columns))
 
     def linear(self, x, weight):
-        """In kernels for few rows without a tensor of sizes, which would be one kernel more in a CUDA graph."""
+        """In kernels for few rows without a tensor of sizes, which would be one kernel more in a CUDA graph, and without padding."""
         if x.dtype != weight.dtype or not weight.is_contiguous() or not self.has_few_rows(x.size(0), 1, weight.size(0)):
             return super().linear(x, weight)
         out = x.new_empty(x.size(0), weight.size(0))

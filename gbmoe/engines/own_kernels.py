@@ -95,8 +95,11 @@ class OwnKernels(Engine):
 def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor,
                   in_turns: bool = False) -> None:
     """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
-    dtype. Without sizes one group has all rows. With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it;
-    without, it may be made of parts, which is faster where all CTAs run at once. RuntimeError for another dtype of out."""
+    dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows.
+
+    With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it; without, it may be made of parts, which is faster
+    where all CTAs run at once. RuntimeError for another dtype of out.
+    """
     sizes = None if sizes is None else device_sizes(sizes, a.device)
     torch.ops.gbmoe_cuda.few_rows_gemm(a, b, sizes, trans_b, in_turns, False, out)
 

@@ -173,6 +173,20 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
         torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("columns", [1, 4, 13, 64])
+def test_a_linear_layer_may_have_any_number_of_columns(device, rows, columns):
+    """A batch-invariant layer with four experts was refused by its router."""
+    x, weight = (exact_inputs.exact_values(*shape, dtype=torch.bfloat16, device=device, seed=seed)
+                 for seed, shape in enumerate(((rows, 72), (columns, 72))))
+    expected = (x.double() @ weight.double().t()).to(x.dtype)
+    for name, reason in engines.availability(device).items():
+        if reason is None:
+            got = engines.linear(x, weight, engine=name)
+            assert got.is_contiguous() and torch.equal(got, expected), name
+    assert torch.equal(engines.linear(x, weight), expected)
+
+
 def test_which_engines_have_the_rows_in_memory_before_the_first_product():
     """Hopper's gathers at up to 512, if the tokens are reached by 32 bits and the activation is one of two; float8 quantises on the way."""
     def answers(name, *cases):

@@ -96,6 +96,22 @@ def test_a_group_alone(device, dtype, on_cpu, on_gpu):  # noqa: F811
 
 
 @pytest.mark.memcheck
+@DTYPES
+@IN_TURNS
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [6]], ids=["groups", "a group alone"])
+def test_columns_that_are_no_multiple_of_8(device, dtype, in_turns, sizes):  # noqa: F811
+    """As a router's logits may have them; only rows of b have to begin at multiples of 16 bytes."""
+    for columns in (1, 4, 13, 30):
+        draw = functools.partial(drawn, dtype=dtype, device=device)
+        a, b = draw(sum(sizes), 72, seed=1), draw(len(sizes), columns, 72, seed=2, scale=exact_inputs.fan_in_scale(72))
+        exact, baseline = (each_group(a, b, sizes, wide) for wide in (torch.float64, torch.float32))
+        out = poisoned(sum(sizes) + 1, columns, dtype=dtype, device=device)
+        own_kernels.few_rows_gemm(a, b, torch.tensor(sizes, device=device), True, out[:-1], in_turns)
+        assert_as_accurate_as(out[:-1], baseline.to(dtype), exact, f"{columns} columns")
+        assert bool(out[-1].isnan().all())
+
+
+@pytest.mark.memcheck
 @IN_TURNS
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
