@@ -118,7 +118,8 @@ class Engine:
         padded_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if columns % 8 else weight
         all_rows = x.new_full((1,), x.size(0), dtype=torch.int32)
         product = self.product(x, padded_NK.unsqueeze(0), all_rows, trans_b=True)
-        return product[:, :columns].contiguous()
+        # A copy in any case, so that the result has a storage of its own size: the columns of a single row are contiguous.
+        return product[:, :columns].clone(memory_format=torch.contiguous_format) if columns % 8 else product
 
     # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H], and v1 is
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the

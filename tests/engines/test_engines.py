@@ -173,7 +173,7 @@ def test_host_sizes_beyond_the_rows_reach_nothing_outside(place, engine, sizes, 
         torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("rows", [1, 3, 300])
 @pytest.mark.parametrize("columns", [1, 4, 13, 64])
 def test_a_linear_layer_may_have_any_number_of_columns(device, rows, columns):
     """A batch-invariant layer with four experts was refused by its router."""
@@ -183,7 +183,8 @@ def test_a_linear_layer_may_have_any_number_of_columns(device, rows, columns):
     for name, reason in engines.availability(device).items():
         if reason is None:
             got = engines.linear(x, weight, engine=name)
-            assert got.is_contiguous() and torch.equal(got, expected), name
+            assert torch.equal(got, expected), name
+            assert got.is_contiguous() and got.untyped_storage().nbytes() == expected.nbytes, name
     assert torch.equal(engines.linear(x, weight), expected)
 
 
