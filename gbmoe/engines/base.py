@@ -113,7 +113,8 @@ class Engine:
         return self.gmm(aligned(a), aligned(b), sizes, trans_a, trans_b, out, accumulate)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T, [P,N], of x [P,K] and weight [N,K]: the product of one group that has all rows. N may be any number."""
+        """x @ weight.T, [P,N], of x [P,K] and weight [N,K], which have one dtype and are on one device: the product of one group that has
+        all rows. N may be any number; K and the dtype are as in `gmm`. TypeError for another dtype of weight."""
         columns = weight.size(0)
         padded_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if columns % 8 else weight
         all_rows = x.new_full((1,), x.size(0), dtype=torch.int32)
