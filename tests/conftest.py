@@ -12,6 +12,7 @@ from gbmoe.testing import accuracy, exact_inputs
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALVES = [torch.bfloat16, torch.float16]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+GPU_BYTES_KEPT = 4 << 30  # of a process between tests, which scripts/test_processes.py counts on
 
 
 def dtype_id(value):
@@ -61,6 +62,14 @@ def fresh_choices():
     engines.forget()
     yield
     engines.forget()
+
+
+@pytest.fixture(autouse=True)
+def little_gpu_memory_kept():
+    """Give the GPU's memory back after a test that took much of it: torch keeps it, and then the processes beside this one find none."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > GPU_BYTES_KEPT:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=DEVICES)
