@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from gbmoe import RoutingPlan, expert_mlp, extension, plan
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 
 
 def check_invariants(plan, experts_TK):
@@ -199,12 +199,8 @@ except RuntimeError as error:  # from whichever call notices first
 def test_plan_is_built_without_a_host_wait():
     ids = exact_inputs.expert_ids(512, 16, 4, device="cuda", seed=0)
     RoutingPlan.from_experts(ids, 16, align=128)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_graphs.no_host_wait():
         plan = RoutingPlan.from_experts(ids, 16, align=128)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check_invariants(plan, ids)
 
 

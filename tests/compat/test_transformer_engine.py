@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gbmoe.compat import transformer_engine as te
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.compat import checked
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -567,26 +567,15 @@ def test_no_host_wait(monkeypatch):
     monkeypatch.undo()  # the check of the maps waits
     inputs = there_and_back_inputs(1)
     there_and_back(*inputs, 900)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_graphs.no_host_wait():
         there_and_back(*inputs, 900)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 def test_one_cuda_graph_serves_every_mask(monkeypatch):
     monkeypatch.undo()
     inputs = there_and_back_inputs(1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        there_and_back(*inputs, 900)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = there_and_back(*inputs, 900)
+    graph, captured = cuda_graphs.captured(lambda: there_and_back(*inputs, 900))
     for seed in (1, 2, 3):
         new = there_and_back_inputs(seed)
         with torch.no_grad():

@@ -11,7 +11,7 @@ from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import plain_torch
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from gbmoe.tuning.grouped_gemm import TENSOR_CORE_LOW
 from tests.conftest import assert_as_accurate_as, dtype_id
 from tests.engines.test_tensor_core import device, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
@@ -276,11 +276,7 @@ def test_down_waits_for_up(device):  # noqa: F811
         a, *_ = own_kernels.few_rows_up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x), w1, v1, sizes, "silu", False)
         return own_kernels.few_rows_down(a, w2, sizes)
 
-    pair()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = pair()
+    graph, y = cuda_graphs.captured(pair)
     for seed in range(20):
         x.copy_(draw(groups, hidden, seed=10 + seed))
         a, *_ = own_kernels.few_rows_up(GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x), w1, v1, sizes, "silu", False)

@@ -16,7 +16,7 @@ from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, exp
 from gbmoe.engines.float8 import Float8
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
-from gbmoe.testing import exact_inputs, oracle
+from gbmoe.testing import cuda_graphs, exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error
 from tests.conftest import assert_as_accurate_as, dtype_id
 
@@ -350,14 +350,7 @@ def test_a_graph_is_replayed_with_other_sizes(recipe):
         out.backward(torch.ones_like(out))
         return out
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = cuda_graphs.captured(run)
     with torch.no_grad():
         x.copy_(torch.randn_like(x) * (torch.arange(256, device=device) % 3))
     assert not torch.equal(layer.router(x)[2], before)
@@ -560,16 +553,9 @@ def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v
 def test_a_graph_captured_in_a_context_reads_the_weights_of_its_replay(device_with_float8):
     _, layer = layers("cuda", Float8BlockScaling())
     x = torch.randn(100, 1, 256, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         with float8.cached_weights(layer):
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    layer(x)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                out = layer(x)
+            graph, out = cuda_graphs.captured(lambda: layer(x))
         layer.experts.mlp.w1.mul_(0.5)
         graph.replay()
         assert torch.equal(out, layer(x))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from gbmoe import engines
 from gbmoe.engines import tensor_core
 from gbmoe.kernels import plain_torch
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from gbmoe.tuning import grouped_gemm as tuning
 from gbmoe.tuning.grouped_gemm import TENSOR_CORE_LOW, TENSOR_CORE_SQUARE, TENSOR_CORE_WIDE, TensorCoreConfig
 from tests.conftest import assert_as_accurate_as, dtype_id
@@ -261,13 +261,7 @@ def test_a_step_is_one_cuda_graph_and_is_replayed_with_other_sizes():
         da = ENGINE.product(dy, w2, sizes, trans_b=True)
         return y, ENGINE.product(a, dy, sizes, trans_a=True), da
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = cuda_graphs.captured(step)
     for groups in ([128, 128, 128], [0, 300, 84], [384, 0, 0]):
         sizes.copy_(torch.tensor(groups))
         graph.replay()

@@ -11,7 +11,7 @@ import gbmoe
 from gbmoe import engines
 from gbmoe.layers import Arguments
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.testing import accuracy, exact_inputs
+from gbmoe.testing import accuracy, cuda_graphs, exact_inputs
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 SIZES = dict(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2)
@@ -227,14 +227,20 @@ def test_memory_optimised_with_frozen_weights_or_input(device):
                 torch.testing.assert_close(parameter.grad, reference_layer.get_parameter(name).grad, rtol=2e-5, atol=1e-6)
 
 
-def step_on(engine, seed):
-    """A layer, its input and gradient, and a function that runs it forward and backward and returns all that it computes."""
+@pytest.fixture(params=[("hopper", torch.bfloat16), ("hopper", torch.float16), ("tensor_core", torch.bfloat16),
+                        ("tensor_core", torch.float16), ("tensor_core", torch.float32), ("torch", torch.bfloat16)],
+                ids=lambda case: f"{case[0]}-{dtype_id(case[1])}")
+def step_on(request, monkeypatch):
+    """A layer, its input and gradient, and a function that runs it forward and backward and returns all that it computes. In float32
+    TF32 is allowed."""
+    engine, dtype = request.param
     reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
     if reason is not None:
         pytest.skip(f"{engine}: {reason}")
-    layer, _ = make("cuda", seed, hidden_size=136, ffn_hidden_size=264, moe_num_experts=8, mlp_type="glu", bias=False, bf16=True,
-                    engine=engine, init_method=partial(torch.nn.init.normal_, std=0.1))
-    x = torch.randn(300, 1, 136, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    layer, _ = make("cuda", 0, hidden_size=136, ffn_hidden_size=264, moe_num_experts=8, mlp_type="glu", bias=False, engine=engine,
+                    bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, init_method=partial(torch.nn.init.normal_, std=0.1))
+    x = torch.randn(300, 1, 136, device="cuda", dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x, requires_grad=False)
 
     def step():
@@ -244,32 +250,18 @@ def step_on(engine, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "tensor_core", "torch"])
-def test_a_step_waits_for_nothing(engine):
-    _, _, _, step = step_on(engine, 0)
+def test_a_step_waits_for_nothing(step_on):
+    _, _, _, step = step_on
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_graphs.no_host_wait():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "tensor_core", "torch"])
-def test_one_cuda_graph_of_a_step_serves_every_routing(engine):
+def test_one_cuda_graph_of_a_step_serves_every_routing(step_on):
     """Forward and backward, captured once: other tokens, another router and so other counts give eager's bits."""
-    layer, x, grad, step = step_on(engine, 0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    layer, x, grad, step = step_on
+    graph, captured = cuda_graphs.captured(step)
     counts = set()
     for skew in (0.0, 1.0, 30.0):
         with torch.no_grad():

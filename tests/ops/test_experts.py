@@ -98,6 +98,26 @@ def test_every_engine_is_as_accurate_as_a_loop(engine_on, dtype, glu, activation
         assert_as_accurate_as(got[what], baseline[what], exact[what], what)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
+@pytest.mark.parametrize("tokens, hidden, ffn", [(6, 24, 40), (300, 136, 264)])
+def test_tf32_is_as_accurate_as_a_loop_in_float16(monkeypatch, tokens, hidden, ffn, activation, glu):
+    """TF32 has the mantissa of float16, which is the yardstick because cuBLAS does not use TF32 for every shape."""
+    device = torch.device("cuda")
+    reason = engines.ENGINES["tensor_core"].unavailable(device)
+    if reason is not None:
+        pytest.skip(f"tensor_core: {reason}")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    tensors, ids, grad = inputs(torch.float32, device, tokens=tokens, hidden=hidden, ffn=ffn, glu=glu)
+    function = F.silu if activation == "silu" else activation
+    got = run(tensors, ids, grad, activation, "tensor_core")
+    exact = expected(tensors, ids, grad, function, torch.float64)
+    baseline = expected(tensors, ids, grad, function, torch.float16)
+    for what in got:
+        assert_as_accurate_as(got[what], baseline[what].float(), exact[what], what)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu_squared"])
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("hidden, ffn", [(136, 256), (136, 264), (200, 512), (72, 640), (200, 1024)])

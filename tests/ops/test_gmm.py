@@ -304,13 +304,17 @@ def test_opcheck(device):
                           (a.requires_grad_(), b.requires_grad_(), batch_sizes, False, False, "reference", True))
 
 
-def test_two_runs_and_two_processes_give_the_same_bits(device):
+@pytest.mark.parametrize("engine", ["auto", pytest.param("tensor_core", marks=pytest.mark.gpu)])
+def test_two_runs_and_two_processes_give_the_same_bits(device, engine):
+    reason = engines.ENGINES[engine].unavailable(device) if engine != "auto" else None
+    if reason is not None:
+        pytest.skip(f"{engine}: {reason}")
     program = f"""
 import hashlib, torch, gbmoe
 from gbmoe.testing import exact_inputs
 a = exact_inputs.exact_values(300, 128, dtype=torch.bfloat16, device="{device.type}", seed=1)
 b = exact_inputs.exact_values(4, 128, 96, dtype=torch.bfloat16, device="{device.type}", seed=2).requires_grad_()
-out = gbmoe.gmm(a, b, torch.tensor([7, 200, 0, 93]))
+out = gbmoe.gmm(a, b, torch.tensor([7, 200, 0, 93]), engine="{engine}")
 grad, = torch.autograd.grad(out, b, out.detach())
 print(hashlib.sha256(torch.cat([out.flatten(), grad.flatten()]).detach().cpu().view(torch.int16).numpy().tobytes()).hexdigest())
 """
@@ -410,7 +414,7 @@ def test_sizes_on_their_way_to_the_device_are_nobody_elses():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "torch"])
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pinned_batch_sizes_rewritten_behind_the_call(engine, layout):
     """The copy waits behind a kernel that lasts longer than the rewriting takes."""
@@ -452,17 +456,18 @@ def test_more_than_2_to_the_31_elements():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("inner, columns", [(128, 320), (1920, 40), (72, 3840)])
-def test_weight_gradients_add_to_a_main_gradient_in_float32(dtype, inner, columns):
-    hopper, device = engines.ENGINES["hopper"], torch.device("cuda")
-    reason = hopper.unavailable(device)
+@pytest.mark.parametrize("name", ["hopper", "tensor_core"])
+def test_weight_gradients_add_to_a_main_gradient_in_float32(name, dtype, inner, columns):
+    engine, device = engines.ENGINES[name], torch.device("cuda")
+    reason = engine.unavailable(device)
     if reason is not None:
-        pytest.skip(f"hopper: {reason}")
+        pytest.skip(f"{name}: {reason}")
     sizes = [0, 300, 1, 399, 5000]
     a, b = (exact_inputs.exact_values(sum(sizes), width, dtype=dtype, device=device, seed=seed)
             for seed, width in enumerate((inner, columns)))
     main = torch.ones(len(sizes), inner, columns, device=device)
     for _ in range(2):
-        hopper.gmm(a, b, torch.tensor(sizes, device=device), True, False, out=main, accumulate=True)
+        engine.gmm(a, b, torch.tensor(sizes, device=device), True, False, out=main, accumulate=True)
     products = [left.double().t() @ right.double() for left, right in zip(a.split(sizes), b.split(sizes))]
     torch.testing.assert_close(main.double(), 1 + 2 * torch.stack(products), rtol=1e-5, atol=1e-4)
 

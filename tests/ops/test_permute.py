@@ -11,7 +11,7 @@ import torch
 import gbmoe
 from gbmoe import RoutingPlan
 from gbmoe.kernels import plain_torch
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 ROOT = Path(__file__).parent.parent.parent
@@ -415,26 +415,14 @@ def path_inputs(seed, device="cuda"):
 def test_no_host_wait_anywhere_on_the_path():
     logits, x = path_inputs(1)
     route_and_back(logits, x, 0.5)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_graphs.no_host_wait():
         route_and_back(logits, x, 0.5)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 def test_one_cuda_graph_serves_every_routing():
     logits, x = path_inputs(1)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            route_and_back(logits, x, 0.5)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = route_and_back(logits, x, 0.5)
+    graph, captured = cuda_graphs.captured(lambda: route_and_back(logits, x, 0.5))
     for seed in (1, 10, 20, 30):
         new_logits, new_x = path_inputs(seed)
         with torch.no_grad():

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import RoutingPlan, expert_mlp, extension
 from gbmoe.parallel import Spread, check_overflow, cost_model, peer_experts, peer_memory
 from gbmoe.parallel.peer_experts import sum_of_ranks
+from gbmoe.testing import cuda_graphs
 
 WORLD = 2
 CASES = {}
@@ -253,18 +254,10 @@ def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
         out.backward(grad)
         return out
 
-    stream = torch.cuda.Stream(device(rank))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+    step()
+    with cuda_graphs.no_host_wait():
         step()
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = step()
+    graph, out = cuda_graphs.captured(step)
     for seed in (0, 5, 6):
         other = Layer(rank, world, [256, 256], experts=8, top_k=2, seed=seed)
         with torch.no_grad():

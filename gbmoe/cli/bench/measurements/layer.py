@@ -9,7 +9,6 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, S 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -32,7 +31,7 @@ from gbmoe.cli.bench.measurements.base import (
 from gbmoe.cli.bench.peers.base import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
 from gbmoe.problem import Problem, allows_tf32
-from gbmoe.testing import accuracy, oracle
+from gbmoe.testing import accuracy, cuda_graphs, oracle
 from gbmoe.testing.exact_inputs import generator
 from gbmoe.testing.moe_shapes import MoeCase
 
@@ -243,7 +242,7 @@ class _GraphedLayer(LayerSubject):
         x_TH = self.inputs.x_TH
         self.x_TH = random_values(*x_TH.shape, dtype=x_TH.dtype, device=x_TH.device, seed=SEED + 7)
         try:
-            self.graph = _captured(super().call_once)
+            self.graph, _ = cuda_graphs.captured(super().call_once)
         except Exception as error:
             if self.foreign:  # left out, not failed: many peers wait for the device, which a graph cannot contain
                 raise Refusal(f"cannot be captured: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
@@ -262,16 +261,3 @@ def _refuse_host_sizes(measurement, device, dtype) -> None:
     chosen = engines.select(measurement.engine, problem)
     if chosen.needs_host_sizes:
         raise Refusal(f"engine {chosen.name} reads the group sizes on the host")
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
