@@ -124,9 +124,14 @@ def _select(engine: str, *of_problem) -> Engine:
     require(engine in known_names, "gmm", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         chosen = _named(engine, problem.device)
+        # A batch of nothing is a batch, too, and has no numbers that could differ.
         if (engine in BATCH_INVARIANT.values() or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
-            return ENGINES["reference"]  # a batch of nothing is a batch, too, and has no numbers that could differ
-        reason = _unavailable(engine, problem.device) or chosen.refuses(problem)
+            return ENGINES["reference"]
+        reason = _unavailable(engine, problem.device)
+        if reason is None:
+            reason = chosen.refuses(problem)
+            if reason is not None and known(problem.rows == 0):
+                return ENGINES["reference"]
         if reason is not None:
             of_recipe = ", which the recipe asks for," if engine in FLOAT8_ENGINES else ""
             raise ValueError(f"gmm: engine {engine!r}{of_recipe} cannot serve this product: {reason}")
@@ -193,3 +198,14 @@ def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host, tf3
 def availability(device: torch.device) -> dict[str, str | None]:
     """For every engine, None if it runs on `device`, otherwise the reason why not."""
     return {name: engine.unavailable(device) for name, engine in ENGINES.items()}
+
+
+def taken_by_auto(device: torch.device) -> dict[str, list[str]]:
+    """The engines that "auto" takes on `device` for products of rows whose sizes are on it too, by dtype: for groups of 1,024 rows, of 32 rows,
+    and of one row; each once. `float32 in TF32` stands for float32 where TF32 is allowed. Other shapes may get another one."""
+    width, groups = 2048, 64
+    dtypes = {str(dtype).removeprefix("torch."): (dtype, False) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+    dtypes["float32 in TF32"] = (torch.float32, True)
+    problems = {name: [Problem(device, dtype, rows * groups, groups, width, width, False, tf32=tf32) for rows in (1024, 32, 1)]
+                for name, (dtype, tf32) in dtypes.items()}
+    return {name: list(dict.fromkeys(select("auto", problem).name for problem in of_dtype)) for name, of_dtype in problems.items()}

@@ -139,6 +139,22 @@ def test_auto_takes_tensor_core_on_hopper_where_tf32_is_allowed(monkeypatch, for
     assert engines.select("auto", replace(wanted, tf32=True)).name == "tensor_core"
 
 
+@pytest.mark.parametrize("name", ["hopper", "tensor_core", "torch", "hopper_batch_invariant"])
+def test_a_named_engine_refused_a_batch_of_nothing(monkeypatch, forgotten, name):
+    """A rank of expert parallelism may get no rows."""
+    pretend_gpu(monkeypatch, (9, 0))
+    wanted = Problem(torch.device("cuda", 0), torch.bfloat16, 0, 8, 64, 64, False)
+    assert engines.select(name, wanted).name == "reference"
+    assert engines.select(name, replace(wanted, rows=64)).name == name
+
+
+def test_what_auto_takes_is_told_by_dtype(monkeypatch, forgotten):
+    pretend_gpu(monkeypatch, (10, 0))
+    taken = engines.taken_by_auto(torch.device("cuda", 0))
+    assert taken["bfloat16"] == ["torch", "tensor_core"] and taken["float16"] == taken["float32 in TF32"] == ["tensor_core"]
+    assert taken["float32"] == ["cublas_loop", "cublas_grouped"] and taken["float64"] == ["cublas_loop"]
+
+
 def test_a_forced_engine_serves_or_raises():
     assert engines.select("reference", problem()).name == "reference"
     with pytest.raises(ValueError, match="engine 'torch' cannot serve this product: runs on CUDA devices only"):
