@@ -20,7 +20,7 @@ def collect() -> dict:
     device = default_device()
     available = {name: {"available": reason is None, "reason": reason} for name, reason in engines.availability(device).items()}
     return {"versions": describe_versions(), "machine": describe_machine(device), "extension": describe_extension(),
-            "engines": available}
+            "engines": available, "auto": engines.taken_by_auto(device)}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,5 +51,8 @@ def _text(found: dict) -> str:
     facts["engines"] = ""
     for name, engine in found["engines"].items():
         facts[f"  {name}"] = "yes" if engine["available"] else f"no: {engine['reason']}"
+    facts["engine auto"] = "takes, for groups of many rows and of few:"
+    for dtype, names in found["auto"].items():
+        facts[f"  {dtype}"] = ", ".join(names)
     width = max(map(len, facts))
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in facts.items())

@@ -112,8 +112,8 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # are uneven, and in some runs if they are equal; but that depends on the data, which are not known here.
 #
 # Where Hopper's kernels do not serve, tensor_core is next. That is a decision, not a measurement: it does not wait for the host, so that
-# a step can be one CUDA graph, and it was run on Hopper alone. In float32, where it needs TF32, no speed of it is known; the loop is
-# taken where it does not have to wait.
+# a step can be one CUDA graph, and it was run on Hopper alone. In float32, where it needs TF32, the loop is faster for large groups and
+# slower for small ones (docs/notes/tensor-core-speed.md), and is taken where it does not have to wait.
 _ENGINE_ORDER = (
     _EngineRule((torch.bfloat16, torch.float16), 4e11, ("cublas_loop", "hopper"), sizes_on_host=True, k_grouped=False),
     _EngineRule((torch.bfloat16, torch.float16), 7e11, ("cublas_loop", "hopper"), sizes_on_host=True),
@@ -124,10 +124,11 @@ _ENGINE_ORDER = (
     _EngineRule(_HALF_OR_SINGLE, 0, ("hopper", "tensor_core", "cublas_grouped")),
     _EngineRule((torch.float64,), 0, ("cublas_loop",)),
 )
-# torch's bfloat16 kernels leave the sizes on the device too. On Hopper they use wgmma, and are 1.0 to 1.8 times as fast as tensor_core on
-# an H200. On data-centre Blackwell (compute capability 10) they use tcgen05.mma, which is twice as fast as wgmma ("Blackwell SM100
-# GEMMs", NVIDIA CUTLASS documentation), and mma.sync reaches no more than 0.66 of wgmma's peak on an H200 (650 of 989 TFLOP/s); not
-# measured there. So does cuBLAS' loop, in every dtype, and is taken where it does not have to wait.
+# torch's bfloat16 kernels leave the sizes on the device too. On Hopper they use wgmma, and are 1.0 to 1.5 times as fast as tensor_core on
+# an H200. On data-centre Blackwell (compute capability 10) they use tcgen05.mma, which is twice as fast as wgmma
+# (https://docs.nvidia.com/cutlass/media/docs/cpp/blackwell_functionality.html), and mma.sync reaches no more than 0.66 of wgmma's
+# peak on an H200 (650 of 989 TFLOP/s); not measured there. So does cuBLAS' loop, in every dtype, and is taken where it does not have to
+# wait. Where groups have so few rows that reading the weights is what takes time, tensor_core has kernels for that, and stays ahead.
 _TORCH_BEFORE_TENSOR_CORE = (9, 10)
 _TCGEN05 = 10
 
@@ -146,7 +147,9 @@ def engine_order(problem: Problem, capability: tuple[int, int] | None) -> tuple[
                  and rule.k_grouped in (None, problem.k_grouped)
                  and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
     if generation in _TORCH_BEFORE_TENSOR_CORE and problem.dtype == torch.bfloat16:
-        order = _moved_ahead("torch", order)
+        # Asked only where it matters: a graph that torch.compile makes is not shared by numbers of rows with different answers.
+        if generation != _TCGEN05 or not known(few_rows(problem.rows, problem.groups)):
+            order = _moved_ahead("torch", order)
     if generation == _TCGEN05 and problem.sizes_on_host and known(flops_a_group >= 2.5e9):
         order = _moved_ahead("cublas_loop", order)
     return order

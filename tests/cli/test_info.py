@@ -22,6 +22,8 @@ def test_text_names_versions_device_extension_and_every_engine(capsys):
     assert lines["device"].startswith(default_device().type)
     for name, reason in engines.availability(default_device()).items():
         assert lines[f"> {name}"] == (f"no: {reason}" if reason else "yes")
+    for dtype, names in engines.taken_by_auto(default_device()).items():
+        assert lines[f"> {dtype}"] == ", ".join(names) != ""
     status = extension.status()
     assert lines["extension"] == ("loaded" if status.loaded else f"not loaded: {status.reason}")
 
@@ -35,6 +37,7 @@ def test_json_is_one_object_with_the_same_facts():
     for engine in found["engines"].values():
         assert engine["available"] == (engine["reason"] is None)
     assert found["engines"]["reference"]["available"]
+    assert found["auto"] == engines.taken_by_auto(default_device())
     assert found["extension"]["loaded"] == (found["extension"]["reason"] is None)
 
 

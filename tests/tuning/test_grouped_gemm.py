@@ -162,10 +162,25 @@ def test_engine_order_where_hopper_does_not_serve_begins_with_tensor_core(capabi
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
-@pytest.mark.parametrize("rows", [128, 131072])
+@pytest.mark.parametrize("rows", [1024, 131072])
 def test_engine_order_has_torch_before_tensor_core_where_its_kernels_are_for_newer_tensor_cores(capability, rows):
     assert tuning.engine_order(problem_of(torch.bfloat16, rows), capability)[:3] == ("hopper", "torch", "tensor_core")
     assert tuning.engine_order(problem_of(torch.float16, rows), capability)[:2] == ("hopper", "tensor_core")
+
+
+@pytest.mark.parametrize("k_grouped", [False, True])  # one engine for all of a layer's products
+@pytest.mark.parametrize("rows, order", [(16, ("hopper", "tensor_core", "torch")), (17, ("hopper", "torch", "tensor_core"))])
+def test_engine_order_on_data_centre_blackwell_keeps_the_kernels_for_few_rows(rows, order, k_grouped):
+    problem = Problem(torch.device("cuda", 0), torch.bfloat16, rows, 8, 4096, 4096, k_grouped)
+    assert tuning.engine_order(problem, (10, 0))[:3] == order
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_engine_order_on_hopper_compared_the_number_of_rows_for_nothing(monkeypatch, dtype):
+    """torch.compile then makes a graph for each answer."""
+    monkeypatch.setattr(tuning, "few_rows", lambda rows, groups: pytest.fail("asked"))
+    for rows in (1, 1 << 20):
+        assert tuning.engine_order(problem_of(dtype, rows), (9, 0))[0] == "hopper"
 
 
 def test_engine_order_on_data_centre_blackwell_takes_the_loop_where_it_does_not_wait():
