@@ -213,8 +213,8 @@ class RoutingPlan:
                 has to be waited for, and "device" elsewhere. With all of them no row out of bounds is ever touched.
         """
         require_tensor(experts_TK, _OF_EXPERTS, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
-        require(isinstance(num_experts, int) and num_experts >= 1, _OF_EXPERTS, "num_experts", "an int of at least 1", num_experts)
-        require(isinstance(align, int) and align >= 1, _OF_EXPERTS, "align", "an int of at least 1", align)
+        require(isinstance(num_experts, int) and num_experts >= 1, _OF_EXPERTS, "num_experts", "an int of at least 1", repr(num_experts))
+        require(isinstance(align, int) and align >= 1, _OF_EXPERTS, "align", "an int of at least 1", repr(align))
         check = _resolved_check(_OF_EXPERTS, check, experts_TK.device)
         if experts_TK.dim() == 1:
             experts_TK = experts_TK.unsqueeze(1)

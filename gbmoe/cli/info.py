@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def collect() -> dict:
     """Everything that `info` shows. Only where there is a CUDA device, this starts a CUDA context and may build the extension."""
     device = default_device()
-    available = {name: {"available": reason is None, "reason": reason} for name, reason in engines.availability(device).items()}
+    reasons = engines.availability(device) | engines.recipes_availability(device)
+    available = {name: {"available": reason is None, "reason": reason} for name, reason in reasons.items()}
     return {"versions": describe_versions(), "machine": describe_machine(device), "extension": describe_extension(),
             "engines": available, "auto": engines.taken_by_auto(device)}
 

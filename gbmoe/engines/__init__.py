@@ -133,7 +133,7 @@ def _select(engine: str, *of_problem) -> Engine:
             if reason is not None and known(problem.rows == 0):
                 return ENGINES["reference"]
         if reason is not None:
-            of_recipe = ", which the recipe asks for," if engine in FLOAT8_ENGINES else ""
+            of_recipe = ", that of a gbmoe.Float8BlockScaling," if engine in FLOAT8_ENGINES else ""
             raise ValueError(f"gmm: engine {engine!r}{of_recipe} cannot serve this product: {reason}")
         return chosen
     for name in tuning.engine_order(problem, _capability(problem.device)):
@@ -196,13 +196,18 @@ def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host, tf3
 
 
 def availability(device: torch.device) -> dict[str, str | None]:
-    """For every engine, None if it runs on `device`, otherwise the reason why not."""
+    """For every engine that `engine=` takes, None if it runs on `device`, otherwise the reason why not."""
     return {name: engine.unavailable(device) for name, engine in ENGINES.items()}
 
 
+def recipes_availability(device: torch.device) -> dict[str, str | None]:
+    """As `availability`, for the engines that recipes of gbmoe.float8 name."""
+    return {name: _unavailable(name, device) for name in FLOAT8_ENGINES}
+
+
 def taken_by_auto(device: torch.device) -> dict[str, list[str]]:
-    """The engines that "auto" takes on `device` for products of rows whose sizes are on it too, by dtype: for groups of 1,024 rows, of 32 rows,
-    and of one row; each once. `float32 in TF32` stands for float32 where TF32 is allowed. Other shapes may get another one."""
+    """The engines that "auto" takes on `device` for products of rows whose sizes are on it too, by dtype: for groups of 1,024 rows, of 32
+    and of one; each once. "float32 in TF32" stands for float32 where TF32 is allowed. Other shapes may get another one."""
     width, groups = 2048, 64
     dtypes = {str(dtype).removeprefix("torch."): (dtype, False) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
     dtypes["float32 in TF32"] = (torch.float32, True)

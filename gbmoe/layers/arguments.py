@@ -164,7 +164,15 @@ class Arguments:
         require(rows is None or not self.expert_parallel_exact, "Arguments", "expert_parallel_rows",
                 "None together with expert_parallel_exact, which cannot drop rows", repr(rows))
         self._check_shadows()
-        require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable", repr(self.activation_fn))
+        require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable, such as torch.nn.functional.silu",
+                repr(self.activation_fn))
+        p = self.moe_normalize_expert_weights
+        require(p is None or (isinstance(p, (int, float)) and p > 0), "Arguments", "moe_normalize_expert_weights",
+                "None or a positive p of the norm", repr(p))
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"Arguments: device: expected what torch.device takes, got {self.device!r}") from error
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
 

@@ -28,7 +28,7 @@ from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gmm import computed_dtype, grouped
-from gbmoe.ops.permute import check_slot_scalars, padded_gather, padded_scatter
+from gbmoe.ops.permute import check_plan, check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.plan import RoutingPlan
 from gbmoe.problem import Problem, allows_tf32
 from gbmoe.slot_map import SlotMap
@@ -165,6 +165,7 @@ def _gathers_before_up(engine: str, x_TH: torch.Tensor, rows: int, w_EFH: torch.
 
 
 def _check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
+    check_plan(plan, "expert_mlp")
     device = plan.row_of_slot_TK.device
     autocast = autocast_enabled(device.type)
     require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)

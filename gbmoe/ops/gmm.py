@@ -82,11 +82,11 @@ def check_arguments(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor,
                     dtypes: tuple[torch.dtype, ...] = FLOATING) -> None:
     """Raise unless gmm takes these tensors. Whether dtypes and inner dimensions match is checked later, by the operator."""
     require_tensor(a, "gmm", "a", rank=2, dtypes=dtypes)
-    require_tensor(b, "gmm", "b", rank=2 if trans_a else 3, dtypes=dtypes, device=a.device)
+    require(not (trans_a and trans_b), "gmm", "trans_a, trans_b", "at most one of them", "both")
+    require_tensor(b, "gmm", "b" if not trans_a else "b, with trans_a", rank=2 if trans_a else 3, dtypes=dtypes, device=a.device)
     require_tensor(batch_sizes, "gmm", "batch_sizes", rank=1, dtypes=(torch.int32, torch.int64))
     require(batch_sizes.device.type == "cpu" or batch_sizes.device == a.device, "gmm", "batch_sizes",
             lambda: f"device cpu or {a.device}", batch_sizes.device)
-    require(not (trans_a and trans_b), "gmm", "trans_a, trans_b", "at most one of them", "both")
     if not trans_a:
         require(b.size(0) == batch_sizes.numel(), "gmm", "batch_sizes",
                 lambda: f"b.size(0) == {b.size(0)} entries", batch_sizes.numel())

@@ -24,9 +24,9 @@ def grouped_mlp(
     """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
 
     It is for programs that permute tokens themselves: it takes the rows that an all-to-all or DeepEP delivers, as the GroupedExperts
-    modules of torchtitan, prime-rl and NeMo Automodel do. mlp_e is that of expert_mlp. Rows are read where they lie and written once:
-    nothing is gathered, padded or scattered. Differentiable in x, weights, w1, w2 and v1, any of which may be frozen. It is expert_mlp
-    with RoutingPlan.from_counts, whose errors it raises.
+    modules of torchtitan, prime-rl and NeMo Automodel do. mlp_e is that of expert_mlp. Rows are read where they lie: nothing is gathered
+    or padded, and without weights nothing is scattered (with them one kernel reads the results and writes them weighed). Differentiable
+    in x, weights, w1, w2 and v1, any of which may be frozen. It is expert_mlp with RoutingPlan.from_counts, whose errors it raises.
 
     Args:
         x_RH: [R,H], bfloat16, float16, float32 or float64. Rows behind the sum of the counts have no expert, may hold anything,
@@ -59,6 +59,10 @@ def grouped_mlp(
         require(weights_R.size(0) == x_RH.size(0), "grouped_mlp", "weights", lambda: f"{x_RH.size(0)} entries, one a row of x",
                 weights_R.size(0))
         weights_R = weights_R.unsqueeze(1)
+    require_tensor(counts_E, "grouped_mlp", "counts", rank=1, dtypes=(torch.int32, torch.int64))
+    require_tensor(w1_EFH, "grouped_mlp", "w1", rank=3)
+    require(counts_E.size(0) == w1_EFH.size(0), "grouped_mlp", "counts", lambda: f"{w1_EFH.size(0)} entries, one for each expert of w1",
+            counts_E.size(0))
     plan = RoutingPlan.from_counts(counts_E, x_RH.size(0), device=x_RH.device, check=check)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
                       recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe)

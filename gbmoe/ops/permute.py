@@ -47,6 +47,7 @@ def padded_gather(
         >>> padded_gather(torch.tensor([[1.0], [2.0]]), plan).flatten().tolist()
         [1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0]
     """
+    check_plan(plan, "padded_gather")
     _check(x_TH, "padded_gather", "x", plan, plan.num_tokens, FLOATING + FLOAT8)
     for argument, scalars in (("slot_scale", slot_scale_TK), ("probs", probs_TK)):
         if scalars is not None:
@@ -79,10 +80,17 @@ def padded_scatter(y_PH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tens
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
+    check_plan(plan, "padded_scatter")
     _check(y_PH, "padded_scatter", "y", plan, plan.num_rows, FLOATING)
     if weights_TK is not None:
         check_slot_scalars(weights_TK, "padded_scatter", "weights", plan)
     return scatter_slots(y_PH, plan.slot_map, weights=weights_TK)
+
+
+def check_plan(plan: RoutingPlan, operator: str) -> None:
+    """Raise TypeError for what is no plan, such as the ids of which one is made."""
+    require(isinstance(plan, RoutingPlan), operator, "plan", "a RoutingPlan, as RoutingPlan.from_experts makes of expert ids",
+            type(plan).__name__, TypeError)
 
 
 def _check(rows, operator, argument, plan, expected, dtypes) -> None:

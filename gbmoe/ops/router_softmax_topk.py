@@ -50,7 +50,8 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
         tensor([[1, 2]])
     """
     require_tensor(logits_TE, "route", "logits", rank=2, dtypes=FLOATING)
-    require(1 <= top_k <= logits_TE.size(1), "route", "top_k", lambda: f"1 to {logits_TE.size(1)}, the number of experts", top_k)
+    require(isinstance(top_k, int) and 1 <= top_k <= logits_TE.size(1), "route", "top_k",
+            lambda: f"an int, 1 to {logits_TE.size(1)}, the number of experts", repr(top_k))
     require(normalize is None or normalize > 0, "route", "normalize", "None or a positive p", normalize)
     wide = autocast_enabled(logits_TE.device.type)
     return Routing(*_route(logits_TE, top_k, None if normalize is None else float(normalize), wide))

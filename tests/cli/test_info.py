@@ -20,7 +20,7 @@ def test_text_names_versions_device_extension_and_every_engine(capsys):
     lines = {name: value.strip() for name, value in lines.items()}
     assert lines["gbmoe"].startswith(gbmoe.__version__) and lines["torch"] == torch.__version__
     assert lines["device"].startswith(default_device().type)
-    for name, reason in engines.availability(default_device()).items():
+    for name, reason in (engines.availability(default_device()) | engines.recipes_availability(default_device())).items():
         assert lines[f"> {name}"] == (f"no: {reason}" if reason else "yes")
     for dtype, names in engines.taken_by_auto(default_device()).items():
         assert lines[f"> {dtype}"] == ", ".join(names) != ""
@@ -33,7 +33,7 @@ def test_json_is_one_object_with_the_same_facts():
     found = json.loads(done.stdout)
     assert found["versions"]["gbmoe"] == gbmoe.__version__ and found["versions"]["torch"] == torch.__version__
     assert found["machine"]["device"] == default_device().type and found["machine"]["name"]
-    assert set(found["engines"]) == set(engines.ENGINES)
+    assert set(found["engines"]) == {*engines.ENGINES, *engines.FLOAT8_ENGINES}
     for engine in found["engines"].values():
         assert engine["available"] == (engine["reason"] is None)
     assert found["engines"]["reference"]["available"]

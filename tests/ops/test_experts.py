@@ -833,6 +833,7 @@ GOOD = dict(x_TH=torch.zeros(T, H), plan=PLAN, w1_EFH=torch.zeros(E, FFN, H), w2
 
 @pytest.mark.parametrize("change, words", [
     (dict(x_TH=torch.zeros(5, H)), "x: expected 6 rows, as in the plan, got 5"),
+    (dict(plan=torch.zeros(T, 1, dtype=torch.int64)), "plan: expected a RoutingPlan, as RoutingPlan.from_experts makes .*, got Tensor"),
     (dict(x_TH=torch.zeros(T, 9)), "w1: expected shape \\[E,F,H\\] == \\[3, 16, 9\\], got \\[3, 16, 8\\]"),
     (dict(w1_EFH=torch.zeros(4, FFN, H)), "w1: expected shape \\[E,F,H\\] == \\[3, 16, 8\\], got \\[4, 16, 8\\]"),
     (dict(w2_EFH=torch.zeros(E, 17, H)), "w2: expected shape \\[E,F,H\\] == \\[3, 16, 8\\], got \\[3, 17, 8\\]"),

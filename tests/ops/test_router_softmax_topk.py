@@ -249,8 +249,9 @@ def test_repeats_give_the_same_bits(device, experts, top_k):
 @pytest.mark.parametrize("arguments, words", [
     ((torch.zeros(3), 1), "logits: expected 2 dimensions, got \\[3\\]"),
     ((torch.zeros(3, 4, dtype=torch.int64), 1), "logits: expected dtype .*, got torch.int64"),
-    ((torch.zeros(3, 4), 5), "top_k: expected 1 to 4, the number of experts, got 5"),
-    ((torch.zeros(3, 4), 0), "top_k: expected 1 to 4, the number of experts, got 0"),
+    ((torch.zeros(3, 4), 5), "top_k: expected an int, 1 to 4, the number of experts, got 5"),
+    ((torch.zeros(3, 4), 2.5), "top_k: expected an int, 1 to 4, the number of experts, got 2.5"),
+    ((torch.zeros(3, 4), 0), "top_k: expected an int, 1 to 4, the number of experts, got 0"),
 ])
 def test_bad_arguments(arguments, words):
     with pytest.raises((TypeError, ValueError), match="route: " + words):
