@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write everything that could be read. Return 1, with a message that names it, where a file or a configuration of the suite is
     missing or broken or a row of gbmoe's is wrong; 2 where the files cannot be joined or written, or none of them holds results."""
-    problem = run_file.no_place("--json", arguments.json)
+    problem = run_file.make_folder_for("--json", arguments.json)
     if problem:
         return _fail(problem)
     contents, broken = run_file.read_all(_files(arguments.parts))

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the pictures and print their names; 1 where a file is missing or broken or has nothing to draw, or where a picture of
-    --only is none of theirs; 2 where all that is there to read is broken, where files of one suite are timed in two ways, and where
-    the pictures cannot be written."""
+    --only is none of theirs; 2 where all that is there to read is broken, where two files are of one suite, and where the pictures
+    cannot be written."""
     if importlib.util.find_spec("matplotlib") is None:
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
@@ -36,6 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     if problem:
         print(f"gbmoe bench plot: {one_line(problem)}", file=sys.stderr)
         return 2
+    suites: dict[str, Path] = {}
+    for file, content in contents.items():
+        other = suites.setdefault(content["suite"], file)
+        if other != file:
+            print(f"gbmoe bench plot: expected one file of suite {content['suite']}, whose pictures have the same names, got {other} and "
+                  f"{file}: bench merge joins them", file=sys.stderr)
+            return 2
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
         drawn = {file: draw(content, arguments.output, arguments.only) for file, content in contents.items()}

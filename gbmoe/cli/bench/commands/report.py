@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write what can be reported; 1 where a file is missing or broken, a row of gbmoe's is wrong, or the README has no
     place for its part, which is of the first file or of none; 2 where the page cannot be written, and where all that is there
     to read is broken, or files of one suite are timed in two ways: there is no page then."""
-    problem = run_file.no_place("--output", arguments.output)
+    problem = run_file.make_folder_for("--output", arguments.output)
     if problem:
         return _fail(problem)
     contents, broken = run_file.read_all(arguments.files)

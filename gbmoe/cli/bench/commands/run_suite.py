@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         " as often as wanted, and not scaled down on a CPU")
     parser.add_argument("--device", type=device_argument, help="cpu or cuda (default: cuda where there is a device);"
                         " suites made for CUDA run on a CPU only when it is asked for, with scaled-down shapes")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA, fp32 on the CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA and for suite float8, fp32 on the CPU")
     parser.add_argument("--engines", type=_names, metavar="A,B", help="gbmoe's engines (default: all that can compute the case)")
     parser.add_argument("--peers", default="all", metavar="A,B|all|none",
                         help=f"some of {', '.join(peers.PEERS)} (default: all that belong to the suite)")
@@ -141,7 +141,7 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         problem = rank_processes.problem(arguments.suite, device)
         if problem or not rank_processes.is_first():
             return problem
-    return run_file.no_place("--json", arguments.json) if arguments.json else None
+    return run_file.make_folder_for("--json", arguments.json) if arguments.json else None
 
 
 def _timed(timing: str) -> str:
@@ -158,7 +158,7 @@ def _choice(arguments: argparse.Namespace) -> Choice:
     device = arguments.device or default_device()
     if SUITES[arguments.suite].on_ranks and not arguments.list_configs:
         device = rank_processes.device_of_rank(device)
-    dtype = DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    dtype = DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" or arguments.suite == "float8" else "fp32")]
     # Of one that is given twice the same.
     return Choice(device, dtype, arguments.engines, _peers(arguments), arguments.memory_limit, tuple(dict.fromkeys(arguments.shape)))
 
@@ -215,12 +215,13 @@ def _run_and_show(arguments: argparse.Namespace, choice: Choice, configurations:
     if timing == SUSTAINED:
         about |= {"sustained": runner.effort.in_words(),
                   "energy_left_out": "of one GPU alone" if suite.on_ranks else counter_of(choice.device)[1]}
+    idle = _peers_without_a_row(arguments, choice, configurations)
     with runner, table_and_progress.Progress(total(chosen)) if tells else nullcontext() as progress:
         for configuration in chosen:
             report = progress.advance if tells else (lambda _: None)
             content["rows"] += [row | {"run": 0} for row in runner.run(configuration, report)]
             about["configurations"].append(configuration.name)
-            about |= {"peers": runner.peers_about, "peers_left_out": runner.peers_left_out,
+            about |= {"peers": runner.peers_about, "peers_left_out": idle | runner.peers_left_out,
                       "clocks_at_end": describe_clocks(choice.device)}
             run_file.finish(content)
             if path and tells:  # after each configuration, so that an interrupted run keeps what it has done
@@ -255,6 +256,13 @@ def _judge(content: dict, tells: bool = True) -> int:
     for fault in faults if tells else ():
         print(f"FAIL: {fault}")
     return 1 if faults else 0
+
+
+def _peers_without_a_row(arguments: argparse.Namespace, choice: Choice, configurations: list[Configuration]) -> dict[str, str]:
+    """Why peers that --peers names measure nothing of this suite: they compute other things than it has."""
+    measured = {measurement.implementation for configuration in configurations for measurement in configuration.measurements}
+    named = [] if arguments.peers == "all" else choice.peers
+    return {peer: f"computes nothing that suite {arguments.suite} measures" for peer in named if peer not in measured}
 
 
 def _engines_left_out(suite: Suite, choice: Choice, chosen: list[Configuration]) -> dict[str, str]:

@@ -48,9 +48,11 @@ class Float8LayerMeasurement(LayerMeasurement):
     def build(self, device: torch.device, dtype: torch.dtype) -> Subject:
         if self.recipe is not None:
             problem = Problem(device, dtype, self.case.slots, self.case.experts, self.case.hidden, self.case.ffn, False)
-            reasons = [engine.unavailable(device) or engine.refuses(problem) for engine in engines.FLOAT8_ENGINES[self.recipe.engine]]
-            if all(reasons):
-                raise Refusal(f"{self.recipe.engine}: {'; '.join(dict.fromkeys(map(str, reasons)))}")
+            on_cuda, elsewhere = engines.FLOAT8_ENGINES[self.recipe.engine]
+            engine = on_cuda if device.type == "cuda" else elsewhere
+            reason = engine.unavailable(device) or engine.refuses(problem)
+            if reason is not None:
+                raise Refusal(f"{self.recipe.engine}: {reason}")
         return _Float8Layer(self, device, dtype)
 
 

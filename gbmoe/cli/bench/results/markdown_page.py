@@ -72,10 +72,16 @@ def _conditions(content: dict) -> list[str]:
     sentences = [f"{where} at commit{'s' if len(of) > 1 else ''} {', '.join(of)}, {how}." for (where, how), of in commits.items()]
     known = [run["limits"] for run in content["runs"] if run["limits"]["flops"] and run["limits"]["bytes"]]
     if known:
-        sentences.append("Limits: a dense product of {:.3g} TFLOP/s, a copy of {:.3g} TB/s.".format(
-            max(limits["flops"] for limits in known) / 1e12, max(limits["bytes"] for limits in known) / 1e12))
+        flops, copied = (_span([limits[what] / 1e12 for limits in known]) for what in ("flops", "bytes"))
+        sentences.append(f"Limits: a dense product of {flops} TFLOP/s, a copy of {copied} TB/s.")
     sentences.append(_timed(content))
     return [" ".join(sentences), *(["\n".join(dict.fromkeys(notes))] if notes else [])]
+
+
+def _span(numbers: list[float]) -> str:
+    """The least and the greatest number, as one where they look alike: each row is compared with the limits of its own run."""
+    least, greatest = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return least if least == greatest else f"{least} to {greatest}"
 
 
 def _timed(content: dict) -> str:

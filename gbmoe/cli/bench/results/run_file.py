@@ -73,11 +73,17 @@ def add_findings(content: dict) -> dict:
     return content
 
 
-def no_place(option: str, path: Path) -> str | None:
-    """Why a file cannot be written at `path`: it is a folder, or its folder is missing. None where it can."""
+def make_folder_for(option: str, path: Path) -> str | None:
+    """Make the folder of a file that is to be written at `path`. Returns why it cannot be written, or None where it can."""
     if path.is_dir():
         return f"{option}: {path} is a directory"
-    return None if path.parent.is_dir() else f"{option}: {path.parent} is not a directory"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        return f"{option}: {path.parent} is not a directory"
+    except OSError as error:
+        return f"{option}: {path.parent}: {error.strerror}"
+    return None
 
 
 def write(path: Path, content: dict) -> None:

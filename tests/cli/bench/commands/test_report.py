@@ -84,6 +84,25 @@ def test_one_command_draws_several_files_or_the_pictures_that_are_named(scaling,
     assert "--only: expected the name of a picture of these files, got no-such.svg" in capsys.readouterr().err
 
 
+def test_pictures_of_two_files_of_a_suite_overwrote_each_other(scaling, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
+    other = tmp_path / "other.json"
+    other.write_bytes(scaling.read_bytes())
+    assert main(["bench", "plot", str(scaling), str(other), "--output", str(tmp_path / "p")]) == 2
+    assert f"one file of suite scaling, whose pictures have the same names, got {scaling} and {other}" in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+def test_limits_of_several_runs_are_a_span(scaling, tmp_path):
+    found = run_file.read(scaling)
+    (run,) = found["runs"]
+    found["runs"].append({**run, "limits": {**run["limits"], "flops": 0.95 * run["limits"]["flops"]}})
+    file, page = tmp_path / "two-runs.json", tmp_path / "page.md"
+    run_file.write(file, found)
+    assert main(["bench", "report", str(file), "--output", str(page)]) == 0
+    assert "Limits: a dense product of 665 to 700 TFLOP/s, a copy of 4 TB/s." in page.read_text()
+
+
 def test_nothing_to_draw_and_nothing_to_read(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
     empty = tmp_path / "empty.json"
@@ -178,8 +197,10 @@ def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling,
     assert main(absent) == 1 and readme.read_text() == text
     assert main([*command[:-1], str(tmp_path / "absent.md")]) == 1 and "absent.md: No such file" in capsys.readouterr().err
     for written in (["merge", str(scaling), "--json"], ["report", str(scaling), "--output"]):
-        assert main(["bench", *written, str(tmp_path / "absent" / "file")]) == 2
-        assert f"{written[-1]}: {tmp_path / 'absent'} is not a directory" in capsys.readouterr().err
+        assert main(["bench", *written, str(readme / "file")]) == 2
+        assert f"{written[-1]}: {readme} is not a directory" in capsys.readouterr().err
+        absent = tmp_path / written[0] / "absent" / "file"
+        assert main(["bench", *written, str(absent)]) == 0 and absent.exists()
     readme.write_text("no markers")
     assert main(command) == 1 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
 

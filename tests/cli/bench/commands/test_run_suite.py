@@ -184,7 +184,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     (["--suite", "smoke", "--config", "99", "--output", "parts"], "--config: expected 0 to 4, got 99"),
     (["--suite", "smoke", "--engines", "auto", "--baseline", "nobody"],
      "--baseline: expected one of bmm, dense, gbmoe-auto, loop, got 'nobody'"),
-    (["--suite", "smoke", "--json", "absent/rows.json"], "--json: absent is not a directory"),
+    (["--suite", "smoke", "--json", f"{__file__}/rows.json"], f"--json: {__file__} is not a directory"),
     (["--suite", "permute", "--timing", "sustained"], "--timing: suite permute is timed in bursts alone"),
     (["--suite", "gemm", "--shape", "64,32,48,4,2"], "--shape: suite gemm has shapes of its own; expected suite layers or float8, or none"),
 ])
@@ -269,3 +269,10 @@ def test_progress_on_a_terminal_and_in_a_log(terminal, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "layer/a[b]/bmm: CRASHED: gone" in err.replace("\n", "")
     assert ("[1/2, " in err) != terminal and ("1/2" in err or "2/2" in err)
+
+
+def test_a_named_peer_that_computes_nothing_of_a_suite_was_not_mentioned(bench, one_case, capsys):
+    _, content, rows = bench(peers="bmm,megablocks")
+    reason = "computes nothing that suite smoke measures"
+    assert content["runs"][0]["peers_left_out"] == {"megablocks": reason} and any(row["implementation"] == "bmm" for row in rows.values())
+    assert f"megablocks left out: {reason}" in capsys.readouterr().out
