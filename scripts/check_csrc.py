@@ -7,8 +7,9 @@
 2. The kernels of csrc/tensor_core/ fit on each of those architectures: a CTA's registers and shared memory leave room for the CTAs that
    the launch counts on, and kernels in 16 bits keep their sums in registers. A spill to local memory in the main loop costs more than
    any tile gains. Kernels in TF32 may spill up to _TF32_SPILL bytes.
+3. The kernels for few rows, which their __launch_bounds__ make fit, spill no more than _FEW_ROWS_SPILL bytes on any of them.
 
-It needs nvcc and torch's headers, and takes some four minutes with two cores. The exit status is 1 if anything is wrong.
+It needs nvcc and torch's headers, and takes some MINUTES minutes with two cores. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gbmoe.extension import build
 _SHARED_KIB = {"8.0": 164, "8.6": 100, "8.9": 100, "9.0": 228, "10.0": 228, "12.0": 100}
 _REGISTERS = 64 * 1024   # of a multiprocessor, on all of them
 _TF32_SPILL = 96         # bytes, stores of one thread
+_FEW_ROWS_SPILL = 16     # likewise
 _STUB_REGISTERS = 16     # an instance for GPUs with another amount of shared memory is an empty kernel
 
 
@@ -63,19 +65,26 @@ class Kernel:
         return 2 if self.threads <= 128 else 1
 
     @property
-    def is_tf32(self) -> bool:
-        return "GemmTraitsIf" in self.name
+    def is_for_few_rows(self) -> bool:
+        return "few_rows_kernel" in self.name
+
+    @property
+    def may_spill(self) -> int:
+        """Bytes."""
+        return _FEW_ROWS_SPILL if self.is_for_few_rows else _TF32_SPILL if "GemmTraitsIf" in self.name else 0
 
     def faults(self, architecture: str) -> Iterator[str]:
         """What is wrong with it on such a GPU."""
+        if self.spilled > self.may_spill:
+            yield f"{self.spilled} bytes are spilled"
+        if self.is_for_few_rows:
+            return
         # Registers are handed out to warps in steps of 8 a thread.
         fit = _REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
         if fit < self.ctas:
             yield f"{self.registers} registers a thread leave room for {fit} CTAs, not {self.ctas}"
         if self.shared_bytes * self.ctas > _SHARED_KIB[architecture] << 10:
             yield f"{self.ctas} CTAs of {self.shared_bytes} bytes of shared memory do not fit into {_SHARED_KIB[architecture]} KiB"
-        if self.spilled > (_TF32_SPILL if self.is_tf32 else 0):
-            yield f"{self.spilled} bytes are spilled"
 
 
 def parse(printed: str) -> list[Kernel]:
@@ -156,10 +165,10 @@ def main() -> int:
         parser.error(f"expected architectures among {', '.join(_SHARED_KIB)}, got {', '.join(sorted(unknown))}")
     compiler, wrong = Compiler(), 0
     sources = build.sources(build.source_folder())
-    of_tensor_core = [source for source in sources if source.parent.name == "tensor_core"]
-    others = [source for source in sources if source not in of_tensor_core]
+    for_all = [source for source in sources if source.parent.name == "tensor_core" or source.name == "few_rows.cu"]
+    others = [source for source in sources if source not in for_all]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {arch: [pool.submit(compiler.kernels_of, source, arch) for source in of_tensor_core] for arch in architectures}
+        jobs = {arch: [pool.submit(compiler.kernels_of, source, arch) for source in for_all] for arch in architectures}
         of_files = pool.map(compiler.faults_of_file, others)
         for architecture, of_architecture in jobs.items():
             kernels = [kernel for job in of_architecture for kernel in job.result()]
@@ -167,8 +176,8 @@ def main() -> int:
             wrong += len(faults)
             most = max(kernel.registers for kernel in kernels)
             spilled = max(kernel.spilled for kernel in kernels)
-            print(f"tensor_core for {architecture}: {len(kernels)} kernels, at most {most} registers, at most {spilled} bytes spilled "
-                  f"(TF32), {len(faults)} faults", *faults, sep="\n", flush=True)
+            print(f"tensor_core and few_rows for {architecture}: {len(kernels)} kernels, at most {most} registers, at most {spilled} bytes "
+                  f"spilled, {len(faults)} faults", *faults, sep="\n", flush=True)
         for source, faults in zip(others, of_files):
             wrong += len(faults)
             print(f"{source.relative_to(build.source_folder())}: {'; '.join(faults) or 'compiles'}", flush=True)

@@ -58,6 +58,8 @@ def test_sums_in_local_memory_are_spilled_though_nothing_is_stored_as_a_spill(ch
     ((name_of(memory=1), 240, 0, 560), "8.0", None),
     ((name_of(memory=1), 240, 0, 560), "8.6", "1 CTAs of .* do not fit into 100 KiB"),
     ((name_of(tile=(128, 256, 32, 32, 4, 3)), 160, 0, 560), "8.0", "160 registers a thread leave room for 0 CTAs, not 1"),
+    (("_ZN5gbmoe8few_rows15few_rows_kernelI13__nv_bfloat16Lb1EEEvNS0_9ArgumentsE", 96, 16, 0), "8.6", None),
+    (("_ZN5gbmoe8few_rows15few_rows_kernelI13__nv_bfloat16Lb1EEEvNS0_9ArgumentsE", 96, 24, 0), "8.6", "24 bytes are spilled"),
 ])
 def test_what_does_not_fit_is_found(check, kernel, architecture, words):
     faults = list(check.Kernel(*kernel).faults(architecture))
