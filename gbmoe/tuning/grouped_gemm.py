@@ -103,13 +103,13 @@ class _EngineRule:
 
 
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
-# The first row that takes a product counts. Measured by `python -m gbmoe bench --suite gemm` (results/h200/gemm.json; at 8e37d5b the
-# article's shapes too, in bursts; cuBLAS 13.1, torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where
+# The first row that takes a product counts. Measured by `python -m gbmoe bench --suite gemm` (results/h200/gemm.json, sustained; cuBLAS
+# 13.1, torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where
 # one group's GEMM takes longer than that. For smaller groups torch's persistent kernel is faster in bfloat16, and cuBLAS' grouped GEMM
 # where torch has none. gbmoe's Hopper kernels are faster than all of these nearly everywhere. With few groups of some 400 GFLOP and more
-# (700 for weight gradients) the loop is up to 6 % faster, and is taken where the sizes are on the host anyway. It is also faster (734 to
-# 760 against 639 to 684 TFLOP/s) for weight gradients of so few groups that their tiles do not fill the multiprocessors evenly, if groups
-# are uneven, and in some runs if they are equal; but that depends on the data, which are not known here.
+# (700 for weight gradients) the loop is up to 4 % faster, and is taken where the sizes are on the host anyway. For weight gradients of so few
+# groups that their tiles do not fill the multiprocessors evenly it is 1.6 % faster if groups are uneven and 3.5 % slower if they are equal;
+# that depends on the data, which are not known here.
 #
 # Where Hopper's kernels do not serve, tensor_core is next. That is a decision, not a measurement: it does not wait for the host, so that
 # a step can be one CUDA graph, and it was run on Hopper alone. In float32, where it needs TF32, the loop is faster for large groups and
@@ -146,10 +146,10 @@ def engine_order(problem: Problem, capability: tuple[int, int] | None) -> tuple[
                  and (problem.sizes_on_host or not rule.sizes_on_host)
                  and rule.k_grouped in (None, problem.k_grouped)
                  and (rule.at_least_flops_a_group == 0 or known(flops_a_group >= rule.at_least_flops_a_group)))
-    if generation in _TORCH_BEFORE_TENSOR_CORE and problem.dtype == torch.bfloat16:
-        # Asked only where it matters: a graph that torch.compile makes is not shared by numbers of rows with different answers.
-        if generation != _TCGEN05 or not known(few_rows(problem.rows, problem.groups)):
-            order = _moved_ahead("torch", order)
+    # How many rows there are is asked only where it matters: numbers of rows with different answers share no graph of torch.compile's.
+    if generation in _TORCH_BEFORE_TENSOR_CORE and problem.dtype == torch.bfloat16 and (
+            generation != _TCGEN05 or not known(few_rows(problem.rows, problem.groups))):
+        order = _moved_ahead("torch", order)
     if generation == _TCGEN05 and problem.sizes_on_host and known(flops_a_group >= 2.5e9):
         order = _moved_ahead("cublas_loop", order)
     return order
