@@ -9,7 +9,7 @@
    any tile gains. Kernels in TF32 may spill up to _TF32_SPILL bytes.
 3. The kernels for few rows, which their __launch_bounds__ make fit, spill no more than _FEW_ROWS_SPILL bytes on any of them.
 
-It needs nvcc and torch's headers, and takes some MINUTES minutes with two cores. The exit status is 1 if anything is wrong.
+It needs nvcc and torch's headers, and takes some ten minutes with two cores. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
