@@ -1,7 +1,7 @@
 """Prints in how many processes the tests run: one for each core, and on a GPU no more than its memory is enough for.
 
 Between tests a process keeps at most 4 GiB of the first GPU's memory (tests/conftest.py), a few tests take up to 24 for a moment. With 13
-for each process those tests find what they need; with eight, tests of all kinds found none left on an 80 GB card.
+for each process, which is six on an 80 GB card, all tests found what they need; when a process kept what it had once taken, some did not.
 """
 
 import os

@@ -59,10 +59,9 @@ def grouped_mlp(
         require(weights_R.size(0) == x_RH.size(0), "grouped_mlp", "weights", lambda: f"{x_RH.size(0)} entries, one a row of x",
                 weights_R.size(0))
         weights_R = weights_R.unsqueeze(1)
-    require_tensor(counts_E, "grouped_mlp", "counts", rank=1, dtypes=(torch.int32, torch.int64))
     require_tensor(w1_EFH, "grouped_mlp", "w1", rank=3)
-    require(counts_E.size(0) == w1_EFH.size(0), "grouped_mlp", "counts", lambda: f"{w1_EFH.size(0)} entries, one for each expert of w1",
-            counts_E.size(0))
     plan = RoutingPlan.from_counts(counts_E, x_RH.size(0), device=x_RH.device, check=check)
+    require(plan.num_experts == w1_EFH.size(0), "grouped_mlp", "counts", lambda: f"{w1_EFH.size(0)} entries, one for each expert of w1",
+            plan.num_experts)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
                       recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe)

@@ -104,12 +104,12 @@ class _EngineRule:
 
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
 # The first row that takes a product counts. Measured by `python -m gbmoe bench --suite gemm` (results/h200/gemm.json, sustained; cuBLAS
-# 13.1, torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where
-# one group's GEMM takes longer than that. For smaller groups torch's persistent kernel is faster in bfloat16, and cuBLAS' grouped GEMM
-# where torch has none. gbmoe's Hopper kernels are faster than all of these nearly everywhere. With few groups of some 400 GFLOP and more
-# (700 for weight gradients) the loop is up to 4 % faster, and is taken where the sizes are on the host anyway. For weight gradients of
-# so few groups that their tiles do not fill the multiprocessors evenly it is 1.6 % faster if groups are uneven and 3.5 % slower if they are
-# equal; that depends on the data, which are not known here.
+# 13.1, torch 2.11). The loop over cublasGemmEx costs some 10 us a group, and so is faster where one group's GEMM takes longer than that.
+# For smaller groups torch's persistent kernel is faster in bfloat16, and cuBLAS' grouped GEMM where torch has none. gbmoe's Hopper kernels
+# are faster than all of these nearly everywhere. With few groups of some 400 GFLOP and more (700 for weight gradients) the loop is up to
+# 4 % faster, and is taken where the sizes are on the host anyway. For weight gradients of so few groups that their tiles do not fill the
+# multiprocessors evenly it is 1.6 % faster if groups are uneven and 3.5 % slower if they are equal; that depends on the data, which are
+# not known here.
 #
 # Where Hopper's kernels do not serve, tensor_core is next. That is a decision, not a measurement: it does not wait for the host, so that
 # a step can be one CUDA graph, and it was run on Hopper alone. In float32, where it needs TF32, the loop is faster for large groups and

@@ -218,7 +218,7 @@ def test_the_host_waited():
     (dict(counts=torch.tensor([2**62, 2**62, 2**62, 2**62, 1])), ValueError, r"counts: expected a sum of at most num_rows == 66, got"),
     (dict(counts=torch.tensor([1.0, 2.0])), TypeError, r"counts: expected dtype int32, int64"),
     (dict(counts=torch.tensor([60, 6])), ValueError, r"grouped_mlp: counts: expected 5 entries, one for each expert of w1, got 2"),
-    (dict(counts=torch.empty(0, dtype=torch.int64)), ValueError, r"grouped_mlp: counts: expected 5 entries, .* got 0"),
+    (dict(counts=torch.empty(0, dtype=torch.int64)), ValueError, r"counts: expected at least one expert, got 0"),
     (dict(weights=torch.ones(65)), ValueError, r"grouped_mlp: weights: expected 66 entries, one a row of x, got 65"),
     (dict(weights=torch.ones(66, 1)), ValueError, r"grouped_mlp: weights: expected 1 dimensions"),
     (dict(x=torch.ones(66, 24, 1)), ValueError, r"grouped_mlp: x: expected 2 dimensions"),
