@@ -1,6 +1,6 @@
 // The sizes of the groups of a grouped GEMM, as kernels read them on the device. `args` are a GEMM's arguments, with the fields
 //
-//   sizes            [E], rows of each group
+//   sizes            [E], rows of each group; null: one group has all rows
 //   sizes_are_int64  else int32
 //   groups           E
 //   rows             P: no group reaches beyond it, whatever its size says
@@ -15,6 +15,7 @@ namespace gbmoe {
 // groups that would reach beyond the last row end there, and the kernels stay inside of every tensor.
 template <typename Arguments> __device__ __forceinline__ int size_of_group(const Arguments& args, int group) {
   if (group >= args.groups) return 0;
+  if (!args.sizes) return args.rows;
   const int64_t size =
       args.sizes_are_int64 ? static_cast<const int64_t*>(args.sizes)[group] : static_cast<const int32_t*>(args.sizes)[group];
   return static_cast<int>(min(max(size, int64_t{0}), static_cast<int64_t>(args.rows)));

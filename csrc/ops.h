@@ -99,11 +99,12 @@ bool hopper_built();
 // The bytes of a workspace, which may hold anything before it is used. `splits_per_sm`, 0 to 4: the number of tiles' partial sums
 // that it has room for, for each multiprocessor; with 0 no sum is split, and clusters only take their tiles from its counter.
 int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm);
-// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
+// group has all rows
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_n, int64_t cluster_m,
-    int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits,
-    Tensor out);
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
+    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
+    int64_t split_cost, int64_t most_splits, Tensor out);
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32
 void hopper_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks,
@@ -181,9 +182,9 @@ void hopper_scaled_up(
 // Whether the extension has code for this device (its index)
 bool tensor_core_built(int64_t device);
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; bf16, fp16, or fp32, whose
-// operands are rounded to TF32
-void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_m,
-                      int64_t tile_n, int64_t panel, Tensor out);
+// operands are rounded to TF32; without sizes one group has all rows
+void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
+                      int64_t tile_m, int64_t tile_n, int64_t panel, Tensor out);
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; with `accumulate` it is added to out, which is fp32
 void tensor_core_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64_t tile_n, int64_t panel, bool accumulate, Tensor out);

@@ -43,8 +43,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
   m.def("hopper_built() -> bool");
   m.def("hopper_workspace(Tensor on, int groups, int splits_per_sm) -> int");
-  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_n, int cluster_m, int cluster_n,"
-        " int panel, Tensor(a!)? workspace, int min_k_blocks, int split_cost, int most_splits, Tensor(b!) out) -> ()");
+  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int tile_n, int cluster_m,"
+        " int cluster_n, int panel, Tensor(a!)? workspace, int min_k_blocks, int split_cost, int most_splits, Tensor(b!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, int cluster_m, int cluster_n, int panel, Tensor(a!) workspace,"
         " int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
   m.def("hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int panel, Tensor(a!) out) -> ()");
@@ -81,7 +81,7 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
       " Tensor(k!) filled_rows, Tensor(l!)? dots, Tensor(m!)? grad_weights) -> ()");
   m.def("quantize_k_blocks(Tensor x, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, Tensor(a!) out,"
         " Tensor(b!) scales, Tensor(c!) filled_rows) -> ()");
-  m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor sizes, bool trans_b, int tile_m, int tile_n, int panel,"
+  m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int tile_m, int tile_n, int panel,"
         " Tensor(a!) out) -> ()");
   m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
         " -> ()");

@@ -35,7 +35,7 @@ struct BalancedSchedule {
 };
 
 struct Arguments {
-  const void* sizes;       // [E], rows of each group
+  const void* sizes;       // [E], rows of each group; null: one group has all rows
   bool sizes_are_int64;    // else int32
   int groups;
   int rows;                // P: no group reaches beyond it, whatever its size says

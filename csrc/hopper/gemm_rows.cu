@@ -43,9 +43,9 @@ bool hopper_built() {
 #endif
 }
 
-void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor sizes, bool trans_b, int64_t tile_n,
-                 int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
-                 int64_t split_cost, int64_t most_splits, Tensor out) {
+void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
+                 int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace,
+                 int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false};

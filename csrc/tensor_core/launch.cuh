@@ -13,11 +13,11 @@ struct Tiling {
 };
 
 // `rows` of all groups, `columns` of one output tensor.
-inline Arguments arguments(const Tensor& sizes, int64_t rows, int64_t columns, const Tiling& tiling) {
+inline Arguments arguments(const std::optional<Tensor>& sizes, int64_t rows, int64_t columns, const Tiling& tiling) {
   Arguments args{};
-  args.sizes = sizes.data_ptr();
-  args.sizes_are_int64 = sizes.scalar_type() == ScalarType::Long;
-  args.groups = static_cast<int>(sizes.numel());
+  args.sizes = sizes ? sizes->data_ptr() : nullptr;
+  args.sizes_are_int64 = sizes && sizes->scalar_type() == ScalarType::Long;
+  args.groups = sizes ? static_cast<int>(sizes->numel()) : 1;
   args.rows = static_cast<int>(rows);
   args.size_n = static_cast<int>(columns);
   args.operand_pairs = 1;

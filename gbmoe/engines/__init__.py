@@ -168,8 +168,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, engine: str = "auto") -> to
     """x @ weight.T by the engine that `engine` names or "auto" chooses, without autograd; see Engine.linear for shapes. ValueError for a
     named engine that cannot compute it."""
     columns = -(-weight.size(0) // 8) * 8  # Engine.linear pads to the row lengths that all engines take
-    problem = Problem(x.device, x.dtype, x.size(0), 1, x.size(1), columns, False, x.device.type == "cpu", allows_tf32(x.dtype))
-    return select(engine, problem).linear(x, weight)
+    on_host = x.device.type == "cpu"
+    return _select(engine, x.device, x.dtype, x.size(0), 1, x.size(1), columns, False, on_host, allows_tf32(x.dtype)).linear(x, weight)
 
 
 class _ByProduct(Engine):

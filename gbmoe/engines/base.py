@@ -200,8 +200,11 @@ def host_sizes(sizes: torch.Tensor) -> torch.Tensor:
     return sizes.to("cpu", torch.int64).contiguous()
 
 
-def device_sizes(sizes: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sizes, contiguous on `device`, without a wait. If the caller rewrites sizes on the host afterwards, the result is the same."""
+def device_sizes(sizes: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """The sizes, contiguous on `device`, without a wait; None as it is. If the caller rewrites sizes on the host afterwards, the result is
+    the same."""
+    if sizes is None:
+        return None
     if sizes.device.type == "cpu":
         # A copy from pinned memory may read it after this function has returned. A clone is not pinned, and is read before.
         sizes = sizes.clone()

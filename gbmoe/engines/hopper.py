@@ -45,7 +45,7 @@ class Hopper(OwnKernels):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        rows, groups = a.size(0), sizes.numel()
+        rows, groups = a.size(0), b.size(0)
         if a2 is None and self.has_few_rows(rows, groups, out.size(1)):
             few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
             return
@@ -120,14 +120,6 @@ class HopperBatchInvariant(Hopper):
 
     def has_few_rows(self, rows, groups, columns):
         return super().has_few_rows(rows, groups, columns) or (groups == 1 and tuning.few_rows_of_one_group(rows, columns))
-
-    def linear(self, x, weight):
-        """In kernels for few rows without a tensor of sizes, which would be one kernel more in a CUDA graph, and without padding."""
-        if x.dtype != weight.dtype or not weight.is_contiguous() or not self.has_few_rows(x.size(0), 1, weight.size(0)):
-            return super().linear(x, weight)
-        out = x.new_empty(x.size(0), weight.size(0))
-        few_rows_gemm(aligned(x), aligned(weight).unsqueeze(0), None, True, out, in_turns=True)
-        return out
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
@@ -209,18 +201,19 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
 
 
 def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
-    """Hopper.rows_gemm with a given configuration, and sizes on the device."""
+    """Hopper.rows_gemm with a given configuration, and sizes on the device or None."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
         a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config),
         split.min_k_blocks, split.cost, split.most, out)
 
 
-def workspace(like: torch.Tensor, sizes: torch.Tensor, config: tuning.GemmConfig) -> torch.Tensor | None:
+def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: tuning.GemmConfig) -> torch.Tensor | None:
     """Memory for the tile counter and the partial sums of split-K, or None where the GEMM uses neither."""
     if not config.tile_counter:
         return None
-    return like.new_empty(_workspace_bytes(like.device, sizes.numel(), config.split.per_sm), dtype=torch.uint8)
+    groups = 1 if sizes is None else sizes.numel()
+    return like.new_empty(_workspace_bytes(like.device, groups, config.split.per_sm), dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=256)

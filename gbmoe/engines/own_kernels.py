@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
@@ -34,9 +35,10 @@ class OwnKernels(Engine):
         """None if the kernels take operands of the problem's dtype, otherwise the reason why not."""
         raise TypeError(f"{type(self).__name__} does not say which dtypes it takes")
 
-    def rows_gemm(self, a: torch.Tensor, b: torch.Tensor, a2: torch.Tensor | None, b2: torch.Tensor | None, sizes: torch.Tensor,
+    def rows_gemm(self, a: torch.Tensor, b: torch.Tensor, a2: torch.Tensor | None, b2: torch.Tensor | None, sizes: torch.Tensor | None,
                   trans_b: bool, out: torch.Tensor) -> None:
-        """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded."""
+        """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded. Without sizes one
+        group has all rows."""
         raise TypeError(f"{type(self).__name__} does not say how it computes an m-grouped GEMM")
 
     def weight_gradient_gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
@@ -75,6 +77,17 @@ class OwnKernels(Engine):
             self.rows_gemm(a, b, None, None, sizes, trans_b, product)
         return out.add_(product) if accumulate else product
 
+    def linear(self, x, weight):
+        """Without a tensor of sizes, which would be one kernel more in each call; and without padding in the kernels for few rows."""
+        require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
+        rows, columns = x.size(0), weight.size(0)
+        pads = columns % 8 and (x.dtype == torch.float32 or not self.has_few_rows(rows, 1, columns))
+        weight_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if pads else weight
+        out = x.new_empty(rows, weight_NK.size(0))
+        self.rows_gemm(aligned(x), aligned(weight_NK).unsqueeze(0), None, None, None, True, out)
+        # A copy in any case, so that the result has a storage of its own size: the columns of a single row are contiguous.
+        return out[:, :columns].clone(memory_format=torch.contiguous_format) if pads else out
+
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         """Both products in one GEMM, so that their sum is rounded once."""
         if v1_EFH is None:
@@ -100,8 +113,7 @@ def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, 
     With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it; without, it may be made of parts, which is faster
     where all CTAs run at once. RuntimeError for another dtype of out.
     """
-    sizes = None if sizes is None else device_sizes(sizes, a.device)
-    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, sizes, trans_b, in_turns, False, out)
+    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, in_turns, False, out)
 
 
 def few_rows_down(a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, in_turns: bool = False) -> torch.Tensor:

@@ -43,7 +43,7 @@ class TensorCore(OwnKernels):
         return None
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        rows, groups = a.size(0), sizes.numel()
+        rows, groups = a.size(0), b.size(0)
         if a2 is None and a.dtype != torch.float32 and self.has_few_rows(rows, groups, out.size(1)):
             few_rows_gemm(a, b, sizes, trans_b, out)
             return

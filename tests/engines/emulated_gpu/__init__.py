@@ -86,9 +86,10 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
     memory.
     """
     def arguments(sizes, rows, columns, panel, **fields):
-        assert sizes.dtype in (torch.int32, torch.int64)
-        return _Arguments(sizes=sizes.data_ptr(), sizes_are_int64=sizes.dtype == torch.int64, groups=sizes.numel(), rows=rows,
-                          size_n=columns, panel_tiles=panel, **{"operand_pairs": 1, **fields})
+        assert sizes is None or sizes.dtype in (torch.int32, torch.int64)
+        of_sizes = {} if sizes is None else {"sizes": sizes.data_ptr(), "sizes_are_int64": sizes.dtype == torch.int64}
+        return _Arguments(groups=1 if sizes is None else sizes.numel(), rows=rows, size_n=columns, panel_tiles=panel, **of_sizes,
+                          **{"operand_pairs": 1, **fields})
 
     def call(function, *leading, of, reads):
         begin = [t.data_ptr() for t in reads if t is not None]
