@@ -113,11 +113,11 @@ void hopper_weights(
 void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out);
 // hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only
 void hopper_weights_gathered(
-    Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel, Tensor workspace,
-    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out);
+    Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel,
+    Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out);
 // h = x @ w1[e].T and a = act(h), or with g = x @ v1[e].T a = act(h) * g; h and g are written if they are given, both or neither.
-// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; cluster_n and
-// the workspace are not used then.
+// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; where cluster_n is
+// not 2 the workspace is not used then.
 void hopper_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, int64_t cluster_n,
     int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
@@ -183,8 +183,9 @@ void hopper_scaled_up(
 bool tensor_core_built(int64_t device);
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; bf16, fp16, or fp32, whose
 // operands are rounded to TF32; without sizes one group has all rows
-void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-                      int64_t tile_m, int64_t tile_n, int64_t panel, Tensor out);
+void tensor_core_rows(
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
+    int64_t tile_m, int64_t tile_n, int64_t panel, Tensor out);
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; with `accumulate` it is added to out, which is fp32
 void tensor_core_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64_t tile_n, int64_t panel, bool accumulate, Tensor out);

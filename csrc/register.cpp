@@ -48,8 +48,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, int cluster_m, int cluster_n, int panel, Tensor(a!) workspace,"
         " int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
   m.def("hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int panel, Tensor(a!) out) -> ()");
-  m.def("hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int cluster_m, int panel,"
-        " Tensor(a!) workspace, int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
+  m.def("hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int cluster_m, int cluster_n,"
+        " int panel, Tensor(a!) workspace, int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
   m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, int cluster_n, int panel,"
         " bool even_panels, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
   m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, int cluster_n,"

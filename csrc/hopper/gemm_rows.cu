@@ -23,11 +23,12 @@ void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, 
 void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out) {
   using namespace hopper;
   const OnDevice current(tokens);
-  Arguments args = arguments(sizes, out.size(0), out.size(1), {kWideTileN, 1, 1, panel, false});
+  const Tiling tiling{kWideTileN, 1, 1, panel, false};
+  Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(tokens.size(1)), kBlockK);
   args.out[0] = out.data_ptr();
-  gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
+  gather_from(maps, args, tokens, slot_of_row, top_k, tiling);
   maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(tokens.scalar_type(), "hopper_rows_gathered", {
@@ -43,9 +44,10 @@ bool hopper_built() {
 #endif
 }
 
-void hopper_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-                 int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace,
-                 int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, Tensor out) {
+void hopper_rows(
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
+    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
+    int64_t split_cost, int64_t most_splits, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false};

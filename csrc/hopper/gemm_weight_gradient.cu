@@ -36,21 +36,23 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t
 }
 
 // The kernel's a are the gathered rows and its b is `a`: it makes tiles of out[e].T, which it stores transposed.
-void hopper_weights_gathered(Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t panel,
-                             Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
+void hopper_weights_gathered(
+    Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel,
+    Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  const Tiling tiling{kWideTileN, cluster_m, 1, panel, false};
+  const Tiling tiling{kWideTileN, cluster_m, cluster_n, panel, false};
   const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, even}};
   Arguments args = arguments(sizes, a.size(0), out.size(1), tiling);
   args.size_m = static_cast<int>(out.size(2));
-  gather_from(args, tokens, slot_of_row, top_k);
   TensorMaps maps{};
+  gather_from(maps, args, tokens, slot_of_row, top_k, tiling);
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are 64 rows of out[e], a warp's 16 rows 32 bytes of each
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights_gathered", {
-    if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2>>(maps, args, balancing, a);
-    else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1>>(maps, args, balancing, a);
+    if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2, 1>>(maps, args, balancing, a);
+    else if (tiling.is(kWideTileN, 1, 2)) launch<GatheredWeightsSettings<T, 1, 2>>(maps, args, balancing, a);
+    else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1, 1>>(maps, args, balancing, a);
     else tiling.refuse("hopper_weights_gathered");
   });
 }

@@ -21,15 +21,17 @@
 // memory, as k-blocks are. Tiles that would keep few CTAs busy for long are cut along K (split_k.cuh), as balanced_schedule.cu
 // says ahead of the launch.
 //
-// Where kGatherA, a is not in memory: there are four producer warps, which gather its rows from the tokens' matrix
-// (gather_producer.cuh), and TMA brings b only. Rows without a slot are zeros. A k-grouped GEMM then computes out[e].T, because a
-// tile has half as many rows as columns, and the gathered operand should be the smaller one; the stores transpose it back.
+// Where kGatherA, a is not in memory: its rows are gathered from the tokens' matrix, and zeros where a row has no slot. A CTA alone has four
+// producer warps for that (gather_producer.cuh), and TMA brings b only; in a pair along N two warps of each CTA load half of the lines by
+// TMA (line_producer.cuh). A k-grouped GEMM then computes out[e].T, because a tile has half as many rows as columns, and the gathered
+// operand should be the smaller one; the stores transpose it back.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups. A chunk is 64 columns of a tile.
 
 #pragma once
 
 #include "epilogue_backward.cuh"
+#include "line_producer.cuh"
 #include "mainloop.cuh"
 #include "mainloop_ping_pong.cuh"
 #include "mainloop_scaled.cuh"
@@ -52,6 +54,8 @@ template <typename Traits> struct GroupedGemm {
       setmaxnreg_dec<Traits::kProducerRegisters>();
       if (warp < kConsumerWarps + Traits::kProducerWarps) {
         Producer<Traits>::run(maps, args, shared);
+      } else if (warp < kConsumerWarps + Traits::kProducerWarps + Traits::kLineWarps) {
+        if constexpr (Traits::kGatherLines) LineProducer<Traits>::run(maps, args, shared);
       } else if (Traits::kScaledRows && warp == kConsumerWarps + Traits::kProducerWarps) {
         if constexpr (Traits::kScaledRows) ScaleLoader<Traits>::run(args, shared);
       } else if constexpr (Traits::kActivationBackward) {
@@ -75,7 +79,7 @@ template <typename Traits> struct GroupedGemm {
   static __device__ __forceinline__ void init_barriers(uint32_t shared) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     for (int i = 0; i < Traits::kStages; ++i) {
-      mbarrier_init(full + i * 8, 1 + (Traits::kGatherA ? 128 : 0) + 32 * Traits::kScaleWarps);
+      mbarrier_init(full + i * 8, 1 + (Traits::kGatherCopies ? 128 : 0) + 32 * Traits::kScaleWarps);
       mbarrier_init(empty + i * 8, (Traits::kPingPong ? 4 : kConsumerWarps) * Traits::kClusterSize);
     }
     for (int i = 0; i < kTileRing; ++i) {

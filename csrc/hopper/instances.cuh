@@ -28,8 +28,7 @@ template <typename T> struct GatheredRowsSettings : GemmSettings {
   static constexpr bool kGatherA = true;
 };
 
-// m-grouped: the first GEMM of an expert with its activation. CTAs do not share what they gather, so that kGather needs
-// clusters of one CTA.
+// m-grouped: the first GEMM of an expert with its activation.
 template <typename T, EpilogueKind kKind, typename Family, bool kGather, int kClusterN_> struct UpSettings : GemmSettings {
   using Element = T;
   using ActivationFamily = Family;
@@ -74,10 +73,10 @@ template <typename T> struct ScaledWeightsSettings : GemmSettings {
 };
 
 // k-grouped: out[e].T = tokens[slot / top_k].T @ b[rows of e].
-template <typename T, int kClusterM_> struct GatheredWeightsSettings : GemmSettings {
+template <typename T, int kClusterM_, int kClusterN_> struct GatheredWeightsSettings : GemmSettings {
   using Element = T;
   static constexpr bool kGroupedK = true, kGatherA = true;
-  static constexpr int kClusterM = kClusterM_;
+  static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_;
 };
 
 }  // namespace gbmoe::hopper

@@ -25,10 +25,12 @@ inline Arguments arguments(const std::optional<Tensor>& sizes, int64_t rows, int
   return args;
 }
 
-// Rows of an operand are gathered from `tokens` [T, width] by slot.
-inline void gather_from(Arguments& args, const Tensor& tokens, const Tensor& slot_of_row, int64_t top_k) {
+// a's rows are gathered from `tokens` [T, width] by slot, in pairs of CTAs along N line by line.
+inline void gather_from(
+    TensorMaps& maps, Arguments& args, const Tensor& tokens, const Tensor& slot_of_row, int64_t top_k, const Tiling& tiling) {
   STD_TORCH_CHECK(tokens.numel() < int64_t{1} << 35, "hopper: expected less than 64 GiB to gather from, got ", tokens.numel(),
                   " elements");
+  if (tiling.cluster_n == 2) maps.a[0] = line_map(tokens);
   args.tokens = tokens.data_ptr();
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = static_cast<uint32_t>(tokens.size(0) * top_k);

@@ -1,5 +1,6 @@
 // The producer: fills the ring of stages with k-blocks of both operands, by TMA, with multicast where the CTAs of a cluster share
-// them. Where a is gathered (gather_producer.cuh) TMA brings b only.
+// them. Where a is gathered by cp.async (gather_producer.cuh) TMA brings b only; where it is gathered by TMA, other warps load it
+// (line_producer.cuh).
 
 #pragma once
 
@@ -11,7 +12,7 @@ namespace gbmoe::hopper {
 template <typename Traits> struct Producer {
   using Shared = SharedMemory<Traits>;
   using Gather = GatherProducer<Traits>;
-  static constexpr bool kGroupedK = Traits::kGroupedK, kGatherA = Traits::kGatherA, kTransposedOut = Traits::kTransposedOut;
+  static constexpr bool kGroupedK = Traits::kGroupedK, kCopies = Traits::kGatherCopies, kCopiesOfK = kCopies && kGroupedK;
   static constexpr int kClusterM = Traits::kClusterM, kClusterN = Traits::kClusterN, kClusterSize = Traits::kClusterSize;
   static constexpr uint32_t kStageBytesB = Traits::kStageBytesB;
   static constexpr int kBlockK = Traits::kBlockK;
@@ -29,15 +30,15 @@ template <typename Traits> struct Producer {
     for (;;) {
       const Tile tile = receive_tile<Traits>(shared, tiles);
       if (tile.group < 0) break;
-      if (schedules && !kTransposedOut) sender.send(shared);  // one ahead
+      if (schedules && !kCopiesOfK) sender.send(shared);  // one ahead
       const int k_blocks = kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks;
       typename Gather::Rows rows;
-      if constexpr (kGatherA && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
-      int slot = kTransposedOut ? Gather::slot_in_k_block(args, tile, 0) : 0;
-      if (loads || kGatherA) {
+      if constexpr (kCopies && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
+      int slot = kCopiesOfK ? Gather::slot_in_k_block(args, tile, 0) : 0;
+      if (loads || kCopies) {
 #pragma unroll 1
         for (int i = 0; i < k_blocks; ++i) {
-          if constexpr (kTransposedOut) {
+          if constexpr (kCopiesOfK) {
             rows = Gather::rows_of_slots(args, slot);
             slot = Gather::slot_in_k_block(args, tile, i + 1);
           }
@@ -47,16 +48,16 @@ template <typename Traits> struct Producer {
           const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
           if (loads) {
             mbarrier_expect_bytes(
-                arrived, (kGatherA ? 0 : kStageBytesA) + kStageBytesB + (Traits::kScaledK ? Traits::kScaleBytes : 0));
+                arrived, (kCopies ? 0 : kStageBytesA) + kStageBytesB + (Traits::kScaledK ? Traits::kScaleBytes : 0));
             if constexpr (Traits::kScaledK) {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
-              if constexpr (!kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
+              if constexpr (!Traits::kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
               load_b(maps, tile, rank, pair, k, arrived, b);
             }
           }
-          if constexpr (kGatherA) {
-            Gather::copy(rows, args, kTransposedOut ? tile.m + threadIdx.x % 128 / 64 * 64 : k, a);
+          if constexpr (kCopies) {
+            Gather::copy(rows, args, kCopiesOfK ? tile.m + threadIdx.x % 128 / 64 * 64 : k, a);
             mbarrier_arrive_on_cp_async(arrived);
           }
           pipe.template advance<Traits::kStages>();
@@ -64,7 +65,7 @@ template <typename Traits> struct Producer {
       }
       // With a counter a tile is found only when the one before has been received, for which this warp must not wait before it
       // gathers.
-      if (schedules && kTransposedOut) sender.send(shared);
+      if (schedules && kCopiesOfK) sender.send(shared);
       __syncwarp();
     }
     if (kClusterSize > 1 && schedules) sender.drain(shared);

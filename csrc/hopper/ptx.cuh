@@ -74,6 +74,13 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// True in one thread of the warp, all of which call this. The compiler knows that it is one, and issues TMA without a loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, 0xffffffff;\nselp.b32 %0, 1, 0, elected;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ __forceinline__ uint32_t cta_rank_in_cluster() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -96,6 +103,9 @@ __device__ __forceinline__ int4 load_shared_16(uint32_t from) {
                : "r"(from)
                : "memory");
   return value;
+}
+__device__ __forceinline__ void store_shared_int(uint32_t to, int value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 __device__ __forceinline__ float load_shared_float(uint32_t from) {
   float value;
@@ -138,6 +148,15 @@ __device__ __forceinline__ void tma_load_multicast(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(to),
       "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// The same of a matrix, whose boxes are a line each.
+__device__ __forceinline__ void tma_load_line_multicast(
+    const CUtensorMap* map, uint32_t barrier, uint32_t to, int x, int y, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y)
       : "memory");
 }
 // The box at (x, y, z) of the tensor into the L2 cache.

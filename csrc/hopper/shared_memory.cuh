@@ -5,6 +5,7 @@
 //   scales             kScaled: [stage][a's, then b's]
 //   barriers           stages full, then empty; tile ring full, then empty; kActivationBackward: epilogue buffers; kPingPong: turns
 //   tile ring          [place] Tile
+//   tokens             kGatherLines: of the 64 lines that this CTA loads of a k-block
 //
 // A full barrier says that the writer has written, an empty one that all readers have read.
 
@@ -39,7 +40,8 @@ template <typename Traits> struct SharedMemory {
   static constexpr uint32_t kBufferBarriers = kTileBarriers + 2 * kTileRing * 8;
   static constexpr uint32_t kTurnBarriers = kBufferBarriers + (Traits::kActivationBackward ? 2 * kConsumerWarps * kBuffers * 8 : 0);
   static constexpr uint32_t kTiles = kTurnBarriers + (Traits::kPingPong ? kConsumerWarpgroups * 8 : 0);
-  static constexpr uint32_t kBytes = kTiles + kTileRing * sizeof(Tile);
+  static constexpr uint32_t kTokens = kTiles + kTileRing * sizeof(Tile);
+  static constexpr uint32_t kBytes = kTokens + (Traits::kGatherLines ? 64 * sizeof(int) : 0);
   static_assert(kBytes <= 227 << 10, "a CTA has 227 KiB of shared memory");
 
   // Barriers of a ring are an array each, 8 bytes a stage.
@@ -52,6 +54,8 @@ template <typename Traits> struct SharedMemory {
   static __device__ __forceinline__ uint32_t tile(uint32_t shared, uint32_t number) {
     return shared + kTiles + number * sizeof(Tile);
   }
+
+  static __device__ __forceinline__ uint32_t tokens(uint32_t shared) { return shared + kTokens; }
 
   static __device__ __forceinline__ uint32_t scales(uint32_t shared, uint32_t stage) {
     return shared + kScales + stage * Traits::kScaleBytes;

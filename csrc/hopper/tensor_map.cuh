@@ -29,6 +29,27 @@ inline CUtensorMapDataType map_type(ScalarType dtype) {
   }
 }
 
+inline CUtensorMap encoded(const Tensor& tensor, int rank, const cuuint64_t* shape, const cuuint64_t* strides, const cuuint32_t* box,
+                           const cuuint32_t* steps, CUtensorMapSwizzle swizzle) {
+  CUtensorMap map;
+  const CUresult result = encode_function()(
+      &map,
+      map_type(tensor.scalar_type()),
+      rank,
+      tensor.data_ptr(),
+      shape,
+      strides,
+      box,
+      steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros
+  STD_TORCH_CHECK(result == CUDA_SUCCESS, "hopper: cuTensorMapEncodeTiled returned ", static_cast<int>(result), " for a tensor [",
+                  rank == 3 ? shape[2] : 1, ",", shape[1], ",", shape[0], "]");
+  return map;
+}
+
 // The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes
 // under the 128-byte swizzle, or of another number of bytes without one.
 inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes) {
@@ -38,23 +59,17 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_
                                static_cast<cuuint64_t>(rank == 3 ? tensor.size(0) : 1)};
   const cuuint64_t strides[2] = {shape[0] * bytes, shape[0] * shape[1] * bytes};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encode_function()(
-      &map,
-      map_type(tensor.scalar_type()),
-      3,  // rank
-      tensor.data_ptr(),
-      shape,
-      strides,
-      box,
-      steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros
-  STD_TORCH_CHECK(result == CUDA_SUCCESS, "hopper: cuTensorMapEncodeTiled returned ", static_cast<int>(result), " for a tensor [",
-                  shape[2], ",", shape[1], ",", shape[0], "]");
-  return map;
+  return encoded(
+      tensor, 3, shape, strides, box, steps, box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+// The map of a matrix [lines, width] in boxes of one line of 128 bytes under the 128-byte swizzle.
+inline CUtensorMap line_map(const Tensor& matrix) {
+  const cuuint64_t bytes = matrix.element_size();
+  const cuuint64_t shape[2] = {static_cast<cuuint64_t>(matrix.size(1)), static_cast<cuuint64_t>(matrix.size(0))};
+  const cuuint64_t strides[1] = {shape[0] * bytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(kLineBytes / bytes), 1}, steps[2] = {1, 1};
+  return encoded(matrix, 2, shape, strides, box, steps, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Lines of a box. The producer loads a and b, and the epilogue stores, in these.

@@ -66,6 +66,8 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr bool kScaledK = kScaled && kGroupedK;  // scales come by TMA (mainloop_scaled_weights.cuh)
   static constexpr bool kScaledRows = kScaled && !kGroupedK;  // a warp copies scales (scale_loader.cuh)
   static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
+  // How a is gathered: line by line by TMA where CTAs share it (line_producer.cuh), else by cp.async (gather_producer.cuh).
+  static constexpr bool kGatherLines = kGatherA && kClusterN > 1, kGatherCopies = kGatherA && kClusterN == 1;
   static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
   static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
@@ -77,15 +79,16 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr bool kSplitK =
       (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
 
-  // The third warpgroup: producer warps first, behind them those of the activation's backward or the one that copies scales, and one that
-  // schedules.
-  static constexpr int kProducerWarps = kGatherA ? 4 : 1;
+  // The third warpgroup: producer warps first, behind them those that load lines, those of the activation's backward or the one that copies
+  // scales, and one that schedules.
+  static constexpr int kProducerWarps = kGatherCopies ? 4 : 1;
+  static constexpr int kLineWarps = kGatherLines ? 2 : 0;
   static constexpr int kBackwardWarps = kActivationBackward ? 3 : 0;
   static constexpr int kScaleWarps = kScaledRows ? 1 : 0;
-  static constexpr bool kProducerSchedules = kGatherA || kActivationBackward;  // no warp is left to be the scheduler alone
+  static constexpr bool kProducerSchedules = kGatherCopies || kActivationBackward;  // no warp is left to be the scheduler alone
   static constexpr int kSchedulerWarp = kConsumerWarps + (kActivationBackward ? 0 : 3);
   // Warps of a CTA that receive tiles.
-  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kBackwardWarps + kScaleWarps;
+  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kLineWarps + kBackwardWarps + kScaleWarps;
   // Registers per thread of the third warpgroup (setmaxnreg); the three warpgroups share 504. Under kActivationBackward all keep
   // the 168 with which they start.
   static constexpr int kProducerRegisters = kActivationBackward ? 168 : 40;
@@ -97,7 +100,7 @@ template <typename Settings> struct GemmTraits : Settings {
   static_assert(kTileN == kWideTileN || (!kGroupedK && !kGlu), "gradients of weights, and gates, need the widest tile");
   static_assert(
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
-  static_assert(!kGatherA || kClusterN == 1, "CTAs do not share what they gather");
+  static_assert(!kGatherLines || (kClusterM == 1 && kClusterN == 2), "two CTAs load half of the lines each");
   static_assert(
       !kScaled || (!kGatherA && !kTransposedB && !kPingPong && !kActivationBackward &&
                    (kTileN == kWideTileN || (kTileN == kNarrowTileN && kEpilogue == EpilogueKind::kStore))),

@@ -15,13 +15,15 @@ void launch_up_clustered(const TensorMaps& maps, const Arguments& args, const Ti
   else tiling.refuse("hopper_up");
 }
 
-// With the family that args.activation belongs to. Only the commonest one gathers, and has no schedule then: the warp that would
+// With the family that args.activation belongs to. Only the commonest one gathers. A CTA alone has no schedule then: the warp that would
 // take tiles from the counter has rows to gather.
 template <typename T, EpilogueKind kKind>
 void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
   switch (args.activation) {
     case kSilu:
     case kGeluTanh:
+      if (args.tokens && tiling.is(kWideTileN, 1, 2))
+        return launch<UpSettings<T, kKind, SigmoidActivation, true, 2>>(maps, args, balancing, on);
       if (args.tokens) return launch<UpSettings<T, kKind, SigmoidActivation, true, 1>>(maps, args, {}, on);
       return launch_up_clustered<T, kKind, SigmoidActivation>(maps, args, tiling, balancing, on);
     case kGelu: return launch_up_clustered<T, kKind, ErfActivation>(maps, args, tiling, balancing, on);
@@ -41,7 +43,7 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
   TensorMaps maps{};
   if (slot_of_row) {
     STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");
-    gather_from(args, x, *slot_of_row, top_k);
+    gather_from(maps, args, x, *slot_of_row, top_k, tiling);
   } else {
     maps.a[0] = map_of_a(x, tiling);
   }

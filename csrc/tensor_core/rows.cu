@@ -37,8 +37,9 @@ std::optional<tensor_core::Memory> tensor_core::memory_of(int device) {
 
 bool tensor_core_built(int64_t device) { return tensor_core::memory_of(static_cast<int>(device)).has_value(); }
 
-void tensor_core_rows(Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-                      int64_t tile_m, int64_t tile_n, int64_t panel, Tensor out) {
+void tensor_core_rows(
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
+    int64_t tile_m, int64_t tile_n, int64_t panel, Tensor out) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const Tiling tiling{tile_m, tile_n, panel};

@@ -11,7 +11,7 @@ no group: they are not read, and in the result they are undefined.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -200,7 +200,11 @@ def host_sizes(sizes: torch.Tensor) -> torch.Tensor:
     return sizes.to("cpu", torch.int64).contiguous()
 
 
-def device_sizes(sizes: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+@overload
+def device_sizes(sizes: torch.Tensor, device: torch.device) -> torch.Tensor: ...
+@overload
+def device_sizes(sizes: None, device: torch.device) -> None: ...
+def device_sizes(sizes, device):
     """The sizes, contiguous on `device`, without a wait; None as it is. If the caller rewrites sizes on the host afterwards, the result is
     the same."""
     if sizes is None:

@@ -17,6 +17,7 @@ from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why
 from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
+from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -73,7 +74,7 @@ class Hopper(OwnKernels):
             result = tensor_core.up_gemm(aligned(x.rows_PH()), w1_EFH, v1_EFH, sizes_E, activation, save)
             x.forget()
             return result
-        if _config(x, w1_EFH, activation).gather_up:
+        if _config(x, w1_EFH, v1_EFH is not None, activation).gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
         x.forget()
@@ -85,10 +86,10 @@ class Hopper(OwnKernels):
         return super().down(a_PF, w2_EFH, sizes_E)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
-        return not tuning.gathers_in_up(ffn, activation, token_bytes)
+        return not tuning.always_gathers_in_up(ffn, activation, token_bytes)
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
-        config = _config(dz, w2_EFH, activation)
+        config = _config(dz, w2_EFH, g_PF is not None, activation)
         if config.gather_down_backward and w2_EFH.is_contiguous():
             d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, aligned(w2_EFH), sizes_E)
             a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
@@ -102,7 +103,7 @@ class Hopper(OwnKernels):
 
     def weight_gradient(self, left_PF, rows, sizes_E):
         tokens_TH = rows.tokens_TH
-        if rows.are_gathered or not tuning.experts(tokens_TH.size(1), left_PF.size(1), "", tokens_TH.nbytes).gather_weight_gradient:
+        if rows.are_gathered or not _experts(tokens_TH, rows.slots, left_PF.size(1), False, "").gather_weight_gradient:
             return super().weight_gradient(left_PF, rows, sizes_E)
         return weight_gradient_gemm_gathered(left_PF, aligned(tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
 
@@ -128,12 +129,22 @@ class HopperBatchInvariant(Hopper):
 _HOPPER = Hopper()
 
 
-def _config(rows: GatheredRows, w_EFH: torch.Tensor, activation: str) -> tuning.ExpertsConfig:
+def _config(rows: GatheredRows, w_EFH: torch.Tensor, glu: bool, activation: str) -> tuning.ExpertsConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
-    if rows.are_gathered or rows.tokens_TH is None:
-        config = tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, 0)
-        return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False)
-    return tuning.experts(w_EFH.size(2), w_EFH.size(1), activation, rows.tokens_TH.nbytes)
+    if not rows.are_gathered and rows.tokens_TH is not None:
+        return _experts(rows.tokens_TH, rows.slots, w_EFH.size(1), glu, activation)
+    config = tuning.experts(w_EFH.size(2), w_EFH.size(1), glu, activation, 0, False)
+    return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False)
+
+
+def _experts(tokens_TH: torch.Tensor, slots: SlotMap, ffn: int, glu: bool, activation: str) -> tuning.ExpertsConfig:
+    padded = _padded(slots.slot_of_row_P, tokens_TH, slots.top_k)
+    return tuning.experts(tokens_TH.size(1), ffn, glu, activation, tokens_TH.nbytes, padded)
+
+
+def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
+    """Whether there are more rows than slots, so that rows without one lie among those of each expert."""
+    return slot_of_row_P.size(0) > tokens_TH.size(0) * top_k
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels
@@ -148,7 +159,9 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=slot_of_row_P is not None)
+    gathered = slot_of_row_P is not None
+    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
+                            padded=gathered and _padded(slot_of_row_P, x, top_k))
     launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
@@ -175,11 +188,11 @@ def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
     """out[e] = a[rows of e].T @ x[token of row], [E,F,H]. Rows without a slot count as zero rows of x. a may hold anything behind the
     last group."""
     product_EFH, sizes = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)), device_sizes(sizes, x_TH.device)
-    config = tuning.weight_gradient_gemm(a_PF.size(0), *product_EFH.shape, gathered=True)
+    config = tuning.weight_gradient_gemm(a_PF.size(0), *product_EFH.shape, gathered=True, padded=_padded(slot_of_row_P, x_TH, top_k))
     split = config.split
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
-        a_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.panel, workspace(a_PF, sizes, config), split.min_k_blocks,
-        split.cost, split.most, split.even, product_EFH)
+        a_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a_PF, sizes, config),
+        split.min_k_blocks, split.cost, split.most, split.even, product_EFH)
     return product_EFH
 
 

@@ -263,13 +263,15 @@ def _has_few_low_tiles(rows: int, columns: int) -> bool:
     return _ceil_div(rows, TENSOR_CORE_LOW.tile_m) * _ceil_div(columns, TENSOR_CORE_LOW.tile_n) <= 64
 
 
-# GEMMs that gather their rows: the producer's warps copy them, so CTAs cannot share rows by multicast, and no warp is free for a counter.
+# GEMMs that gather their rows in single CTAs: the producer's warps copy them, and no warp is free for a counter. In pairs along N CTAs load
+# half of the rows each, by TMA.
 GATHERED_ROWS = GemmConfig(WIDE)
 
 
 @functools.lru_cache(maxsize=1024)
-def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False) -> GemmConfig:
-    """The configuration of an expert's first GEMM with its activation; `gathered`: it reads its rows from the tokens.
+def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False, padded: bool = False) -> GemmConfig:
+    """The configuration of an expert's first GEMM with its activation; `gathered`: it reads its rows from the tokens; `padded`: some of
+    them may have no token, for which TMA takes nine times as long as for others.
 
     In a GLU half of a tile's columns are w1's and half are v1's. With 64 tiles along N and more (mixtral's 14,336 columns, 235 MB of b
     a group) a short last panel would read all of b for few rows, at the speed of memory: panels of equal height, of up to 20 tiles,
@@ -277,14 +279,18 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
     forward and backward 1.7 % faster; with eight (olmoe, wide) they make no difference. A tile counter saves 4 to 9 % for sums of 2,048
     terms and more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971).
     """
-    tile = WIDE // 2 if glu else WIDE
-    many = _ceil_div(ffn, tile) >= 64
+    tile = _up_tile(glu)
+    many, in_pairs = _ceil_div(ffn, tile) >= 64, _pays_in_pairs(ffn, tile)
     config = replace(GATHERED_ROWS, panel=20 if many else 16, even_panels=many)
-    if gathered:
+    if gathered and (padded or not in_pairs):
         return config
     panel = 4 if glu and _ceil_div(ffn, tile) <= 6 else config.panel
-    return replace(config, panel=panel, cluster_n=2 if _pays_in_pairs(ffn, tile) else 1,
-                   tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
+    return replace(config, panel=panel, cluster_n=2 if in_pairs else 1, tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
+
+
+def _up_tile(glu: bool) -> int:
+    """Columns of one weight in a tile of an expert's first GEMM."""
+    return WIDE // 2 if glu else WIDE
 
 
 # GEMMs of e4m3 operands with scales: a k-block has 128 terms.
@@ -329,18 +335,20 @@ def down_backward_gemm(ffn: int) -> GemmConfig:
     """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.
 
     Narrow tiles in clusters of two leave room for a fourth stage. That is worth more here than wide tiles without clusters and with
-    three stages.
+    three stages. With four wide tiles along N, low panels make it up to 7.5 % faster: microseconds in panels of 16 and of 2, sustained,
+    on two H200s, "wide" 4,060 and 3,760, 4,141 and 3,821, olmoe 1,198 and 1,133, 1,170 and 1,169. Narrow tiles (qwen3 924 and 938) and six
+    wide ones (2,955 and 3,187) lose by them.
     """
     config = _tile_along_n(ffn)
     if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:
         return GemmConfig(NARROW, cluster_n=2)
-    return config
+    return replace(config, panel=2) if config.tile_n == WIDE and config.cluster_n == 2 and ffn <= 4 * WIDE else config
 
 
 @functools.lru_cache(maxsize=1024)
-def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *, gathered: bool) -> GemmConfig:
-    """The configuration of out[e] = a[rows of e].T @ b[rows of e], [features,columns] for each group; `gathered`: a's or b's rows are
-    read from the tokens.
+def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *, gathered: bool, padded: bool = False) -> GemmConfig:
+    """The configuration of out[e] = a[rows of e].T @ b[rows of e], [features,columns] for each group; `gathered`: b's rows are read from
+    the tokens, and the kernel computes out[e].T; `padded` as in up_gemm.
 
     CTAs take the longest sums first, from a counter, and where groups have many rows the sums that would end last are split. With a
     skewed router this gains up to 25 % (nyu-512 507 -> 645 TFLOP/s, olmoe 617 -> 707). Where there are few tiles, sums are split into
@@ -348,36 +356,52 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     """
     few = groups * (features / TILE_M) * (columns / WIDE) <= 1 << 10
     split = WHOLE if rows <= 2048 else SplitConfig(per_sm=4 if few else 2, min_k_blocks=16, most=127, even=1.05)
-    if _pays_in_pairs(features, TILE_M):
+    if gathered and not padded and _pays_in_pairs(features, WIDE):
+        clusters = (1, 2)
+    elif _pays_in_pairs(columns if gathered else features, TILE_M):
         clusters = (2, 1)
     else:
         clusters = (1, 2) if not gathered and _pays_in_pairs(columns, WIDE) else (1, 1)
     return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
 
 
-def gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
-    """ExpertsConfig.gather_up; also for a graph that is traced, which may not know the bytes."""
-    return ffn <= 512 and activation in ("silu", "gelu_tanh") and known(token_bytes < 1 << 36)
+def always_gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
+    """Whether ExpertsConfig.gather_up holds even if the rows are to be kept; also for a graph that is traced, which may not know the
+    bytes."""
+    return ffn <= 512 and activation in _GATHERING_ACTIVATIONS and known(token_bytes < 1 << 36)
+
+
+_GATHERING_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @functools.lru_cache(maxsize=1024)
-def experts(hidden: int, ffn: int, activation: str, token_bytes: int) -> ExpertsConfig:
-    """Where a layer's rows are gathered, and where its activation's gradient is computed.
+def experts(hidden: int, ffn: int, glu: bool, activation: str, token_bytes: int, padded: bool) -> ExpertsConfig:
+    """Where a layer's rows are gathered, and where its activation's gradient is computed; `padded` as in up_gemm.
 
-    Gathering inside a GEMM saves writing and reading [P,H], which takes time proportional to H. It costs a tenth of the GEMM's speed,
-    which is time proportional to H F. The first GEMM takes 559 us with the gather inside against 691 us for both apart at F = 256, and
-    1,575 against 1,496 us at 768. In backward, gathering inside the GEMMs of w1's and v1's gradients pays at F = 512 (482 against
-    422 us each, but one gather of 159 us is saved) and no longer at 768. For the output's gradient, whose GEMM then cannot fuse the
-    activation's gradient, it pays at 256. The first GEMM can gather for sigmoid-like activations only. Gathering GEMMs count the
-    tokens' vectors of 16 bytes in 32 bits, so that tokens may take up to 64 GiB.
+    Gathering inside a GEMM saves writing and reading [P,H], which takes time proportional to H. It costs a part of the GEMM's speed,
+    which is time proportional to H F. The first GEMM can gather for sigmoid-like activations only. In pairs of CTAs, which load rows by
+    TMA, it pays up to F = 2,048. Microseconds, sustained, of the gather, of the first GEMM behind it, and of the first GEMM that gathers:
+
+        qwen3 165, 1,380, 1,460   olmoe 163, 1,782, 1,831   wide 643, 6,937, 7,065   mixtral 55, 5,947, 6,411
+        16 experts of 4,096 x 4,096, top-2: 55, 1,860, 1,820
+
+    A layer's forward is 2.4 to 6.8 % faster (fine 6.6, 64 experts of 2,048 x 512 6.8, qwen3 5.3, olmoe 3.8, wide 4.6, 32 experts of
+    7,168 x 2,048 3.1, 128 of 4,096 x 1,536 2.4), and of a plain MLP (64 experts of 2,048 x 1,024) 5.1 %. In single CTAs, whose warps copy
+    rows by cp.async, it costs a tenth of the speed, and pays up to 512 (559 us against 691 us apart at F = 256).
+
+    The gradients of w1 and v1 both read x's rows, so that one gather serves two GEMMs, each of which is slower where it gathers (in pairs
+    qwen3 864 and 687 us, olmoe 955 and 867, wide 3,730 and 3,448): it pays at F = 512 and no longer at 768. For the output's gradient,
+    whose GEMM then cannot fuse the activation's gradient, it pays at 256. Gathering GEMMs count the tokens' vectors of 16 bytes in 32
+    bits, so that tokens may take up to 64 GiB.
 
     The activation's gradient takes about as long as the GEMM does for sums of 1,536 terms. From there on the GEMM hides it, which saves
     a tenth to a sixth of both (1.00 against 1.20 ms at olmoe's shape, 3.2 against 3.65 at mixtral's); with 1,024 or 512 terms it
     depends on the routing.
     """
     reachable = token_bytes < 1 << 36
+    in_pairs = not padded and ffn <= 2048 and _pays_in_pairs(ffn, _up_tile(glu)) and activation in _GATHERING_ACTIVATIONS
     return ExpertsConfig(
-        gather_up=gathers_in_up(ffn, activation, token_bytes),
+        gather_up=reachable and (in_pairs or always_gathers_in_up(ffn, activation, token_bytes)),
         gather_down_backward=reachable and ffn <= 256,
         gather_weight_gradient=reachable and ffn <= 512,
         fuse_activation_gradient=hidden >= 1536,

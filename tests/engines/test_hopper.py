@@ -1,5 +1,7 @@
 """The Hopper engine's fused computations, and its grouped GEMMs with every tiling, also at shapes that "auto" gives to other engines."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -276,6 +278,61 @@ def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
     assert torch.equal(got, hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device))
 
 
+# Of an expert's first GEMM: in single CTAs rows are copied, in pairs TMA loads them line by line.
+GATHERING = (tuning.GATHERED_ROWS, GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True),
+             GemmConfig(WIDE, cluster_n=2, panel=3, even_panels=True))
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000, 3], [0, 9, 0], [2**31 - 1] * 3], ids=lambda sizes: f"{len(sizes)} groups")
+@pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 264, 2), (2056, 136, 3), (520, 1032, 8)])
+def test_a_first_gemm_that_gathers_has_the_bits_of_one_that_does_not(dtype, sizes, hidden, ffn, top_k, glu):
+    """Also in tiles without a partner, whose lines belong to the next group or to nobody, and with sizes beyond the rows."""
+    kept = within(sizes, 900) if max(sizes) > 10**6 else sizes
+    x, gathered, slots, w, _ = gathered_inputs(dtype, kept, hidden, ffn, top_k)
+    v = drawn(dtype, 5)(*w.shape, number=1, scale=exact_inputs.fan_in_scale(hidden)) if glu else None
+    rows, guard, on_device = sum(kept), 300, torch.tensor(sizes, dtype=torch.int64, device=DEVICE)
+    xp = torch.cat([gathered, gathered.new_full((len(slots) - rows, hidden), float("nan"))])
+    if max(sizes) > 10**6:  # the last group then has all rows, with or without a slot
+        xp = torch.where((slots >= 0).unsqueeze(1), x[slots.clamp(min=0).long() // top_k], 0)
+        rows = len(slots)
+
+    def results(config, *of):
+        around = [torch.full((len(slots) + 2 * guard, ffn), 7.0, dtype=dtype, device=DEVICE) for _ in range(2 + glu)]
+        inner = [t[guard:-guard] for t in around]
+        hopper.launch_up(config, *of, w, v, on_device, "silu", *inner, *([] if glu else [None]))
+        assert all(bool((t[:guard] == 7).all() & (t[guard + rows:] == 7).all()) for t in around)
+        return [t[:rows] for t in inner]
+
+    want = results(GemmConfig(WIDE), xp, None, 1)
+    for config in GATHERING:
+        exact_inputs.poison(DEVICE)
+        for one, other in zip(results(config, x, slots, top_k), want):
+            assert torch.equal(one, other), config
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 520, 2), (1544, 512, 3), (264, 768, 8)])
+@pytest.mark.parametrize("sizes", [SIZES, [3] * 200, [5000], [0, 9, 0]], ids=lambda sizes: f"{len(sizes)} groups")
+def test_weights_that_gather_have_the_same_bits_in_every_cluster(monkeypatch, sizes, hidden, ffn, top_k):
+    x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, hidden, ffn, top_k)
+    on_device, rows = torch.tensor(sizes, dtype=torch.int32, device=DEVICE), torch.full((len(slots), hidden), float("nan")).to(x)
+    rows[:sum(sizes)] = gathered
+    config = tuning.weight_gradient_gemm(len(slots), len(sizes), ffn, hidden, gathered=True)
+    split = [tuning.WHOLE] if sum(sizes) < 1000 else [tuning.WHOLE, config.split]  # where sums are split depends on the tiles
+    for clusters in ((1, 1), (2, 1), (1, 2)):
+        for splitting in split:
+            choice = replace(config, cluster_m=clusters[0], cluster_n=clusters[1], split=splitting)
+            monkeypatch.setattr(tuning, "weight_gradient_gemm", lambda *_, **__: choice)
+            exact_inputs.poison(DEVICE)
+            got = hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device)
+            assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, torch.bfloat16), f"{clusters}, {splitting}")
+            if splitting is tuning.WHOLE:
+                assert torch.equal(got, HOPPER.gmm(a, rows, on_device, True, False)), clusters
+
+
 @pytest.mark.memcheck
 def test_weights_that_gather_in_more_groups_than_a_block_has_threads():
     sizes = [*([3] * 1100), 0, 400]
@@ -358,7 +415,8 @@ def test_slots_out_of_range_name_no_token():
     none = torch.where((wrong < 0) | (wrong >= x.size(0) * top_k), -1, wrong)
     for product in (lambda s: hopper.rows_gemm_gathered(x, s, top_k, w, sizes)[:rows],
                     lambda s: hopper.weight_gradient_gemm_gathered(a, x, s, top_k, sizes),
-                    lambda s: hopper.up_gemm(x, s, top_k, w, w, sizes, "silu", True)[0][:rows]):
+                    lambda s: hopper.up_gemm(x, s, top_k, w, w, sizes, "silu", True)[0][:rows],
+                    lambda s: hopper.up_gemm(x, s, top_k, w[:, :128].contiguous(), None, sizes, "silu", True)[0][:rows]):
         assert torch.equal(product(wrong), product(none))
     inputs = down_backward_inputs(torch.bfloat16, SIZES, hidden, ffn, glu=True, weights=torch.float32)
     few = inputs["weights"][:100].contiguous()
@@ -399,8 +457,8 @@ def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
     plan = RoutingPlan.from_experts(ids, 1)
     rows, _ = gather(x, plan.slot_map._replace(slot_of_row_P=plan.slot_of_row_P[:8].clone()))
     assert torch.equal(rows[:6], x[picked])
-    assert tuning.experts(hidden, 256, "silu", x[:1000].nbytes) == tuning.ExpertsConfig(True, True, True, True)
-    assert tuning.experts(hidden, 256, "silu", x.nbytes) == tuning.ExpertsConfig(False, False, False, True)
+    assert tuning.experts(hidden, 256, True, "silu", x[:1000].nbytes, False) == tuning.ExpertsConfig(True, True, True, True)
+    assert tuning.experts(hidden, 256, True, "silu", x.nbytes, False) == tuning.ExpertsConfig(False, False, False, True)
     with pytest.raises(RuntimeError, match="expected less than 64 GiB to gather from"):
         hopper.rows_gemm_gathered(x, plan.slot_of_row_P[:8], 1, x[:64].unsqueeze(0), plan.padded_counts_E)
 

@@ -117,7 +117,8 @@ def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
         for config in OF_HOPPER_UP:
             hopper.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))
         if activation in ("silu", "gelu_tanh"):
-            hopper.launch_up(tuning.GATHERED_ROWS, tokens, token_of_row.int(), 1, w1, v1, sizes, activation, *outs("gathered inside"))
+            for config in (tuning.GATHERED_ROWS, *(config for config in OF_HOPPER_UP if config.cluster_n == 2)):
+                hopper.launch_up(config, tokens, token_of_row.int(), 1, w1, v1, sizes, activation, *outs(("gathered inside", config)))
     return results
 
 

@@ -183,3 +183,52 @@ def test_it_is_the_same_layer(shape, engine):
         results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()])])
     for one, other in zip(*results, strict=True):
         assert float((one - other).float().norm()) <= 2e-2 * float(other.float().norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [dict(fp16=True, bf16=False), dict(mlp_type="mlp"), dict(activation_fn=F.gelu), dict(top_k=1),
+                                    dict(keep_gathered_rows=True)], ids=str)
+def test_other_layers(fields, engine):
+    """In float16, without a gate, with an activation of another family, which does not gather inside: with gradients, as in training."""
+    fields = dict(hidden_size=1032, ffn_hidden_size=768, moe_num_experts=16, moe_top_k=fields.pop("top_k", 4), mlp_type="glu",
+                  activation_fn=F.silu, fp16=False, bf16=True, bias=False, engine=engine, batch_invariant=True) | fields
+    torch.manual_seed(0)
+    layer = gbmoe.dMoE(Arguments(**fields))
+    x = torch.randn(3000, 1032, dtype=torch.float16 if fields["fp16"] else torch.bfloat16, device="cuda", requires_grad=True)
+    exact_inputs.poison("cuda")
+    whole = layer(x)
+    for number in (1, 2, 9, 65, 700, 2500):
+        assert torch.equal(layer(x[:number]), whole[:number]), number
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_device", [False, True], ids=["counts on the host", "counts on the device"])
+def test_rows_in_expert_order(engine, on_device):
+    """grouped_mlp, and products with their sizes on the host or the device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(4000, 264, dtype=torch.bfloat16, device=device)
+    w1, w2, v1 = (torch.randn(3, 520, 264, dtype=torch.bfloat16, device=device) / 16 for _ in range(3))
+
+    def results(before, own, behind):
+        rows, counts = torch.cat([x[:before], x[:own], x[:behind]]), torch.tensor([before, own, behind])
+        counts = counts.to(device) if on_device else counts
+        of_mlp = gbmoe.grouped_mlp(rows, counts, w1, w2, v1, engine=engine, batch_invariant=True)
+        of_product = gbmoe.gmm(rows, w1, counts, trans_b=True, engine=engine, batch_invariant=True)
+        return [of[before : before + own] for of in (of_mlp, of_product)]
+
+    alone = results(0, 4000, 0)
+    for case in ((0, 1, 0), (1, 2, 3), (5, 70, 200), (2000, 129, 1), (17, 3000, 900)):
+        for one, other in zip(results(*case), alone):
+            assert torch.equal(one, other[:case[1]]), case
+
+
+@pytest.mark.gpu
+def test_the_routers_product_needs_no_tensor_of_sizes(engine, monkeypatch):
+    """It was filled anew in each call, which took the host as long as a launch."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    layer = layer_of(*SHAPES[0], batch_invariant=True, engine=engine)
+    x = torch.randn(1024, 2048, dtype=torch.bfloat16, device=device)
+    layer(x)
+    monkeypatch.setattr(torch.Tensor, "new_full", None)
+    for tokens in (1, 300, 1024):
+        layer.router(x[:tokens])

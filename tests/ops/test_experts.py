@@ -135,12 +135,14 @@ def test_many_tiles(engine_on, activation, glu, hidden, ffn):
 @pytest.mark.gpu
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("hidden, ffn", [(1288, 256), (1288, 640), (1544, 256), (1544, 640), (1544, 768), (72, 1920), (72, 3840)])
-def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
-    """Rings of stages and the walk over tiles go round several times, gathering or not; pairs with a side left over."""
+def test_more_tiles_than_blocks(dtype, glu, hidden, ffn, align):
+    """Rings of stages and the walk over tiles go round several times, gathering or not; pairs with a side left over. Without padding pairs
+    of CTAs gather by TMA."""
     device = torch.device("cuda")
     tensors, ids, grad = inputs(dtype, device, tokens=6000, hidden=hidden, ffn=ffn, top_k=3, glu=glu)
-    got = run(tensors, ids, grad, "silu", align=16)
+    got = run(tensors, ids, grad, "silu", align=align)
     exact = expected(tensors, ids, grad, F.silu, torch.float64)
     baseline = expected(tensors, ids, grad, F.silu, dtype)
     for what in got:
@@ -148,10 +150,11 @@ def test_more_tiles_than_blocks(dtype, glu, hidden, ffn):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("ffn", [256, 264])
-def test_long_rows(weighted, glu, ffn):
+@pytest.mark.parametrize("ffn", [256, 264, 1024])
+def test_long_rows(weighted, glu, ffn, align):
     """Shapes at which backward gathers inside its products, or fuses w2 with the activation: without weights, called twice, with w2
     transposed."""
     device = torch.device("cuda")
@@ -159,7 +162,7 @@ def test_long_rows(weighted, glu, ffn):
     if not weighted:
         tensors["weights"] = torch.ones_like(tensors["weights"])
     exact, baseline = (expected(tensors, ids, grad, F.silu, dtype) for dtype in (torch.float64, torch.bfloat16))
-    plan = RoutingPlan.from_experts(ids, 5, align=16)
+    plan = RoutingPlan.from_experts(ids, 5, align=align)
     for transposed in (False, True):
         leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
         w2 = leaves["w2"].transpose(1, 2).contiguous().transpose(1, 2) if transposed else leaves["w2"]

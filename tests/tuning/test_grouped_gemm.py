@@ -35,14 +35,14 @@ LAUNCHED = {(SQUARE, 1, 2), (SQUARE, 2, 1), (SQUARE, 1, 1), (NARROW, 1, 2), (WID
 
 
 @given(rows=st.integers(1, 1 << 22), groups=st.integers(1, 1024), inner=st.integers(1, 4096).map(lambda n: 8 * n),
-       columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans())
-def test_configurations_without_splits(rows, groups, inner, columns, glu, gathered):
+       columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans(), padded=st.booleans())
+def test_configurations_without_splits(rows, groups, inner, columns, glu, gathered, padded):
     """They are the same but for the splits, or ping-pong kernels, which have none. The first GEMM never splits a sum."""
     whole = tuning.rows_gemm(rows, groups, inner, columns, splits=False)
     splits = tuning.rows_gemm(rows, groups, inner, columns)
     assert whole == replace(splits, split=tuning.WHOLE) or (whole.ping_pong and splits.split != tuning.WHOLE and rows >= 4 * groups)
     assert (whole.tile_n, whole.cluster_m, whole.cluster_n) in LAUNCHED
-    assert tuning.up_gemm(rows, inner, columns, glu, gathered=gathered).split == tuning.WHOLE
+    assert tuning.up_gemm(rows, inner, columns, glu, gathered=gathered, padded=padded).split == tuning.WHOLE
 
 
 @pytest.mark.parametrize("rows, inner, ffn, glu, config", [
@@ -54,21 +54,27 @@ def test_configurations_without_splits(rows, groups, inner, columns, glu, gather
 ])
 def test_up_gemm(rows, inner, ffn, glu, config):
     assert tuning.up_gemm(rows, inner, ffn, glu) == config
+    in_pairs = config if config.cluster_n == 2 else GemmConfig(WIDE)
+    assert tuning.up_gemm(rows, inner, ffn, glu, gathered=True) == in_pairs
+    assert tuning.up_gemm(rows, inner, ffn, glu, gathered=True, padded=True) == GemmConfig(
+        WIDE, panel=config.panel if config.even_panels else 16, even_panels=config.even_panels)
 
 
 @pytest.mark.parametrize("rows, groups, features, columns, gathered, config", [
     (131072, 64, 1024, 2048, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
     (524288, 8, 1024, 512, False, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=replace(WEIGHTS, per_sm=4))),
     (2048, 64, 640, 2048, False, GemmConfig(WIDE, cluster_n=2, panel=8, tile_counter=True)),
-    (196608, 128, 1536, 256, True, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
-    (196608, 128, 640, 512, True, GemmConfig(WIDE, panel=8, tile_counter=True, split=WEIGHTS)),
+    (196608, 128, 256, 1536, True, GemmConfig(WIDE, cluster_m=2, panel=8, tile_counter=True, split=WEIGHTS)),
+    (196608, 128, 512, 1536, True, GemmConfig(WIDE, cluster_n=2, panel=8, tile_counter=True, split=WEIGHTS)),
+    (196608, 128, 256, 640, True, GemmConfig(WIDE, panel=8, tile_counter=True, split=replace(WEIGHTS, per_sm=4))),
 ])
 def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config):
     assert tuning.weight_gradient_gemm(rows, groups, features, columns, gathered=gathered) == config
 
 
 @pytest.mark.parametrize("ffn, config", [
-    (1024, GemmConfig(WIDE, cluster_n=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
+    (1024, GemmConfig(WIDE, cluster_n=2, panel=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
+    (1536, GemmConfig(WIDE, cluster_n=2)),
 ])
 def test_down_backward_gemm(ffn, config):
     assert tuning.down_backward_gemm(ffn) == config
@@ -101,16 +107,23 @@ def test_low_tiles_on_hopper(rows, groups, columns, splits, low):
     assert tuning.low_tiles_on_hopper(rows, groups, columns, splits) == low
 
 
-@pytest.mark.parametrize("hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse", [
-    (1536, 256, "silu", True, True, True, True),             # "fine"
-    (2048, 512, "gelu_tanh", True, False, True, True),
-    (2048, 512, "relu", False, False, True, True),
-    (2048, 768, "silu", False, False, False, True),          # qwen3
-    (1024, 4096, "silu", False, False, False, False),
+@pytest.mark.parametrize("hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, fuse", [
+    (1536, 256, True, "silu", True, True, True, True, True),             # "fine"
+    (2048, 512, True, "gelu_tanh", True, True, False, True, True),
+    (2048, 512, True, "relu", False, False, False, True, True),
+    (2048, 768, True, "silu", True, False, False, False, True),          # qwen3
+    (2048, 768, True, "gelu", False, False, False, False, True),
+    (2048, 768, False, "silu", False, False, False, False, True),        # three tiles, which do not form pairs
+    (2048, 1408, True, "silu", False, False, False, False, True),        # eleven
+    (7168, 2048, True, "silu", True, False, False, False, True),
+    (2048, 2304, True, "silu", False, False, False, False, True),
+    (1024, 4096, False, "silu", False, False, False, False, False),
 ])
-def test_experts(hidden, ffn, activation, gather_up, gather_down_backward, gather_weight_gradient, fuse):
-    assert tuning.experts(hidden, ffn, activation, 1 << 30) == tuning.ExpertsConfig(
-        gather_up, gather_down_backward, gather_weight_gradient, fuse)
+def test_experts(hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, fuse):
+    """`padded`: whether it gathers in the first GEMM where rows may have no token."""
+    for rows_are_padded, in_up in ((False, gather_up), (True, padded)):
+        assert tuning.experts(hidden, ffn, glu, activation, 1 << 30, rows_are_padded) == tuning.ExpertsConfig(
+            in_up, gather_down_backward, gather_weight_gradient, fuse)
 
 
 sizes = st.integers(1, 2**31 - 2**10)
@@ -127,7 +140,7 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
     config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
     assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
-    assert (config.cluster_m, config.cluster_n) in ([(1, 1), (2, 1)] if flag else [(1, 1), (1, 2), (2, 1)])
+    assert (config.cluster_m, config.cluster_n) in [(1, 1), (1, 2), (2, 1)]
     for config in (tuning.scaled_rows_gemm(inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
         assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
     assert tuning.scaled_up_gemm(rows, inner, columns, flag).tile_n == WIDE
