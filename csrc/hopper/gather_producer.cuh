@@ -1,4 +1,5 @@
-// The part of the producer that gathers: four warps copy rows of a from the tokens' matrix to a stage, 16 bytes a cp.async.
+// The part of the producer that gathers where a CTA is alone: four warps copy rows of a from the tokens' matrix to a stage, 16 bytes a
+// cp.async. (Pairs of CTAs along N share them, and gather by TMA, line_producer.cuh.)
 //
 // m-grouped, a tile's 128 rows are the same for all k-blocks, and each warp has 32 of them. k-grouped, where a tile of out[e].T
 // is made, every k-block has 64 rows of its own, and two warps each have those of 64 columns.

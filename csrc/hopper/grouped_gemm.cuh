@@ -21,10 +21,10 @@
 // memory, as k-blocks are. Tiles that would keep few CTAs busy for long are cut along K (split_k.cuh), as balanced_schedule.cu
 // says ahead of the launch.
 //
-// Where kGatherA, a is not in memory: its rows are gathered from the tokens' matrix, and zeros where a row has no slot. A CTA alone has four
-// producer warps for that (gather_producer.cuh), and TMA brings b only; in a pair along N two warps of each CTA load half of the lines by
-// TMA (line_producer.cuh). A k-grouped GEMM then computes out[e].T, because a tile has half as many rows as columns, and the gathered
-// operand should be the smaller one; the stores transpose it back.
+// Where kGatherA, a is not in memory: its rows are gathered from the tokens' matrix, and zeros where a row has no slot. A CTA alone
+// has four producer warps for that (gather_producer.cuh), and TMA brings b only; in a pair along N two warps of each CTA load half of
+// the lines by TMA (line_producer.cuh). A k-grouped GEMM then computes out[e].T, because a tile has half as many rows as columns, and the
+// gathered operand should be the smaller one; the stores transpose it back.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups. A chunk is 64 columns of a tile.
 

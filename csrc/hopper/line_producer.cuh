@@ -58,18 +58,26 @@ template <typename Traits> struct LineProducer {
         }
         if (kGroupedK && i == k_blocks - 1) slot = slot_of_line(upcoming, 0);
         mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
-        const int column = kGroupedK ? tile.m + rank * 64 : (tile.k_block + i) * kBlockK;
+        const int column = kGroupedK ? column_of_tile(tile) : (tile.k_block + i) * kBlockK;
         load(full + pipe.stage * 8, shared + pipe.stage * Traits::kStageBytes, column);
         pipe.template advance<Traits::kStages>();
       }
     }
   }
 
-  // The slot of this lane's line of a tile, k-grouped of its k-block `k_block`. Behind the group's last row come the slots of the next
-  // group, as in a k-block that is loaded whole: TMA takes nine times as long for a line from outside the matrix as for one from inside.
+  // The slot of this lane's line of a tile, k-grouped of its k-block `k_block`. Lines behind the group's last row are not used, but are
+  // loaded: from any token, because TMA takes nine times as long for a line from outside the matrix as for one from inside, and not all
+  // from the same one, for which it takes longer, too.
   __device__ __forceinline__ int slot_of_line(const Tile& tile, int k_block) const {
-    const int row = tile.row + (kGroupedK ? k_block * kBlockK : rank * kLines) + first_line + lane;
-    return tile.group >= 0 && row < args.rows ? args.slot_of_row[row] : -1;
+    const int line = (kGroupedK ? k_block * kBlockK : rank * kLines) + first_line + lane, row = tile.row + line;
+    if (line < tile.rows) return args.slot_of_row[row];
+    return static_cast<uint32_t>(row) < args.slots ? row : row - static_cast<int>(args.slots);
+  }
+
+  // k-grouped: the first of this CTA's 64 columns of a tile. Where the tile has no such columns, others are loaded, for the same reason.
+  __device__ __forceinline__ int column_of_tile(const Tile& tile) const {
+    const int column = tile.m + rank * 64;
+    return column < args.size_m ? column : tile.m;
   }
 
   // Leaves the token of this lane's line in shared memory, for `load`.

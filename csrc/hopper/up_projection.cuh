@@ -24,7 +24,9 @@ void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tilin
     case kGeluTanh:
       if (args.tokens && tiling.is(kWideTileN, 1, 2))
         return launch<UpSettings<T, kKind, SigmoidActivation, true, 2>>(maps, args, balancing, on);
-      if (args.tokens) return launch<UpSettings<T, kKind, SigmoidActivation, true, 1>>(maps, args, {}, on);
+      if (args.tokens && tiling.is(kWideTileN, 1, 1))
+        return launch<UpSettings<T, kKind, SigmoidActivation, true, 1>>(maps, args, {}, on);
+      if (args.tokens) tiling.refuse("hopper_up with a gather");
       return launch_up_clustered<T, kKind, SigmoidActivation>(maps, args, tiling, balancing, on);
     case kGelu: return launch_up_clustered<T, kKind, ErfActivation>(maps, args, tiling, balancing, on);
     default: return launch_up_clustered<T, kKind, PiecewiseActivation>(maps, args, tiling, balancing, on);

@@ -150,7 +150,8 @@ class Engine:
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
-        """Whether `up` gathers the rows in their dtype into memory, where they can be kept for backward. Traced, as `refuses` is."""
+        """Whether there are rows to keep for backward: `up` gathers them in their dtype into memory, or takes ones that were gathered for
+        this alone. Traced, as `refuses` is."""
         return True
 
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:

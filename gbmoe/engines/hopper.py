@@ -143,7 +143,8 @@ def _experts(tokens_TH: torch.Tensor, slots: SlotMap, ffn: int, glu: bool, activ
 
 
 def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
-    """Whether there are more rows than slots, so that rows without one lie among those of each expert."""
+    """Whether experts' rows are padded, as far as the numbers of rows and slots tell: a plan with padding has more rows than slots unless
+    the caller has dropped as many slots. It decides about speed alone."""
     return slot_of_row_P.size(0) > tokens_TH.size(0) * top_k
 
 

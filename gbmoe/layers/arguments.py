@@ -62,7 +62,8 @@ class Arguments:
     the engine "auto", and excludes batch_invariant. Parameters, gradients and checkpoints are the same with it and without.
 
     `keep_gathered_rows` trades memory for time: the rows of x that forward gathers are kept until backward, which would gather them again;
-    one copy of x for each of a token's slots, in every layer. It has no effect where gbmoe.expert_mlp's argument has none, nor in experts
+    one copy of x for each of a token's slots, in every layer. Where `hopper` gathers inside forward's first product there is little to
+    gain: forward gathers before it then, and backward does not. It has no effect where gbmoe.expert_mlp's argument has none, nor in experts
     over mapped memory, with expert_parallel_exact, or with another mlp_impl than "gbmoe".
 
     Raises:

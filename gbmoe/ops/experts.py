@@ -99,9 +99,9 @@ def expert_mlp(
         fp8_recipe: compute products of rows in float8, see gbmoe.Float8BlockScaling; on the CPU and on compute capability 9.0, for
             bfloat16 and float16, with H and F multiples of 16. Not together with batch_invariant or a named engine.
         keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less: P * H elements of
-            memory for that time. Without effect where forward gathers none (tokens in expert order; kernels that gather inside the
-            first product; float8), and for a callable without a kernel, whose rows are kept anyway. With at most two rows an expert
-            forward gathers only for this.
+            memory for that time. Without effect where there are none to gather (tokens in expert order; float8), where `hopper` gathers
+            inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose rows are kept
+            anyway. Where forward would gather inside its first product, or has at most two rows an expert, it gathers only for this.
 
     Returns:
         [T,H], dtype of x.

@@ -342,7 +342,8 @@ def down_backward_gemm(ffn: int) -> GemmConfig:
     config = _tile_along_n(ffn)
     if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:
         return GemmConfig(NARROW, cluster_n=2)
-    return replace(config, panel=2) if config.tile_n == WIDE and config.cluster_n == 2 and ffn <= 4 * WIDE else config
+    low = config.tile_n == WIDE and config.cluster_n == 2 and _ceil_div(ffn, WIDE) == 4
+    return replace(config, panel=2) if low else config
 
 
 @functools.lru_cache(maxsize=1024)
@@ -372,6 +373,7 @@ def always_gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
 
 
 _GATHERING_ACTIVATIONS = ("silu", "gelu_tanh")
+_MOST_TO_GATHER_IN_PAIRS = 2048  # F, the largest that was measured as a layer
 
 
 @functools.lru_cache(maxsize=1024)
@@ -391,17 +393,17 @@ def experts(hidden: int, ffn: int, glu: bool, activation: str, token_bytes: int,
 
     The gradients of w1 and v1 both read x's rows, so that one gather serves two GEMMs, each of which is slower where it gathers (in pairs
     qwen3 864 and 687 us, olmoe 955 and 867, wide 3,730 and 3,448): it pays at F = 512 and no longer at 768. For the output's gradient,
-    whose GEMM then cannot fuse the activation's gradient, it pays at 256. Gathering GEMMs count the tokens' vectors of 16 bytes in 32
-    bits, so that tokens may take up to 64 GiB.
+    whose GEMM then cannot fuse the activation's gradient, it pays at 256. Single CTAs count the tokens' vectors of 16 bytes in 32 bits, so
+    that GEMMs gather from at most 64 GiB.
 
     The activation's gradient takes about as long as the GEMM does for sums of 1,536 terms. From there on the GEMM hides it, which saves
     a tenth to a sixth of both (1.00 against 1.20 ms at olmoe's shape, 3.2 against 3.65 at mixtral's); with 1,024 or 512 terms it
     depends on the routing.
     """
     reachable = token_bytes < 1 << 36
-    in_pairs = not padded and ffn <= 2048 and _pays_in_pairs(ffn, _up_tile(glu)) and activation in _GATHERING_ACTIVATIONS
+    in_pairs = not padded and ffn <= _MOST_TO_GATHER_IN_PAIRS and _pays_in_pairs(ffn, _up_tile(glu))
     return ExpertsConfig(
-        gather_up=reachable and (in_pairs or always_gathers_in_up(ffn, activation, token_bytes)),
+        gather_up=reachable and (in_pairs or ffn <= 512) and activation in _GATHERING_ACTIVATIONS,
         gather_down_backward=reachable and ffn <= 256,
         gather_weight_gradient=reachable and ffn <= 512,
         fuse_activation_gradient=hidden >= 1536,

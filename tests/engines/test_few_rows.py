@@ -235,7 +235,7 @@ def test_engines_take_these_kernels_for_few_rows_alone(engine, monkeypatch):
             without_sizes.clear()
             for weight in (b[0], b[0].t().contiguous().t()):
                 assert torch.equal(E[engine].linear(a, weight), product)
-            assert any(without_sizes) == pinned
+            assert any(without_sizes) == bool(in_turns * taken)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "one element off", "sizes on the host"])

@@ -76,6 +76,17 @@ def poisoned(*shape, dtype, device):
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
+@pytest.mark.parametrize("rows, inner, columns", [(1, 8, 8), (70, 72, 24), (300, 136, 264)])
+@pytest.mark.parametrize("config", [tuning.TENSOR_CORE_LOW, tuning.TENSOR_CORE_SQUARE, tuning.TENSOR_CORE_WIDE], ids=str)
+def test_without_sizes_one_group_has_all_rows(device, config, rows, inner, columns):
+    a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, inner), (1, columns, inner)))
+    results = []
+    for sizes in (None, torch.tensor([rows], device=device)):
+        results.append(poisoned(rows, columns, dtype=torch.bfloat16, device=device))
+        tensor_core.launch_rows(config, a, b, None, None, sizes, True, results[-1])
+    assert torch.equal(*results) and torch.equal(results[0], (a.double() @ b[0].double().t()).to(torch.bfloat16))
+
+
 @EVERY_EMULATION
 @DTYPES
 @pytest.mark.parametrize("tile", TILES)

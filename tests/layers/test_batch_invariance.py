@@ -11,8 +11,8 @@ from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
 CPU, PINNED = torch.device("cpu"), "hopper_batch_invariant"
-# hidden, ffn, experts, top_k: short sums in ping-pong; long ones; gathered inside the first product; widths that leave tiles empty, and an
-# odd number of experts
+# hidden, ffn, experts, top_k: short sums in ping-pong, gathered inside the first product; long ones; small experts; widths that leave tiles
+# empty, and an odd number of experts
 SHAPES = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (1536, 256, 128, 8), (1032, 648, 13, 3)]
 NUMBERS = (1, 2, 3, 8, 24, 63, 64, 129, 1000, 4096, 16384)
 

@@ -620,6 +620,22 @@ def test_kept_rows_give_the_same_bits_with_one_gather_less(device, gathers, dtyp
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields, number", [(dict(), 2), (dict(align=16), 3), (dict(activation="gelu"), 3), (dict(glu=False), 3),
+                                            (dict(keep_gathered_rows=True), 2), (dict(ffn=512), 1), (dict(ffn=512, align=16), 1),
+                                            (dict(ffn=2304), 3)], ids=str)
+def test_how_often_hopper_gathers_ahead(gathers, fields, number):
+    """Of three times: not before the first GEMM where CTAs form pairs and no row is padding, nor for a small F before x's two GEMMs."""
+    device = torch.device("cuda")
+    reason = engines.ENGINES["hopper"].unavailable(device)
+    if reason is not None:
+        pytest.skip(f"hopper: {reason}")
+    of = dict(align=1, activation="silu", glu=True, ffn=768, keep_gathered_rows=False) | fields
+    tensors, ids, grad = inputs(torch.bfloat16, device, tokens=600, hidden=1544, ffn=of["ffn"], glu=of["glu"])
+    run(tensors, ids, grad, of["activation"], engine="hopper", align=of["align"], keep_gathered_rows=of["keep_gathered_rows"])
+    assert len(gathers) == number
+
+
 @pytest.mark.parametrize("frozen, kept", [((), True), (("w1",), True), (("v1",), True), (("x", "weights", "w2"), True),
                                           (("w1", "v1"), False), (("x", "weights", "w1", "w2", "v1"), False)], ids=str)
 def test_rows_are_kept_if_a_weights_gradient_needs_them(frozen, kept):

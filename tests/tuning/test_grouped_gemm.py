@@ -74,7 +74,7 @@ def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config)
 
 @pytest.mark.parametrize("ffn, config", [
     (1024, GemmConfig(WIDE, cluster_n=2, panel=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
-    (1536, GemmConfig(WIDE, cluster_n=2)),
+    (1536, GemmConfig(WIDE, cluster_n=2)), (512, GemmConfig(WIDE, cluster_n=2)),
 ])
 def test_down_backward_gemm(ffn, config):
     assert tuning.down_backward_gemm(ffn) == config

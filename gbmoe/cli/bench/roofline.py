@@ -2,7 +2,7 @@
 the rate of a large copy, whichever is longer. Both rates are measured in the same run.
 
 With R = T * K slots, c = 2 for a GLU and 1 for a plain MLP, b bytes an element, and E' experts that at least one slot goes to, a
-layer's forward has 2RHF(c+1) operations and moves at least
+layer's forward has 2RHF(c+1) operations and moves, if its rows are gathered before the first product,
 
     weights         b * E'HF(c+1)          first product   b * R(H + cF + F)
     gather          b * H(T + R)           second product  b * R(F + H)
