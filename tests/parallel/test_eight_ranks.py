@@ -1,4 +1,5 @@
-"""Eight processes (gloo) train as one on the gathered batch: more ranks than experts, nodes of two and of four, uneven tokens."""
+"""Eight processes (gloo) train as one on the gathered batch: more ranks than experts, nodes of two and of four, uneven tokens, FSDP2; and
+resume a checkpoint of two."""
 
 import functools
 
@@ -6,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel import test_exchange
+from tests.parallel import test_exchange, test_training
 from tests.parallel.test_exchange import GLU, TOLERANCE, Case, chosen, experts_alone, inputs, make, run, shard_of, train
 
 pytestmark = pytest.mark.xdist_group("eight_ranks")  # one start serves all tests
@@ -22,6 +24,8 @@ CASES = {
                                              expert_parallel_chunks=2)),
     "bfloat16": Case(EIGHT, dict(GLU, moe_num_experts=8), dtype=torch.bfloat16),
 }
+TRAINED = test_training.Case("fsdp", experts=16, ranks=8)
+SAVED = test_training.Case("ddp", experts=8, ranks=2)
 EXACT = Case(UNEVEN, dict(GLU, moe_num_experts=16, moe_top_k=4), dtype=torch.bfloat16)
 
 
@@ -33,6 +37,12 @@ def worker(rank, store, folder):
     results = {name: train(case, device, None) for name, case in CASES.items()}
     parts = [part[rank] for part in chosen(EXACT, device)]
     results["exact"] = experts_alone(EXACT, device, *parts, moe_expert_model_parallelism=True, expert_parallel_exact=True)
+    test_training.WORLD = 8
+    pairs, replicas = ([dist.new_group(ranks) for ranks in of] for of in (
+        [[first, first + 1] for first in range(0, 8, 2)], [list(range(first, 8, 2)) for first in range(2)]))
+    groups = {2: pairs[rank // 2], "replicas": replicas[rank % 2], "mesh": init_device_mesh("cpu", (8,))}
+    results["fsdp"] = test_training.train(TRAINED, device, groups)
+    results["resumed"] = test_training.save_and_load(SAVED, device, groups, folder / "checkpoint")
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -69,3 +79,13 @@ def test_exact_gives_the_bits_of_one_process(ran):
     for rank, results in enumerate(ran):
         for what, got in results["exact"].items():
             assert torch.equal(got, expected[what].split(EXACT.tokens)[rank]), what
+
+
+def test_eight_ranks_of_fsdp_train_as_one_process(ran):
+    test_training.assert_trained_as_one_process(TRAINED, "cpu", [results["fsdp"] for results in ran])
+
+
+def test_a_checkpoint_of_two_ranks_is_resumed_on_eight(ran):
+    for results in ran:
+        test_training.assert_resumed(results["resumed"], ran[0]["resumed"]["saved"])
+    assert {key for results in ran for key in results["resumed"]} == {"saved", (2, ""), (8, "fsdp"), (8, "ddp")}

@@ -204,29 +204,38 @@ def ran(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_ranks_with_their_own_experts_train_as_one_process(ran, name):
-    """Losses, norms before clipping, weights and what the optimizer keeps."""
     device, _, results = ran
-    case = TRAININGS[name]
+    assert_trained_as_one_process(TRAININGS[name], device, [result["train", name] for result in results])
+
+
+def assert_trained_as_one_process(case, device, results):
+    """Losses, norms before clipping, weights and what the optimizer keeps, of what `train` found on each rank."""
+    world = len(results)
     model = make(case, device)
     optimizer = optimizer_of(model)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append([loss_of(model, inputs(step, rank, device)) for rank in range(WORLD)])
+        losses.append([loss_of(model, inputs(step, rank, device)) for rank in range(world)])
         for parameter in model.parameters():
-            parameter.grad /= WORLD
+            parameter.grad /= world
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, case.norm_type)))
         optimizer.step()
     expected = whole(model, optimizer)
-    for rank, result in enumerate(results):
-        got = result["train", name]
+    for rank, got in enumerate(results):
         assert min(got["norms"]) > 10 * MAX_NORM
         torch.testing.assert_close(got["norms"], norms, rtol=1e-4, atol=0)
-        assert got["norms"] == results[0]["train", name]["norms"]  # to the bit, or the ranks drift apart
+        assert got["norms"] == results[0]["norms"]  # to the bit, or the ranks drift apart
         torch.testing.assert_close(got["losses"], [each[rank] for each in losses], rtol=1e-4, atol=0)
         assert got["whole"].keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(got["whole"][key], value, rtol=1e-3, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def assert_resumed(found, saved):
+    """What `save_and_load` found on a rank, on every number of ranks, is what was saved."""
+    for resumed in found.values():
+        assert resumed.keys() == saved.keys() and all(torch.equal(resumed[key], saved[key]) for key in saved)
 
 
 @pytest.mark.parametrize("name", SAVES)
@@ -236,8 +245,7 @@ def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks(ran, name):
     moments = [key for key in saved if key.endswith(" exp_avg")]
     assert len(moments) == len([key for key in saved if " " not in key]) and all(saved[key].abs().max() > 0 for key in moments)
     for result in results:
-        for found in result["save", name].values():
-            assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in saved)
+        assert_resumed(result["save", name], saved)
     model = make(SAVES[name], device, seed=1)
     optimizer = optimizer_of(model)
     state = training.sharded_state_dict(model, optimizer)
