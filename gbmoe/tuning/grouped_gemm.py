@@ -366,14 +366,14 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     return GemmConfig(WIDE, *clusters, panel=8, tile_counter=True, split=split)
 
 
+_GATHERING_ACTIVATIONS = ("silu", "gelu_tanh")  # of the family that the first GEMM has instances for which gather
+_MOST_TO_GATHER_IN_PAIRS = 2048  # F; with 3,072 and 4,096 forward gained 2 %, and a step nothing
+
+
 def always_gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
     """Whether ExpertsConfig.gather_up holds even if the rows are to be kept; also for a graph that is traced, which may not know the
     bytes."""
     return ffn <= 512 and activation in _GATHERING_ACTIVATIONS and known(token_bytes < 1 << 36)
-
-
-_GATHERING_ACTIVATIONS = ("silu", "gelu_tanh")
-_MOST_TO_GATHER_IN_PAIRS = 2048  # F, the largest that was measured as a layer
 
 
 @functools.lru_cache(maxsize=1024)
