@@ -111,10 +111,12 @@ void hopper_weights(
     int64_t split_cost, int64_t most_splits, double even, Tensor out);
 // hopper_rows with b [E,N,K] and a[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot
 void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out);
-// hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only
+// hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only. With a2
+// and out2, which have the shapes of a and out, the same for these, too.
 void hopper_weights_gathered(
-    Tensor a, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel,
-    Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out);
+    Tensor a, std::optional<Tensor> a2, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m,
+    int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even,
+    Tensor out, std::optional<Tensor> out2);
 // h = x @ w1[e].T and a = act(h), or with g = x @ v1[e].T a = act(h) * g; h and g are written if they are given, both or neither.
 // With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; where cluster_n is
 // not 2 the workspace is not used then.
@@ -129,8 +131,8 @@ void hopper_up_glu(
 // where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
-    int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,
-    std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
+    int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, Tensor a, Tensor dh,
+    std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 
 // hopper/, e4m3 operands with scales (float8.cuh): a, x [P,K] with fp32 [P, K / 128], b [E,N,K] with fp32 [E, N / 128, K / 128],
 // rounded up; both contiguous along K, and K a multiple of 16.

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "../common.cuh"
@@ -14,8 +15,8 @@
 namespace gbmoe::hopper {
 
 struct TensorMaps {
-  // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu. Of scaled operands, k-grouped, the
-  // second ones are those of the scales.
+  // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu, and that of the second output under
+  // kTransposedOut. Of scaled operands, k-grouped, the second ones are those of the scales.
   CUtensorMap a[2], b[2];
   // Under EpilogueKind::kActivationBackward those of h and g, which are prefetched.
   CUtensorMap out[3];
@@ -40,6 +41,9 @@ struct Arguments {
   int groups;
   int rows;                // P: no group reaches beyond it, whatever its size says
   int size_n;              // N of one output tensor
+  // Columns that tiles along N are made of: size_n; or kTransposedOut, of two b side by side, second_n, where the second one's tiles begin,
+  // and size_n. second_n is INT_MAX where there is one b.
+  int tiled_n, second_n;
   int size_m;              // M, k-grouped
   int k_blocks;            // of one pair of operands, m-grouped
   int operand_pairs;       // that are summed

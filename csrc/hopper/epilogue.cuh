@@ -32,7 +32,8 @@ template <typename Traits> struct Epilogue {
   // Whether a tile is held, which is still to be stored; the tile, and its chunk to store next.
   bool held = false;
   int chunk = 0;
-  Tile tile = {};
+  Tile tile = {};      // under kTransposedOut n is counted in its own output
+  int second = 0;      // kTransposedOut: whether that is the second one
   // Its sums, of which steps leave those from that chunk on; two columns each: [chunk][quarter][row half of column half].
   uint32_t pair[kHeld];
 
@@ -44,6 +45,10 @@ template <typename Traits> struct Epilogue {
     tile = of;
     held = true;
     chunk = 0;
+    if constexpr (Traits::kTransposedOut) {
+      second = of.n >= args.second_n;
+      if (second) tile.n -= args.second_n;
+    }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) pair[i] = kGroupedK && of.rows == 0 ? 0u : pack<Element>(sum[2 * i], sum[2 * i + 1]);
   }
@@ -63,7 +68,7 @@ template <typename Traits> struct Epilogue {
   __device__ __forceinline__ void step(int number) {
     if (!held || tile.n + chunk * 64 >= args.size_n) return;
     if constexpr (kKind == EpilogueKind::kStore) {
-      store_chunk(0, 0);
+      store_chunk(second, 0);
     } else if constexpr (kKind == EpilogueKind::kActivation || kGlu) {
       if (number < 4) activate_quarter(number);
       else if (args.save) store_chunk(number - 3, (number - 4) * 32);

@@ -18,7 +18,8 @@ inline Arguments arguments(const std::optional<Tensor>& sizes, int64_t rows, int
   args.sizes_are_int64 = sizes && sizes->scalar_type() == ScalarType::Long;
   args.groups = sizes ? static_cast<int>(sizes->numel()) : 1;
   args.rows = static_cast<int>(rows);
-  args.size_n = static_cast<int>(columns);
+  args.size_n = args.tiled_n = static_cast<int>(columns);
+  args.second_n = INT_MAX;
   args.operand_pairs = 1;
   args.panel_tiles = static_cast<int>(tiling.panel);
   args.even_panels = tiling.even_panels;
@@ -55,7 +56,7 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   args.partial_sums = workspace.partial_sums;
   ScheduleShape shape{};
   shape.grouped_k = Traits::kGroupedK;
-  shape.tiles_n = ceil_div(args.size_n, Traits::kOutputTileN * Traits::kClusterN);
+  shape.tiles_n = ceil_div(args.tiled_n, Traits::kOutputTileN * Traits::kClusterN);
   shape.tiles_m = ceil_div(args.size_m, kTileM * Traits::kClusterM);
   shape.tile_rows = kTileM * Traits::kClusterM;
   shape.k_blocks = args.k_blocks * args.operand_pairs;

@@ -44,7 +44,7 @@ template <typename Traits> struct MainLoop {
       }
       Accumulators sum;
       multiply_tile(sum, epilogue, tile, warpgroup, shared, pipe, upcoming, tiles);
-      const bool results = warp * 16 < (kGroupedK ? args.size_m - tile.m : tile.rows) && tile.n < args.size_n;
+      const bool results = warp * 16 < (kGroupedK ? args.size_m - tile.m : tile.rows) && tile.n < args.tiled_n;
       if (!results) continue;
       if constexpr (Traits::kSplitK) {
         if (split_count(tile.split) > 1 && !SplitK<Traits>::reduce(sum, args, tile, rank)) continue;

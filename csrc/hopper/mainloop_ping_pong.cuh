@@ -46,7 +46,7 @@ template <typename Traits> struct PingPongMainLoop {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         epilogue.row_in_tile = half * 64 + first_row;
-        if (epilogue.row_in_tile >= tile.rows || tile.n >= args.size_n) continue;
+        if (epilogue.row_in_tile >= tile.rows || tile.n >= args.tiled_n) continue;
         epilogue.hold(tile, sum[half]);
         epilogue.finish();
       }

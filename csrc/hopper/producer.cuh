@@ -44,7 +44,8 @@ template <typename Traits> struct Producer {
           }
           mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
           const uint32_t arrived = full + pipe.stage * 8, a = shared + pipe.stage * Traits::kStageBytes, b = a + kStageBytesA;
-          const int k_block = tile.k_block + i, pair = !kGroupedK && k_block >= args.k_blocks;
+          const int k_block = tile.k_block + i;
+          const int pair = kGroupedK ? Traits::kTransposedOut && tile.n >= args.second_n : k_block >= args.k_blocks;
           const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
           if (loads) {
             mbarrier_expect_bytes(
@@ -53,7 +54,7 @@ template <typename Traits> struct Producer {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
               if constexpr (!Traits::kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
-              load_b(maps, tile, rank, pair, k, arrived, b);
+              load_b(maps, tile, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, arrived, b);
             }
           }
           if constexpr (kCopies) {
@@ -106,16 +107,16 @@ template <typename Traits> struct Producer {
     }
   }
 
-  // b is loaded in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share b load
+  // b is loaded from column n on, in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share b load
   // some of the boxes each, by multicast to both.
   static __device__ __forceinline__ void load_b(
-      const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int k, uint32_t arrived, uint32_t b) {
+      const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int n, int k, uint32_t arrived, uint32_t b) {
     constexpr bool kContiguousN = kGroupedK || Traits::kTransposedB;
     constexpr int kBoxes = kContiguousN ? Traits::kTileN / 64 : 2, kOwnBoxes = kBoxes / kClusterM;
     const int first = kClusterM > 1 ? rank * kOwnBoxes : 0;
 #pragma unroll
     for (int i = 0; i < kOwnBoxes; ++i) {
-      const int box = first + i, along_n = tile.n + (Traits::kGlu ? 0 : box * (Traits::kTileN / kBoxes));
+      const int box = first + i, along_n = n + (Traits::kGlu ? 0 : box * (Traits::kTileN / kBoxes));
       const uint32_t to = b + box * (kStageBytesB / kBoxes);
       const CUtensorMap* map = &maps.b[Traits::kGlu ? box : pair];
       const int x = kContiguousN ? along_n : k, y = kContiguousN ? k : along_n;

@@ -184,6 +184,12 @@ class Engine:
         """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
         return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
 
+    def two_weight_gradients(self, left_PF: torch.Tensor, left2_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor,
+                             ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """weight_gradient of both left sides, which have one shape, in one GEMM; or None, where the engine does not gain by that. The
+        caller then asks for one after the other, and frees the first left side in between."""
+        return None
+
 
 def why_not_cuda(device: torch.device) -> str | None:
     """None if the device is a CUDA device, otherwise why an engine that needs one does not run on it."""

@@ -104,6 +104,9 @@ class Float8(Engine):
         w1 = self._weights(w1_EFH, transpose=True)
         return self.scaled_product(dh, w1, sizes_E, w1.new_rows(dh.values_PK.size(0)), *second)
 
+    def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E):
+        return None if self.float8_weight_gradients else self.unscaled.two_weight_gradients(left_PF, left2_PF, rows, sizes_E)
+
     def weight_gradient(self, left_PF, rows, sizes_E):
         if not self.float8_weight_gradients:
             return self.unscaled.weight_gradient(left_PF, rows, sizes_E)

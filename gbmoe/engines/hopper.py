@@ -74,7 +74,7 @@ class Hopper(OwnKernels):
             result = tensor_core.up_gemm(aligned(x.rows_PH()), w1_EFH, v1_EFH, sizes_E, activation, save)
             x.forget()
             return result
-        if _config(x, w1_EFH, v1_EFH is not None, activation).gather_up:
+        if _config(x, w1_EFH.size(1), v1_EFH is not None, activation).gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
         x.forget()
@@ -89,7 +89,7 @@ class Hopper(OwnKernels):
         return not tuning.always_gathers_in_up(ffn, activation, token_bytes)
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
-        config = _config(dz, w2_EFH, g_PF is not None, activation)
+        config = _config(dz, w2_EFH.size(1), g_PF is not None, activation)
         if config.gather_down_backward and w2_EFH.is_contiguous():
             d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, aligned(w2_EFH), sizes_E)
             a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
@@ -102,10 +102,16 @@ class Hopper(OwnKernels):
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 
     def weight_gradient(self, left_PF, rows, sizes_E):
-        tokens_TH = rows.tokens_TH
-        if rows.are_gathered or not _experts(tokens_TH, rows.slots, left_PF.size(1), False, "").gather_weight_gradient:
+        if not _config(rows, left_PF.size(1)).gather_weight_gradient:
             return super().weight_gradient(left_PF, rows, sizes_E)
-        return weight_gradient_gemm_gathered(left_PF, aligned(tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
+        return weight_gradient_gemm_gathered(left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
+
+    def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E):
+        if not _config(rows, left_PF.size(1)).gather_two_weight_gradients:
+            return None
+        slots = rows.slots
+        return two_weight_gradients_gemm_gathered(
+            left_PF, left2_PF, aligned(rows.tokens_TH), slots.slot_of_row_P, slots.top_k, sizes_E)
 
 
 class HopperBatchInvariant(Hopper):
@@ -129,17 +135,13 @@ class HopperBatchInvariant(Hopper):
 _HOPPER = Hopper()
 
 
-def _config(rows: GatheredRows, w_EFH: torch.Tensor, glu: bool, activation: str) -> tuning.ExpertsConfig:
+def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> tuning.ExpertsConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
-    if not rows.are_gathered and rows.tokens_TH is not None:
-        return _experts(rows.tokens_TH, rows.slots, w_EFH.size(1), glu, activation)
-    config = tuning.experts(w_EFH.size(2), w_EFH.size(1), glu, activation, 0, False)
-    return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False)
-
-
-def _experts(tokens_TH: torch.Tensor, slots: SlotMap, ffn: int, glu: bool, activation: str) -> tuning.ExpertsConfig:
-    padded = _padded(slots.slot_of_row_P, tokens_TH, slots.top_k)
-    return tuning.experts(tokens_TH.size(1), ffn, glu, activation, tokens_TH.nbytes, padded)
+    if rows.are_gathered or rows.tokens_TH is None:
+        config = tuning.experts(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
+        return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
+    padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
+    return tuning.experts(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
 
 
 def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
@@ -188,13 +190,24 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
 def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
     """out[e] = a[rows of e].T @ x[token of row], [E,F,H]. Rows without a slot count as zero rows of x. a may hold anything behind the
     last group."""
-    product_EFH, sizes = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)), device_sizes(sizes, x_TH.device)
-    config = tuning.weight_gradient_gemm(a_PF.size(0), *product_EFH.shape, gathered=True, padded=_padded(slot_of_row_P, x_TH, top_k))
-    split = config.split
+    return _weight_gradients_gathered([a_PF], x_TH, slot_of_row_P, top_k, sizes)[0]
+
+
+def two_weight_gradients_gemm_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes):
+    """weight_gradient_gemm_gathered of a and of a2, which has a's shape, in one launch."""
+    return tuple(_weight_gradients_gathered([a_PF, a2_PF], x_TH, slot_of_row_P, top_k, sizes))
+
+
+def _weight_gradients_gathered(lefts: list[torch.Tensor], x_TH, slot_of_row_P, top_k, sizes) -> list[torch.Tensor]:
+    sizes, (rows, ffn), hidden = device_sizes(sizes, x_TH.device), lefts[0].shape, x_TH.size(1)
+    products = [x_TH.new_empty(sizes.numel(), ffn, hidden) for _ in lefts]
+    config = tuning.weight_gradient_gemm(rows, *products[0].shape, gathered=True, padded=_padded(slot_of_row_P, x_TH, top_k),
+                                         two=len(lefts) == 2)
+    split, (a_PF, a2_PF), (out_EFH, out2_EFH) = config.split, (*lefts, None)[:2], (*products, None)[:2]
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
-        a_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a_PF, sizes, config),
-        split.min_k_blocks, split.cost, split.most, split.even, product_EFH)
-    return product_EFH
+        a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a_PF, sizes, config),
+        split.min_k_blocks, split.cost, split.most, split.even, out_EFH, out2_EFH)
+    return products
 
 
 def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
@@ -207,10 +220,11 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dweights_TK = weights_TK.new_zeros(weights_TK.shape)
         weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
-    config = tuning.down_backward_gemm(h_PF.size(1))
+    sizes = device_sizes(sizes, dz_PH.device)
+    config = tuning.down_backward_gemm(*dz_PH.shape, h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
-        config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+        dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
+        config.tile_n, config.cluster_n, config.panel, workspace(dz_PH, sizes, config), a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 

@@ -261,7 +261,8 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     `saved` is the list of the tensors that forward saved. It is emptied, so that the memory of the pre-activations is freed as soon
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
-    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients.
+    where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients, or
+    two [P,F] and these where w1's and v1's are made in one GEMM that gathers.
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
     moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
     Weights that it has kept are freed once they have been used.
@@ -287,11 +288,15 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
         dx = _scattered(experts.up_backward(dh, w1, dg, v1, sizes), row_of_slot, slots)
     del dh, dg, w1, v1, kept_w1_Y, kept_v1_Y
     xp = _gathered(x, row_of_slot, slots, rows if rows.dim() == 2 else None)
-    if need.v1 and dg_PF is not None:
-        dv1 = experts.weight_gradient(dg_PF, xp, sizes)
-    del dg_PF
-    if need.w1:
-        dw1 = experts.weight_gradient(dh_PF, xp, sizes)
+    together = experts.two_weight_gradients(dh_PF, dg_PF, xp, sizes) if need.w1 and need.v1 and dg_PF is not None else None
+    if together is not None:
+        dw1, dv1 = together
+    else:
+        if need.v1 and dg_PF is not None:
+            dv1 = experts.weight_gradient(dg_PF, xp, sizes)
+        del dg_PF
+        if need.w1:
+            dw1 = experts.weight_gradient(dh_PF, xp, sizes)
     return dx, dweights if need.weights else None, dw1, dw2, dv1
 
 

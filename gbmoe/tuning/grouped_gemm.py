@@ -80,12 +80,14 @@ class ExpertsConfig:
         gather_down_backward: the GEMM of the output's gradient with w2, and that of w2's gradient, read their rows from the tokens'
             gradients.
         gather_weight_gradient: the GEMMs of w1's and v1's gradients read their rows from the tokens.
+        gather_two_weight_gradients: of a GLU, one GEMM does so for both, rather than one each.
         fuse_activation_gradient: in the GEMM of the output's gradient with w2, warps beside the main loop compute the activation's
             gradient.
     """
     gather_up: bool
     gather_down_backward: bool
     gather_weight_gradient: bool
+    gather_two_weight_gradients: bool
     fuse_activation_gradient: bool
 
 
@@ -224,16 +226,21 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool 
 
     Ping-pong hides the epilogue of a tile. It saves up to 20 % for sums of at most 4,096 terms (a @ w2 of olmoe 898 -> 836 us, qwen3
     714 -> 659; the gradient of the rows 1,683 -> 1,614). For longer sums it is 0 to 9 % slower, and 22 % slower where groups have less
-    than one row on average. A tile counter keeps what CTAs read at the same time close together. It saves 4 to 7 % at 14,336 terms, and
-    18 % at 8,192 terms of 64 groups; below 2,048 terms it saves less than the 3 us of its schedule. Where the last CTAs to finish have
-    few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain. Ping-pong kernels cannot split: for
-    sums of 2,048 terms and more they are only taken where these tiles are many, or no sum may be split.
+    than one row on average. A tile counter keeps what CTAs read at the same time close together; without it they drift apart, and what one
+    has read has left the L2 cache when another reads it. How much that costs depends on the cache: on an H200 it saves 4 to 7 % at 14,336
+    terms, 18 % at 8,192 terms of 64 groups, and nothing at 1,536 and less; on an H100 (50 MB rather than 60) the gradient of qwen3's rows,
+    1,536 terms, reads 3.1 GB of 1.2, and takes 1,662 -> 1,392 us, wide's second GEMM (1,024) 4,271 -> 3,522, olmoe's 966 -> 878, qwen3's
+    (768) 740 -> 715, that of 128 experts of 4,096 x 1,536 3,732 -> 2,806. Its schedule costs 3 us, which short GEMMs do not get back: on
+    the H100 it saves 1.8 % of 26 GFLOP of 512 terms and loses 2.5 % of 13, and of sums of 256 terms it loses up to 3.5 %.
+
+    Where the last CTAs to finish have few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain.
+    Ping-pong kernels cannot split: for sums of 2,048 terms and more they are only taken where these tiles are many, or no sum may be split.
 
     splits: whether sums may be split along K. If not, a row's sum is one sequence of k-blocks, whatever other rows there are.
     """
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # approximately, and if no group is empty
     ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256 or not splits)
-    counter = inner >= 2048
+    counter = inner >= 2048 or (ping_pong and inner >= 512 and 2 * rows * inner * columns >= 2.5e10)
     if not ping_pong:
         pays = splits and counter and square_tiles <= 1 << 13
         split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if pays else WHOLE
@@ -277,7 +284,8 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
     a group) a short last panel would read all of b for few rows, at the speed of memory: panels of equal height, of up to 20 tiles,
     take 4 % less time with skewed groups, and 1 % less with uniform ones. With six tiles along N (qwen3) panels of four make a layer's
     forward and backward 1.7 % faster; with eight (olmoe, wide) they make no difference. A tile counter saves 4 to 9 % for sums of 2,048
-    terms and more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971).
+    terms and more ("wide" 7,303 -> 7,025 us, skewed 7,651 -> 6,971; on an H100 up to 28 %), and 2 % of shorter ones in large GEMMs (fine,
+    1,536 terms and 309 GFLOP; of 26 GFLOP it costs 2 %).
     """
     tile = _up_tile(glu)
     many, in_pairs = _ceil_div(ffn, tile) >= 64, _pays_in_pairs(ffn, tile)
@@ -285,7 +293,8 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
     if gathered and (padded or not in_pairs):
         return config
     panel = 4 if glu and _ceil_div(ffn, tile) <= 6 else config.panel
-    return replace(config, panel=panel, cluster_n=2 if in_pairs else 1, tile_counter=inner >= 2048 and rows / TILE_M * ffn / WIDE >= 256)
+    large = rows / TILE_M * ffn / WIDE >= 256 if inner >= 2048 else 2 * rows * inner * ffn * (2 if glu else 1) >= 1.5e11
+    return replace(config, panel=panel, cluster_n=2 if in_pairs else 1, tile_counter=large)
 
 
 def _up_tile(glu: bool) -> int:
@@ -331,25 +340,29 @@ def scaled_weight_gradient_gemm() -> GemmConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def down_backward_gemm(ffn: int) -> GemmConfig:
+def down_backward_gemm(rows: int, hidden: int, ffn: int) -> GemmConfig:
     """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.
 
     Narrow tiles in clusters of two leave room for a fourth stage. That is worth more here than wide tiles without clusters and with
     three stages. With four wide tiles along N, low panels make it up to 7.5 % faster: microseconds in panels of 16 and of 2, sustained,
     on two H200s, "wide" 4,060 and 3,760, 4,141 and 3,821, olmoe 1,198 and 1,133, 1,170 and 1,169. Narrow tiles (qwen3 924 and 938) and six
     wide ones (2,955 and 3,187) lose by them.
+
+    A tile counter makes it up to 12 % faster on an H100 (us: qwen3 1,008 -> 947, with 4,096 tokens 382 -> 340; olmoe 1,211 -> 1,202,
+    mixtral 3,455 -> 3,414, "wide" as before), and costs 2 us, 1.3 % of 26 to 34 GFLOP.
     """
-    config = _tile_along_n(ffn)
+    config = replace(_tile_along_n(ffn), tile_counter=2 * rows * hidden * ffn >= 5e10)
     if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:
-        return GemmConfig(NARROW, cluster_n=2)
+        return replace(config, tile_n=NARROW, cluster_n=2)
     low = config.tile_n == WIDE and config.cluster_n == 2 and _ceil_div(ffn, WIDE) == 4
     return replace(config, panel=2) if low else config
 
 
 @functools.lru_cache(maxsize=1024)
-def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *, gathered: bool, padded: bool = False) -> GemmConfig:
+def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *, gathered: bool, padded: bool = False,
+                         two: bool = False) -> GemmConfig:
     """The configuration of out[e] = a[rows of e].T @ b[rows of e], [features,columns] for each group; `gathered`: b's rows are read from
-    the tokens, and the kernel computes out[e].T; `padded` as in up_gemm.
+    the tokens, and the kernel computes out[e].T, with `two` of two a side by side; `padded` as in up_gemm.
 
     CTAs take the longest sums first, from a counter, and where groups have many rows the sums that would end last are split. With a
     skewed router this gains up to 25 % (nyu-512 507 -> 645 TFLOP/s, olmoe 617 -> 707). Where there are few tiles, sums are split into
@@ -357,7 +370,7 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     """
     few = groups * (features / TILE_M) * (columns / WIDE) <= 1 << 10
     split = WHOLE if rows <= 2048 else SplitConfig(per_sm=4 if few else 2, min_k_blocks=16, most=127, even=1.05)
-    if gathered and not padded and _pays_in_pairs(features, WIDE):
+    if gathered and not padded and (two or _pays_in_pairs(features, WIDE)):  # two have an even number of tiles
         clusters = (1, 2)
     elif _pays_in_pairs(columns if gathered else features, TILE_M):
         clusters = (2, 1)
@@ -368,6 +381,7 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
 
 _GATHERING_ACTIVATIONS = ("silu", "gelu_tanh")  # of the family that the first GEMM has instances for which gather
 _MOST_TO_GATHER_IN_PAIRS = 2048  # F; with 3,072 and 4,096 forward gained 2 %, and a step nothing
+_MOST_TO_GATHER_FOR_TWO = 1024  # F; with 1,408 the gradients of w1 and v1 took 5 % longer
 
 
 def always_gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
@@ -392,9 +406,14 @@ def experts(hidden: int, ffn: int, glu: bool, activation: str, token_bytes: int,
     rows by cp.async, it costs a tenth of the speed, and pays up to 512 (559 us against 691 us apart at F = 256).
 
     The gradients of w1 and v1 both read x's rows, so that one gather serves two GEMMs, each of which is slower where it gathers (in pairs
-    qwen3 864 and 687 us, olmoe 955 and 867, wide 3,730 and 3,448): it pays at F = 512 and no longer at 768. For the output's gradient,
-    whose GEMM then cannot fuse the activation's gradient, it pays at 256. Single CTAs count the tokens' vectors of 16 bytes in 32 bits, so
-    that GEMMs gather from at most 64 GiB.
+    qwen3 864 and 687 us, olmoe 955 and 867, wide 3,730 and 3,448): it pays at F = 512 and no longer at 768. One GEMM for both, whose tiles
+    always form pairs, pays up to 1,024. Microseconds on one H100, sustained, of gather and two GEMMs, two that gather, and one that does:
+
+        fine 840, 663, 584   64 experts of 2,048 x 512, top-8: 1,093, 995, 962   qwen3 1,521, 1,610, 1,478   olmoe 1,901, 1,884, 1,824
+        wide 7,303, 7,197, 7,015   64 of 2,048 x 1,408, top-6: 1,905, 2,095, 2,045   128 of 4,096 x 1,536, top-8: 5,551, 5,814, 5,732
+
+    For the output's gradient, whose GEMM then cannot fuse the activation's gradient, it pays at 256. Single CTAs count the tokens' vectors
+    of 16 bytes in 32 bits, so that GEMMs gather from at most 64 GiB.
 
     The activation's gradient takes about as long as the GEMM does for sums of 1,536 terms. From there on the GEMM hides it, which saves
     a tenth to a sixth of both (1.00 against 1.20 ms at olmoe's shape, 3.2 against 3.65 at mixtral's); with 1,024 or 512 terms it
@@ -406,6 +425,7 @@ def experts(hidden: int, ffn: int, glu: bool, activation: str, token_bytes: int,
         gather_up=reachable and (in_pairs or ffn <= 512) and activation in _GATHERING_ACTIVATIONS,
         gather_down_backward=reachable and ffn <= 256,
         gather_weight_gradient=reachable and ffn <= 512,
+        gather_two_weight_gradients=reachable and not padded and ffn <= _MOST_TO_GATHER_FOR_TWO,
         fuse_activation_gradient=hidden >= 1536,
     )
 

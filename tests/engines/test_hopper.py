@@ -1,11 +1,12 @@
 """The Hopper engine's fused computations, and its grouped GEMMs with every tiling, also at shapes that "auto" gives to other engines."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from gbmoe import RoutingPlan, engines
+from gbmoe import RoutingPlan, engines, expert_mlp, kernels
 from gbmoe.engines import hopper
 from gbmoe.kernels import gather, plain_torch
 from gbmoe.testing import exact_inputs
@@ -51,9 +52,17 @@ def down_backward_inputs(dtype, sizes, hidden, ffn, *, glu, weights, behind=40, 
 
 
 def down_backward(inputs, activation):
-    exact_inputs.poison(DEVICE)
-    names = ("a", "dh", "dg", "dweights")
-    return {name: t for name, t in zip(names, hopper.down_backward_gemm(*inputs.values(), activation)) if t is not None}
+    """The kernel's results by their names. Tiles from a counter, in memory that is poisoned, give the same bits as fixed shares of them."""
+    real, results, rows = tuning.down_backward_gemm, [], int(inputs["sizes"].sum())
+    for counter in (True, False):
+        with mock.patch.object(tuning, "down_backward_gemm", lambda *of, c=counter: replace(real(*of), tile_counter=c)):
+            exact_inputs.poison(DEVICE)
+            named = zip(("a", "dh", "dg", "dweights"), hopper.down_backward_gemm(*inputs.values(), activation))
+            results.append({name: t for name, t in named if t is not None})
+    for name, t in results[0].items():
+        valid = slice(None) if name == "dweights" else slice(rows)  # rows behind the last group may hold anything
+        assert torch.equal(t[valid].contiguous().view(torch.uint8), results[1][name][valid].contiguous().view(torch.uint8)), name
+    return results[1]
 
 
 def expected_down_backward(inputs, activation, dtype):
@@ -332,6 +341,52 @@ def test_weights_that_gather_have_the_same_bits_in_every_cluster(monkeypatch, si
             assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, torch.bfloat16), f"{clusters}, {splitting}")
             if splitting is tuning.WHOLE and len(split) == 1:
                 assert torch.equal(got, want), clusters
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 520, 2), (1544, 512, 3), (264, 768, 8)])
+@pytest.mark.parametrize("sizes", [SIZES, [3] * 200, [5000], [0, 9, 0]], ids=lambda sizes: f"{len(sizes)} groups")
+def test_two_weight_gradients_of_one_gemm_are_those_of_two(monkeypatch, sizes, hidden, ffn, top_k):
+    """Also where their last tile is not full, and the first one's is the other's partner in a pair. Each has results of its own."""
+    x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, hidden, ffn, top_k)
+    a2, on_device = drawn(torch.bfloat16, 6)(*a.shape, number=1), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
+    a2[sum(sizes):] = float("nan")
+    real = tuning.weight_gradient_gemm
+    for clusters in ((1, 2), (2, 1), (1, 1)):
+        def choice(*of, clusters=clusters, **more):
+            return replace(real(*of, **more), cluster_m=clusters[0], cluster_n=clusters[1], split=tuning.WHOLE)
+        monkeypatch.setattr(tuning, "weight_gradient_gemm", choice)
+        exact_inputs.poison(DEVICE)
+        got = hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device)
+        for left, gradient in zip((a, a2), got):
+            assert torch.equal(gradient, hopper.weight_gradient_gemm_gathered(left, x, slots, top_k, on_device)), clusters
+    monkeypatch.setattr(tuning, "weight_gradient_gemm", real)
+    exact_inputs.poison(DEVICE)
+    for left, gradient in zip((a, a2), hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device)):
+        assert_as_accurate_as(gradient, *expected_weights(left, gathered, sizes, torch.bfloat16), "with sums that are split")
+
+
+@pytest.mark.parametrize("ffn, align, keep, gemms, gathers", [
+    (768, 1, False, 1, 1), (1024, 1, False, 1, 1), (1032, 1, False, 0, 3), (768, 64, False, 0, 3), (768, 1, True, 0, 2)])
+def test_backward_of_a_glu_gathers_rows_of_x_inside_one_gemm(monkeypatch, ffn, align, keep, gemms, gathers):
+    """Up to the F where that pays, unless rows are padded or kept; the gather that is left is that of the output's gradient."""
+    calls = {"two": 0, "gather": 0}
+
+    def counting(name, function):
+        def call(*args, **more):
+            calls[name] += 1
+            return function(*args, **more)
+        return call
+
+    monkeypatch.setattr(hopper, "two_weight_gradients_gemm_gathered", counting("two", hopper.two_weight_gradients_gemm_gathered))
+    monkeypatch.setattr(kernels, "gather", counting("gather", kernels.gather))
+    hidden, experts, values = 1536, 4, drawn(torch.bfloat16, 7)
+    ids = torch.rand(1024, experts, device=DEVICE).topk(2, dim=1).indices
+    plan = RoutingPlan.from_experts(ids, experts, align=align)
+    w1, w2, v1 = (values(experts, ffn, hidden, number=n, scale=exact_inputs.fan_in_scale(hidden)).requires_grad_() for n in (1, 2, 3))
+    x = values(1024, hidden, number=4).requires_grad_()
+    expert_mlp(x, plan, w1, w2, v1, activation="silu", engine="hopper", keep_gathered_rows=keep).sum().backward()
+    assert calls == {"two": gemms, "gather": gathers}
 
 
 @pytest.mark.memcheck

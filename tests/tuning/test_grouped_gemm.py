@@ -15,8 +15,10 @@ WEIGHTS = SplitConfig(per_sm=2, min_k_blocks=16, most=127, even=1.05)
 
 
 @pytest.mark.parametrize("rows, groups, inner, columns, config", [
-    (131072, 128, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                         # qwen3, short sums
-    (131072, 128, 1536, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),
+    (131072, 128, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),      # qwen3, short sums
+    (131072, 128, 1536, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),
+    (196608, 128, 256, 1536, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                         # too short for a counter
+    (4096, 64, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                            # too few FLOPs for it
     (131072, 64, 2048, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),      # olmoe, long ones
     (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),                 # mixtral: few tiles, split
     (262144, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),                        # many
@@ -48,8 +50,9 @@ def test_configurations_without_splits(rows, groups, inner, columns, glu, gather
 @pytest.mark.parametrize("rows, inner, ffn, glu, config", [
     (16384, 4096, 14336, True, GemmConfig(WIDE, cluster_n=2, panel=20, even_panels=True, tile_counter=True)),
     (131072, 2048, 1024, True, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),
-    (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2, panel=4)),
-    (131072, 1536, 640, True, GemmConfig(WIDE, panel=4)),
+    (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2, panel=4, tile_counter=True)),
+    (16384, 1536, 768, True, GemmConfig(WIDE, cluster_n=2, panel=4)),
+    (131072, 1536, 640, True, GemmConfig(WIDE, panel=4, tile_counter=True)),
     (64, 2048, 1024, False, GemmConfig(WIDE, cluster_n=2)),
 ])
 def test_up_gemm(rows, inner, ffn, glu, config):
@@ -72,12 +75,19 @@ def test_weight_gradient_gemm(rows, groups, features, columns, gathered, config)
     assert tuning.weight_gradient_gemm(rows, groups, features, columns, gathered=gathered) == config
 
 
+@pytest.mark.parametrize("features, padded, clusters", [(768, False, (1, 2)), (8, False, (1, 2)), (768, True, (2, 1))])
+def test_two_weight_gradients_always_form_pairs(features, padded, clusters):
+    config = tuning.weight_gradient_gemm(131072, 128, features, 2048, gathered=True, padded=padded, two=True)
+    assert (config.cluster_m, config.cluster_n) == clusters
+
+
 @pytest.mark.parametrize("ffn, config", [
     (1024, GemmConfig(WIDE, cluster_n=2, panel=2)), (768, GemmConfig(NARROW, cluster_n=2)), (640, GemmConfig(WIDE)),
     (1536, GemmConfig(WIDE, cluster_n=2)), (512, GemmConfig(WIDE, cluster_n=2)),
 ])
 def test_down_backward_gemm(ffn, config):
-    assert tuning.down_backward_gemm(ffn) == config
+    assert tuning.down_backward_gemm(4096, 2048, ffn) == config
+    assert tuning.down_backward_gemm(131072, 2048, ffn) == replace(config, tile_counter=True)
 
 
 @pytest.mark.parametrize("inner, columns, config", [
@@ -107,23 +117,25 @@ def test_low_tiles_on_hopper(rows, groups, columns, splits, low):
     assert tuning.low_tiles_on_hopper(rows, groups, columns, splits) == low
 
 
-@pytest.mark.parametrize("hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, fuse", [
-    (1536, 256, True, "silu", True, True, True, True, True),             # "fine"
-    (2048, 512, True, "gelu_tanh", True, True, False, True, True),
-    (2048, 512, True, "relu", False, False, False, True, True),
-    (2048, 768, True, "silu", True, False, False, False, True),          # qwen3
-    (2048, 768, True, "gelu", False, False, False, False, True),
-    (2048, 768, False, "silu", False, False, False, False, True),        # three tiles, which do not form pairs
-    (2048, 1408, True, "silu", False, False, False, False, True),        # eleven
-    (7168, 2048, True, "silu", True, False, False, False, True),
-    (2048, 2304, True, "silu", False, False, False, False, True),
-    (1024, 4096, False, "silu", False, False, False, False, False),
+@pytest.mark.parametrize("hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, two, fuse", [
+    (1536, 256, True, "silu", True, True, True, True, True, True),             # "fine"
+    (2048, 512, True, "gelu_tanh", True, True, False, True, True, True),
+    (2048, 512, True, "relu", False, False, False, True, True, True),
+    (2048, 768, True, "silu", True, False, False, False, True, True),          # qwen3
+    (2048, 768, True, "gelu", False, False, False, False, True, True),
+    (2048, 768, False, "silu", False, False, False, False, True, True),        # three tiles, which do not form pairs
+    (2048, 1024, True, "silu", True, False, False, False, True, True),         # olmoe
+    (2048, 1408, True, "silu", False, False, False, False, False, True),       # eleven
+    (7168, 2048, True, "silu", True, False, False, False, False, True),
+    (2048, 2304, True, "silu", False, False, False, False, False, True),
+    (1024, 4096, False, "silu", False, False, False, False, False, False),
 ])
-def test_experts(hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, fuse):
-    """`padded`: whether it gathers in the first GEMM where rows may have no token."""
+def test_experts(hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, two, fuse):
+    """`padded`: whether it gathers in the first GEMM where rows may have no token; `two`: whether one GEMM gathers for the gradients of
+    both w1 and v1, where all rows have a token."""
     for rows_are_padded, in_up in ((False, gather_up), (True, padded)):
         assert tuning.experts(hidden, ffn, glu, activation, 1 << 30, rows_are_padded) == tuning.ExpertsConfig(
-            in_up, gather_down_backward, gather_weight_gradient, fuse)
+            in_up, gather_down_backward, gather_weight_gradient, two and not rows_are_padded, fuse)
 
 
 sizes = st.integers(1, 2**31 - 2**10)
@@ -144,8 +156,8 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     for config in (tuning.scaled_rows_gemm(inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
         assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
     assert tuning.scaled_up_gemm(rows, inner, columns, flag).tile_n == WIDE
-    config = tuning.down_backward_gemm(columns)
-    assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter
+    config = tuning.down_backward_gemm(rows, inner, columns)
+    assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.split.per_sm
     assert config.tile_n == WIDE or config.cluster_n == 2
 
 
