@@ -17,7 +17,6 @@ from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why
 from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
-from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)
