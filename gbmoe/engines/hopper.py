@@ -189,24 +189,26 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
 def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
     """out[e] = a[rows of e].T @ x[token of row], [E,F,H]. Rows without a slot count as zero rows of x. a may hold anything behind the
     last group."""
-    return _weight_gradients_gathered([a_PF], x_TH, slot_of_row_P, top_k, sizes)[0]
+    return _weight_gradients_gathered(a_PF, None, x_TH, slot_of_row_P, top_k, sizes)[0]
 
 
 def two_weight_gradients_gemm_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes):
     """weight_gradient_gemm_gathered of a and of a2, which has a's shape, in one launch."""
-    return tuple(_weight_gradients_gathered([a_PF, a2_PF], x_TH, slot_of_row_P, top_k, sizes))
+    return _weight_gradients_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes)
 
 
-def _weight_gradients_gathered(lefts: list[torch.Tensor], x_TH, slot_of_row_P, top_k, sizes) -> list[torch.Tensor]:
-    sizes, (rows, ffn), hidden = device_sizes(sizes, x_TH.device), lefts[0].shape, x_TH.size(1)
-    products = [x_TH.new_empty(sizes.numel(), ffn, hidden) for _ in lefts]
-    config = tuning.weight_gradient_gemm(rows, *products[0].shape, gathered=True, padded=_padded(slot_of_row_P, x_TH, top_k),
-                                         two=len(lefts) == 2)
-    split, (a_PF, a2_PF), (out_EFH, out2_EFH) = config.split, (*lefts, None)[:2], (*products, None)[:2]
+def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x_TH, slot_of_row_P, top_k, sizes):
+    """The gradients of a and of a2; None for a2 where that is None."""
+    sizes = device_sizes(sizes, x_TH.device)
+    out_EFH = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1))
+    out2_EFH = None if a2_PF is None else torch.empty_like(out_EFH)
+    config = tuning.weight_gradient_gemm(a_PF.size(0), *out_EFH.shape, gathered=True, padded=_padded(slot_of_row_P, x_TH, top_k),
+                                         two=a2_PF is not None)
+    split = config.split
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
         a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a_PF, sizes, config),
         split.min_k_blocks, split.cost, split.most, split.even, out_EFH, out2_EFH)
-    return products
+    return out_EFH, out2_EFH
 
 
 def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
