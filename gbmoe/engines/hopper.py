@@ -106,9 +106,9 @@ class Hopper(OwnKernels):
         return weight_gradient_gemm_gathered(left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
 
     def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E):
-        if not _config(rows, left_PF.size(1)).gather_two_weight_gradients:
+        config, slots, (num_rows, ffn) = _config(rows, left_PF.size(1)), rows.slots, left_PF.shape
+        if not config.gather_two_weight_gradients or not tuning.rows_pay_for_two(num_rows, sizes_E.numel(), ffn):
             return None
-        slots = rows.slots
         return two_weight_gradients_gemm_gathered(
             left_PF, left2_PF, aligned(rows.tokens_TH), slots.slot_of_row_P, slots.top_k, sizes_E)
 

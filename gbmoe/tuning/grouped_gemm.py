@@ -80,7 +80,7 @@ class ExpertsConfig:
         gather_down_backward: the GEMM of the output's gradient with w2, and that of w2's gradient, read their rows from the tokens'
             gradients.
         gather_weight_gradient: the GEMMs of w1's and v1's gradients read their rows from the tokens.
-        gather_two_weight_gradients: of a GLU, one GEMM does so for both, rather than one each.
+        gather_two_weight_gradients: of a GLU, one GEMM does so for both, rather than one each; see also rows_pay_for_two.
         fuse_activation_gradient: in the GEMM of the output's gradient with w2, warps beside the main loop compute the activation's
             gradient.
     """
@@ -382,12 +382,23 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
 _GATHERING_ACTIVATIONS = ("silu", "gelu_tanh")  # of the family that the first GEMM has instances for which gather
 _MOST_TO_GATHER_IN_PAIRS = 2048  # F; with 3,072 and 4,096 forward gained 2 %, and a step nothing
 _MOST_TO_GATHER_FOR_TWO = 1024  # F; with 1,408 the gradients of w1 and v1 took 5 % longer
+_LITTLE_TO_GATHER_FOR_TWO = 512  # F up to which the alternative is two GEMMs that gather
 
 
 def always_gathers_in_up(ffn: int, activation: str, token_bytes: int) -> bool:
     """Whether ExpertsConfig.gather_up holds even if the rows are to be kept; also for a graph that is traced, which may not know the
     bytes."""
     return ffn <= 512 and activation in _GATHERING_ACTIVATIONS and known(token_bytes < 1 << 36)
+
+
+def rows_pay_for_two(rows: int, groups: int, ffn: int) -> bool:
+    """Whether groups have enough rows for ExpertsConfig.gather_two_weight_gradients.
+
+    Where they have few, what takes time is to store the gradients, and a GEMM that gathers stores them in lines of 32 bytes. Microseconds
+    on one H100, in a graph, of gather and two GEMMs, two that gather, and one that does: 64 rows a group (qwen3) 370, 382, 383, 128 (olmoe)
+    273, 300, 290, 256 (qwen3) 561, 610, 552, 512 (olmoe) 573, 580, 566; with F = 256 4 rows 93, 106, 96, 16 rows 100, 111, 97.
+    """
+    return ffn <= _LITTLE_TO_GATHER_FOR_TWO or rows >= 256 * groups
 
 
 @functools.lru_cache(maxsize=1024)

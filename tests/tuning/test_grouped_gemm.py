@@ -138,6 +138,11 @@ def test_experts(hidden, ffn, glu, activation, gather_up, padded, gather_down_ba
             in_up, gather_down_backward, gather_weight_gradient, two and not rows_are_padded, fuse)
 
 
+@pytest.mark.parametrize("rows, groups, ffn, pay", [(32768, 128, 768, True), (32767, 128, 768, False), (512, 128, 512, True)])
+def test_rows_pay_for_two(rows, groups, ffn, pay):
+    assert tuning.rows_pay_for_two(rows, groups, ffn) == pay
+
+
 sizes = st.integers(1, 2**31 - 2**10)
 
 
