@@ -131,8 +131,8 @@ void hopper_up_glu(
 // where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
-    int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, Tensor a, Tensor dh,
-    std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
+    int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,
+    std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 
 // hopper/, e4m3 operands with scales (float8.cuh): a, x [P,K] with fp32 [P, K / 128], b [E,N,K] with fp32 [E, N / 128, K / 128],
 // rounded up; both contiguous along K, and K a multiple of 16.

@@ -56,8 +56,8 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, int cluster_n,"
         " int panel, bool even_panels, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
   m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
-        " int activation, int tile_n, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!) dh, Tensor(d!)? dg,"
-        " Tensor(e!)? dots, Tensor(f!)? grad_weights) -> ()");
+        " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
+        " Tensor(e!)? grad_weights) -> ()");
   m.def("tensor_core_built(int device) -> bool");
   m.def("hopper_scaled_rows(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor? a2, Tensor? scales_a2, Tensor? b2,"
         " Tensor? scales_b2, Tensor sizes, int tile_n, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) out) -> ()");

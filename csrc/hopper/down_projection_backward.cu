@@ -9,23 +9,20 @@ namespace {
 using namespace hopper;
 
 template <typename T, bool kGate>
-void launch_down_backward(
-    const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
-  if (tiling.is(kNarrowTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kNarrowTileN, 2>>(maps, args, balancing, on);
-  else if (tiling.is(kWideTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, balancing, on);
-  else if (tiling.is(kWideTileN, 1, 1)) launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, balancing, on);
+void launch_down_backward(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Tensor& on) {
+  if (tiling.is(kNarrowTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kNarrowTileN, 2>>(maps, args, {}, on);
+  else if (tiling.is(kWideTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, {}, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, {}, on);
   else tiling.refuse("hopper_down_backward");
 }
 
 }  // namespace
 
 void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
-                          std::optional<Tensor> weights, int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel,
-                          std::optional<Tensor> workspace, Tensor a, Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots,
-                          std::optional<Tensor> grad_weights) {
+                          std::optional<Tensor> weights, int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a,
+                          Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   const Tiling tiling{tile_n, 1, cluster_n, panel, false};
-  const Balancing balancing{workspace, {}};
   Arguments args = arguments(sizes, h.size(0), h.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
@@ -44,8 +41,8 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   maps.out[0] = tensor_map(h, kBoxOut);
   if (g) maps.out[1] = tensor_map(*g, kBoxOut);
   GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward", {
-    if (g) launch_down_backward<T, true>(maps, args, tiling, balancing, dz);
-    else launch_down_backward<T, false>(maps, args, tiling, balancing, dz);
+    if (g) launch_down_backward<T, true>(maps, args, tiling, dz);
+    else launch_down_backward<T, false>(maps, args, tiling, dz);
   });
   if (dots)
     sum_dots(

@@ -170,10 +170,8 @@ template <typename Traits> struct TileSender {
     const uint32_t full = Shared::tiles_full(shared), empty = Shared::tiles_empty(shared);
     const int lane = threadIdx.x % 32, place = sent % kTileRing;
     // An item that is taken from the counter is out of reach for other clusters. So with a counter no item is taken sooner than
-    // it is needed: else the longest items would not come first. Under kActivationBackward the producer sends one tile whenever it takes
-    // one, and must not wait for the warps that receive tiles last, which are a tile behind.
-    const bool when_needed = scheduler.args.schedule && !more_ahead && !Traits::kActivationBackward;
-    const int received = sent - (when_needed ? 1 : kTileRing);
+    // it is needed: else the longest items would not come first.
+    const int received = sent - (scheduler.args.schedule && !more_ahead ? 1 : kTileRing);
     if (received >= 0) mbarrier_wait(empty + received % kTileRing * 8, received / kTileRing & 1);
     const Tile tile = scheduler.next();
     if (lane == 0) {

@@ -178,7 +178,8 @@ class Float8Hopper(Float8):
         return self.unscaled.unavailable(device)
 
     def scaled_product(self, a, b, sizes, out, a2=None, b2=None):
-        config = tuning.scaled_rows_gemm(a.values_PK.size(1) * (1 if a2 is None else 2), out.size(1))
+        rows, inner = a.values_PK.shape
+        config = tuning.scaled_rows_gemm(rows, inner * (1 if a2 is None else 2), out.size(1))
         second = (None,) * 4 if a2 is None else (a2.values_PK, a2.scales_PC, b2.values_ENK, b2.scales)
         sizes = device_sizes(sizes, out.device)
         torch.ops.gbmoe_cuda.hopper_scaled_rows(

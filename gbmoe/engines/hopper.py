@@ -221,11 +221,10 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dweights_TK = weights_TK.new_zeros(weights_TK.shape)
         weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
-    sizes = device_sizes(sizes, dz_PH.device)
-    config = tuning.down_backward_gemm(*dz_PH.shape, h_PF.size(1))
+    config = tuning.down_backward_gemm(h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
-        config.tile_n, config.cluster_n, config.panel, workspace(dz_PH, sizes, config), a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
+        config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 

@@ -306,7 +306,7 @@ def _up_tile(glu: bool) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
+def scaled_rows_gemm(rows: int, inner: int, columns: int) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e].T of scaled e4m3 operands; where two products are summed, `inner` counts
     the terms of both.
 
@@ -314,10 +314,13 @@ def scaled_rows_gemm(inner: int, columns: int) -> GemmConfig:
     996 and 993 with qwen3's 768; with 4,096 and 2,048 columns, where their last tile has a third, 1,157 and 1,178, 832 and 848, and with
     olmoe's 1,024 943 and 1,023. There are no clusters: CTAs in pairs made at most 1 % more and up to 18 % less (wide tiles in pairs and
     alone: mixtral 1,125 and 1,150, 1,145 and 1,178, qwen3 816 and 993, 857 and 848, olmoe 1,026 and 1,023, 926 and 915). A tile counter
-    gains 3 to 8 % at 7,168 terms and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere.
+    gains 3 to 8 % at 7,168 terms and 14,336, 3 % at 2,048 with 768 columns, and is within 1 % elsewhere. On an H100, where rows_gemm says
+    more of it, it gains 1.5 to 10.6 % of sums of 768 to 1,536 terms in large GEMMs, and loses 3 % of one (qwen3 526 -> 476 and 866 -> 850
+    us, olmoe 593 -> 612, "wide" 2,405 -> 2,320, 128 experts of 4,096 x 1,536 1,727 -> 1,702).
     """
     narrow, wide = _ceil_div(columns, NARROW) * NARROW, _ceil_div(columns, WIDE) * WIDE
-    return GemmConfig(NARROW if narrow <= 1.02 * wide else WIDE, tile_counter=inner >= 2048)
+    counter = inner >= 2048 or (inner >= 512 and 2 * rows * inner * columns >= 1e11)
+    return GemmConfig(NARROW if narrow <= 1.02 * wide else WIDE, tile_counter=counter)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -340,20 +343,17 @@ def scaled_weight_gradient_gemm() -> GemmConfig:
 
 
 @functools.lru_cache(maxsize=1024)
-def down_backward_gemm(rows: int, hidden: int, ffn: int) -> GemmConfig:
+def down_backward_gemm(ffn: int) -> GemmConfig:
     """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.
 
     Narrow tiles in clusters of two leave room for a fourth stage. That is worth more here than wide tiles without clusters and with
     three stages. With four wide tiles along N, low panels make it up to 7.5 % faster: microseconds in panels of 16 and of 2, sustained,
     on two H200s, "wide" 4,060 and 3,760, 4,141 and 3,821, olmoe 1,198 and 1,133, 1,170 and 1,169. Narrow tiles (qwen3 924 and 938) and six
     wide ones (2,955 and 3,187) lose by them.
-
-    A tile counter makes it up to 12 % faster on an H100 (us: qwen3 1,008 -> 947, with 4,096 tokens 382 -> 340; olmoe 1,211 -> 1,202,
-    mixtral 3,455 -> 3,414, "wide" as before), and costs 2 us, 1.3 % of 26 to 34 GFLOP.
     """
-    config = replace(_tile_along_n(ffn), tile_counter=2 * rows * hidden * ffn >= 5e10)
+    config = _tile_along_n(ffn)
     if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:
-        return replace(config, tile_n=NARROW, cluster_n=2)
+        return GemmConfig(NARROW, cluster_n=2)
     low = config.tile_n == WIDE and config.cluster_n == 2 and _ceil_div(ffn, WIDE) == 4
     return replace(config, panel=2) if low else config
 

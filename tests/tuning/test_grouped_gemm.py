@@ -86,16 +86,16 @@ def test_two_weight_gradients_always_form_pairs(features, padded, clusters):
     (1536, GemmConfig(WIDE, cluster_n=2)), (512, GemmConfig(WIDE, cluster_n=2)),
 ])
 def test_down_backward_gemm(ffn, config):
-    assert tuning.down_backward_gemm(4096, 2048, ffn) == config
-    assert tuning.down_backward_gemm(131072, 2048, ffn) == replace(config, tile_counter=True)
+    assert tuning.down_backward_gemm(ffn) == config
 
 
-@pytest.mark.parametrize("inner, columns, config", [
-    (4096, 14336, GemmConfig(NARROW, tile_counter=True)), (2048, 768, GemmConfig(NARROW, tile_counter=True)),
-    (14336, 4096, GemmConfig(WIDE, tile_counter=True)), (768, 2048, GemmConfig(WIDE)), (16, 16, GemmConfig(NARROW)),
+@pytest.mark.parametrize("rows, inner, columns, config", [
+    (4096, 4096, 14336, GemmConfig(NARROW, tile_counter=True)), (4096, 2048, 768, GemmConfig(NARROW, tile_counter=True)),
+    (4096, 14336, 4096, GemmConfig(WIDE, tile_counter=True)), (4096, 768, 2048, GemmConfig(WIDE)),
+    (131072, 768, 2048, GemmConfig(WIDE, tile_counter=True)), (1 << 20, 256, 2048, GemmConfig(WIDE)), (16, 16, 16, GemmConfig(NARROW)),
 ])
-def test_scaled_rows_gemm(inner, columns, config):
-    assert tuning.scaled_rows_gemm(inner, columns) == config
+def test_scaled_rows_gemm(rows, inner, columns, config):
+    assert tuning.scaled_rows_gemm(rows, inner, columns) == config
 
 
 @pytest.mark.parametrize("rows, groups, few", [(8, 128, True), (256, 128, True), (257, 128, False), (2, 1, True), (3, 1, False),
@@ -158,11 +158,11 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
     assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
     assert (config.cluster_m, config.cluster_n) in [(1, 1), (1, 2), (2, 1)]
-    for config in (tuning.scaled_rows_gemm(inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
+    for config in (tuning.scaled_rows_gemm(rows, inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
         assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
     assert tuning.scaled_up_gemm(rows, inner, columns, flag).tile_n == WIDE
-    config = tuning.down_backward_gemm(rows, inner, columns)
-    assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.split.per_sm
+    config = tuning.down_backward_gemm(columns)
+    assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter
     assert config.tile_n == WIDE or config.cluster_n == 2
 
 
