@@ -424,7 +424,7 @@ def test_weights_that_forward_keeps_for_backward(device, recipe, mlp_type, quant
 def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
     _, layer = layers(device, Float8BlockScaling())
     memories, alive = [], []
-    quantize, gradient = kernels.quantize_weights_both_ways, Float8.weight_gradient
+    quantize, gradient, two_gradients = kernels.quantize_weights_both_ways, Float8.weight_gradient, Float8.two_weight_gradients
 
     def remember(w_EFH, power_2_scale, of_both):
         memories.extend(weakref.ref(tensor.untyped_storage()) for tensor in of_both if tensor is not None)
@@ -434,8 +434,15 @@ def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
         alive.append(sum(memory() is not None for memory in memories))
         return gradient(self, *args)
 
+    def count_two(self, *args):
+        both = two_gradients(self, *args)
+        if both is not None:
+            alive.extend([sum(memory() is not None for memory in memories)] * 2)
+        return both
+
     monkeypatch.setattr(kernels, "quantize_weights_both_ways", remember)
     monkeypatch.setattr(Float8, "weight_gradient", count)
+    monkeypatch.setattr(Float8, "two_weight_gradients", count_two)
     out = layer(torch.randn(50, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True))
     assert len(memories) == 3
     out.float().sum().backward()
