@@ -103,8 +103,8 @@ int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm);
 // group has all rows
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
-    int64_t split_cost, int64_t most_splits, Tensor out);
+    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, int64_t most_ahead, std::optional<Tensor> workspace,
+    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, Tensor out);
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32
 void hopper_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks,
@@ -122,11 +122,11 @@ void hopper_weights_gathered(
 // not 2 the workspace is not used then.
 void hopper_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, int64_t cluster_n,
-    int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
+    int64_t panel, bool even_panels, int64_t most_ahead, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
 void hopper_up_glu(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
-    int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h,
-    std::optional<Tensor> g);
+    int64_t cluster_n, int64_t panel, bool even_panels, int64_t most_ahead, std::optional<Tensor> workspace, Tensor a,
+    std::optional<Tensor> h, std::optional<Tensor> g);
 // d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
 // where grad_weights is
 void hopper_down_backward(

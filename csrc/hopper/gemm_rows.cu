@@ -46,11 +46,11 @@ bool hopper_built() {
 
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, std::optional<Tensor> workspace, int64_t min_k_blocks,
-    int64_t split_cost, int64_t most_splits, Tensor out) {
+    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, int64_t most_ahead, std::optional<Tensor> workspace,
+    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false};
+  const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false, most_ahead};
   const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, 1.0}};
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);

@@ -23,6 +23,7 @@ inline Arguments arguments(const std::optional<Tensor>& sizes, int64_t rows, int
   args.operand_pairs = 1;
   args.panel_tiles = static_cast<int>(tiling.panel);
   args.even_panels = tiling.even_panels;
+  args.most_ahead = static_cast<int>(tiling.most_ahead);
   return args;
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gather_producer.cuh"
+#include "pacing.cuh"
 #include "tile_scheduler.cuh"
 
 namespace gbmoe::hopper {
@@ -25,6 +26,7 @@ template <typename Traits> struct Producer {
     const bool schedules = Traits::kProducerSchedules && threadIdx.x / 32 == Traits::kSchedulerWarp && rank == 0;
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     TileSender<Traits> sender(args);
+    Pacer<Traits> pacer(args, loads && rank == 0);
     PipelineState pipe, tiles;
     if (schedules) sender.send(shared);
     for (;;) {
@@ -42,6 +44,7 @@ template <typename Traits> struct Producer {
             rows = Gather::rows_of_slots(args, slot);
             slot = Gather::slot_in_k_block(args, tile, i + 1);
           }
+          pacer.step();
           mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
           const uint32_t arrived = full + pipe.stage * 8, a = shared + pipe.stage * Traits::kStageBytes, b = a + kStageBytesA;
           const int k_block = tile.k_block + i;
@@ -69,6 +72,7 @@ template <typename Traits> struct Producer {
       if (schedules && kCopiesOfK) sender.send(shared);
       __syncwarp();
     }
+    pacer.end();
     if (kClusterSize > 1 && schedules) sender.drain(shared);
     if (kClusterSize > 1 && loads) {
       // The other CTA's consumers arrive at this one's barriers: stay until they have.

@@ -74,6 +74,13 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// A load that other multiprocessors' atomics are seen by, sooner or later.
+__device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* from) {
+  unsigned long long value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // True in one thread of the warp, all of which call this. The compiler knows that it is one, and issues TMA without a loop over lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

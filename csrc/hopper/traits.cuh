@@ -86,6 +86,8 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr int kBackwardWarps = kActivationBackward ? 3 : 0;
   static constexpr int kScaleWarps = kScaledRows ? 1 : 0;
   static constexpr bool kProducerSchedules = kGatherCopies || kActivationBackward;  // no warp is left to be the scheduler alone
+  // Whether clusters may be kept together along K (pacing.cuh).
+  static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled;
   static constexpr int kSchedulerWarp = kConsumerWarps + (kActivationBackward ? 0 : 3);
   // Warps of a CTA that receive tiles.
   static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kLineWarps + kBackwardWarps + kScaleWarps;

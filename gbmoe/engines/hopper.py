@@ -171,7 +171,7 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
 def launch_up(config: tuning.GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
     index = plain_torch.ACTIVATION_INDEX[activation]
-    tiling, memory = (config.cluster_n, config.panel, config.even_panels), workspace(x, sizes, config)
+    tiling, memory = (config.cluster_n, config.panel, config.even_panels, config.most_ahead), workspace(x, sizes, config)
     if v1_EFH is None:
         torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, memory, a_PF, h_PF)
     else:
@@ -232,8 +232,8 @@ def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) ->
     """Hopper.rows_gemm with a given configuration, and sizes on the device or None."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
-        a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config),
-        split.min_k_blocks, split.cost, split.most, out)
+        a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, config.most_ahead,
+        workspace(a, sizes, config), split.min_k_blocks, split.cost, split.most, out)
 
 
 def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: tuning.GemmConfig) -> torch.Tensor | None:

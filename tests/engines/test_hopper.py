@@ -167,7 +167,8 @@ def test_down_backward_keeps_nan_in_its_row():
 
 PING_PONG = [GemmConfig(SQUARE, *cluster, ping_pong=True, tile_counter=counted)
              for cluster, counted in (((1, 2), False), ((1, 2), True), ((2, 1), True), ((1, 1), False))]
-EVERY_TILING = [*PING_PONG, GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2, tile_counter=True), GemmConfig(NARROW, cluster_n=2)]
+EVERY_TILING = [*PING_PONG, GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2, tile_counter=True), GemmConfig(NARROW, cluster_n=2),
+                GemmConfig(WIDE, tile_counter=True, most_ahead=8), GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
@@ -197,6 +198,24 @@ def test_rows_by_every_walk(dtype, sizes, columns):
                 name = f"inner {inner}, {trans_b=}, {config}"
                 assert_as_accurate_as(got[0][:rows], baseline, exact, name)
                 assert torch.equal(got[0][:rows], got[1][:rows]) and bool(got[0][rows:].isnan().all()), name
+
+
+def test_clusters_that_are_kept_together_do_not_wait_for_those_of_another_stream():
+    """Two launches share the multiprocessors, so that clusters of each cannot run until some of the other have ended."""
+    values, sizes = drawn(torch.bfloat16, 0), torch.tensor([1500, 0, 1300, 260], device=DEVICE)
+    a, b = values(3060, 8192, number=1), values(4, 8192, 1024, number=2, scale=exact_inputs.fan_in_scale(8192))
+    config = GemmConfig(WIDE, cluster_n=2, tile_counter=True)
+    want, streams = a.new_empty(3060, 1024), [torch.cuda.Stream() for _ in range(3)]
+    hopper.launch_rows(config, a, b, None, None, sizes, False, want)
+    torch.cuda.synchronize()
+    got = []
+    for repetition in range(30):
+        with torch.cuda.stream(streams[repetition % 3]):
+            out = torch.full_like(want, float("nan"))
+            hopper.launch_rows(replace(config, most_ahead=1), a, b, None, None, sizes, False, out)
+            got.append(out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in got)
 
 
 @pytest.mark.parametrize("columns", [256, 264, 2056])
@@ -280,7 +299,8 @@ def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
 
 # Of an expert's first GEMM: in single CTAs rows are copied, in pairs TMA loads them line by line.
 GATHERING = (tuning.GATHERED_ROWS, GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True),
-             GemmConfig(WIDE, cluster_n=2, panel=3, even_panels=True))
+             GemmConfig(WIDE, cluster_n=2, panel=3, even_panels=True),
+             GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True, most_ahead=1))
 
 
 @pytest.mark.memcheck
