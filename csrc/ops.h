@@ -115,8 +115,8 @@ void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tens
 // and out2, which have the shapes of a and out, the same for these, too.
 void hopper_weights_gathered(
     Tensor a, std::optional<Tensor> a2, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m,
-    int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even,
-    Tensor out, std::optional<Tensor> out2);
+    int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits,
+    double even, Tensor out, std::optional<Tensor> out2);
 // h = x @ w1[e].T and a = act(h), or with g = x @ v1[e].T a = act(h) * g; h and g are written if they are given, both or neither.
 // With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; where cluster_n is
 // not 2 the workspace is not used then.

@@ -43,19 +43,23 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
   m.def("hopper_built() -> bool");
   m.def("hopper_workspace(Tensor on, int groups, int splits_per_sm) -> int");
-  m.def("hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int tile_n, int cluster_m,"
-        " int cluster_n, int panel, int most_ahead, Tensor(a!)? workspace, int min_k_blocks, int split_cost, int most_splits,"
-        " Tensor(b!) out) -> ()");
+  m.def(
+      "hopper_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int tile_n, int cluster_m,"
+      " int cluster_n, int panel, int most_ahead, Tensor(a!)? workspace, int min_k_blocks, int split_cost, int most_splits,"
+      " Tensor(b!) out) -> ()");
   m.def("hopper_weights(Tensor a, Tensor b, Tensor sizes, int cluster_m, int cluster_n, int panel, Tensor(a!) workspace,"
         " int min_k_blocks, int split_cost, int most_splits, float even, Tensor(b!) out) -> ()");
   m.def("hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int panel, Tensor(a!) out) -> ()");
-  m.def("hopper_weights_gathered(Tensor a, Tensor? a2, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int cluster_m,"
-        " int cluster_n, int panel, Tensor(a!) workspace, int min_k_blocks, int split_cost, int most_splits, float even,"
-        " Tensor(b!) out, Tensor(c!)? out2) -> ()");
-  m.def("hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, int cluster_n, int panel,"
-        " bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
-  m.def("hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, int cluster_n,"
-        " int panel, bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
+  m.def(
+      "hopper_weights_gathered(Tensor a, Tensor? a2, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int cluster_m,"
+      " int cluster_n, int panel, Tensor(a!) workspace, int min_k_blocks, int split_cost, int most_splits, float even,"
+      " Tensor(b!) out, Tensor(c!)? out2) -> ()");
+  m.def(
+      "hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, int cluster_n, int panel,"
+      " bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
+  m.def(
+      "hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, int cluster_n,"
+      " int panel, bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
   m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
         " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
         " Tensor(e!)? grad_weights) -> ()");

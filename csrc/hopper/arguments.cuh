@@ -51,7 +51,7 @@ struct Arguments {
   int panel_tiles;         // the most tiles along M that are walked before the next along N
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.
   bool even_panels;
-  int most_ahead;          // k-blocks that a cluster may have loaded more of than the mean of all; 0: any number
+  int most_ahead;  // k-blocks that a cluster may have loaded more of than the mean of all; 0: any number
   int activation;
   bool save;               // whether h (and g) are stored
   // The workspace, null without one. Partial sums are [entry][CTA of the cluster][consumer warp][a warp's share of a tile].

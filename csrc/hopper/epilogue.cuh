@@ -32,8 +32,8 @@ template <typename Traits> struct Epilogue {
   // Whether a tile is held, which is still to be stored; the tile, and its chunk to store next.
   bool held = false;
   int chunk = 0;
-  Tile tile = {};      // under kTransposedOut n is counted in its own output
-  int second = 0;      // kTransposedOut: whether that is the second one
+  Tile tile = {};  // under kTransposedOut n is counted in its own output
+  int second = 0;  // kTransposedOut: whether that is the second one
   // Its sums, of which steps leave those from that chunk on; two columns each: [chunk][quarter][row half of column half].
   uint32_t pair[kHeld];
 

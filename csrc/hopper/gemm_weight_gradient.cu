@@ -38,8 +38,8 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t
 // The kernel's a are the gathered rows and its b is `a`, or a and a2 side by side: it makes tiles of out[e].T, which it stores transposed.
 void hopper_weights_gathered(
     Tensor a, std::optional<Tensor> a2, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m,
-    int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even,
-    Tensor out, std::optional<Tensor> out2) {
+    int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits,
+    double even, Tensor out, std::optional<Tensor> out2) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiling{kWideTileN, cluster_m, cluster_n, panel, false};

@@ -19,12 +19,13 @@
 // CTAs may come in clusters of two: side by side in N they share their k-blocks of a, side by side in M those of b, by multicast.
 // One warp of a cluster is its scheduler (tile_scheduler.cuh): it finds the tiles ahead of time and sends them through shared
 // memory, as k-blocks are. Tiles that would keep few CTAs busy for long are cut along K (split_k.cuh), as balanced_schedule.cu
-// says ahead of the launch.
+// says ahead of the launch. Over long sums clusters may be kept together, so that they share what they read in the L2 cache (pacing.cuh).
 //
 // Where kGatherA, a is not in memory: its rows are gathered from the tokens' matrix, and zeros where a row has no slot. A CTA alone
 // has four producer warps for that (gather_producer.cuh), and TMA brings b only; in a pair along N two warps of each CTA load half of
 // the lines by TMA (line_producer.cuh). A k-grouped GEMM then computes out[e].T, because a tile has half as many rows as columns, and the
-// gathered operand should be the smaller one; the stores transpose it back.
+// gathered operand should be the smaller one; the stores transpose it back. It may have two b, and two outputs: their tiles are
+// neighbours along N, so that both share what is gathered.
 //
 // Legend: M, N, K as in out [M,N] = a [M,K] @ b [K,N]; E groups (experts); P rows of all groups. A chunk is 64 columns of a tile.
 

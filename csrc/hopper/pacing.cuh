@@ -16,7 +16,7 @@
 namespace gbmoe::hopper {
 
 template <typename Traits> struct Pacer {
-  static constexpr int kEvery = 8;      // k-blocks from one look at the mean to the next
+  static constexpr int kEvery = 8;  // k-blocks from one look at the mean to the next
   static constexpr int kMostPolls = 40;  // some 30 us
   static constexpr unsigned long long kEnded = 1ull << 40;  // more than all clusters load
 

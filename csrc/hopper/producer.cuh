@@ -111,8 +111,8 @@ template <typename Traits> struct Producer {
     }
   }
 
-  // b is loaded from column n on, in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share b load
-  // some of the boxes each, by multicast to both.
+  // b is loaded from column n on, in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share
+  // b load some of the boxes each, by multicast to both.
   static __device__ __forceinline__ void load_b(
       const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int n, int k, uint32_t arrived, uint32_t b) {
     constexpr bool kContiguousN = kGroupedK || Traits::kTransposedB;

@@ -78,6 +78,8 @@ template <typename Settings> struct GemmTraits : Settings {
   // Whether sums may be split; without it each is made at once.
   static constexpr bool kSplitK =
       (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
+  // Whether clusters may be kept together along K (pacing.cuh).
+  static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled;
 
   // The third warpgroup: producer warps first, behind them those that load lines, those of the activation's backward or the one that copies
   // scales, and one that schedules.
@@ -86,8 +88,6 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr int kBackwardWarps = kActivationBackward ? 3 : 0;
   static constexpr int kScaleWarps = kScaledRows ? 1 : 0;
   static constexpr bool kProducerSchedules = kGatherCopies || kActivationBackward;  // no warp is left to be the scheduler alone
-  // Whether clusters may be kept together along K (pacing.cuh).
-  static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled;
   static constexpr int kSchedulerWarp = kConsumerWarps + (kActivationBackward ? 0 : 3);
   // Warps of a CTA that receive tiles.
   static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kLineWarps + kBackwardWarps + kScaleWarps;

@@ -20,13 +20,13 @@ WEIGHTS = SplitConfig(per_sm=2, min_k_blocks=16, most=127, even=1.05)
     (196608, 128, 256, 1536, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                         # too short for a counter
     (4096, 64, 768, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),                            # too few FLOPs for it
     (131072, 64, 2048, 2048, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),      # olmoe, long ones
-    (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=8, split=ROWS)),   # mixtral: few tiles, split
-    (262144, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=8)),          # many
+    (32768, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=4, split=ROWS)),   # mixtral: few tiles, split
+    (262144, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=4)),          # many
     (1024, 8, 2048, 1024, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),                   # too few for ping-pong
     (64, 128, 768, 2048, GemmConfig(WIDE, cluster_n=2)),                                               # less than a row a group
     (98304, 64, 2048, 640, GemmConfig(SQUARE, cluster_m=2, ping_pong=True, tile_counter=True)),        # an odd number of tiles along N
     (100, 64, 512, 640, GemmConfig(WIDE)),                                                             # three wide tiles, on their own
-    (196608, 8, 4224, 4224, GemmConfig(NARROW, cluster_n=2, tile_counter=True, most_ahead=8)),         # where narrow ones leave less empty
+    (196608, 8, 4224, 4224, GemmConfig(NARROW, cluster_n=2, tile_counter=True, most_ahead=4)),         # where narrow ones leave less empty
     (2048, 8, 14336, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, split=ROWS)),              # too few to be kept together
 ])
 def test_rows_gemm(rows, groups, inner, columns, config):
@@ -49,7 +49,7 @@ def test_configurations_without_splits(rows, groups, inner, columns, glu, gather
 
 
 @pytest.mark.parametrize("rows, inner, ffn, glu, config", [
-    (16384, 4096, 14336, True, GemmConfig(WIDE, cluster_n=2, panel=20, even_panels=True, tile_counter=True, most_ahead=8)),
+    (16384, 4096, 14336, True, GemmConfig(WIDE, cluster_n=2, panel=20, even_panels=True, tile_counter=True, most_ahead=4)),
     (131072, 2048, 1024, True, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),
     (131072, 1536, 768, True, GemmConfig(WIDE, cluster_n=2, panel=4, tile_counter=True)),
     (16384, 1536, 768, True, GemmConfig(WIDE, cluster_n=2, panel=4)),
