@@ -42,8 +42,8 @@ struct Arguments {
   int groups;
   int rows;                // P: no group reaches beyond it, whatever its size says
   int size_n;              // N of one output tensor
-  // Columns that tiles along N are made of: size_n; or kTransposedOut, of two b side by side, second_n, where the second one's tiles begin,
-  // and size_n. second_n is INT_MAX where there is one b.
+  // tiled_n: the columns that tiles along N cover, which are size_n. Where kTransposedOut has two b side by side the second one's tiles
+  // begin at second_n, else INT_MAX, and tiled_n is second_n + size_n.
   int tiled_n, second_n;
   int size_m;              // M, k-grouped
   int k_blocks;            // of one pair of operands, m-grouped
@@ -51,7 +51,7 @@ struct Arguments {
   int panel_tiles;         // the most tiles along M that are walked before the next along N
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.
   bool even_panels;
-  int most_ahead;  // k-blocks that a cluster may have loaded more of than the mean of all; 0: any number
+  int most_ahead;  // k-blocks by which a cluster may be ahead of the mean of all, as far as it knows (pacing.cuh); 0: any number
   int activation;
   bool save;               // whether h (and g) are stored
   // The workspace, null without one. Partial sums are [entry][CTA of the cluster][consumer warp][a warp's share of a tile].

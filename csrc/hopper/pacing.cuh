@@ -4,8 +4,8 @@
 // sums they drift apart, until each reads them from memory. So each counts the k-blocks that it loads, and waits where it is further ahead
 // of the mean of all than Arguments::most_ahead.
 //
-// No cluster depends on another: it waits for a short time only, and no more after it has waited in vain, as where some do not run because
-// another kernel has their multiprocessors. Where one cluster has ended, no other waits.
+// No cluster depends on another. One that has waited for more than about a seventh of its time ends the pacing of all, as where some do not
+// run because another kernel has their multiprocessors, or where some are slower for long. So does one that has no more tiles.
 
 #pragma once
 
@@ -16,13 +16,14 @@
 namespace gbmoe::hopper {
 
 template <typename Traits> struct Pacer {
-  static constexpr int kEvery = 8;  // k-blocks from one look at the mean to the next
-  static constexpr int kMostPolls = 40;  // some 30 us
+  // A look at the mean takes about as long as a k-block. Every kEvery k-blocks there is one. Where the cluster waits there is one after the
+  // other: it may wait for kFreeLooks of them, and for one more with each kEvery k-blocks.
+  static constexpr int kEvery = 8, kFreeLooks = 40;
   static constexpr unsigned long long kEnded = 1ull << 40;  // more than all clusters load
 
   BalancedSchedule* schedule = nullptr;  // null where this thread does not pace
   long long clusters = gridDim.x / Traits::kClusterSize, own = 0;
-  int most_ahead;
+  int most_ahead, looks_left = kFreeLooks;
 
   // In the one thread of a cluster that paces it, where `paces`.
   __device__ __forceinline__ Pacer(const Arguments& args, bool paces) : most_ahead(args.most_ahead) {
@@ -33,19 +34,18 @@ template <typename Traits> struct Pacer {
   __device__ __forceinline__ void step() {
     if (!Traits::kPaced || !schedule || ++own % kEvery != 0) return;
     unsigned long long all = atomicAdd(&schedule->loaded, kEvery) + kEvery;
-    for (int polls = 0; (own - most_ahead) * clusters > static_cast<long long>(all); ++polls) {
-      if (polls == kMostPolls) {
-        schedule = nullptr;
-        return;
-      }
+    ++looks_left;
+    while ((own - most_ahead) * clusters > static_cast<long long>(all)) {
+      if (--looks_left < 0) return end();
       __nanosleep(100);
       all = load_relaxed(&schedule->loaded);
     }
   }
 
-  // Behind the last tile.
+  // Ends the pacing of all clusters. Behind the last tile, too.
   __device__ __forceinline__ void end() {
     if (Traits::kPaced && schedule) atomicAdd(&schedule->loaded, kEnded);
+    schedule = nullptr;
   }
 };
 

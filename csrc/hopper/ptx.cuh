@@ -74,7 +74,7 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A load that other multiprocessors' atomics are seen by, sooner or later.
+// A load that sees what other multiprocessors' atomics have left, and not an older copy in the L1 cache.
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* from) {
   unsigned long long value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");

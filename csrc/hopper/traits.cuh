@@ -79,7 +79,7 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr bool kSplitK =
       (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kAccumulate) && !kPingPong && !kScaled;
   // Whether clusters may be kept together along K (pacing.cuh).
-  static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled;
+  static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled && !kGatherCopies;
 
   // The third warpgroup: producer warps first, behind them those that load lines, those of the activation's backward or the one that copies
   // scales, and one that schedules.

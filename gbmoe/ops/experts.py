@@ -263,7 +263,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, ne
     as they have been used, unless the caller has other references to them. The steps are ordered so that as little memory as possible
     is in use at a time. The peak is the largest of three moments: five [P,F], a 32nd of one, and one [P,H]; two [P,F], one [P,H] (two
     where an engine cannot accumulate into a product) and two weights' gradients; one [P,F], one [P,H] and three weights' gradients, or
-    two [P,F] and these where w1's and v1's are made in one GEMM that gathers.
+    two [P,F] and three weights' gradients where w1's and v1's are made in one GEMM that gathers, so that there is no [P,H] then.
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
     moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
     Weights that it has kept are freed once they have been used.

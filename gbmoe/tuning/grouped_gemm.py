@@ -59,8 +59,9 @@ class GemmConfig:
         panel: the most tiles along M that are walked before the next tile along N.
         even_panels: a group's panels differ by at most one tile; otherwise only the last one is shorter.
         tile_counter: CTAs take their next tile from a counter, rather than computing a fixed share of the tiles.
-        most_ahead: k-blocks that a cluster may have loaded more of than the mean of all, so that they stay together along K; 0: any number.
-            This needs a tile counter, and is only for GEMMs of rows and the first GEMM, not in ping-pong.
+        most_ahead: k-blocks by which a cluster may be ahead of the mean of all, so that they stay together along K; 0: any number. Clusters
+            say every eight k-blocks how many they have loaded. This needs a tile counter, and is only for GEMMs of rows and the first
+            GEMM, not in ping-pong.
         split: when sums are split along K; this needs a tile counter.
     """
     tile_n: int
@@ -307,7 +308,8 @@ def up_gemm(rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = Fals
         return config
     panel = 4 if glu and _ceil_div(ffn, tile) <= 6 else config.panel
     large = rows / TILE_M * ffn / WIDE >= 256 if inner >= 2048 else 2 * rows * inner * ffn * (2 if glu else 1) >= 1.5e11
-    return replace(config, panel=panel, cluster_n=2 if in_pairs else 1, tile_counter=large, most_ahead=_MOST_AHEAD if many and large else 0)
+    return replace(config, panel=panel, cluster_n=2 if in_pairs else 1, tile_counter=large,
+                   most_ahead=_MOST_AHEAD if many and large and inner >= 4096 else 0)
 
 
 def _up_tile(glu: bool) -> int:
@@ -381,7 +383,7 @@ def weight_gradient_gemm(rows: int, groups: int, features: int, columns: int, *,
     skewed router this gains up to 25 % (nyu-512 507 -> 645 TFLOP/s, olmoe 617 -> 707). Where there are few tiles, sums are split into
     more parts.
     """
-    few = groups * (features / TILE_M) * (columns / WIDE) <= 1 << 10
+    few = (2 if two else 1) * groups * (features / TILE_M) * (columns / WIDE) <= 1 << 10
     split = WHOLE if rows <= 2048 else SplitConfig(per_sm=4 if few else 2, min_k_blocks=16, most=127, even=1.05)
     if gathered and not padded and (two or _pays_in_pairs(features, WIDE)):  # two have an even number of tiles
         clusters = (1, 2)

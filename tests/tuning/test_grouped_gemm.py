@@ -154,13 +154,18 @@ def test_every_choice_has_an_instance(rows, groups, inner, columns, flag):
     assert (config.tile_n == SQUARE) == config.ping_pong and not (config.ping_pong and config.split.per_sm)
     assert (config.cluster_m, config.cluster_n) in ([(1, 1), (1, 2), (2, 1)] if config.ping_pong else
                                                     [(1, 2)] if config.tile_n == NARROW else [(1, 1), (1, 2)])
-    config = tuning.up_gemm(rows, inner, columns, flag)
-    assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
-    config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag)
-    assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
-    assert (config.cluster_m, config.cluster_n) in [(1, 1), (1, 2), (2, 1)]
+    assert not config.most_ahead or (config.tile_counter and not config.ping_pong)
+    for gathered in (False, True):
+        config = tuning.up_gemm(rows, inner, columns, flag, gathered=gathered)
+        assert config.tile_n == WIDE and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
+        assert not config.most_ahead or config.tile_counter
+    for of_two in ({}, {"two": True}):
+        config = tuning.weight_gradient_gemm(rows, groups, inner, columns, gathered=flag, **of_two)
+        assert config.tile_n == WIDE and config.tile_counter and config.split.per_sm in (0, 2, 4) and config.split.most <= 127
+        assert (config.cluster_m, config.cluster_n) in [(1, 1), (1, 2), (2, 1)] and not config.most_ahead
     for config in (tuning.scaled_rows_gemm(rows, inner, columns), tuning.scaled_up_gemm(rows, inner, columns, flag)):
         assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.ping_pong and not config.split.per_sm
+        assert not config.most_ahead
     assert tuning.scaled_up_gemm(rows, inner, columns, flag).tile_n == WIDE
     config = tuning.down_backward_gemm(columns)
     assert config.tile_n in (NARROW, WIDE) and config.cluster_m == 1 and not config.tile_counter
