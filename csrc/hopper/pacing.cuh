@@ -16,8 +16,8 @@
 namespace gbmoe::hopper {
 
 template <typename Traits> struct Pacer {
-  // A look at the mean takes about as long as a k-block. Every kEvery k-blocks there is one. Where the cluster waits there is one after the
-  // other: it may wait for kFreeLooks of them, and for one more with each kEvery k-blocks.
+  // Every kEvery k-blocks there is a look at the mean, which is reckoned to take about as long as a k-block. Where the cluster waits there
+  // is one after the other: it may wait for kFreeLooks of them, and for one more with each kEvery k-blocks.
   static constexpr int kEvery = 8, kFreeLooks = 40;
   static constexpr unsigned long long kEnded = 1ull << 40;  // more than all clusters load
 
