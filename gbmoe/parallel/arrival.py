@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
+from gbmoe.engines.base import GatheredRows
 from gbmoe.ops.experts import wants_host_sizes
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions
@@ -20,6 +21,7 @@ from gbmoe.plan import RoutingPlan
 from gbmoe.problem import allows_tf32
 from gbmoe.slot_map import SlotMap
 
+_MORE_ROWS = 1 / 32  # that are pulled ahead than were expected; and how much less is expected after a step with fewer
 _ROWS_TOGETHER = 1024  # P is rounded up to a multiple of this, so that the allocator sees few different sizes
 _ANY_ID = 2**31 - 1
 
@@ -66,6 +68,7 @@ class Arrived:
     regions: Regions
     slots: SlotMap  # from the tokens of all ranks to this rank's rows
     weights_SK: torch.Tensor | None
+    tokens_W: list[int]  # of each rank, as far as the host knows: where it did not wait for the numbers, C
 
 
 class Arrival:
@@ -73,24 +76,32 @@ class Arrival:
     expert's rows.
 
     Where the number of rows is not bounded, `finish` waits for the device once. Work that the caller starts before it hides that wait.
-    Until the caller pulls the rows the device has nothing to do, so `finish` does no more than that takes.
+    Until the caller pulls the rows the device has nothing to do, so `finish` does no more than that takes. With `pulls_ahead` the device
+    pulls them meanwhile, as many as there were in the last steps and some more: then the host's wait costs no time, and if there are not
+    more, `rows_ahead` are the rows.
     """
 
-    def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, spread: Spread):
+    def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, spread: Spread,
+                 pulls_ahead: bool = False):
         self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._spread = memory, x_TH, ids_TK, weights_TK, spread
+        self._pulls_ahead, self._rows_here = pulls_ahead, 0
+        self._ahead_PH: torch.Tensor | None = None
         self._offsets_E1: torch.Tensor | None = None  # on the host, where the host waits for them
         tokens = ids_TK.size(0)
-        if memory.capacity == 0:
-            memory.reserve(tokens)
-        require(spread.rows is None or tokens <= memory.capacity, "peer_experts", "x",
-                f"at most {memory.capacity} tokens, the room made at the first call (with a bounded number of rows it cannot grow, because"
+        self._layers = ids_TK.size(1), x_TH.size(1), x_TH.dtype, spread.shards, spread.by_slot  # those that share a capacity
+        self._expectation = *self._layers, spread.experts, spread.experts_per_rank  # those of which as many rows are expected here
+        if memory.capacity(self._layers) == 0:
+            memory.reserve(self._layers, tokens)
+        capacity = memory.capacity(self._layers)
+        require(spread.rows is None or tokens <= capacity, "peer_experts", "x",
+                f"at most {capacity} tokens, the room made at the first call (with a bounded number of rows it cannot grow, because"
                 " ranks do not tell each other how many tokens they bring)", tokens)
         self._begin()
 
     def _begin(self) -> None:
         memory, spread, tokens = self._memory, self._spread, self._ids_TK.size(0)
-        layout = Layout(memory.capacity, self._ids_TK.size(1), self._x_TH.size(1), self._x_TH.dtype, memory.ranks, spread.shards,
-                        spread.by_slot)
+        top_k, hidden, dtype, shards, by_slot = self._layers
+        layout = Layout(memory.capacity(self._layers), top_k, hidden, dtype, memory.ranks, shards, by_slot)
         self._regions = memory.regions(layout)
         own = self._regions.own
         fits = tokens <= layout.tokens
@@ -114,6 +125,10 @@ class Arrival:
         if fits:
             own["x"][:tokens].copy_(self._x_TH)
         memory.barrier()
+        expected = memory.expected_rows.get(self._expectation, 0) if self._pulls_ahead else 0
+        if expected:
+            self._ahead_PH = self._x_TH.new_empty(self._rows(math.ceil(expected * (1 + _MORE_ROWS))), hidden)
+            torch.ops.gbmoe_cuda.pull_rows(self._regions.peers["x"], memory.rank, self._plan.row_of_slot_TK, self._ahead_PH)
 
     def _plan_rows(self) -> None:
         spread, layout, peers = self._spread, self._regions.layout, self._regions.peers
@@ -130,15 +145,24 @@ class Arrival:
             layout = self._regions.layout
             rows = self._rows(math.ceil(self._spread.rows * layout.tokens * layout.top_k * self._spread.shards))  # type: ignore[operator]
             _watch_overflow(self._plan.offsets_E1, rows)
-            return self._arrived(rows)
+            return self._arrived(rows, [layout.tokens] * layout.ranks)
         numbers = self._on_host.wait(self._spread.group)
-        ranks = self._memory.ranks
-        while max(numbers[:ranks].tolist()) > self._memory.capacity:  # all ranks see the same maximum, and begin again together
-            self._memory.reserve(self._ids_TK.size(0))
+        ranks, memory = self._memory.ranks, self._memory
+        while max(numbers[:ranks].tolist()) > memory.capacity(self._layers):  # all ranks see the same maximum, and begin again together
+            memory.reserve(self._layers, self._ids_TK.size(0))
             self._begin()
             numbers = self._on_host.wait(self._spread.group)
-        self._offsets_E1 = numbers[ranks:]
-        return self._arrived(self._rows(int(numbers[-1])))
+        self._offsets_E1, self._rows_here = numbers[ranks:], int(numbers[-1])
+        return self._arrived(self._rows(int(numbers[-1])), numbers[:ranks].tolist())
+
+    def rows_ahead(self) -> GatheredRows | None:
+        """The rows, if all were pulled ahead, and otherwise None; once, after `finish`. Expects as many for the next steps."""
+        expected = self._memory.expected_rows
+        expected[self._expectation] = max(self._rows_here, math.floor(expected.get(self._expectation, 0) * (1 - _MORE_ROWS)))
+        ahead_PH, self._ahead_PH = self._ahead_PH, None
+        if ahead_PH is None or ahead_PH.size(0) < self._slots.num_rows:
+            return None
+        return GatheredRows(None, self._slots, ahead_PH[: self._slots.num_rows])
 
     def sizes(self, engine: str, rows: int, w1_EFH: torch.Tensor) -> torch.Tensor:
         """The rows of each expert, on the host or on the device as `engine` wants them for `rows` rows and w1; after `finish`."""
@@ -150,9 +174,9 @@ class Arrival:
     def _rows(self, needed: int) -> int:
         return min(self._plan.num_rows, max(math.ceil(needed / _ROWS_TOGETHER), 1) * _ROWS_TOGETHER)
 
-    def _arrived(self, rows: int) -> Arrived:
-        slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
-        return Arrived(self._regions, slots, self._weights_SK)
+    def _arrived(self, rows: int, tokens_W: list[int]) -> Arrived:
+        self._slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
+        return Arrived(self._regions, self._slots, self._weights_SK, tokens_W)
 
 
 # Rows beyond the bound are dropped in the step that has them, and reported by a later step. _BEYOND holds [rows needed, bound] of the

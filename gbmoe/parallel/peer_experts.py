@@ -22,7 +22,7 @@ from gbmoe.kernels import scatter
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
 from gbmoe.parallel.gradient_scale import scales_exactly
-from gbmoe.parallel.peer_memory import PeerMemory, Regions, of_group
+from gbmoe.parallel.peer_memory import PeerMemory, of_group
 from gbmoe.slot_map import SlotMap
 
 
@@ -49,12 +49,12 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
     memory.begin()
     with torch.no_grad():
-        arrival = Arrival(memory, x_TH, ids_TK, weights_TK, spread)
+        arrival = Arrival(memory, x_TH, ids_TK, weights_TK, spread, pulls_ahead=True)
     if meanwhile is not None:
         meanwhile()
     with torch.no_grad():
         arrived = arrival.finish()
-        rows = [pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]  # while the host chooses an engine
+        rows = [arrival.rows_ahead() or pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]
         sizes_E = arrival.sizes(engine, arrived.slots.num_rows, w1_EFH)
     out_TH = _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E,
                                 gradient_scale)
@@ -77,26 +77,28 @@ def pull_rows(addresses: torch.Tensor, slots: SlotMap, like_TH: torch.Tensor, ra
 class _TokensOnTheirWay:
     """All ranks' tokens x: the ranks publish them, and once they `depart` the copy engines bring them here while GEMMs run."""
 
-    def __init__(self, memory: PeerMemory, regions: Regions, x_TH: torch.Tensor):
-        self._memory, self._regions, self._x_TH, self._stream = memory, regions, x_TH, memory.side_stream()
-        self._x_WCH = x_TH.new_empty(memory.ranks, *regions.own["x"].shape)
+    def __init__(self, memory: PeerMemory, arrived: Arrived, x_TH: torch.Tensor):
+        self._memory, self._arrived, self._x_TH, self._stream = memory, arrived, x_TH, memory.side_stream()
+        own_CH = arrived.regions.own["x"]
+        self._x_WCH = x_TH.new_empty(memory.ranks, *own_CH.shape)
         self._stream.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(self._stream):
-            regions.own["x"][: x_TH.size(0)].copy_(x_TH)
+            own_CH[: x_TH.size(0)].copy_(x_TH)
             memory.barrier(channel=1)
 
     def depart(self) -> None:
         """Begin the copies when the current stream gets here: rows that it pulls before have the links to themselves."""
         self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
         with torch.cuda.stream(self._stream):
-            for rank, x_CH in self._regions.x_of_rank.items():
-                self._x_WCH[rank].copy_(x_CH, non_blocking=True)
-            self._x_WCH[self._memory.rank, : self._x_TH.size(0)].copy_(self._x_TH, non_blocking=True)
+            for rank in self._memory.others():
+                _copy_rows(self._x_WCH[rank], self._arrived.regions.x_of_rank[rank], self._arrived.tokens_W[rank])
+            _copy_rows(self._x_WCH[self._memory.rank], self._x_TH, self._x_TH.size(0))
+            self._copied = self._stream.record_event()
         # _x_WCH was allocated on the current stream, which waits for the side stream before the next pass: no record_stream is needed.
 
     def gathered(self, arrived: Arrived) -> GatheredRows:
         """The rows of this rank's experts, once the current stream has waited for the copies."""
-        torch.cuda.current_stream(self._x_WCH.device).wait_stream(self._stream)
+        self._copied.wait()  # and not for what came to the side stream after them
         return GatheredRows(self._x_WCH.flatten(0, 1), arrived.slots)
 
 
@@ -116,12 +118,17 @@ class _SumsOnTheirWay:
         torch.ops.gbmoe_cuda.push_row_sums(y_PH, arrived.slots.row_of_slot_TK, None, addresses, memory.rank)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for rank, pushed_CH in regions.pushed_of_rank.items():
-                pushed_CH.copy_(self._sums_WCH[rank], non_blocking=True)
+            for rank in memory.others():
+                _copy_rows(regions.pushed_of_rank[rank], self._sums_WCH[rank], arrived.tokens_W[rank])
 
     def wait(self) -> None:
         """Let the current stream wait until the sums have arrived."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _copy_rows(to_CH: torch.Tensor, from_CH: torch.Tensor, rows: int) -> None:
+    """Copy the first rows by a copy engine, if one of the two is another rank's."""
+    to_CH[:rows].copy_(from_CH[:rows], non_blocking=True)
 
 
 def push_sums(y_PH: torch.Tensor, arrived: Arrived, weights_SK: torch.Tensor | None, rank: int) -> None:
@@ -172,7 +179,7 @@ class _PeerExperts(torch.autograd.Function):
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, arrived.slots.row_of_slot_TK,
                                   arrived.slots.slot_of_row_P, sizes_E, arrived.weights_SK)
             ctx.activation, ctx.engine, ctx.spread, ctx.layout = activation, engine, spread, arrived.regions.layout
-            ctx.gradient_scale = gradient_scale
+            ctx.gradient_scale, ctx.tokens_W = gradient_scale, arrived.tokens_W
         return out_TH
 
     @staticmethod
@@ -186,11 +193,11 @@ class _PeerExperts(torch.autograd.Function):
         memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
         memory.begin()
         slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
-        arrived = Arrived(memory.regions(ctx.layout), slots, weights_SK)
+        arrived = Arrived(memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W)
         own = arrived.regions.own
         dx_TH = dweights_TK = dw1 = dw2 = dv1 = None
         beside = memory.ranks <= cost_model.RANKS_WITH_COPY_ENGINES
-        tokens_x = _TokensOnTheirWay(memory, arrived.regions, x_TH) if beside and (need_w1 or need_v1) else None
+        tokens_x = _TokensOnTheirWay(memory, arrived, x_TH) if beside and (need_w1 or need_v1) else None
         own["grad"][:tokens].copy_(grad_TH)
         if tokens_x is None and (need_w1 or need_v1):
             own["x"][:tokens].copy_(x_TH)

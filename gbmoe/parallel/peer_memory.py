@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +79,15 @@ class PeerMemory:
     """One group's memory on this rank's device, mapped by all its ranks.
 
     Attributes:
-        capacity: the most tokens that a rank has room for; the same on all ranks.
+        expected_rows: how many rows a forward is likely to have on this rank, by the kind of layer; Arrival keeps it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float | None = None):
         require(extension.loaded(), "PeerMemory", "device", "one that the CUDA extension serves", extension.status().reason)
         self.group, self.device = group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.capacity = 0
+        self._capacities: dict[Hashable, int] = {}
+        self.expected_rows: dict[Hashable, int] = {}
         self._timeout_ms = int((groups.timeout_of(group) if timeout_seconds is None else timeout_seconds) * 1000)
         self._bytes = 0
         self._memory: torch.Tensor | None = None
@@ -95,12 +97,24 @@ class PeerMemory:
         self._side: torch.cuda.Stream | None = None
         self._regions: dict[Layout, Regions] = {}
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for the most tokens that any rank brings. Collective, and waits for the device."""
+    def capacity(self, layers: Hashable) -> int:
+        """The most tokens of a rank for which these layers have room, the same on all ranks; 0 before the first call of `reserve`.
+
+        Kernels visit as many tokens of each rank, so that layers of another kind have a number of their own.
+        """
+        return self._capacities.get(layers, 0)
+
+    def others(self) -> list[int]:
+        """The other ranks, from the one behind this on. Each is at another place in every rank's list: where all ranks copy from, or to,
+        the ranks of their lists one after the other, no rank's links serve two of them at a time."""
+        return [(self.rank + place) % self.ranks for place in range(1, self.ranks)]
+
+    def reserve(self, layers: Hashable, tokens: int) -> None:
+        """Make room for the most tokens that any rank brings to these layers. Collective, and waits for the device."""
         most = torch.tensor([tokens], dtype=torch.int64, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         # Rounded up, so that numbers of tokens that vary from step to step soon stop being a reason to grow.
-        self.capacity = max(self.capacity, math.ceil(max(int(most), 1) / 128) * 128)
+        self._capacities[layers] = max(self.capacity(layers), math.ceil(max(int(most), 1) / 128) * 128)
 
     def regions(self, layout: Layout) -> Regions:
         """The regions of a layer. Where the memory is too small for them it grows, collectively: all ranks have equal layouts."""

@@ -1,6 +1,7 @@
 """Rows pulled and sums pushed between GPUs give what one process gives on all ranks' tokens.
 
-One start of the processes serves all cases: each is a function of (rank, world) that raises where something is wrong.
+One start of the processes on a number of GPUs serves all cases: each is a function of (rank, world) that raises where something is
+wrong.
 
 Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
 """
@@ -18,11 +19,11 @@ import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp, extension
-from gbmoe.parallel import Spread, check_overflow, cost_model, peer_experts, peer_memory
+from gbmoe.parallel import Spread, arrival, check_overflow, cost_model, peer_experts, peer_memory
 from gbmoe.parallel.peer_experts import sum_of_ranks
 from gbmoe.testing import cuda_graphs
 
-WORLD = 2
+WORLDS = (2, 4, 8)
 CASES = {}
 
 
@@ -36,12 +37,14 @@ def device(rank):
 
 
 class Layer:
-    """One layer's tensors, the same on all ranks, and the results that one process computes with them."""
+    """One layer's tensors, the same on all ranks, and the results that one process computes with them. `tokens` are those of the first
+    ranks, and of the next ones again."""
 
     def __init__(self, rank, world, tokens, experts=4, top_k=2, hidden=64, ffn=96, dtype=torch.bfloat16, glu=True, seed=0, weighted=True,
                  only_expert=None):
         generator = torch.Generator(device(rank)).manual_seed(seed)
         draw = functools.partial(torch.randn, device=device(rank), generator=generator)
+        tokens = [tokens[of % len(tokens)] for of in range(world)]
         self.rank, self.world, self.tokens, self.experts = rank, world, tokens, experts
         self.w = [draw(experts, ffn, hidden).mul(0.2).to(dtype) for _ in range(3 if glu else 2)]
         self.x = [draw(t, hidden).to(dtype) for t in tokens]
@@ -188,10 +191,26 @@ def the_same_bits_every_time(rank, world):
 
 @case
 def memory_grows_with_the_tokens_of_any_rank(rank, world):
-    capacity = peer_memory.of_group(None, device(rank)).capacity
+    memory = peer_memory.of_group(None, device(rank))
+    layer = Layer(rank, world, [10, 64])
+    layers = 2, 64, torch.bfloat16, layer.shards, False
+    layer.check(layer.run())
+    capacity = memory.capacity(layers)
     layer = Layer(rank, world, [10, capacity + 200])
     layer.check(layer.run())
-    assert peer_memory.of_group(None, device(rank)).capacity >= capacity + 200
+    assert memory.capacity(layers) >= capacity + 200
+
+
+@case
+def tokens_of_one_layer_do_not_count_for_others_of_another_shape(rank, world):
+    """Kernels visited and copy engines copied as many tokens of each rank as any layer had brought."""
+    memory = peer_memory.of_group(None, device(rank))
+    layer = Layer(rank, world, [1500])
+    layer.run()
+    other = Layer(rank, world, [200], hidden=96)
+    other.check(other.run())
+    assert memory.capacity((2, 96, torch.bfloat16, other.shards, False)) == 256
+    layer.check(layer.run())
 
 
 @case
@@ -222,6 +241,27 @@ def more_ranks_than_whole_matrices_are_copied_for(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_model, "RANKS_WITH_COPY_ENGINES", 1)
         layer.check(layer.run())
+
+
+@case
+def rows_are_pulled_while_the_host_waits_for_their_number(rank, world):
+    """As many as are expected, and all of them again where there are more."""
+    memory = peer_memory.of_group(None, device(rank))
+    for tokens in ([900], [800, 30], [0, 700]):
+        layer = Layer(rank, world, tokens, hidden=128)
+        memory.expected_rows.clear()
+        first, ahead = layer.run(), []
+        (kind,) = memory.expected_rows
+        with pytest.MonkeyPatch.context() as patch:
+            finished = arrival.Arrival.rows_ahead
+            patch.setattr(arrival.Arrival, "rows_ahead", lambda self: ahead.append(finished(self)) or ahead[-1])
+            for expected in (1, 10**6, memory.expected_rows[kind]):
+                memory.expected_rows[kind] = expected
+                for name, tensor in layer.run().items():
+                    assert torch.equal(tensor, first[name]), name
+        layer.check(first)
+        few = ahead[1].num_rows <= 1024  # rows are pulled in thousands
+        assert (ahead[0] is not None) == few and ahead[1] is not None
 
 
 @case
@@ -273,15 +313,15 @@ def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
 
 @case
 def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
-    layer = Layer(rank, world, [2000, 2000], only_expert=3)  # all rows on rank 1
+    layer = Layer(rank, world, [4000], experts=8, only_expert=7)  # all rows on the last rank
     layer.run()  # makes room for the tokens
     got = layer.run(rows=0.5)
-    # Of 4,000 rows 2,048 fit, in the order of ranks and tokens; the others count as dropped, whatever was there before.
+    # Of 4,000 rows a rank 4,096 fit, in the order of ranks and tokens; the others count as dropped, whatever was there before.
     assert got["out"][:40].any(dim=1).all() if rank == 0 else not got["out"][100:].any()
     assert rank == 0 or not (got["x"][100:].any() or got["weights"][100:].any())
     torch.cuda.synchronize()
-    if rank == 1:
-        with pytest.raises(ValueError, match="rows: expected at most .* got 4000"):
+    if rank == world - 1:
+        with pytest.raises(ValueError, match=f"rows: expected at most .* got {4000 * world}"):
             check_overflow()
     check_overflow()
 
@@ -302,21 +342,25 @@ def worker(rank, world, store, results):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=WORLDS, ids="{} GPUs".format)
+def ran(request, tmp_path_factory):
+    """(the number of GPUs, what each of them found)."""
+    world = request.param
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs that map each other's memory, this machine has {torch.cuda.device_count()}")
     with mp.Manager() as manager:
         results = manager.dict()
         with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
-            mp.spawn(worker, (WORLD, tmp_path_factory.mktemp("store") / "store", results), nprocs=WORLD)
-        return dict(results)
+            mp.spawn(worker, (world, tmp_path_factory.mktemp("store") / "store", results), nprocs=world)
+        return world, dict(results)
 
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("two-gpus")
-@pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs that map each other's memory")
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_map_memory(results, name):
-    failures = {rank: results.get((rank, name), "did not end") for rank in range(WORLD) if results.get((rank, name), "did not end")}
+def test_ranks_that_map_memory(ran, name):
+    world, results = ran
+    failures = {rank: results.get((rank, name), "did not end") for rank in range(world) if results.get((rank, name), "did not end")}
     assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())
 
 
