@@ -3,7 +3,7 @@
 
     python scripts/simulate_expert_parallelism.py                              # Mixtral and DeepSeek-V3 on nodes of 8 GPUs
     python scripts/simulate_expert_parallelism.py --shape 16384,2048,768,128,8 --network 90 --skew 0.5 --replicate 4
-    python scripts/simulate_expert_parallelism.py --check                      # compare with measurements on two GPUs
+    python scripts/simulate_expert_parallelism.py --check                      # compare with measurements on two and four GPUs
 
 Each line is forward and backward of one layer on the slowest rank. The formulas are at the top of gbmoe/parallel/cost_model.py.
 gbmoe itself pulls rows from mapped memory in one chunk, which is --chunks 1.
@@ -28,16 +28,16 @@ CASES = {case.name: Shape(case.tokens, case.hidden, case.ffn, case.experts, case
 SHAPES = {"mixtral": CASES["mixtral"], "deepseek-v3": replace(CASES["dsv3"], experts=256)}
 RANKS = tuple(2**power for power in range(3, 13))
 
-# Measured on two H200 with 18 NVLinks, for each case: milliseconds of forward and backward (on two GPUs, on one; results/h200-x2), and
-# microseconds of single kernels, at an earlier commit. The defaults of Gpu and Links were fitted to figures of that commit. The rates of
-# pulled rows are measured ones; rows of 14 KiB were slower than shorter ones. So the check only shows that one set of rates explains
-# three layers.
+# Measured on H200s with 18 NVLinks, for each case: milliseconds of forward and backward (on two GPUs and on one of them, results/h200-x2;
+# on four, results/h200-x4; and on four by the exchange), and microseconds of single kernels, at an earlier commit. The defaults of Gpu and
+# Links were fitted to figures of two GPUs at that commit, and predicted those of four before they were measured. The rates of pulled rows
+# are measured ones; rows of 14 KiB were slower than shorter ones.
 MEASURED = {
-    "mixtral": (CASES["mixtral"], {"two GPUs": 28.3, "one GPU": 27.7},
+    "mixtral": (CASES["mixtral"], {"two GPUs": 28.3, "one GPU": 27.7, "four GPUs": 28.7, "four GPUs, exchange": 30.2},
                 {"pull": 161, "push": 149, "sum of ranks": 62, "local gather": 55, "local scatter": 58, "publish": 35}),
-    "qwen3": (CASES["qwen3"], {"two GPUs": 7.6, "one GPU": 7.3},
+    "qwen3": (CASES["qwen3"], {"two GPUs": 7.6, "one GPU": 7.3, "four GPUs": 8.4, "four GPUs, exchange": 10.4},
               {"pull": 208, "push": 189, "sum of ranks": 71, "local gather": 163, "local scatter": 141}),
-    "dsv3": (CASES["dsv3"], {"two GPUs": 15.8, "one GPU": 16.2},
+    "dsv3": (CASES["dsv3"], {"two GPUs": 15.8, "one GPU": 16.2, "four GPUs": 15.9, "four GPUs, exchange": 17.7},
              {"pull": 239, "push": 188, "sum of ranks": 60, "local gather": 141, "local scatter": 126}),
 }
 MEASURED_LINKS = Links(ranks_per_node=2, pull={4096: 322e9, 8192: 326e9, 14336: 246e9})
@@ -126,7 +126,8 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=0, metavar="N", help="chunks of a rank's experts (default: the best number)")
     parser.add_argument("--replicate", type=int, default=0, metavar="N", help="copy up to N of the most popular experts to all ranks, as"
                         " many as make a layer fastest (default: 0)")
-    parser.add_argument("--check", action="store_true", help="compare with measurements on two GPUs; fails if they differ by over 10 %%")
+    parser.add_argument("--check", action="store_true",
+                        help="compare with measurements on two and four GPUs; fails if they differ by over 10 %%")
     arguments = parser.parse_args(argv)
     for name in ("chunks", "replicate"):
         if getattr(arguments, name) < 0:
@@ -154,13 +155,16 @@ HEADINGS = ("ranks", "in a group", "rows/token in node", "between nodes", "busie
 
 
 def comparisons(gpu: Gpu, links: Links) -> list[tuple[str, float, float]]:
-    """(name, modelled, measured) for everything that was measured on two GPUs."""
+    """(name, modelled, measured) for everything that was measured."""
     found = [("barrier, us", links.barrier * 1e6, 9.0)]
     for name, (shape, layers, kernels) in MEASURED.items():
         loads = cost_model.expert_loads(shape.experts, shape.top_k)
         trips = cost_model.Trips.of(loads, 2, 2)
         rows, slots = shape.tokens * trips.to_rank, shape.tokens * shape.top_k
+        of_four = replace(links, ranks_per_node=4)
         seconds = {"two GPUs": cost_model.layer(shape, gpu, links, 2).seconds, "one GPU": cost_model.one_gpu(shape, gpu),
+                   "four GPUs": cost_model.layer(shape, gpu, of_four, 4).seconds,
+                   "four GPUs, exchange": cost_model.layer(shape, gpu, replace(of_four, peer_memory=False), 4).seconds,
                    "pull": cost_model.pull(shape, links, rows), "push": cost_model.push(shape, links, rows),
                    "sum of ranks": cost_model.sum_of_ranks(shape, gpu, trips.ranks), "publish": cost_model.publish(shape, gpu),
                    "local gather": cost_model.gather(shape, gpu, slots), "local scatter": cost_model.gather(shape, gpu, slots)}

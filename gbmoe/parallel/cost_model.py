@@ -1,7 +1,7 @@
 """Predict what a layer with experts spread over ranks costs: rows that cross each link, and seconds, from the speeds of links and GPUs.
 
 These are pure functions of numbers: nothing here is measured, and nothing runs on a device. scripts/simulate_expert_parallelism.py
-prints their predictions for many ranks, and compares them with measurements on two GPUs. Times are those of the slowest rank.
+prints their predictions for many ranks, and compares them with measurements on two and four GPUs. Times are those of the slowest rank.
 
     rows      A token of k distinct experts out of E has at least one among m of them with the probability
                   reach(m) = 1 - C(E - m, k) / C(E, k),
@@ -11,8 +11,9 @@ prints their predictions for many ranks, and compares them with measurements on 
     links     latency + bytes / rate.
     chunks    With c chunks, each of which takes d seconds to arrive, m to compute and b to go back:
                   d + m + b + (c - 1) * max(d, m, b),
-              where GEMMs leave a share of the multiprocessors to the kernels that move rows. A row then travels once to every chunk
-              of every rank that needs it: ranks * c * reach(E / ranks / c) trips a token, at least as many as with one chunk.
+              where GEMMs leave a share of the multiprocessors to the kernels that move rows. In an exchange inside one node nothing
+              overlaps: there c chunks take c (d + m + b). A row then travels once to every chunk of every rank that needs it:
+              ranks * c * reach(E / ranks / c) trips a token, at least as many as with one chunk.
     popular   An expert that is copied to every rank costs a transfer of its weights in forward and one of its gradients in backward.
               It saves the trips of its rows, and the wait for the one rank that would otherwise compute them all.
 """
@@ -388,8 +389,12 @@ def _by_exchange(shape: Shape, gpu: Gpu, links: Links, ranks: int, here: _Here, 
     if per_node > 1:
         trip += all_to_all(shape, links, here.arriving * (per_node - 1) / per_node / chunks)
     by_expert = gather(shape, gpu, here.rows / chunks, here.arriving / chunks)
-    forward = pipelined(trip, computed / chunks + 2 * by_expert, trip, chunks, links.moving)
-    backward = pipelined(trip, 2 * computed / chunks + 3 * by_expert, trip, chunks, links.moving)
+    forward, backward = computed / chunks + 2 * by_expert, 2 * computed / chunks + 3 * by_expert
+    if nodes == 1:
+        # What moves rows inside a node are kernels, and a persistent GEMM leaves them no multiprocessor: nothing overlaps.
+        forward, backward = (chunks * (2 * trip + computing) for computing in (forward, backward))
+    else:
+        forward, backward = (pipelined(trip, computing, trip, chunks, links.moving) for computing in (forward, backward))
     counts = links.exchange_latency + between_nodes(shape, links, 0, nodes)
     return forward + backward + links.plan + counts + 2 * gpu.layer
 

@@ -80,7 +80,7 @@ CASES = {
     "nodes, checkpointed": Case(UNEVEN, dict(GLU, **NODES), layers=2, checkpointed=True),
     "chunks": Case(fields=dict(GLU, expert_parallel_chunks=2)),
     "chunks that do not divide": Case(FOUR, dict(GLU, moe_num_experts=20, moe_top_k=4, expert_parallel_chunks=3)),
-    "chunks, chosen": Case(UNEVEN, dict(GLU, moe_num_experts=16, expert_parallel_chunks=None), layers=2),
+    "chunks, chosen": Case(UNEVEN, dict(GLU, moe_num_experts=16, expert_parallel_chunks=None, **NODES), layers=2),
     "chunks, more than experts": Case(fields=dict(expert_parallel_chunks=7)),
     "chunks, uneven": Case(UNEVEN, dict(GLU, expert_parallel_chunks=2), layers=2),
     "chunks, shards": Case(FOUR, dict(GLU, moe_num_experts=2, expert_parallel_chunks=2)),
@@ -137,7 +137,7 @@ DIFFERING = {
 TRANSPORT = "auto"  # of this process; on the CPU an exchange
 # Speeds with which a layer's rows take as long to travel as to be computed, and the number of chunks that they make fastest.
 BALANCED = cost_model.Gpu(flops=1e12, bandwidth=1e12, launch=0, layer=0), cost_model.Links(
-    peer_memory=False, exchange=2e10, exchange_latency=0, network_latency=0, message=0, plan=0, moving=0)
+    peer_memory=False, exchange=1e15, exchange_latency=0, network=2e10, network_latency=0, message=0, plan=0, moving=0)
 CHOSEN = 4
 
 
