@@ -493,8 +493,8 @@ def test_a_row_travels_once_to_each_rank_that_needs_it(ran, name):
 
 def test_ranks_with_different_numbers_of_tokens_choose_the_same_number_of_chunks(ran):
     device_type, results = ran
-    exchanged = len(results) == 4 and any(key[0] == "bytes" for key in results[0])  # that case is of four ranks
-    assert all(result["chunks"] == ([CHOSEN] if exchanged else []) for result in results)
+    expected = [CHOSEN] if len(results) == 4 else []  # that case is of four ranks, in nodes of two, for which rows are exchanged
+    assert all(result["chunks"] == expected for result in results)
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -559,8 +559,8 @@ def test_groups_of_nodes_are_made_once(ran):
 
 def test_ranks_of_unequally_many_groups_do_not_wait_for_each_other(ran):
     """Where only its members make a group, torch.distributed names it by how many groups a rank belongs to."""
-    device, results = ran
-    if device != "cpu":
+    _, results = ran
+    if len(results) < 4:
         pytest.skip("needs four ranks")
     for result in results:
         found, error = result["uneven groups"]
