@@ -6,7 +6,7 @@
     python scripts/simulate_expert_parallelism.py --check                      # compare with measurements on two and four GPUs
 
 Each line is forward and backward of one layer on the slowest rank. The formulas are at the top of gbmoe/parallel/cost_model.py.
-gbmoe itself pulls rows from mapped memory in one chunk, which is --chunks 1.
+Inside a node gbmoe pulls rows from mapped memory, which is in one chunk.
 
 By default a group has at most as many ranks as there are experts, and more ranks form several such groups. --group all spreads
 the experts over all ranks: then several ranks hold shards of the same expert, and a row goes to each of them.
@@ -28,19 +28,19 @@ CASES = {case.name: Shape(case.tokens, case.hidden, case.ffn, case.experts, case
 SHAPES = {"mixtral": CASES["mixtral"], "deepseek-v3": replace(CASES["dsv3"], experts=256)}
 RANKS = tuple(2**power for power in range(3, 13))
 
-# Measured on H200s with 18 NVLinks, for each case: milliseconds of forward and backward (on two GPUs and on one of them, results/h200-x2;
-# on four, results/h200-x4; and on four by the exchange), and microseconds of single kernels, at an earlier commit. The defaults of Gpu and
-# Links were fitted to figures of two GPUs at that commit, and predicted those of four before they were measured. The rates of pulled rows
-# are measured ones; rows of 14 KiB were slower than shorter ones.
+# Measured on H200s with 18 NVLinks, for each case: milliseconds of forward and backward (on two GPUs and on one of them,
+# results/h200-x2; on four, and on four by the exchange, results/h200-x4), and microseconds of single kernels. Pulls are those of
+# results/h200-x4's two GPUs; the other kernels are of an earlier commit, to which the defaults of Gpu and Links were fitted. The times
+# of four GPUs they predicted.
 MEASURED = {
     "mixtral": (CASES["mixtral"], {"two GPUs": 28.3, "one GPU": 27.7, "four GPUs": 28.7, "four GPUs, exchange": 30.2},
                 {"pull": 161, "push": 149, "sum of ranks": 62, "local gather": 55, "local scatter": 58, "publish": 35}),
     "qwen3": (CASES["qwen3"], {"two GPUs": 7.6, "one GPU": 7.3, "four GPUs": 8.4, "four GPUs, exchange": 10.4},
               {"pull": 208, "push": 189, "sum of ranks": 71, "local gather": 163, "local scatter": 141}),
     "dsv3": (CASES["dsv3"], {"two GPUs": 15.8, "one GPU": 16.2, "four GPUs": 15.9, "four GPUs, exchange": 17.7},
-             {"pull": 239, "push": 188, "sum of ranks": 60, "local gather": 141, "local scatter": 126}),
+             {"pull": 183, "push": 188, "sum of ranks": 60, "local gather": 141, "local scatter": 126}),
 }
-MEASURED_LINKS = Links(ranks_per_node=2, pull={4096: 322e9, 8192: 326e9, 14336: 246e9})
+MEASURED_LINKS = Links(ranks_per_node=2, pull={4096: 322e9, 8192: 326e9, 14336: 321e9})
 # The rate of an all-to-all in GB/s out of each GPU, by the MiB that each GPU sends.
 ALL_TO_ALL = {16: 141, 64: 233, 256: 278, 1024: 329}
 TOLERANCE = 0.10

@@ -42,8 +42,8 @@ class Arguments:
     - `expert_parallel_exact` asks for the bits of a single process; one row for every slot then travels back.
     - `expert_parallel_ranks_per_node` is the number of the group's ranks on each node, so that a row crosses to another node once.
       None takes LOCAL_WORLD_SIZE, which torchrun sets; 1 treats all ranks as equally near.
-    - `expert_parallel_chunks` divides each rank's experts into chunks; the rows of one travel while the one before it computes. 0 or
-      None leaves the number to gbmoe, see gbmoe.parallel.automatic_chunks.
+    - `expert_parallel_chunks` divides each rank's experts into chunks; between nodes the rows of one travel while the one before it
+      computes. 0 or None leaves the number to gbmoe, see gbmoe.parallel.automatic_chunks.
     - `expert_parallel_transport` is "auto", "peer_memory" (ranks of one node map each other's memory) or "exchange"
       (torch.distributed's all-to-all).
     - `expert_parallel_rows` bounds the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits

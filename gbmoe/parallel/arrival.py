@@ -21,7 +21,9 @@ from gbmoe.plan import RoutingPlan
 from gbmoe.problem import allows_tf32
 from gbmoe.slot_map import SlotMap
 
-_MORE_ROWS = 1 / 32  # that are pulled ahead than were expected; and how much less is expected after a step with fewer
+# Rows are pulled ahead into room for a share more than are expected: to pull all of them again takes longer than to know their number
+# beforehand saves. Fewer are expected after a step with fewer, by a share in each forward, but not many times as many as it had.
+_MORE_ROWS, _FEWER_ROWS, _MOST_TIMES = 1 / 8, 1 / 32, 1.5
 _ROWS_TOGETHER = 1024  # P is rounded up to a multiple of this, so that the allocator sees few different sizes
 _ANY_ID = 2**31 - 1
 
@@ -52,6 +54,8 @@ class Spread:
     timeout_seconds: float | None = None
 
     def __post_init__(self):
+        require(not self.by_slot or self.shards == 1, "Spread", "shards", "1 together with by_slot: the ranks that hold shards of an expert"
+                " would push their rows to one place", self.shards)
         require(self.rows is None or not self.by_slot, "Spread", "rows", "None together with by_slot, which sums every slot's row and"
                 " would read unwritten ones if rows beyond a bound were dropped", self.rows)
 
@@ -127,7 +131,7 @@ class Arrival:
         memory.barrier()
         expected = memory.expected_rows.get(self._expectation, 0) if self._pulls_ahead else 0
         if expected:
-            self._ahead_PH = self._x_TH.new_empty(self._rows(math.ceil(expected * (1 + _MORE_ROWS))), hidden)
+            self._ahead_PH = self._x_TH.new_empty(self._room(expected), hidden)
             torch.ops.gbmoe_cuda.pull_rows(self._regions.peers["x"], memory.rank, self._plan.row_of_slot_TK, self._ahead_PH)
 
     def _plan_rows(self) -> None:
@@ -156,9 +160,12 @@ class Arrival:
         return self._arrived(self._rows(int(numbers[-1])), numbers[:ranks].tolist())
 
     def rows_ahead(self) -> GatheredRows | None:
-        """The rows, if all were pulled ahead, and otherwise None; once, after `finish`. Expects as many for the next steps."""
-        expected = self._memory.expected_rows
-        expected[self._expectation] = max(self._rows_here, math.floor(expected.get(self._expectation, 0) * (1 - _MORE_ROWS)))
+        """The rows, if all were pulled ahead, and otherwise None; once, after `finish`. Expects about as many for the next steps."""
+        if self._on_host is None:
+            return None
+        known, rows = self._memory.expected_rows, self._rows_here
+        expected = max(rows, math.floor(known.get(self._expectation, 0) * (1 - _FEWER_ROWS)))
+        known[self._expectation] = min(expected, math.ceil(rows * _MOST_TIMES))
         ahead_PH, self._ahead_PH = self._ahead_PH, None
         if ahead_PH is None or ahead_PH.size(0) < self._slots.num_rows:
             return None
@@ -170,6 +177,12 @@ class Arrival:
                                                              allows_tf32(self._x_TH.dtype)):
             return self._offsets_E1.diff().long()
         return self._plan.padded_counts_E
+
+    def _room(self, expected: int) -> int:
+        """Rows to make room for where so many are expected: one of few different numbers, so that the allocator sees few sizes."""
+        rows = math.ceil(expected * (1 + _MORE_ROWS))
+        together = 1 << max(rows.bit_length() - 5, 0)
+        return self._rows(math.ceil(rows / together) * together)
 
     def _rows(self, needed: int) -> int:
         return min(self._plan.num_rows, max(math.ceil(needed / _ROWS_TOGETHER), 1) * _ROWS_TOGETHER)

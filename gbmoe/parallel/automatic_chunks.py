@@ -1,11 +1,13 @@
 """In how many chunks a rank's experts are computed where the caller leaves that to gbmoe: the number that the cost model finds fastest.
 
-Rows of one chunk travel while another is computed, but a row travels once to every chunk that needs it. The speeds are those that were
-measured on NVIDIA H200s (cost_model.Gpu and cost_model.Links); between nodes they are assumed.
+Between nodes rows of one chunk travel while another is computed, but a row travels once to every chunk that needs it. Inside a node
+nothing overlaps, and there is one chunk. The speeds are those that were measured on NVIDIA H200s (cost_model.Gpu and cost_model.Links);
+between nodes they are assumed, and so is that trips and GEMMs overlap.
 """
 
 from __future__ import annotations
 
+import socket
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -48,6 +50,15 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
         gpu, links = SPEEDS[device.type]
         shape = cost_model.Shape(max(int(most), 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
-        links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else where.world)
+        links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else _ranks_per_host(group))
         chosen[key] = cost_model.best_chunks(shape, gpu, links, where.world)
     return chosen[key]
+
+
+def _ranks_per_host(group: dist.ProcessGroup) -> int:
+    """How many of the group's ranks run on each host, of a group that is not divided into nodes; 1 where hosts have different numbers.
+    Collective."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    groups.guarded(lambda: dist.all_gather_object(hosts, socket.gethostname(), group=group), group, "choosing a number of chunks")
+    numbers = {hosts.count(host) for host in hosts}
+    return numbers.pop() if len(numbers) == 1 else 1

@@ -327,14 +327,15 @@ def layer(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, c
         gpu, links: the speeds of each rank's GPU and of its links.
         ranks: the number of ranks, a multiple of links.ranks_per_node or fewer than it.
         skew: how unevenly popular the experts are, see expert_loads.
-        chunks: the number of chunks in which each rank computes its experts; reduced to the number of its experts.
+        chunks: the number of chunks in which each rank computes its experts; reduced to the number of its experts, and to one where rows
+            are pulled from mapped memory.
         replicated: how many of the most popular experts are on all ranks.
     """
     loads = expert_loads(shape.experts, shape.top_k, skew)
     per_node = min(ranks, links.ranks_per_node)
     nodes, groups = max(ranks // per_node, 1), min(ranks, shape.experts)
     by_memory = links.peer_memory and nodes == 1
-    chunks = max(min(chunks, shape.experts // groups), 1)
+    chunks = 1 if by_memory else max(min(chunks, shape.experts // groups), 1)
     trips = Trips.of(loads, ranks, per_node, chunks, replicated)
     share = groups / ranks  # of an expert's ffn rows that a rank holds; below 1 where ranks share experts
     here = _Here(nodes, chunks, trips, rows=shape.tokens * trips.rows / share, arriving=shape.tokens * ranks * trips.to_rank,
@@ -363,18 +364,17 @@ class _Here:
 
 
 def _by_peer_memory(shape: Shape, gpu: Gpu, links: Links, ranks: int, here: _Here, computed: float) -> float:
-    """Seconds where rows are pulled and sums pushed. Backward needs x once more: on few ranks, without chunks, copy engines bring it
-    while GEMMs run, and it is gathered from the copy; otherwise it is pulled again."""
-    remote, chunks = here.arriving * (ranks - 1) / ranks, here.chunks
+    """Seconds where rows are pulled and sums pushed. Backward needs x once more: on few ranks copy engines bring it while GEMMs run, and it
+    is gathered from the copy; otherwise it is pulled again."""
+    remote = here.arriving * (ranks - 1) / ranks
     pulled, pushed = pull(shape, links, remote), push(shape, links, remote)
     summed = sum_of_ranks(shape, gpu, here.trips.ranks)
     meet = publish(shape, gpu) + links.barrier
     both = 2 * (meet + links.barrier + summed) + links.barrier + links.plan + 2 * gpu.layer
-    forward = pipelined(pulled / chunks, computed / chunks, pushed / chunks, chunks, links.moving)
-    if chunks == 1 and ranks <= links.beside:
+    forward = pulled + computed + pushed
+    if ranks <= links.beside:
         return both + forward + pulled + 2 * computed + 2 * gather(shape, gpu, here.rows, here.arriving)
-    backward = pipelined(2 * pulled / chunks, 2 * computed / chunks, pushed / chunks, chunks, links.moving)
-    return both + forward + publish(shape, gpu) + backward
+    return both + forward + publish(shape, gpu) + 2 * pulled + 2 * computed + pushed
 
 
 def _by_exchange(shape: Shape, gpu: Gpu, links: Links, ranks: int, here: _Here, computed: float) -> float:

@@ -7,8 +7,8 @@ RoutingPlan whose "experts" are ranks, so that the gradient of either way is the
 
 Over several nodes a row travels once to every node that needs it, to the rank with the same position in that node, which hands it on
 once to every rank of the node that needs it. Sums come back the same way, rounded once on each trip. With chunks, each rank's experts
-are divided into that many groups, and the rows of one chunk travel while the chunk before it computes; a row then travels once to
-every chunk of every rank that needs it.
+are divided into that many groups, and the rows of one chunk can travel while the chunk before it computes, where multiprocessors are left
+for that; a row then travels once to every chunk of every rank that needs it.
 
 A destination is a rank or, on the trip between nodes, a node.
 

@@ -98,7 +98,8 @@ class _TokensOnTheirWay:
 
     def gathered(self, arrived: Arrived) -> GatheredRows:
         """The rows of this rank's experts, once the current stream has waited for the copies."""
-        self._copied.wait()  # and not for what came to the side stream after them
+        # And not for what has come to the side stream after them.
+        torch.cuda.current_stream(self._x_WCH.device).wait_event(self._copied)
         return GatheredRows(self._x_WCH.flatten(0, 1), arrived.slots)
 
 

@@ -125,7 +125,7 @@ def gradients_of_weights_are_scaled_and_others_are_not(rank, world):
     weights are multiplied. float16 has no exponents to spare, and rows of slots are summed without a scale."""
     for dtype, changes in ((torch.bfloat16, {}), (torch.float32, {}), (torch.float16, {}), (torch.bfloat16, {"by_slot": True})):
         for weighted in (True, False):
-            layer = Layer(rank, world, [70, 50], dtype=dtype, weighted=weighted)
+            layer = Layer(rank, world, [70, 50], experts=8, dtype=dtype, weighted=weighted)
             plain = layer.run(**changes)
             for scale in (0.5, 2.0**-6, 0.3):
                 for name, scaled in layer.run(gradient_scale=scale, **changes).items():
@@ -168,7 +168,7 @@ def no_router_weights(rank, world):
 
 @case
 def shards_of_one_expert(rank, world):
-    """More ranks than experts: each holds half of the expert's ffn rows, and both get every row."""
+    """More ranks than experts: each holds a part of the expert's ffn rows, and all get every row."""
     layer = Layer(rank, world, [40, 50], experts=1, top_k=1)
     layer.check(layer.run())
 
@@ -261,7 +261,11 @@ def rows_are_pulled_while_the_host_waits_for_their_number(rank, world):
                     assert torch.equal(tensor, first[name]), name
         layer.check(first)
         few = ahead[1].num_rows <= 1024  # rows are pulled in thousands
-        assert (ahead[0] is not None) == few and ahead[1] is not None
+        assert (ahead[0] is not None) == few and ahead[1] is not None and ahead[2] is not None
+        expected = memory.expected_rows[kind]
+        assert expected <= 1.5 * max(ahead[2].num_rows, 1)
+        layer.run(rows=2.0)
+        assert memory.expected_rows[kind] == expected  # where rows are bounded the host does not know how many there are
 
 
 @case
