@@ -157,7 +157,7 @@ class Arrival:
             self._begin()
             numbers = self._on_host.wait(self._spread.group)
         self._offsets_E1, self._rows_here = numbers[ranks:], int(numbers[-1])
-        return self._arrived(self._rows(int(numbers[-1])), numbers[:ranks].tolist())
+        return self._arrived(self._rows(self._rows_here), numbers[:ranks].tolist())
 
     def rows_ahead(self) -> GatheredRows | None:
         """The rows, if all were pulled ahead, and otherwise None; once, after `finish`. Expects about as many for the next steps."""
