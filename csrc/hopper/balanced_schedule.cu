@@ -62,12 +62,27 @@ template <typename Add> __device__ __forceinline__ Sums sum_threads(int value, i
   return {lane > 0 ? add(before_warp, before_lane) : before_warp, add(before_warp, in_warp), __shfl_sync(kFullWarp, warps, 31)};
 }
 
+// Calls `take` with the number, the first row and the rows of each of this thread's groups, none of which reaches beyond row P. All threads
+// of the CTA must call it.
+template <typename Take> __device__ __forceinline__ void walk_groups(const Arguments& args, Take take) {
+  __shared__ int shared[2][32];
+  const PlusRows add{args};
+  int first = 0;
+  for (int base = 0; base < args.groups; base += blockDim.x) {
+    const int group = base + threadIdx.x;
+    const Sums rows = sum_threads(size_of_group(args, group), shared[base / blockDim.x % 2], add);
+    const int row = add(first, rows.begin);
+    if (group < args.groups) take(group, row, add(first, rows.end) - row);
+    first = add(first, rows.all);
+  }
+}
+
+// An item too many would name no tile and end the cluster that takes it, which may then be missing for the last splits: the tiles that are
+// counted must be those that there are, also where the sizes' sum is more than P.
 __device__ void schedule_m_grouped(const Arguments& args, const ScheduleShape& shape) {
   __shared__ int shared[32];
   int tiles = 0;
-  for (int group = threadIdx.x; group < args.groups; group += blockDim.x) {
-    tiles += ceil_div(size_of_group(args, group), shape.tile_rows) * shape.tiles_n;
-  }
+  walk_groups(args, [&](int, int, int rows) { tiles += ceil_div(rows, shape.tile_rows) * shape.tiles_n; });
   const int all = warp_sum(of_warps(warp_sum(tiles), shared));
   if (threadIdx.x > 0) return;
   const int tail = all % shape.clusters;
@@ -112,16 +127,7 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
 
 // k-grouped, with more groups than threads.
 __device__ void list_k_grouped(const Arguments& args) {
-  __shared__ int shared[2][32];
-  const PlusRows add{args};
-  int first = 0;
-  for (int base = 0; base < args.groups; base += blockDim.x) {
-    const int group = base + threadIdx.x;
-    const Sums rows = sum_threads(size_of_group(args, group), shared[base / blockDim.x % 2], add);
-    const int row = add(first, rows.begin);
-    if (group < args.groups) args.groups_by_length[group] = {group, row, add(first, rows.end) - row, 0};
-    first = add(first, rows.all);
-  }
+  walk_groups(args, [&](int group, int row, int rows) { args.groups_by_length[group] = {group, row, rows, 0}; });
 }
 
 __global__ void __launch_bounds__(kMaxThreads) balanced_schedule_kernel(const Arguments args, const ScheduleShape shape) {

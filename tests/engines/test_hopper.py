@@ -476,6 +476,24 @@ def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
         assert bool((around[0] == 7).all() & (around[-1] == 7).all())
 
 
+@pytest.mark.parametrize("columns", [256, 512, 1024])
+def test_tiles_that_only_sizes_asked_for_left_split_sums_unwritten(columns):
+    """Where sizes add up to more than there are rows, as after expert_parallel_rows' bound was exceeded, the schedule counted tiles that do
+    not exist; each ended a cluster, and where none was left for the last splits, rows inside kept what memory held. On 132 multiprocessors
+    five groups of 256 columns showed it, with others on others."""
+    rows, inner, most = 1280, 8192, 10
+    values = drawn(torch.bfloat16, 0)
+    a, b = values(rows, inner, number=1), values(most, inner, columns, number=2, scale=exact_inputs.fan_in_scale(inner))
+    for inside in ([rows], [700, 580]):
+        each = [torch.cat([r.to(t) @ m.to(t) for r, m in zip(a.split(inside), b)]) for t in (torch.bfloat16, torch.float64)]
+        for groups in range(len(inside), most + 1):
+            sizes = torch.tensor(inside[:-1] + [rows] * (groups + 1 - len(inside)), dtype=torch.int32, device=DEVICE)
+            out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+            exact_inputs.poison(DEVICE)
+            HOPPER.gmm(a, b[:groups], sizes, False, False, out=out)
+            assert_as_accurate_as(out, *each, f"{groups} groups, {inside}")
+
+
 @pytest.mark.memcheck
 def test_slots_out_of_range_name_no_token():
     """A hand-made plan may hold any slot: those beyond the tokens count as none, in kernels that gather and in the operators around
