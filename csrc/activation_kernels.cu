@@ -115,8 +115,7 @@ void activate_backward(
   if (h.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
   const Tensor* gate_grad = dg ? &*dg : nullptr;
-  constexpr int64_t kMostSlots = int64_t{1} << 31;  // without weights every slot that is not negative counts
-  const unsigned slots = static_cast<unsigned>(weights ? std::min(weights->numel(), kMostSlots) : kMostSlots);
+  const uint32_t slots = count_of_slots(weights);
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;

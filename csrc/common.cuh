@@ -18,6 +18,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
@@ -63,6 +64,12 @@ template <typename A, typename B> __host__ __device__ constexpr std::common_type
 
 // The values of slot_of_row for rows without a slot: an expert's padding, and rows behind the last expert (as in plain_torch.py).
 constexpr int kPadding = -1, kBehindTheLast = -2;
+
+// How many slots there are, T * top_k; a kernel compares one as an unsigned number with it, so that a negative one names none. There may be
+// more than 2^31, but no int32 names them.
+inline uint32_t count_of_slots(int64_t slots) { return static_cast<uint32_t>(std::min(slots, int64_t{1} << 31)); }
+// The same for the router's weights of all slots; without weights, every slot that is not negative counts.
+inline uint32_t count_of_slots(const std::optional<Tensor>& weights) { return count_of_slots(weights ? weights->numel() : INT64_MAX); }
 
 constexpr unsigned kFullWarp = 0xffffffffu;  // the mask of all lanes of a warp, for shuffles and votes
 

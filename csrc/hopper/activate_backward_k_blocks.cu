@@ -4,7 +4,6 @@
 //
 // Bytes at the least, with g: 11PF, where activate_backward_scaled.cu and three passes that quantise k-blocks move 23PF.
 
-#include <algorithm>
 #include <climits>
 #include <cstdint>
 
@@ -165,8 +164,7 @@ void activate_backward_k_blocks(
     std::optional<Tensor> dg_scales, Tensor filled_rows, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (a_blocks.numel() == 0) return;
-  constexpr int64_t kMostSlots = int64_t{1} << 31;  // without weights every slot that is not negative counts
-  const auto slots = static_cast<unsigned>(weights ? std::min(weights->numel(), kMostSlots) : kMostSlots);
+  const uint32_t slots = count_of_slots(weights);
   const auto rows = static_cast<int>(h.size(0)), columns = static_cast<int>(h.size(1));
   const int64_t ctas = a_blocks.size(0) * ceil_div(columns, kKBlockColumns);
   STD_TORCH_CHECK(ctas <= INT_MAX, "activate_backward_k_blocks: expected at most 2^31 - 1 blocks of 128 x 128, got ", ctas);

@@ -3,7 +3,6 @@
 //
 // Bytes at the least, with g: 14PF, where dh and dg that are read once more to be quantised make 18PF.
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../activation_backward.cuh"
@@ -72,8 +71,7 @@ void activate_backward_scaled(
     std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (h.numel() == 0) return;
-  constexpr int64_t kMostSlots = int64_t{1} << 31;  // without weights every slot that is not negative counts
-  const unsigned slots = static_cast<unsigned>(weights ? std::min(weights->numel(), kMostSlots) : kMostSlots);
+  const uint32_t slots = count_of_slots(weights);
   const ScaledRows rows_dh{data<Eight>(scaled_dh), data<float>(scales_dh)}, rows_dg{data<Eight>(scaled_dg), data<float>(scales_dg)};
   GBMOE_DISPATCH_16_BIT(h.scalar_type(), "activate_backward_scaled", {
     using V = Numbers<T>;

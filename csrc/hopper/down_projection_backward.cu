@@ -27,7 +27,7 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
   args.activation = static_cast<int>(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
-  args.slots = weights ? static_cast<uint32_t>(weights->numel()) : INT32_MAX;  // without weights all that counts is the sign
+  args.slots = count_of_slots(weights);
   args.h = h.data_ptr();
   args.g = g ? g->data_ptr() : nullptr;
   args.weights = scalars(weights);

@@ -35,7 +35,7 @@ inline void gather_from(
   if (tiling.cluster_n == 2) maps.a[0] = line_map(tokens);
   args.tokens = tokens.data_ptr();
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
-  args.slots = static_cast<uint32_t>(tokens.size(0) * top_k);
+  args.slots = count_of_slots(tokens.size(0) * top_k);
   args.token_elements = static_cast<int>(tokens.size(1));
   // With 2^(shift-1) < top_k <= 2^shift this is exact for every slot below 2^31.
   while (int64_t{1} << args.top_k_shift < top_k) ++args.top_k_shift;
