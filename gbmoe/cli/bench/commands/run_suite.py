@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gbmoe import engines
+from gbmoe._checks import dtype_name
 from gbmoe.cli.bench import peers
 from gbmoe.cli.bench.measurements.base import Configuration
 from gbmoe.cli.bench.results import run_file, table_and_progress
@@ -90,6 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     suite, choice = SUITES[arguments.suite], _choice(arguments)
     configurations = suite.configurations(choice)
+    problem = _nobody(choice, configurations)
+    if problem:
+        print(f"gbmoe bench: {problem}", file=sys.stderr)
+        return 2
     if arguments.list_configs:
         print("\n".join(f"{index}\t{configuration.name}" for index, configuration in enumerate(configurations)))
         return 0
@@ -132,6 +137,8 @@ def _problem(arguments: argparse.Namespace) -> str | None:
             return f"--engines: {name} {reason}"
     if arguments.memory_limit is not None and arguments.memory_limit <= 0:
         return f"--memory-limit: expected more than 0 GiB, got {arguments.memory_limit:g}"
+    if not arguments.timeout > 0:
+        return f"--timeout: expected more than 0 s, got {arguments.timeout:g}"
     if (arguments.config is None) != (arguments.output is None):
         return "--config and --output belong together"
     if suite.on_ranks and not arguments.list_configs:
@@ -142,6 +149,16 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         if problem or not rank_processes.is_first():
             return problem
     return run_file.make_folder_for("--json", arguments.json) if arguments.json else None
+
+
+def _nobody(choice: Choice, configurations: list[Configuration]) -> str | None:
+    """Which of --shape, or whether the whole suite, is computed by nobody who takes part."""
+    measured = {measurement.case for configuration in configurations for measurement in configuration.measurements}
+    for shape in choice.shapes:
+        if shape not in measured:
+            reasons = "; ".join(f"{name} {reason}" for name, reason in choice.unable(shape).items()) or "none is named"
+            return f"--shape: expected one that --engines or --peers compute here, got {shape.name}: {reasons}"
+    return None if configurations else "--engines, --peers: expected some that compute the suite here, got none"
 
 
 def _timed(timing: str) -> str:
@@ -174,17 +191,37 @@ def _run_part(arguments: argparse.Namespace, choice: Choice, configurations: lis
         if SUITES[arguments.suite].on_ranks:
             content = rank_processes.of_first_rank(content)
         if content is not None:
-            tells, timing = _tells(arguments), _timing(arguments, choice)
-            if run_file.timing(content) not in (None, timing):
+            tells, other = _tells(arguments), _of_another_run(content, arguments, choice, configurations[arguments.config])
+            if other:
                 if tells:
-                    print(f"gbmoe bench: --output: {path} is timed {_timed(run_file.timing(content))}, and this run is to be"
-                          f" {_timed(timing)}; --force does it again", file=sys.stderr)
+                    print(f"gbmoe bench: --output: {path} {other}; --force does it again", file=sys.stderr)
                 return 2
             if tells:
                 print(f"{path} is there already; --force runs its configuration again")
             return _judge(content, tells)
     arguments.output.mkdir(parents=True, exist_ok=True)
     return _run_and_show(arguments, choice, configurations, [configurations[arguments.config]], path)
+
+
+def _of_another_run(content: dict, arguments: argparse.Namespace, choice: Choice, configuration: Configuration) -> str | None:
+    """In what the content of a file differs from what this run would write into it; None where in nothing."""
+    timing, found = _timing(arguments, choice), run_file.timing(content)
+    if found not in (None, timing):
+        return f"is timed {_timed(found)}, and this run is to be {_timed(timing)}"
+    run = content["runs"][0] if content["runs"] else {}
+    pairs = {"configuration": (run.get("configurations"), [configuration.name]), "dtype": (run.get("dtype"), dtype_name(choice.dtype))}
+    options = _options(arguments, choice)
+    pairs |= {name: (run.get("options", options).get(name), options[name]) for name in ("engines", "peers", "quick")}
+    return next((f"is of {name} {_words(there)}, and this run of {_words(here)}" for name, (there, here) in pairs.items() if there != here),
+                None)
+
+
+def _words(value: object) -> str:
+    return ", ".join(value) or "nobody" if isinstance(value, (list, tuple)) else str(value)
+
+
+def _options(arguments: argparse.Namespace, choice: Choice) -> dict:
+    return {"engines": choice.engines, "peers": choice.peers, "quick": arguments.quick, "timeout": arguments.timeout}
 
 
 def _read(path: Path) -> dict | None:
@@ -203,15 +240,13 @@ def _run_and_show(arguments: argparse.Namespace, choice: Choice, configurations:
     conditions = replace(conditions, limits=limits)
     about = run_file.describe_run(conditions, limit_rows)
     about |= {"engines_left_out": _engines_left_out(suite, choice, chosen), "configurations": [],
-              "options": {"engines": choice.engines, "peers": choice.peers, "quick": arguments.quick, "timeout": arguments.timeout}}
+              "options": _options(arguments, choice)}
     content = {"suite": arguments.suite, "baseline": arguments.baseline or suite.baseline,
                "configurations": [configuration.name for configuration in configurations], "runs": [about], "rows": []}
     tells = _tells(arguments)
     if suite.on_ranks:
         about["ranks"] = rank_processes.count()
-        runner = rank_processes.RankRunner(conditions, AMONG_RANKS_QUICK if arguments.quick else AMONG_RANKS)
-    else:
-        runner = _runner(conditions, arguments)
+    runner = _runner(conditions, suite, arguments)
     if timing == SUSTAINED:
         about |= {"sustained": runner.effort.in_words(),
                   "energy_left_out": "of one GPU alone" if suite.on_ranks else counter_of(choice.device)[1]}
@@ -231,18 +266,19 @@ def _run_and_show(arguments: argparse.Namespace, choice: Choice, configurations:
     return _judge(content, tells)
 
 
-def _runner(conditions: Conditions, arguments: argparse.Namespace) -> Runner | ProcessRunner:
+def _runner(conditions: Conditions, suite: Suite, arguments: argparse.Namespace) -> Runner | ProcessRunner | rank_processes.RankRunner:
+    if suite.on_ranks:
+        return rank_processes.RankRunner(conditions, AMONG_RANKS_QUICK if arguments.quick else AMONG_RANKS)
     if conditions.timing == BURSTS:
         return Runner(conditions, arguments.timeout)
     return ProcessRunner(conditions, IN_TURNS_QUICK if arguments.quick else IN_TURNS, arguments.timeout)
 
 
 def _limits(conditions: Conditions, suite: Suite, arguments: argparse.Namespace) -> tuple[Limits, list[dict]]:
-    """Timed as the rows are, but for those of several ranks."""
-    if suite.on_ranks or conditions.timing == BURSTS:
-        conditions = replace(conditions, timing=BURSTS)
+    """Timed as the rows are: among ranks, on all of them at once."""
+    if conditions.timing == BURSTS:
         return measure_limits(conditions, lambda limit: measure(limit, conditions))
-    with _runner(conditions, arguments) as runner:  # whose processes end before others begin
+    with _runner(conditions, suite, arguments) as runner:  # whose processes end before others begin
         return measure_limits(conditions, lambda limit: runner.run(Configuration(limit.setting, (limit,)))[0])
 
 

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MOVING, TRAINING
 from gbmoe.cli.bench.results import run_file, table_and_progress
+from gbmoe.cli.bench.results.schema import timing_of
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 
 # The computations that share a cell in the main table, in this order.
@@ -73,7 +74,9 @@ def _conditions(content: dict) -> list[str]:
     known = [run["limits"] for run in content["runs"] if run["limits"]["flops"] and run["limits"]["bytes"]]
     if known:
         flops, copied = (_span([limits[what] / 1e12 for limits in known]) for what in ("flops", "bytes"))
-        sentences.append(f"Limits: a dense product of {flops} TFLOP/s, a copy of {copied} TB/s.")
+        bursts = run_file.timing(content) == SUSTAINED and any(
+            timing_of(row) != SUSTAINED for run in content["runs"] for row in run["limit_rows"])
+        sentences.append(f"Limits{', timed in bursts' if bursts else ''}: a dense product of {flops} TFLOP/s, a copy of {copied} TB/s.")
     sentences.append(_timed(content))
     return [" ".join(sentences), *(["\n".join(dict.fromkeys(notes))] if notes else [])]
 

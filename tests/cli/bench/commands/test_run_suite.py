@@ -9,6 +9,7 @@ import torch
 
 from gbmoe import layers
 from gbmoe.cli import main
+from gbmoe.cli.bench import suites
 from gbmoe.cli.bench.commands import run_suite
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.results import table_and_progress
@@ -180,6 +181,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     (["--suite", "smoke", "--engines", "fast"], "--engines: expected names of auto, "),
     (["--suite", "smoke", "--engines", "auto,hopper"], "--engines: hopper runs on CUDA devices only, not on cpu"),
     (["--suite", "smoke", "--memory-limit", "0"], "--memory-limit: expected more than 0 GiB, got 0"),
+    (["--suite", "smoke", "--timeout", "0"], "--timeout: expected more than 0 s, got 0"),
     (["--suite", "smoke", "--config", "0"], "--config and --output belong together"),
     (["--suite", "smoke", "--config", "99", "--output", "parts"], "--config: expected 0 to 4, got 99"),
     (["--suite", "smoke", "--engines", "auto", "--baseline", "nobody"],
@@ -223,6 +225,40 @@ def test_layers_of_ones_own_take_the_place_of_the_suites(tmp_path, capsys):
                      for shape in ((48, 32, 40, 4, 2, "glu"), (16, 8, 24, 8, 1, "mlp"))}
     assert main(["bench", "--suite", "layers", "--device", "cpu", "--list-configs", *shapes[:2]]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["0\tlayer/t48-h32-f40-e4-k2/uniform", "1\tlayer/t48-h32-f40-e4-k2/skewed"]
+
+
+def test_a_layer_that_nobody_computes_ended_in_a_traceback_or_was_dropped(monkeypatch, capsys):
+    command = ["bench", "--device", "cpu", "--quick", "--peers", "none", "--shape", "48,32,40,4,2"]
+    assert main([*command, "--engines", ""]) == 2
+    assert "--shape: expected one that --engines or --peers compute here, got t48-h32-f40-e4-k2: none is named" in capsys.readouterr().err
+    monkeypatch.setattr(suites, "refusal", lambda name, device, dtype, *sizes: "takes no width of 20" if 20 in sizes else None)
+    for shapes in (["--shape", "48,20,40,4,2"], ["--shape", "48,20,40,4,2", "--list-configs"]):
+        assert main([*command, "--engines", "reference", *shapes]) == 2
+        captured = capsys.readouterr()
+        assert "got t48-h20-f40-e4-k2: reference takes no width of 20" in captured.err and not captured.out
+    assert main(["bench", "--suite", "gemm", "--device", "cpu", "--peers", "none", "--engines", "auto", "--list-configs"]) == 0
+    monkeypatch.setattr(suites.Suite, "configurations", lambda *_: [])
+    assert main(["bench", "--suite", "gemm", "--device", "cpu", "--peers", "none", "--engines", "auto"]) == 2
+    assert "--engines, --peers: expected some that compute the suite here, got none" in capsys.readouterr().err
+
+
+def test_a_result_of_another_run_was_taken_for_this_ones(tmp_path, capsys):
+    command = ["bench", "--device", "cpu", "--quick", "--config", "0", "--output", str(tmp_path)]
+    first = ["--shape", "48,32,40,4,2", "--engines", "auto", "--peers", "none"]
+    assert main([*command, *first]) == 0
+    assert main([*command, *first]) == 0
+    assert "is there already" in capsys.readouterr().out
+    for other, words in (
+        (["--shape", "16,8,24,8,1", *first[2:]],
+         "is of configuration layer/t48-h32-f40-e4-k2/uniform, and this run of layer/t16-h8-f24-e8-k1/uniform"),
+        ([*first, "--dtype", "bf16"], "is of dtype float32, and this run of bfloat16"),
+        ([*first[:3], "auto,reference", *first[4:]], "is of engines auto, and this run of auto, reference"),
+        ([*first[:4], "--peers", "bmm"], "is of peers nobody, and this run of bmm"),
+    ):
+        assert main([*command, *other]) == 2
+        captured = capsys.readouterr()
+        assert f"layers-0000.json {words}; --force does it again" in captured.err and not captured.out
+    assert main([*command, *other, "--force"]) == 0
 
 
 def test_a_sustained_run_is_complete(bench, one_case, tmp_path, capsys):
