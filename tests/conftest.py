@@ -64,6 +64,16 @@ def fresh_choices():
     engines.forget()
 
 
+@pytest.fixture
+def float32_products():
+    """A function that sets in which precision products of float32 are computed, "tf32" or "ieee", for this test alone. pytest's
+    monkeypatch, from 9.2 on, deletes an attribute that is found by __getattr__, as torch.backends' are, rather than set it back."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda precision: setattr(matmul, "fp32_precision", precision)
+    matmul.fp32_precision = before
+
+
 @pytest.fixture(autouse=True)
 def little_gpu_memory_kept():
     """Give the GPU's memory back after a test that took much of it: torch keeps it, and then the processes beside this one find none."""

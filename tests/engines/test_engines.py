@@ -69,9 +69,9 @@ def test_the_tensor_core_engine_says_what_it_does_not_take(change, words):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_problem_in_float32_knows_whether_tf32_is_allowed(monkeypatch, allowed):
+def test_a_problem_in_float32_knows_whether_tf32_is_allowed(float32_products, allowed):
     """It is part of what the choice of an engine is remembered for, so that a later change of the setting counts."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if allowed else "ieee")
+    float32_products("tf32" if allowed else "ieee")
     a, b, sizes = torch.zeros(8, 8), torch.zeros(1, 8, 8), torch.tensor([8])
     single = Problem.of(a, b, sizes, False, False)
     assert single.tf32 == allowed and (engines.ENGINES["tensor_core"].refuses(single) is None) == allowed

@@ -242,14 +242,14 @@ def test_the_engines_experts_are_those_of_plain_pytorch(device):
 
 
 @pytest.mark.gpu
-def test_float32_is_taken_where_tf32_is_allowed(monkeypatch):
+def test_float32_is_taken_where_tf32_is_allowed(float32_products):
     a, b, sizes = torch.randn(64, 32, device="cuda"), torch.randn(2, 32, 16, device="cuda"), torch.tensor([30, 34])
     reason = ENGINE.unavailable(a.device)
     if reason is not None:
         pytest.skip(f"tensor_core: {reason}")
     with pytest.raises(ValueError, match="takes float32 only where TF32 is allowed"):
         engines.product(a, b, sizes, engine="tensor_core")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    float32_products("tf32")
     exact = torch.cat([x.double() @ w.double() for x, w in zip(a.split([30, 34]), b)])
     torch.testing.assert_close(engines.product(a, b, sizes, engine="tensor_core").double(), exact, rtol=1e-2, atol=1e-2)
 
