@@ -38,6 +38,15 @@ def kernels_serve(device: torch.device, num_experts: int) -> bool:
     return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
 
 
+def _device_of(device: torch.device | str) -> torch.device:
+    if isinstance(device, torch.device):
+        return device
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{_OF_COUNTS}: device: expected what torch.device takes, got {device!r}") from error
+
+
 def _numbered(device: torch.device) -> torch.device:
     """The device as tensors that are on it name it: "cuda" alone is the current CUDA device."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
@@ -250,9 +259,10 @@ class RoutingPlan:
         """
         require_tensor(counts_E, _OF_COUNTS, "counts", rank=1, dtypes=(torch.int32, torch.int64))
         require(counts_E.size(0) >= 1, _OF_COUNTS, "counts", "at least one expert", 0)
+        require(isinstance(num_rows, (int, torch.SymInt)), _OF_COUNTS, "num_rows", "an int", type(num_rows).__name__, TypeError)
         require(num_rows >= 0, _OF_COUNTS, "num_rows", "at least 0", num_rows)
         check = _resolved_check(_OF_COUNTS, check, counts_E.device)
-        device = counts_E.device if device is None else _numbered(torch.device(device))
+        device = counts_E.device if device is None else _numbered(_device_of(device))
         require(counts_E.device.type == "cpu" or counts_E.device == device, _OF_COUNTS, "counts",
                 lambda: "device cpu" if device.type == "cpu" else f"device cpu or {device}", counts_E.device)
         host_sizes_E = None

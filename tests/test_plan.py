@@ -135,6 +135,16 @@ def test_bad_counts(bad, words):
         RoutingPlan.from_counts(**{"counts_E": torch.tensor([3, 2]), "num_rows": 5, **bad})
 
 
+@pytest.mark.parametrize("bad, error, words", [
+    (dict(num_rows=5.0), TypeError, "num_rows: expected an int, got float"),
+    (dict(num_rows=None), TypeError, "num_rows: expected an int, got NoneType"),
+    (dict(device="foo"), ValueError, "device: expected what torch.device takes, got 'foo'"),
+])
+def test_counts_of_a_wrong_kind(bad, error, words):
+    with pytest.raises(error, match="RoutingPlan.from_counts: " + words):
+        RoutingPlan.from_counts(**{"counts_E": torch.tensor([3, 2]), "num_rows": 5, **bad})
+
+
 @pytest.mark.parametrize("bad, words", [
     (dict(experts_TK=[[0, 1]], num_experts=2), "experts: expected a torch.Tensor, got list"),
     (dict(experts_TK=torch.zeros(2, 2), num_experts=2), "experts: expected dtype int32, int64, got torch.float32"),

@@ -49,6 +49,8 @@ def activation_name(activation: str | Callable) -> str | None:
         require(activation in plain_torch.ACTIVATIONS, "expert_mlp", "activation",
                 f"a callable or one of {', '.join(plain_torch.ACTIVATIONS)}", repr(activation))
         return activation
+    require(callable(activation), "expert_mlp", "activation", f"a callable or one of {', '.join(plain_torch.ACTIVATIONS)}",
+            repr(activation), TypeError)
     if type(activation) is partial:
         known = activation.func is F.gelu and not activation.args and set(activation.keywords) <= {"approximate"}
         return _GELUS.get(activation.keywords.get("approximate", "none")) if known else None
@@ -85,9 +87,9 @@ def expert_mlp(
         plan: the plan of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x).
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
-        activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which may
-            hold parameters and may write to its argument. Torch's own functions and modules of those names are recognised and
-            take the fused path, unless they have hooks or are altered.
+        activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
+            same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names
+            are recognised and take the fused path, unless they have hooks or are altered.
         engine: the engine of the grouped GEMMs; see gbmoe.engines.
         recompute_activation: for callables without a kernel: save the pre-activation and call the activation again in backward
             (True), as torch.utils.checkpoint does, or keep its graph (False). The fused path always recomputes. With True, a callable
@@ -105,7 +107,7 @@ def expert_mlp(
             `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was not measured.
 
     Returns:
-        [T,H], dtype of x.
+        [T,H], dtype of x, or under autocast that of its products.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -406,19 +408,20 @@ def _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation,
     Rows without a slot may hold anything in h, in g and in the gradient that comes back. The gradients of tensors that the activation
     captures sum over all rows, so the activation is given zeros in those rows, and gradients of zero.
     """
-    recompute = recompute and torch.is_grad_enabled()
-    compiled = torch.compiler.is_compiling()
-    in_place = plan.is_in_expert_order and not compiled
+    compiled, transformed = torch.compiler.is_compiling(), may_be_transformed()
+    recompute = recompute and torch.is_grad_enabled() and not transformed
+    eager = not compiled and not transformed  # a transform of torch.func takes no write to an argument, and no autograd.Function of ours
+    in_place = plan.is_in_expert_order and eager
     xp_PH = _RowsInPlace.apply(x_TH, plan.slot_of_row_P) if in_place else padded_gather(x_TH, plan)
-    masks = compiled or plan.pads_within_experts
+    masks = not eager or plan.pads_within_experts
     live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if masks else None
 
     def masked(h_PF, g_PF):
         # The activation is given a copy, which it may overwrite, because h is saved.
-        a_PF = torch.where(live_P1, activation(torch.where(live_P1, h_PF, 0)), 0)
+        a_PF = torch.where(live_P1, _result_of(activation, torch.where(live_P1, h_PF, 0)), 0)
         return a_PF if g_PF is None else a_PF * g_PF
 
-    if compiled:
+    if not eager:
         # A compiler fuses torch.where with the activation, and sees forward and backward at once: with this mark it computes the
         # activation again in backward, but no product.
         h_PF = _grouped(xp_PH, w1_EFH, sizes, True, engine)
@@ -444,6 +447,7 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
     w2_EFH = w2_EFH.to(computed_dtype(w2_EFH))
     cleared_P = slot_of_row_P if masked is None else None
     overwrites = computed = False
+    version_of_w2 = _version(w2_EFH)
 
     def up(w_EFH):
         h_PF = _grouped(xp_PH, w_EFH, sizes, True, engine)
@@ -453,7 +457,7 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
         return h_PF
 
     def activated(h_PF, g_PF):
-        a_PF = activation(h_PF.clone() if overwrites else h_PF)
+        a_PF = _result_of(activation, h_PF.clone() if overwrites else h_PF)
         return a_PF if g_PF is None else a_PF * g_PF
 
     def activated_product(h_PF, g_PF):
@@ -465,6 +469,10 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
             overwrites = True
             return None
         computed = True
+        # What the first call saves is dropped, and with it torch's own check.
+        if _version(w2_EFH) != version_of_w2:
+            raise RuntimeError("expert_mlp: w2 has been modified by an inplace operation between forward and backward: expected version"
+                               f" {version_of_w2}, got {_version(w2_EFH)}")
         return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, cleared_P, engine, first)
 
     g_PF = None if v1_EFH is None else up(v1_EFH)
@@ -475,6 +483,22 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
         # The activation has overwritten the pre-activation, which backward needs. So that is computed once more, and copied this time.
         y_PH = checkpoint(activated_product, up(w1_EFH), g_PF, use_reentrant=False)
     return y_PH
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """What an operation that writes to the tensor counts up; None for a tensor of inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _result_of(activation: Callable, h_PF: torch.Tensor) -> torch.Tensor:
+    a_PF = activation(h_PF)
+    require(isinstance(a_PF, torch.Tensor), "expert_mlp", "activation", "a callable that returns a torch.Tensor", type(a_PF).__name__,
+            TypeError)
+    require(a_PF.shape == h_PF.shape, "expert_mlp", "activation",
+            lambda: f"a result with the shape of its argument, {list(h_PF.shape)}", list(a_PF.shape))
+    require(a_PF.dtype == h_PF.dtype or autocast_enabled(h_PF.device.type), "expert_mlp", "activation",
+            lambda: f"a result with the dtype of its argument, {h_PF.dtype}", a_PF.dtype, TypeError)
+    return a_PF
 
 
 def _grouped(a, b, sizes, trans_b, engine):

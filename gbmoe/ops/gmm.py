@@ -19,7 +19,7 @@ from gbmoe.problem import Problem, result_shape
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
         *, engine: str = "auto", batch_invariant: bool = False, scale_a: torch.Tensor | None = None,
-        scale_b: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        scale_b: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """One matrix product a group: rows batch_sizes[0] of a with b[0], the next batch_sizes[1] with b[1], and so on.
 
     Mirrors grouped_gemm.ops.gmm (and its backend's trans_a), with more dtypes and with checks. Differentiable in a and b;
@@ -41,7 +41,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
             [M, ceil(K / 128)] and [E, ceil(N / 128), ceil(K / 128)], as gbmoe.float8.quantize_rows and quantize_weights give them and
             as torch.nn.functional.scaled_mm names them BlockWise1x128 and BlockWise128x128. K and N are multiples of 16. Not
             differentiable.
-        out_dtype: with scales, the dtype of the result, bfloat16 or float16.
+        out_dtype: with scales, the dtype of the result, bfloat16 (None) or float16. Without them that of the operands, or None.
 
     Returns:
         [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. With the engine `hopper` a group's
@@ -57,8 +57,10 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
         torch.Size([5, 4])
     """
     if scale_a is not None or scale_b is not None:
-        return _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant, scale_a, scale_b, out_dtype)
+        return _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant, scale_a, scale_b, out_dtype or torch.bfloat16)
     check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    require(out_dtype is None or out_dtype == computed_dtype(a), "gmm", "out_dtype",
+            lambda: f"None or {computed_dtype(a)}, as the operands have no scales", out_dtype)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     if batch_invariant:
         require(not trans_a, "gmm", "batch_invariant", "False with trans_a, which sums over rows", batch_invariant)
@@ -73,7 +75,8 @@ def _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant,
     for argument, scales in (("scale_a", scale_a), ("scale_b", scale_b)):
         require(scales is not None, "gmm", argument, "a tensor, as the other operand has scales", None, TypeError)
     require(trans_b and not trans_a, "gmm", "trans_b", "True with scales, and not trans_a", f"trans_b {trans_b}, trans_a {trans_a}")
-    require(engine == "auto" and not batch_invariant, "gmm", "engine", "auto with scales, without batch_invariant", repr(engine))
+    require(engine == "auto", "gmm", "engine", "'auto' with scales", repr(engine))
+    require(not batch_invariant, "gmm", "batch_invariant", "False with scales", batch_invariant)
     check_arguments(a, b, batch_sizes, trans_a, trans_b, dtypes=(torch.float8_e4m3fn,))
     return scaled_gmm(a, b, batch_sizes, scale_a, scale_b, out_dtype)
 

@@ -41,7 +41,7 @@ def grouped_mlp(
         check: of the counts, see RoutingPlan.from_counts.
 
     Returns:
-        [R,H], dtype of x.
+        [R,H], dtype of x, or under autocast that of its products.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

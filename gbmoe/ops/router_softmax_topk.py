@@ -52,15 +52,21 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     require_tensor(logits_TE, "route", "logits", rank=2, dtypes=FLOATING)
     require(isinstance(top_k, int) and 1 <= top_k <= logits_TE.size(1), "route", "top_k",
             lambda: f"an int, 1 to {logits_TE.size(1)}, the number of experts", repr(top_k))
-    require(normalize is None or normalize > 0, "route", "normalize", "None or a positive p", normalize)
+    require(normalize is None or (isinstance(normalize, (int, float)) and normalize > 0), "route", "normalize", "None or a positive p",
+            repr(normalize))
     wide = autocast_enabled(logits_TE.device.type)
     return Routing(*_route(logits_TE, top_k, None if normalize is None else float(normalize), wide))
+
+
+def kernels_take(experts: int, top_k: int, p: float | None) -> bool:
+    """Whether there is a CUDA kernel of route() for these, whatever the number of tokens. Plain PyTorch does the others, and float64."""
+    return tuning.serves(experts, top_k) and _plain_powers(p, experts)
 
 
 def _kernels_serve(logits: torch.Tensor, top_k: int, p: float | None) -> bool:
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or not extension.loaded():
         return False
-    return tuning.serves(logits.size(1), top_k) and _plain_powers(p, logits.size(1))
+    return kernels_take(logits.size(1), top_k, p)
 
 
 def _plain_powers(p: float | None, experts: int) -> bool:

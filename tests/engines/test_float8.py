@@ -658,7 +658,8 @@ def test_gmm_says_which_scales_it_takes():
     for changes, error, message in (
         ({"scale_b": None}, TypeError, "scale_b: expected a tensor"),
         ({"trans_b": False}, ValueError, "trans_b: expected True with scales"),
-        ({"engine": "reference"}, ValueError, "engine: expected auto with scales"),
+        ({"engine": "reference"}, ValueError, "engine: expected 'auto' with scales, got 'reference'"),
+        ({"batch_invariant": True}, ValueError, "batch_invariant: expected False with scales, got True"),
         ({"a": a.dequantized()}, TypeError, "a: expected dtype float8_e4m3fn"),
         ({"scale_a": a.scales_PC[:, :1]}, ValueError, r"scale_a: expected shape \[9, 2\], a scale for each 128, got \[9, 1\]"),
         ({"scale_b": b.scales.half()}, TypeError, "scale_b: expected dtype float32"),

@@ -195,6 +195,18 @@ def test_uniform_expert_assignment(device):
         assert gbmoe.get_load_balancing_loss()[-1][0].tolist() == [6, 6, 6, 6]
 
 
+class _Linear(torch.nn.Linear):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+
+
+@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+def test_a_shared_expert_of_a_class_with_any_options_stayed_float32(mlp_type):
+    layer, _ = make(bf16=True, bias=False, shared_expert=True, mlp_type=mlp_type, fc_cls=_Linear)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert layer(torch.randn(3, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_autocast_from_float32_parameters(device):
     layer, args = make(device, mlp_type="glu", shared_expert=True)
     x = torch.randn(9, 2, 32, device=device, requires_grad=True)
@@ -206,6 +218,17 @@ def test_autocast_from_float32_parameters(device):
     assert all(p.grad.dtype == torch.float32 for n, p in layer.named_parameters() if n != "experts.bias")
     plain, _ = with_weights_of(layer, device=device, mlp_type="glu", shared_expert=True)(x)
     assert accuracy.relative_error(out, plain) < 2e-2
+
+
+@pytest.mark.parametrize("shared_expert", [False, True])
+def test_a_bias_made_results_under_autocast_float32(device, shared_expert):
+    layer, _ = make(device, bias=True, return_bias=False, shared_expert=shared_expert)
+    torch.nn.init.normal_(layer.experts.bias)
+    x = torch.randn(9, 2, 32, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    assert accuracy.relative_error(out, layer(x)) < 2e-2
 
 
 def test_memory_optimised_with_frozen_weights_or_input(device):
@@ -230,14 +253,14 @@ def test_memory_optimised_with_frozen_weights_or_input(device):
 @pytest.fixture(params=[("hopper", torch.bfloat16), ("hopper", torch.float16), ("tensor_core", torch.bfloat16),
                         ("tensor_core", torch.float16), ("tensor_core", torch.float32), ("torch", torch.bfloat16)],
                 ids=lambda case: f"{case[0]}-{dtype_id(case[1])}")
-def step_on(request, monkeypatch):
+def step_on(request, float32_products):
     """A layer, its input and gradient, and a function that runs it forward and backward and returns all that it computes. In float32
     TF32 is allowed."""
     engine, dtype = request.param
     reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
     if reason is not None:
         pytest.skip(f"{engine}: {reason}")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    float32_products("tf32")
     layer, _ = make("cuda", 0, hidden_size=136, ffn_hidden_size=264, moe_num_experts=8, mlp_type="glu", bias=False, engine=engine,
                     bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, init_method=partial(torch.nn.init.normal_, std=0.1))
     x = torch.randn(300, 1, 136, device="cuda", dtype=dtype, requires_grad=True)

@@ -102,13 +102,13 @@ def test_every_engine_is_as_accurate_as_a_loop(engine_on, dtype, glu, activation
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
 @pytest.mark.parametrize("tokens, hidden, ffn", [(6, 24, 40), (300, 136, 264)])
-def test_tf32_is_as_accurate_as_a_loop_in_float16(monkeypatch, tokens, hidden, ffn, activation, glu):
+def test_tf32_is_as_accurate_as_a_loop_in_float16(float32_products, tokens, hidden, ffn, activation, glu):
     """TF32 has the mantissa of float16, which is the yardstick because cuBLAS does not use TF32 for every shape."""
     device = torch.device("cuda")
     reason = engines.ENGINES["tensor_core"].unavailable(device)
     if reason is not None:
         pytest.skip(f"tensor_core: {reason}")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    float32_products("tf32")
     tensors, ids, grad = inputs(torch.float32, device, tokens=tokens, hidden=hidden, ffn=ffn, glu=glu)
     function = F.silu if activation == "silu" else activation
     got = run(tensors, ids, grad, activation, "tensor_core")
@@ -570,6 +570,52 @@ def test_backward_under_a_dispatch_mode_is_the_operator(device):
     with Watch():
         out.backward(grad)
     assert any(name.startswith("gbmoe.expert_mlp_backward") for name in seen)
+
+
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("argument", ["w1", "w2", "v1", "weights"])
+@pytest.mark.parametrize("activation, recompute", [("silu", True), (torch.tanh, True), (torch.tanh, False)])
+def test_w2_that_a_callable_did_not_see_change_gave_wrong_gradients(device, activation, recompute, argument, glu):
+    """An optimizer's step between forward and backward is an error, whichever tensor it writes to."""
+    tensors, ids, grad = inputs(torch.float64, device, glu=glu)
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    if argument not in leaves:
+        return
+    out = gbmoe.expert_mlp(leaves["x"], RoutingPlan.from_experts(ids, 5), leaves["w1"], leaves["w2"], leaves.get("v1"),
+                           weights_TK=leaves["weights"], activation=activation, recompute_activation=recompute)
+    with torch.no_grad():
+        leaves[argument].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("activation, error, words", [
+    (None, TypeError, "activation: expected a callable or one of silu, .*, got None"),
+    (3, TypeError, "activation: expected a callable or one of silu, .*, got 3"),
+    (lambda h: None, TypeError, "activation: expected a callable that returns a torch.Tensor, got NoneType"),
+    (lambda h: h[:, :3], ValueError, r"activation: expected a result with the shape of its argument, \[100, 40\], got \[100, 3\]"),
+    (lambda h: h.double(), TypeError, "activation: expected a result with the dtype of its argument, torch.float32, got torch.float64"),
+])
+def test_an_activation_that_is_none(activation, error, words, recompute):
+    tensors, ids, _ = inputs(torch.float32, "cpu")
+    for align in (1, 4):
+        plan = RoutingPlan.from_experts(ids, 5, align=align)
+        with pytest.raises(error, match=("expert_mlp: " + words).replace("100", str(plan.num_rows))):
+            gbmoe.expert_mlp(tensors["x"], plan, tensors["w1"].requires_grad_(), tensors["w2"], activation=activation,
+                             recompute_activation=recompute)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "composed"])
+def test_vmap_had_no_rule_for_a_callables_cleared_rows(device, activation):
+    tensors, ids, _ = inputs(torch.float64, device)
+    plan, many = RoutingPlan.from_experts(ids, 5), torch.stack([tensors["x"], tensors["x"].flip(0)])
+
+    def layer(x):
+        return gbmoe.expert_mlp(x, plan, tensors["w1"], tensors["w2"], tensors["v1"], weights_TK=tensors["weights"], activation=activation)
+
+    torch.testing.assert_close(torch.vmap(layer)(many), torch.stack([layer(x) for x in many]))
 
 
 def test_second_derivatives_are_refused(device):

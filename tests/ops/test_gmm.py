@@ -346,6 +346,7 @@ GOOD = dict(a=torch.zeros(4, 3), b=torch.zeros(2, 3, 5), batch_sizes=torch.tenso
      "batch_sizes: expected sum\\(batch_sizes\\) == a.size\\(0\\) == 4, got 18446744073709551620"),
     (dict(trans_a=True, trans_b=True, b=torch.zeros(4, 5)), "trans_a, trans_b: expected at most one of them, got both"),
     (dict(trans_a=True, b=torch.zeros(5, 5)), "b: expected b.size\\(0\\) == a.size\\(0\\) == 4, got 5"),
+    (dict(out_dtype=torch.float64), "out_dtype: expected None or torch.float32, as the operands have no scales, got torch.float64"),
     (dict(engine="cutlass"), "engine: expected one of auto, hopper, hopper_batch_invariant, tensor_core, tensor_core_batch_invariant,"
                              " cublas_loop, cublas_grouped, torch, reference, float8_block, float8_block_power_2, float8_block_weights,"
                              " float8_block_power_2_weights, got 'cutlass'"),
