@@ -137,7 +137,7 @@ class Arguments:
     expert_parallel_shadows: int = 0
 
     def __post_init__(self):
-        for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers"):
+        for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers", "pipeline_model_parallel_size"):
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, "Arguments", name, "an int of at least 1", repr(value))
         require(self.moe_top_k <= self.moe_num_experts, "Arguments", "moe_top_k",
@@ -152,7 +152,12 @@ class Arguments:
             engines.float8(self.fp8_recipe, self.engine)
             for name, expected in (("mlp_impl", "gbmoe"), ("batch_invariant", False)):
                 require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside fp8_recipe", repr(getattr(self, name)))
-        for name, least in (("expert_parallel_ranks_per_node", 1), ("expert_parallel_chunks", 0)):
+        for name in ("moe_loss_weight", "moe_zloss_weight", "moe_jitter_eps"):
+            value = getattr(self, name)
+            unset = value is None and name == "moe_jitter_eps"
+            require(unset or (isinstance(value, (int, float)) and value >= 0), "Arguments", name, "a number of at least 0", repr(value))
+        for name, least in (("expert_parallel_ranks_per_node", 1), ("expert_parallel_chunks", 0),
+                            ("num_layers_per_virtual_pipeline_stage", 1)):
             value = getattr(self, name)
             require(value is None or (isinstance(value, int) and value >= least), "Arguments", name,
                     f"None or an int of at least {least}", repr(value))
@@ -207,10 +212,13 @@ class Arguments:
 def from_megatron(megatron_args: Any) -> Arguments:
     """Arguments from any object with attributes of the same names (Megatron-LM's parsed arguments); others are ignored.
 
-    Mirrors megablocks.layers.arguments.from_megatron. An mlp_impl of MegaBlocks' ('grouped', 'sparse') becomes 'gbmoe'.
+    Mirrors megablocks.layers.arguments.from_megatron. An mlp_impl of MegaBlocks' ('grouped', 'sparse') becomes 'gbmoe', and an
+    fp8_recipe that is no Float8BlockScaling, such as Megatron-LM's 'delayed', is ignored.
     """
     names = [field.name for field in dataclasses.fields(Arguments) if hasattr(megatron_args, field.name)]
     values = {name: getattr(megatron_args, name) for name in names}
+    if not isinstance(values.get("fp8_recipe"), Float8BlockScaling):
+        values.pop("fp8_recipe", None)  # Megatron-LM has an argument of this name, for TransformerEngine, which is always set
     if values.get("mlp_impl") in MLP_IMPLS_OF_MEGABLOCKS:
         values["mlp_impl"] = "gbmoe"
     return Arguments(**values)

@@ -61,7 +61,7 @@ class ParallelDroplessMLP(torch.nn.Module):
         if self.bias is None:
             return out
         if not self.args.return_bias:
-            return out + self.bias
+            return out + self.bias.to(out.dtype)  # under autocast out has autocast's dtype, as a Linear with a bias does
         # A clone under fully_shard, which frees the memory of a unit's parameters when the unit returns.
         return out, self.bias.clone() if "_is_fsdp_managed_module" in self.__dict__ else self.bias
 

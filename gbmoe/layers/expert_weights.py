@@ -45,7 +45,7 @@ class ExpertWeights(torch.nn.Module):
         # With expert parallelism a rank's experts see the tokens of all ranks. Their gradients are scaled to the mean over ranks, which
         # data parallelism would give.
         self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else 1.0
-        # The order in which MegaBlocks draws them.
+        # The order in which MegaBlocks draws them, after those of an MLP that it makes first and drops.
         methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
         if args.mlp_type == "glu":
             methods["v1"] = args.init_method

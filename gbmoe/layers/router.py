@@ -12,7 +12,7 @@ from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.ops.router_logits import router_logits
-from gbmoe.ops.router_softmax_topk import route
+from gbmoe.ops.router_softmax_topk import kernels_take, route
 
 
 class LearnedRouter(torch.nn.Module):
@@ -26,6 +26,10 @@ class LearnedRouter(torch.nn.Module):
 
     def __init__(self, args: Arguments):
         super().__init__()
+        experts, top_k, p = args.moe_num_experts, args.moe_top_k, args.moe_normalize_expert_weights or None
+        require(not args.batch_invariant or kernels_take(experts, top_k, p), "dMoE", "batch_invariant",
+                "False where no router kernel takes moe_num_experts, moe_top_k and moe_normalize_expert_weights",
+                f"{experts}, {top_k} and {p}")
         self.args = args
         self.layer = torch.nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, dtype=args.dtype, device=args.device)
         args.init_method(self.layer.weight)
@@ -46,10 +50,13 @@ class LearnedRouter(torch.nn.Module):
             x = x * self.jitter(x)
         x_TH = x.reshape(-1, x.size(-1))
         logits_TE = self._batch_invariant_logits(x_TH) if self.args.batch_invariant else self.layer(x_TH)
+        require(logits_TE.size(-1) == self.args.moe_num_experts, "dMoE", "router.layer",
+                f"a module that maps [T,H] to [T,E] with E == {self.args.moe_num_experts}", list(logits_TE.shape))
         scores_TE, weights_TK, experts_TK, logsumexp_T = route(
             logits_TE, self.args.moe_top_k, normalize=self.args.moe_normalize_expert_weights or None)
         if self.training and self.args.moe_zloss_weight != 0:
-            save_router_logsumexp(logsumexp_T.to(logits_TE.dtype))
+            # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
+            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(logits_TE.dtype))
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)

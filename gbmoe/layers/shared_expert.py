@@ -18,7 +18,8 @@ class SharedMLP(torch.nn.Module):
         self.args = args
         self.fc_kwargs: dict[str, Any] = {"bias": args.bias, "device": args.device}
         # MegaBlocks leaves the layers in torch's default dtype, so that a half-precision input fails.
-        if "dtype" in inspect.signature(args.fc_cls).parameters:
+        parameters = inspect.signature(args.fc_cls).parameters
+        if "dtype" in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             self.fc_kwargs["dtype"] = args.dtype
         self.fc_kwargs.update(args.fc_kwargs)
         self.up_proj = args.fc_cls(args.hidden_size, args.shared_expert_hidden_size, **self.fc_kwargs)

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers import Arguments, from_megatron
 
 # Names and defaults of megablocks 0.10.0's Arguments, in its order; None where the default is no plain value.
@@ -64,6 +65,11 @@ def test_dtype(fields, dtype):
     (dict(expert_parallel_rows=1.5, expert_parallel_exact=True), "expert_parallel_rows: expected None together with expert_parallel_exact"),
     (dict(hidden_size=0), "hidden_size: expected an int of at least 1, got 0"),
     (dict(ffn_hidden_size=2.5), "ffn_hidden_size: expected an int of at least 1, got 2.5"),
+    (dict(moe_loss_weight=None), "moe_loss_weight: expected a number of at least 0, got None"),
+    (dict(moe_loss_weight=-1), "moe_loss_weight: expected a number of at least 0, got -1"),
+    (dict(moe_jitter_eps="a"), "moe_jitter_eps: expected a number of at least 0, got 'a'"),
+    (dict(pipeline_model_parallel_size=0), "pipeline_model_parallel_size: expected an int of at least 1, got 0"),
+    (dict(num_layers_per_virtual_pipeline_stage=0), "num_layers_per_virtual_pipeline_stage: expected None or an int of at least 1, got 0"),
     (dict(engine="warp"), "engine: expected one of auto, .*got 'warp'"),
     (dict(activation_fn=None), "activation_fn: expected a callable, .*, got None"),
 ])
@@ -76,3 +82,11 @@ def test_from_megatron_takes_what_it_knows():
     args = from_megatron(types.SimpleNamespace(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4, mlp_impl="grouped", lr=1e-4))
     assert (args.hidden_size, args.ffn_hidden_size, args.moe_num_experts, args.mlp_impl) == (8, 16, 4, "gbmoe")
     assert args.shared_expert_hidden_size == 16
+
+
+def test_from_megatron_took_megatrons_fp8_recipe_for_gbmoes():
+    """Megatron-LM always has one, 'delayed' unless it is set."""
+    fields = dict(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4)
+    assert from_megatron(types.SimpleNamespace(**fields, fp8_recipe="delayed")).fp8_recipe is None
+    recipe = Float8BlockScaling()
+    assert from_megatron(types.SimpleNamespace(**fields, fp8_recipe=recipe)).fp8_recipe is recipe

@@ -84,6 +84,16 @@ def test_a_router_of_ones_own_is_refused():
         layer(torch.ones(2, 8))
 
 
+@pytest.mark.parametrize("fields", [dict(moe_num_experts=1025), dict(moe_num_experts=64, moe_top_k=33),
+                                    dict(moe_num_experts=64, moe_normalize_expert_weights=0.5),
+                                    dict(moe_num_experts=64, moe_normalize_expert_weights=22)], ids=str)
+def test_a_router_without_a_kernel_promised_what_torch_does_not(fields):
+    fields = dict(hidden_size=8, ffn_hidden_size=16, fp16=False, device="meta") | fields
+    with pytest.raises(ValueError, match="dMoE: batch_invariant: expected False where no router kernel takes moe_num_experts"):
+        gbmoe.dMoE(Arguments(**fields, batch_invariant=True))
+    gbmoe.dMoE(Arguments(**fields))
+
+
 @pytest.mark.parametrize("engine", engines.BATCH_INVARIANT.values())
 def test_a_batch_of_nothing_is_served_by_anybody(engine):
     assert engines.select(engine, Problem(CPU, torch.bfloat16, 0, 4, 8, 16, False)).name == "reference"

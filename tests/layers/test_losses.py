@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gbmoe
 from gbmoe.layers import Arguments, losses
 from gbmoe.layers.losses import Kept
+from tests.conftest import dtype_id
 from tests.layers.test_dmoe import make
 from tests.layers.test_router import router
 
@@ -120,6 +121,19 @@ def test_load_balancing_loss_in_float16_of_more_tokens_than_float16_counts(share
     assert loss.item() == pytest.approx(0.1 * 2 * (share**2 + (1 - share) ** 2), rel=2e-3)
     loss.backward(torch.tensor(2.0**15, dtype=torch.float16))  # as a GradScaler scales it
     torch.testing.assert_close(scores.grad[7].double() / 2**15, 0.1 * 2 * counts.double() / 66_000**2, rtol=1e-2, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_a_z_loss_in_float32_was_rounded_before(device, dtype):
+    layer, args = make(device, bias=False, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, moe_zloss_weight=1e-2,
+                       moe_zloss_in_fp32=True, hidden_size=64, moe_num_experts=8)
+    x, logits = torch.randn(256, 64, device=device, dtype=dtype), []
+    layer.router.layer.register_forward_hook(lambda module, inputs, output: logits.append(output.detach()))
+    layer(x)
+    loss, = gbmoe.batched_router_zloss(args)
+    exact = 1e-2 * logits[0].double().logsumexp(dim=1).square().mean()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=2e-6, atol=0)
 
 
 LOSSES = {"load_balancing": gbmoe.batched_load_balancing_loss, "router_z": gbmoe.batched_router_zloss}

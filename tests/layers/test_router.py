@@ -23,6 +23,15 @@ def test_scores_weights_and_ids(top_k, p):
     assert torch.equal(ids, best_ids) and weights.shape == ids.shape == (10, top_k)
 
 
+@pytest.mark.parametrize("outputs", [7, 9])
+def test_a_layer_of_another_width_lost_slots(outputs):
+    """With more outputs than experts slots were dropped, with fewer experts were never chosen, and nothing said so."""
+    layer = router(moe_top_k=2)
+    layer.layer = torch.nn.Linear(16, outputs, bias=False)
+    with pytest.raises(ValueError, match=rf"dMoE: router.layer: expected a module that maps .* with E == 8, got \[10, {outputs}\]"):
+        layer(torch.randn(10, 16))
+
+
 def test_jitter_in_training_only():
     layer, x = router(moe_jitter_eps=0.5), torch.ones(64, 16)
     noise = layer.jitter(x)
