@@ -33,7 +33,7 @@ struct BalancedSchedule {
   int next_item;           // that no cluster has taken
   // m-grouped: tiles that are summed at once, and behind them those whose sums are cut into `splits`.
   int whole_tiles, tail_tiles, splits;
-  unsigned long long loaded;  // k-blocks that all clusters together have loaded, where they are paced (pacing.cuh)
+  unsigned long long paced;  // what clusters that are kept together along K have counted (pacing.cuh)
 };
 
 struct Arguments {

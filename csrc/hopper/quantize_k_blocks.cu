@@ -67,8 +67,8 @@ void quantize_k_blocks(
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "quantize_k_blocks", {
     const auto kernel = slot_of_row ? quantize_k_blocks_kernel<T, true> : quantize_k_blocks_kernel<T, false>;
     kernel<<<static_cast<unsigned>(ctas), kKBlockThreads, 0, current_stream(x)>>>(
-        data<const T>(x), data<const int>(slot_of_row), count_of_slots(slots), static_cast<unsigned>(top_k), of,
-        power_of_two, data<uint8_t>(out), data<float>(scales), data<int>(filled_rows), columns);
+        data<const T>(x), data<const int>(slot_of_row), count_of_slots(slots), static_cast<unsigned>(top_k), of, power_of_two,
+        data<uint8_t>(out), data<float>(scales), data<int>(filled_rows), columns);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
