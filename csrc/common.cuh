@@ -69,7 +69,9 @@ constexpr int kPadding = -1, kBehindTheLast = -2;
 // more than 2^31, but no int32 names them.
 inline uint32_t count_of_slots(int64_t slots) { return static_cast<uint32_t>(std::min(slots, int64_t{1} << 31)); }
 // The same for the router's weights of all slots; without weights, every slot that is not negative counts.
-inline uint32_t count_of_slots(const std::optional<Tensor>& weights) { return count_of_slots(weights ? weights->numel() : INT64_MAX); }
+inline uint32_t count_of_slots(const std::optional<Tensor>& weights) {
+  return count_of_slots(weights ? weights->numel() : INT64_MAX);
+}
 
 constexpr unsigned kFullWarp = 0xffffffffu;  // the mask of all lanes of a warp, for shuffles and votes
 
