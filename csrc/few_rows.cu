@@ -24,7 +24,8 @@ template <typename Columns> bool at_once(const Arguments& args, int size_n, cons
 // Where CTAs follow each other, and nothing asks for turns: on an H100, whose memory bus is 5,120 bits wide, turns are 1 to 2 % faster. On
 // an H200, with 6,016 bits and 1.4 times the bandwidth, parts are: a layer in a graph, microseconds in turns and in parts, qwen3 with two
 // tokens 60 and 58, with eight 144 and 133, with 32 281 and 262, olmoe with one 48 and 45, with 16 191 and 176, mixtral with eight 610 and
-// 590, dsv3 with 16 1,166 and 1,129; but mixtral with one token, which has rows in two groups, 191 and 200.
+// 590, dsv3 with 16 1,166 and 1,129; but mixtral with one token, which has rows in two groups, 191 and 200. Nothing else was
+// measured; that the width of the bus tells is an assumption.
 bool pays_to_take_turns(const Arguments& args, const Tensor& on) {
   constexpr int kWideBus = 5632, kFewGroups = 2;
   const int bus =

@@ -8,7 +8,7 @@
 //   order of K, 16 at a time, so that on Hopper its bits are those of every kernel in tensor_core/ and of those in hopper/ that do not
 //   split sums (docs/numerics.md);
 // - or sum a part of K each, and these parts are added up at the end, in a fixed order. No warp waits for another one's loads before the
-//   end, which is faster where all CTAs run at once, and on GPUs with fast memory also elsewhere.
+//   end, which is faster where all CTAs run at once, and on an H200, whose memory is fast, also elsewhere.
 //
 // The order of the 16 terms of an mma.sync is free as long as both operands have the same: they need not be those that its fragments are
 // drawn with. On Hopper that changes no bit; before, an mma.sync of 16 terms is said to be two sums of 8, one after the other.

@@ -83,6 +83,7 @@ template <typename Settings> void launch(const TensorMaps& maps, Arguments args,
   constexpr uint32_t kSharedBytes = SharedMemory<Traits>::kBytes;
   const int ctas = multiprocessors(on.get_device_index()) / Traits::kClusterSize * Traits::kClusterSize;
   if (balancing.workspace) balance<Traits>(args, *balancing.workspace, balancing.splitting, ctas, current_stream(on));
+  else args.most_ahead = 0;  // the counter that it needs lies in the workspace
   STD_CUDA_CHECK(cudaFuncSetAttribute(grouped_gemm_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

@@ -5,9 +5,9 @@
 // of the mean of all than Arguments::most_ahead, as after a tile of few rows, which takes half of the others' time.
 //
 // No cluster depends on another. One that is far behind, because its group has few rows or its multiprocessor other work, counts from then
-// on as if it were nearer, so that it does not hold up the others; one that has waited for more than a seventh of its time counts as if it
-// were as far ahead as it may be. None waits before all have begun; if some do not run in time, because another kernel has their
-// multiprocessors, the pacing of all ends, as it does with the first cluster that has no more tiles.
+// on as if it were nearer, so that a few of them do not hold up the others; one that has used up its waiting counts as if it were as far
+// ahead as it may be. None waits before all have begun; if some do not run in time, because another kernel has their multiprocessors, the
+// pacing of all ends, as it does with the first cluster that has no more tiles.
 
 #pragma once
 
@@ -19,11 +19,12 @@ namespace gbmoe::hopper {
 
 template <typename Traits> struct Pacer {
   // Every kEvery k-blocks there is a look at the mean, which is reckoned to take about as long as a k-block. Where the cluster waits there
-  // is one after the other: it may wait for kFreeLooks of them, and for one more with each kEvery k-blocks.
+  // is one after the other: it may wait for kFreeLooks of them, and for at most one more with each kEvery k-blocks; when these are used up,
+  // it goes on and looks once each time.
   static constexpr int kEvery = 8, kFreeLooks = 256;
   static constexpr int kMostBehind = 32;  // k-blocks
   static constexpr int kStarted = 64;  // k-blocks of a cluster's own after which all others should have begun
-  // The counter that the clusters share: the k-blocks that all have loaded, the clusters that have no more tiles, those that have begun.
+  // The counter that the clusters share: the sum of what they count as theirs, how many have ended the pacing, how many have begun.
   static constexpr unsigned long long kEnded = 1ull << 40, kBegun = 1ull << 52;
 
   BalancedSchedule* schedule = nullptr;  // null where this thread does not pace

@@ -15,7 +15,8 @@ struct Tiling {
   int64_t panel;                   // tiles along M that are walked before the next along N, at most
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have the most tiles.
   bool even_panels;
-  int64_t most_ahead = 0;          // k-blocks that a cluster may be ahead of the mean of all (pacing.cuh); 0: any number
+  // k-blocks that a cluster may be ahead of the mean of all (pacing.cuh); 0, or without a workspace: any number.
+  int64_t most_ahead = 0;
 
   bool is(int n, int of_m, int of_n) const { return tile_n == n && cluster_m == of_m && cluster_n == of_n; }
   // Ends a launch that has no instance for this.

@@ -111,7 +111,7 @@ def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, 
     dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows.
 
     With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it; without, it may be made of parts, which is faster
-    where all CTAs run at once or the memory is fast. RuntimeError for another dtype of out.
+    where all CTAs run at once, and on an H200 nearly everywhere. RuntimeError for another dtype of out.
     """
     torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, in_turns, False, out)
 

@@ -469,8 +469,8 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
             overwrites = True
             return None
         computed = True
-        # What the first call saves is dropped, and with it torch's own check.
-        if _version(w2_EFH) != version_of_w2:
+        # What the first call saves is dropped, and with it torch's own check. The gradient of w2 alone needs no w2.
+        if a_PF.requires_grad and _version(w2_EFH) != version_of_w2:
             raise RuntimeError("expert_mlp: w2 has been modified by an inplace operation between forward and backward: expected version"
                                f" {version_of_w2}, got {_version(w2_EFH)}")
         return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, cleared_P, engine, first)

@@ -590,6 +590,23 @@ def test_w2_that_a_callable_did_not_see_change_gave_wrong_gradients(device, acti
 
 
 @pytest.mark.parametrize("recompute", [True, False])
+def test_w2_alone_may_change_before_backward(device, recompute):
+    """Its gradient does not depend on it, where nothing else wants one."""
+    tensors, ids, grad = inputs(torch.float64, device)
+    tensors["w2"].requires_grad_()
+    out = gbmoe.expert_mlp(tensors["x"], RoutingPlan.from_experts(ids, 5), tensors["w1"], tensors["w2"], tensors["v1"],
+                           weights_TK=tensors["weights"], activation=torch.tanh, recompute_activation=recompute)
+    with torch.no_grad():
+        tensors["w2"].mul_(2)
+    out.backward(grad)
+    leaf = tensors["w2"].detach().clone().requires_grad_()
+    out = gbmoe.expert_mlp(tensors["x"], RoutingPlan.from_experts(ids, 5), tensors["w1"], leaf, tensors["v1"],
+                           weights_TK=tensors["weights"], activation=torch.tanh)
+    out.backward(grad)
+    torch.testing.assert_close(tensors["w2"].grad, leaf.grad)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("activation, error, words", [
     (None, TypeError, "activation: expected a callable or one of silu, .*, got None"),
     (3, TypeError, "activation: expected a callable or one of silu, .*, got 3"),

@@ -204,14 +204,18 @@ def _run_part(arguments: argparse.Namespace, choice: Choice, configurations: lis
 
 
 def _of_another_run(content: dict, arguments: argparse.Namespace, choice: Choice, configuration: Configuration) -> str | None:
-    """In what the content of a file differs from what this run would write into it; None where in nothing."""
+    """In what the content of a file differs from what this run would write into it, as far as its options tell; None where in nothing."""
     timing, found = _timing(arguments, choice), run_file.timing(content)
     if found not in (None, timing):
         return f"is timed {_timed(found)}, and this run is to be {_timed(timing)}"
-    run = content["runs"][0] if content["runs"] else {}
-    pairs = {"configuration": (run.get("configurations"), [configuration.name]), "dtype": (run.get("dtype"), dtype_name(choice.dtype))}
-    options = _options(arguments, choice)
-    pairs |= {name: (run.get("options", options).get(name), options[name]) for name in ("engines", "peers", "quick")}
+    if not content["runs"]:
+        return None
+    run, options = content["runs"][0], _options(arguments, choice)
+    pairs = {"configuration": (run["configurations"], [configuration.name]), "device": (run["machine"]["device"], choice.device.type),
+             "dtype": (run["dtype"], dtype_name(choice.dtype))}
+    if SUITES[arguments.suite].on_ranks:
+        pairs["ranks"] = run.get("ranks"), rank_processes.count()
+    pairs |= {name: (run.get("options", options).get(name), options[name]) for name in ("engines", "peers", "quick", "memory_limit")}
     return next((f"is of {name} {_words(there)}, and this run of {_words(here)}" for name, (there, here) in pairs.items() if there != here),
                 None)
 
@@ -221,7 +225,8 @@ def _words(value: object) -> str:
 
 
 def _options(arguments: argparse.Namespace, choice: Choice) -> dict:
-    return {"engines": choice.engines, "peers": choice.peers, "quick": arguments.quick, "timeout": arguments.timeout}
+    return {"engines": choice.engines, "peers": choice.peers, "quick": arguments.quick, "timeout": arguments.timeout,
+            "memory_limit": choice.memory_limit}
 
 
 def _read(path: Path) -> dict | None:

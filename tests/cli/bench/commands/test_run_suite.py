@@ -254,6 +254,7 @@ def test_a_result_of_another_run_was_taken_for_this_ones(tmp_path, capsys):
         ([*first, "--dtype", "bf16"], "is of dtype float32, and this run of bfloat16"),
         ([*first[:3], "auto,reference", *first[4:]], "is of engines auto, and this run of auto, reference"),
         ([*first[:4], "--peers", "bmm"], "is of peers nobody, and this run of bmm"),
+        ([*first, "--memory-limit", "8"], "is of memory_limit None, and this run of 8.0"),
     ):
         assert main([*command, *other]) == 2
         captured = capsys.readouterr()
