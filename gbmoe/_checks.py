@@ -23,6 +23,16 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
         raise error(f"{operator}: {argument}: expected {expected}, got {got}")
 
 
+def as_device(value: Any, operator: str) -> torch.device:
+    """The device that `value` names, as torch.device takes it; ValueError if it names none."""
+    if isinstance(value, torch.device):
+        return value
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{operator}: device: expected what torch.device takes, got {value!r}") from error
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from dataclasses import InitVar, dataclass, field, replace
 import torch
 
 from gbmoe import extension
-from gbmoe._checks import require, require_tensor
+from gbmoe._checks import as_device, require, require_tensor
 from gbmoe._define_operator import define
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
@@ -36,15 +36,6 @@ def _max_experts(device: torch.device) -> int:
 def kernels_serve(device: torch.device, num_experts: int) -> bool:
     """True where the CUDA kernels are loaded, and the device has enough shared memory for `num_experts` experts."""
     return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
-
-
-def _device_of(device: torch.device | str) -> torch.device:
-    if isinstance(device, torch.device):
-        return device
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{_OF_COUNTS}: device: expected what torch.device takes, got {device!r}") from error
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -262,7 +253,7 @@ class RoutingPlan:
         require(isinstance(num_rows, (int, torch.SymInt)), _OF_COUNTS, "num_rows", "an int", type(num_rows).__name__, TypeError)
         require(num_rows >= 0, _OF_COUNTS, "num_rows", "at least 0", num_rows)
         check = _resolved_check(_OF_COUNTS, check, counts_E.device)
-        device = counts_E.device if device is None else _numbered(_device_of(device))
+        device = counts_E.device if device is None else _numbered(as_device(device, _OF_COUNTS))
         require(counts_E.device.type == "cpu" or counts_E.device == device, _OF_COUNTS, "counts",
                 lambda: "device cpu" if device.type == "cpu" else f"device cpu or {device}", counts_E.device)
         host_sizes_E = None

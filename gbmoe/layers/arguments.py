@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gbmoe import engines
-from gbmoe._checks import require
+from gbmoe._checks import as_device, require
 from gbmoe.float8 import Float8BlockScaling
 
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
@@ -175,10 +175,7 @@ class Arguments:
         p = self.moe_normalize_expert_weights
         require(p is None or (isinstance(p, (int, float)) and p > 0), "Arguments", "moe_normalize_expert_weights",
                 "None or a positive p of the norm", repr(p))
-        try:
-            torch.device(self.device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"Arguments: device: expected what torch.device takes, got {self.device!r}") from error
+        as_device(self.device, "Arguments")
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
 

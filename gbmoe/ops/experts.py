@@ -491,6 +491,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _result_of(activation: Callable, h_PF: torch.Tensor) -> torch.Tensor:
+    """activation(h) [P,F], checked: what follows would name w2 or nothing where the caller's function is wrong."""
     a_PF = activation(h_PF)
     require(isinstance(a_PF, torch.Tensor), "expert_mlp", "activation", "a callable that returns a torch.Tensor", type(a_PF).__name__,
             TypeError)
