@@ -302,7 +302,8 @@ def build(folder: Path, output: Path, default: tuple[str, ...] = DEFAULT_ARCHITE
         raise CompileError(f"libcublas.so.{nvcc.version[0]} is neither in {nvcc.home} nor in an nvidia-cublas wheel beside torch")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gbmoe-build-") as scratch:
-        units = [(source, Path(scratch) / f"{source.name}.o") for source in sources(folder)]
+        # Named after their places: files of two folders may have one name.
+        units = [(source, Path(scratch) / f"{'_'.join(source.relative_to(folder).parts)}.o") for source in sources(folder)]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             try:
                 list(pool.map(lambda unit: compile_unit(nvcc, torch, chosen, *unit), units))

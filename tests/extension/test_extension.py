@@ -230,6 +230,15 @@ def test_compiled_once_and_then_loaded_from_the_cache(toolkit):
     assert sorted(path.suffix for path in first.path.parent.iterdir()) == [".lock", ".so"]
 
 
+def test_files_of_one_name_in_two_folders_had_one_object(toolkit):
+    folder = build.source_folder()
+    (folder / "hopper").mkdir()
+    (folder / "hopper" / "one.cu").write_text("// another")
+    assert extension.load().loaded
+    objects = [word for word in toolkit.commands("-ltorch_cuda")[0].split() if word.endswith(".o")]
+    assert len(set(objects)) == 2
+
+
 def test_bytes_of_nvcc_that_are_no_utf8_are_read_and_shown(toolkit):
     script = FAKE_NVCC.replace("V13.0.88", "V13.0.88, \\351dition").replace("#$ TOP", "\\351\\n#$ TOP")
     (toolkit.home / "bin/nvcc").write_text(script.replace("echo 'no space'", "printf 'cr\\351ation impossible'"))
