@@ -1,14 +1,13 @@
 // m-grouped GEMMs whose groups have few rows: what takes time is to read each group's weights once, as when a few tokens are generated.
+// (The hopper engine has its own in hopper/few_rows_gemm.cuh, and takes a batch-invariant router's logits from here.)
 //
 // A CTA computes the columns of one tile for all rows of one group, and its warps divide the terms of the sums over K among them. A lane
 // loads the 16 bytes of a weight that it will multiply into registers of its own. CTAs are small, and several run on a multiprocessor:
-// while one finds its group, or adds up, the others' loads keep the memory busy. (A router's logits have few CTAs, which are larger.) The
-// warps of a CTA either
-// - take turns: each loads its next terms while others multiply, and hands the sums on to the next. All terms are added to a sum in the
-//   order of K, 16 at a time, so that on Hopper its bits are those of every kernel in tensor_core/ and of those in hopper/ that do not
-//   split sums (docs/numerics.md);
-// - or sum a part of K each, and these parts are added up at the end, in a fixed order. No warp waits for another one's loads before the
-//   end, which is faster where all CTAs run at once, and on an H200, whose memory is fast, also elsewhere.
+// while one finds its group, or adds up, the others' loads keep the memory busy. The warps of a CTA either
+// - sum a part of K each, and these parts are added up at the end, in a fixed order, so that no warp waits for another one's loads before;
+// - or take turns, in a router's logits: each loads its next terms while others multiply, and hands the sums on to the next. All terms are
+//   added to a sum in the order of K, 16 at a time, so that on Hopper its bits are those of every kernel in tensor_core/ and of those in
+//   hopper/ that do not split sums (docs/numerics.md).
 //
 // The order of the 16 terms of an mma.sync is free as long as both operands have the same: they need not be those that its fragments are
 // drawn with. On Hopper that changes no bit; before, an mma.sync of 16 terms is said to be two sums of 8, one after the other.
@@ -20,8 +19,8 @@
 
 #include <algorithm>
 
-#include "activation_formulas.cuh"
 #include "early_launch.cuh"
+#include "few_rows_store.cuh"
 #include "group_sizes.cuh"
 #include "tensor_core/ptx.cuh"
 #include "tensor_core/traits.cuh"
@@ -32,7 +31,6 @@ using tensor_core::mma;
 
 constexpr int kRows = 8;  // of an mma.sync; a group with more is walked so many at a time
 constexpr int kColumns = 8;  // of an mma.sync
-constexpr int kShortSum = 768;  // terms up to which NMajorColumns may arrange first
 
 using tensor_core::EpilogueKind;
 
@@ -173,8 +171,8 @@ template <typename T, bool kGlu, bool kFewCtas = false> struct KMajorColumns {
 };
 
 // The same where b is contiguous along N: eight runs of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
-// from 4 q to 4 q + 3. With kArrangesFirst they are arranged before a warp's turn; otherwise the compiler does it when they are multiplied.
-template <typename T, bool kArrangesFirst = false> struct NMajorColumns {
+// from 4 q to 4 q + 3.
+template <typename T> struct NMajorColumns {
   static constexpr int kWarps = 8, kCtasPerMultiprocessor = 2;
   static constexpr int kStep = 16, kVectors = 4, kAtOnce = 4, kTerms = 4, kTileN = 64, kSums = 64, kFragments = 4;
   using RowVector = uint2;
@@ -192,25 +190,20 @@ template <typename T, bool kArrangesFirst = false> struct NMajorColumns {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i, from += args.size_n) to[i] = tensor_core::load_once_16(from);
   }
-  // Two terms a word instead of two columns: terms 0 and 1 of columns 2 j, the same of columns 2 j + 1, then terms 2 and 3. A step's
-  // terms are 16 that follow each other anyway.
+  // Two terms a word instead of two columns: terms 0 and 1 of columns 2 j, the same of columns 2 j + 1, then terms 2 and 3.
   template <bool> __device__ __forceinline__ static void arrange(uint4 (&v)[kVectors]) {
 #pragma unroll
     for (int i = 0; i < kVectors; i += 2) {
       const uint4 one = v[i], next = v[i + 1];
       const auto pairs = [&](unsigned bytes) {
         return uint4{
-            permuted(one.x, next.x, bytes), permuted(one.y, next.y, bytes), permuted(one.z, next.z, bytes),
-            permuted(one.w, next.w, bytes)};
+            __byte_perm(one.x, next.x, bytes), __byte_perm(one.y, next.y, bytes), __byte_perm(one.z, next.z, bytes),
+            __byte_perm(one.w, next.w, bytes)};
       };
       v[i] = pairs(0x5410), v[i + 1] = pairs(0x7632);
     }
   }
-  __device__ __forceinline__ static uint32_t permuted(uint32_t low, uint32_t high, unsigned bytes) {
-    if constexpr (kArrangesFirst) return tensor_core::permute_in_place(low, high, bytes);
-    else return __byte_perm(low, high, bytes);
-  }
-  template <bool kInOrder> __device__ __forceinline__ static uint2 load_row(const T* row, int k, int end) {
+  template <bool> __device__ __forceinline__ static uint2 load_row(const T* row, int k, int end) {
     const int first = k + kTerms * (threadIdx.x % 4);
     return row && first < end ? *reinterpret_cast<const uint2*>(row + first) : uint2{};
   }
@@ -296,35 +289,14 @@ __device__ __forceinline__ void sum_rows(
 template <typename T, EpilogueKind kEpilogue, typename Columns, bool kInTurns>
 __device__ __forceinline__ void store(
     const Arguments& args, const Sums<Columns, kInTurns>& sums, int64_t first_row, int rows, int n) {
-  constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
-  constexpr int kTileN = Columns::kTileN;
   const auto rounded_sum = [&](int row, int in_row) {
     float sum = sums.of_part[0][row][in_row];
 #pragma unroll
     for (int part = 1; part < sums.kParts; ++part) sum += sums.of_part[part][row][in_row];
     return narrow<T>(sum);
   };
-  const auto out = [&](int i) { return static_cast<T*>(args.out[i]); };
-  for (int i = threadIdx.x; i < min(rows, kRows) * kTileN; i += 32 * Columns::kWarps) {
-    const int row = i / kTileN, column = i % kTileN;
-    if (n + column >= args.size_n) continue;
-    const int64_t at = (first_row + row) * args.size_n + n + column;
-    const T h = rounded_sum(row, column);
-    if constexpr (kEpilogue == EpilogueKind::kStore) {
-      out(0)[at] = h;
-    } else {
-      // h and g are rounded for storage before a is computed from them.
-      float a = 0.0f;
-      with_activation(args.activation, [&](auto kind) { a = activation_at<decltype(kind)::value, true>(widen(h)).value; });
-      if (out(1)) out(1)[at] = h;
-      if constexpr (kGlu) {
-        const T g = rounded_sum(row, kTileN + column);
-        if (out(2)) out(2)[at] = g;
-        a *= widen(g);
-      }
-      out(0)[at] = narrow<T>(a);
-    }
-  }
+  store_few_rows<T, kEpilogue != EpilogueKind::kStore, kEpilogue == EpilogueKind::kGlu>(
+      args.out, args.activation, first_row, min(rows, kRows), args.size_n, n, Columns::kTileN, 32 * Columns::kWarps, rounded_sum);
 }
 
 // row_blocks CTAs for each tile of columns of each group that may have rows, min(E, P) of them; the tiles of a group come one after the

@@ -133,6 +133,11 @@ void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
     int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,
     std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
+// few_rows_gemm and few_rows_up, where a sum has the bits that hopper_rows gives it if it splits none
+void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out);
+void hopper_few_rows_up(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
+    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 
 // hopper/, e4m3 operands with scales (float8.cuh): a, x [P,K] with fp32 [P, K / 128], b [E,N,K] with fp32 [E, N / 128, K / 128],
 // rounded up; both contiguous along K, and K a multiple of 16.
@@ -195,13 +200,15 @@ void tensor_core_weights(
 // bf16 and fp16
 void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation, int64_t tile_m, int64_t tile_n,
                     int64_t panel, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
-// The same as tensor_core_rows without a second pair, and as tensor_core_up, for groups of few rows; bf16 and fp16. With slot_of_row, x
-// is [tokens,H], and row r that of token slot_of_row[r] / top_k, or zeros where that names none. With reads_early, which needs b and
-// sizes to have been complete before the kernel before this one began, they are read before that has ended. With in_turns a sum has on
-// Hopper the bits that tensor_core_rows gives it; without, it may be made of parts. Without sizes one group has all rows.
-void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool in_turns, bool reads_early, Tensor out);
+// The same as tensor_core_rows without a second pair, and as tensor_core_up, for groups of few rows; bf16 and fp16. Sums are made of parts.
+// With slot_of_row, x is [tokens,H], and row r that of token slot_of_row[r] / top_k, or zeros where that names none. With reads_early,
+// which needs b and sizes to have been complete before the kernel before this one began, they are read before that has ended. Without
+// sizes one group has all rows.
+void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out);
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, bool in_turns, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
+    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
+// out = x @ weight.T, of as many rows as the only group has, where a sum has on Hopper the bits that tensor_core_rows gives it
+void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tensor out);
 
 }  // namespace gbmoe

@@ -63,6 +63,10 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
         " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
         " Tensor(e!)? grad_weights) -> ()");
+  m.def("hopper_few_rows_gemm(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+  m.def(
+      "hopper_few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation,"
+      " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
   m.def("tensor_core_built(int device) -> bool");
   m.def("hopper_scaled_rows(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor? a2, Tensor? scales_a2, Tensor? b2,"
         " Tensor? scales_b2, Tensor sizes, int tile_n, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) out) -> ()");
@@ -93,10 +97,11 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " -> ()");
   m.def("tensor_core_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel,"
         " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
-  m.def("few_rows_gemm(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool in_turns, bool reads_early, Tensor(a!) out) -> ()");
+  m.def("few_rows_gemm(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+  m.def("few_rows_linear(Tensor x, Tensor weight, Tensor? sizes, Tensor(a!) out) -> ()");
   m.def(
-      "few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, bool in_turns,"
-      " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+      "few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a,"
+      " Tensor(b!)? h, Tensor(c!)? g) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {
@@ -136,6 +141,8 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("hopper_up", TORCH_BOX(&gbmoe::hopper_up));
   m.impl("hopper_up_glu", TORCH_BOX(&gbmoe::hopper_up_glu));
   m.impl("hopper_down_backward", TORCH_BOX(&gbmoe::hopper_down_backward));
+  m.impl("hopper_few_rows_gemm", TORCH_BOX(&gbmoe::hopper_few_rows_gemm));
+  m.impl("hopper_few_rows_up", TORCH_BOX(&gbmoe::hopper_few_rows_up));
   m.impl("hopper_scaled_rows", TORCH_BOX(&gbmoe::hopper_scaled_rows));
   m.impl("hopper_scaled_up", TORCH_BOX(&gbmoe::hopper_scaled_up));
   m.impl("hopper_scaled_weights", TORCH_BOX(&gbmoe::hopper_scaled_weights));
@@ -149,5 +156,6 @@ STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CUDA, m) {
   m.impl("tensor_core_weights", TORCH_BOX(&gbmoe::tensor_core_weights));
   m.impl("tensor_core_up", TORCH_BOX(&gbmoe::tensor_core_up));
   m.impl("few_rows_gemm", TORCH_BOX(&gbmoe::few_rows_gemm));
+  m.impl("few_rows_linear", TORCH_BOX(&gbmoe::few_rows_linear));
   m.impl("few_rows_up", TORCH_BOX(&gbmoe::few_rows_up));
 }

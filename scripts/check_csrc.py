@@ -123,9 +123,10 @@ class Compiler:
 
     def faults_of_file(self, source: Path) -> list[str]:
         """What is wrong with a file, compiled for the oldest architecture, and for Hopper where its code differs there."""
-        oldest = next(a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes)
-        if source.parent.name == "hopper":  # with its kernels, and without, as in a build that does not name 9.0
-            return self.faults_for(["9.0"], source) + self.faults_for([oldest], source)
+        known = [a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes]
+        oldest, newest = known[0], known[-1]
+        if source.parent.name == "hopper":  # with its kernels, and without, as in a build for older or newer GPUs alone
+            return [fault for one in ("9.0", oldest, newest) for fault in self.faults_for([one], source)]
         return self.faults_for([oldest, "9.0"] if includes_architecture_code(source) else [oldest], source)
 
     def faults_for(self, chosen: list[str], source: Path) -> list[str]:

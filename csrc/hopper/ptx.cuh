@@ -158,6 +158,12 @@ __device__ __forceinline__ void tma_load_multicast(
       : "memory");
 }
 // The same of a matrix, whose boxes are a line each.
+__device__ __forceinline__ void tma_load_line(const CUtensorMap* map, uint32_t barrier, uint32_t to, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
+      : "memory");
+}
 __device__ __forceinline__ void tma_load_line_multicast(
     const CUtensorMap* map, uint32_t barrier, uint32_t to, int x, int y, uint16_t mask) {
   asm volatile(
@@ -165,6 +171,10 @@ __device__ __forceinline__ void tma_load_line_multicast(
       " [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to),
       "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y)
       : "memory");
+}
+// Fetches the map itself, ahead of its first use.
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // The box at (x, y, z) of the tensor into the L2 cache.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int x, int y, int z) {
@@ -257,6 +267,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
       "}, %96, %97, add, 1, 1, %99, %100;\n}"                                                                              \
       : GBMOE_WGMMA_32(0), GBMOE_WGMMA_32(32), GBMOE_WGMMA_32(64)                                                          \
       : GBMOE_WGMMA_OPERANDS)
+#define GBMOE_WGMMA_N32(type)                                                                                              \
+  asm volatile(                                                                                                            \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                                          \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, add, 1, 1, %19, %20;\n}"                        \
+      : GBMOE_WGMMA_8(0), GBMOE_WGMMA_8(8)                                                                                 \
+      : GBMOE_WGMMA_OPERANDS)
 #define GBMOE_WGMMA_N128(type)                                                                                             \
   asm volatile(                                                                                                            \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                                     \
@@ -279,6 +296,11 @@ template <typename T, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_WGMMA_N128("bf16");
   else GBMOE_WGMMA_N128("f16");
+}
+template <typename T, bool kTransposedA, bool kTransposedB>
+__device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b, bool add) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) GBMOE_WGMMA_N32("bf16");
+  else GBMOE_WGMMA_N32("f16");
 }
 // d [64,N] = a [64,32] @ b [32,N] (+ d where `add`) in e4m3, both contiguous along K; a and b are the lower halves of descriptors
 // whose stride is a swizzle atom. To add to 64 bits takes four times the instructions, in front of every product.

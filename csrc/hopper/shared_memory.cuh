@@ -21,8 +21,9 @@ namespace gbmoe::hopper {
 struct PipelineState {
   uint32_t stage = 0, parity = 0;
 
-  template <int kStages> __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+  template <int kStages> __device__ __forceinline__ void advance() { advance(kStages); }
+  __device__ __forceinline__ void advance(uint32_t stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
   template <int kStages> __device__ __forceinline__ void skip(int steps) {
     const uint32_t to = stage + steps, rounds = to / kStages;

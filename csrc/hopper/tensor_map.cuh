@@ -29,30 +29,25 @@ inline CUtensorMapDataType map_type(ScalarType dtype) {
   }
 }
 
-inline CUtensorMap encoded(const Tensor& tensor, int rank, const cuuint64_t* shape, const cuuint64_t* strides, const cuuint32_t* box,
-                           const cuuint32_t* steps, CUtensorMapSwizzle swizzle) {
+inline CUtensorMap encoded(
+    const Tensor& tensor, int rank, const cuuint64_t* shape, const cuuint64_t* strides, const cuuint32_t* box,
+    const cuuint32_t* steps, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   CUtensorMap map;
   const CUresult result = encode_function()(
-      &map,
-      map_type(tensor.scalar_type()),
-      rank,
-      tensor.data_ptr(),
-      shape,
-      strides,
-      box,
-      steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      &map, map_type(tensor.scalar_type()), rank, tensor.data_ptr(), shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      swizzle, promotion,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);  // zeros
   STD_TORCH_CHECK(result == CUDA_SUCCESS, "hopper: cuTensorMapEncodeTiled returned ", static_cast<int>(result), " for a tensor [",
                   rank == 3 ? shape[2] : 1, ",", shape[1], ",", shape[0], "]");
   return map;
 }
 
+constexpr CUtensorMapL2promotion kTwoLines = CU_TENSOR_MAP_L2_PROMOTION_L2_256B, kOneLine = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
 // The map of a contiguous tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes
-// under the 128-byte swizzle, or of another number of bytes without one.
-inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes) {
+// under the 128-byte swizzle, or of another number of bytes without one. `promotion`: what the L2 cache reads from memory at a time.
+inline CUtensorMap tensor_map(
+    const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes, CUtensorMapL2promotion promotion = kTwoLines) {
   const int64_t rank = tensor.dim();
   const cuuint64_t bytes = tensor.element_size();
   const cuuint64_t shape[3] = {static_cast<cuuint64_t>(tensor.size(rank - 1)), static_cast<cuuint64_t>(tensor.size(rank - 2)),
@@ -60,16 +55,17 @@ inline CUtensorMap tensor_map(const Tensor& tensor, int box_lines, uint32_t box_
   const cuuint64_t strides[2] = {shape[0] * bytes, shape[0] * shape[1] * bytes};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
   return encoded(
-      tensor, 3, shape, strides, box, steps, box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE);
+      tensor, 3, shape, strides, box, steps, box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      promotion);
 }
 
 // The map of a matrix [lines, width] in boxes of one line of 128 bytes under the 128-byte swizzle.
-inline CUtensorMap line_map(const Tensor& matrix) {
+inline CUtensorMap line_map(const Tensor& matrix, CUtensorMapL2promotion promotion = kTwoLines) {
   const cuuint64_t bytes = matrix.element_size();
   const cuuint64_t shape[2] = {static_cast<cuuint64_t>(matrix.size(1)), static_cast<cuuint64_t>(matrix.size(0))};
   const cuuint64_t strides[1] = {shape[0] * bytes};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(kLineBytes / bytes), 1}, steps[2] = {1, 1};
-  return encoded(matrix, 2, shape, strides, box, steps, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encoded(matrix, 2, shape, strides, box, steps, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
 // Lines of a box. The producer loads a and b, and the epilogue stores, in these.

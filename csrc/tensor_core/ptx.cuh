@@ -64,12 +64,6 @@ __device__ __forceinline__ int load_in_place(const int* from) {
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
   return value;
 }
-// __byte_perm that the compiler leaves before a turn which comes after it, as the SASS of few_rows.cu shows.
-__device__ __forceinline__ uint32_t permute_in_place(uint32_t low, uint32_t high, unsigned bytes) {
-  uint32_t word;
-  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(bytes));
-  return word;
-}
 
 // Four 8 x 8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 hold the addresses of matrix i's rows. Lane l gets elements
 // (l / 4, 2 (l % 4)) and the one beside it; transposed it gets (2 (l % 4), l / 4) and the one below it.

@@ -14,7 +14,7 @@ from gbmoe import kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
+from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, capability, few_rows_linear
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.tuning import grouped_gemm as tuning
@@ -44,16 +44,29 @@ class Hopper(OwnKernels):
     def refuses_dtype(self, problem):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
+    def has_few_rows(self, rows, groups):
+        return tuning.few_rows_on_hopper(rows, groups)
+
+    def pads_columns(self, rows, columns):
+        return super().pads_columns(rows, columns) and not self._is_few_rows_linear(rows, 1, columns)
+
+    def _is_few_rows_linear(self, rows: int, groups: int, columns: int) -> bool:
+        """Whether few_rows_linear computes a @ b.T of one group: few rows and columns, where no sum may be split or rows are very few."""
+        return groups == 1 and tuning.few_rows_linear(rows, columns) and (self.batch_invariant or self.has_few_rows(rows, groups))
+
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        rows, groups = a.size(0), b.size(0)
-        if a2 is None and self.has_few_rows(rows, groups, out.size(1)):
-            few_rows_gemm(a, b, sizes, trans_b, out, in_turns=self.batch_invariant)
+        rows, groups, columns = a.size(0), b.size(0), out.size(1)
+        if a2 is None and trans_b and self._is_few_rows_linear(rows, groups, columns):
+            few_rows_linear(a, b[0], sizes, out)
             return
-        if a2 is None and tuning.low_tiles_on_hopper(rows, groups, out.size(1), splits=not self.batch_invariant):
+        if a2 is None and self.has_few_rows(rows, groups):
+            HOPPER_FEW_ROWS.gemm(a, b, sizes, trans_b, out)
+            return
+        if a2 is None and self.batch_invariant and tuning.low_tiles_of_one_group(rows, groups, columns):
             tensor_core.launch_rows(tuning.TENSOR_CORE_LOW, a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
-        config = tuning.rows_gemm(rows, groups, inner, out.size(1), splits=not self.batch_invariant)
+        config = tuning.rows_gemm(rows, groups, inner, columns, splits=not self.batch_invariant)
         launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
@@ -66,13 +79,9 @@ class Hopper(OwnKernels):
             split.most, split.even, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        if self.has_few_rows(x.num_rows, *w1_EFH.shape[:2]):
-            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save, in_turns=self.batch_invariant)
+        if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
+            return HOPPER_FEW_ROWS.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
-        if tuning.low_tiles_on_hopper(x.num_rows, *w1_EFH.shape[:2]):
-            result = tensor_core.up_gemm(aligned(x.rows_PH()), w1_EFH, v1_EFH, sizes_E, activation, save)
-            x.forget()
-            return result
         if _config(x, w1_EFH.size(1), v1_EFH is not None, activation).gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
@@ -80,8 +89,8 @@ class Hopper(OwnKernels):
         return result
 
     def down(self, a_PF, w2_EFH, sizes_E):
-        if self.has_few_rows(a_PF.size(0), w2_EFH.size(0), w2_EFH.size(2)):
-            return few_rows_down(a_PF, w2_EFH, sizes_E, in_turns=self.batch_invariant)
+        if self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):
+            return HOPPER_FEW_ROWS.down(a_PF, w2_EFH, sizes_E)
         return super().down(a_PF, w2_EFH, sizes_E)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
@@ -116,16 +125,13 @@ class Hopper(OwnKernels):
 class HopperBatchInvariant(Hopper):
     """The same kernels, but in forward a row gets the same bits whatever other rows there are, and however many.
 
-    Each sum is one sequence of 16 terms after 16, in the order of K: none is split along K, and the kernels for few rows take turns. Tiles
-    of any size, and mma.sync and wgmma, give such a sum the same bits (docs/numerics.md), so that the number of rows may choose among
-    them. Gradients may depend on other rows, as those of `hopper` do.
+    Each sum is one sequence of 16 terms after 16, in the order of K: none is split along K. Tiles of any size, and mma.sync and wgmma, give
+    such a sum the same bits (docs/numerics.md), so that the number of rows may choose among them. Gradients may depend on other rows, as
+    those of `hopper` do.
     """
 
     name = "hopper_batch_invariant"
     batch_invariant = True
-
-    def has_few_rows(self, rows, groups, columns):
-        return super().has_few_rows(rows, groups, columns) or (groups == 1 and tuning.few_rows_of_one_group(rows, columns))
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)

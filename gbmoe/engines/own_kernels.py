@@ -45,9 +45,13 @@ class OwnKernels(Engine):
         """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a k-grouped GEMM")
 
-    def has_few_rows(self, rows: int, groups: int, columns: int) -> bool:
+    def has_few_rows(self, rows: int, groups: int) -> bool:
         """Whether the kernels for groups of few rows compute an m-grouped GEMM of forward."""
         return tuning.few_rows(rows, groups)
+
+    def pads_columns(self, rows: int, columns: int) -> bool:
+        """Whether `linear` pads 16-bit weights to a multiple of 8 columns: the kernels for few rows take any number."""
+        return not self.has_few_rows(rows, 1)
 
     def refuses(self, problem):
         reason = self.refuses_dtype(problem)
@@ -81,7 +85,7 @@ class OwnKernels(Engine):
         """Without a tensor of sizes, which would be one kernel more in each call; and without padding in the kernels for few rows."""
         require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
         rows, columns = x.size(0), weight.size(0)
-        pads = columns % 8 and (x.dtype == torch.float32 or not self.has_few_rows(rows, 1, columns))
+        pads = columns % 8 and (x.dtype == torch.float32 or self.pads_columns(rows, columns))
         weight_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if pads else weight
         out = x.new_empty(rows, weight_NK.size(0))
         self.rows_gemm(aligned(x), aligned(weight_NK).unsqueeze(0), None, None, None, True, out)
@@ -101,45 +105,58 @@ class OwnKernels(Engine):
 
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #
-# csrc/few_rows.cu, from compute capability 8.0 on. Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on
-# one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
+# csrc/few_rows.cu, from compute capability 8.0 on, and csrc/hopper/few_rows_gemm.cu. Operands are bfloat16 or float16, contiguous,
+# aligned to 16 bytes and on one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
 
 
-def few_rows_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor,
-                  in_turns: bool = False) -> None:
-    """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of their
-    dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows.
+class FewRowsKernels:
+    """The kernels for groups of few rows of one kind: those of any GPU, which make sums of parts, or Hopper's, which give a sum the same
+    bits as their other kernels that split none."""
 
-    With `in_turns` a sum has, on Hopper, the bits that the tensor_core engine gives it; without, it may be made of parts, which is faster
-    where all CTAs run at once, and on an H200 nearly everywhere. RuntimeError for another dtype of out.
-    """
-    torch.ops.gbmoe_cuda.few_rows_gemm(a, b, device_sizes(sizes, a.device), trans_b, in_turns, False, out)
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+
+    def gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor) -> None:
+        """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of
+        their dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows. RuntimeError for another
+        dtype of out."""
+        self.op("gemm")(a, b, device_sizes(sizes, a.device), trans_b, False, out)
+
+    def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+        """Engine.down, [P,H], directly after `up`: the weights and sizes are read while that ends, unless they are copied here."""
+        trans_b = not w2_EFH.is_contiguous() and w2_EFH.transpose(1, 2).is_contiguous()
+        b = w2_EFH.transpose(1, 2) if trans_b else w2_EFH
+        b_here = aligned(b)
+        copied = b_here.data_ptr() != b.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
+        y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
+        self.op("gemm")(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
+        return y_PH
+
+    def up(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str,
+           save: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H]. Rows that are not gathered yet are read from their tokens."""
+        if x.are_gathered or x.tokens_TH is None:
+            rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
+        else:
+            rows, slot_of_row_P, top_k = x.tokens_TH, x.slots.slot_of_row_P, x.slots.top_k
+        a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
+        h_PF = torch.empty_like(a_PF) if save else None
+        g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
+        v1_EFH = None if v1_EFH is None else aligned(v1_EFH)
+        self.op("up")(aligned(rows), slot_of_row_P, top_k, aligned(w1_EFH), v1_EFH, device_sizes(sizes, rows.device),
+                       plain_torch.ACTIVATION_INDEX[activation], a_PF, h_PF, g_PF)
+        x.forget()
+        return a_PF, h_PF, g_PF
+
+    def op(self, name: str):
+        """The operator, "gemm" or "up"."""
+        return getattr(torch.ops.gbmoe_cuda, f"{self.prefix}_{name}")
 
 
-def few_rows_down(a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
-    """Engine.down, [P,H], directly after few_rows_up: the weights and sizes are read while that ends, unless they are copied here."""
-    trans_b = not w2_EFH.is_contiguous() and w2_EFH.transpose(1, 2).is_contiguous()
-    b = w2_EFH.transpose(1, 2) if trans_b else w2_EFH
-    b_here = aligned(b)
-    copied = b_here.data_ptr() != b.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
-    y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
-    torch.ops.gbmoe_cuda.few_rows_gemm(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, in_turns, not copied, y_PH)
-    return y_PH
+FEW_ROWS, HOPPER_FEW_ROWS = FewRowsKernels("few_rows"), FewRowsKernels("hopper_few_rows")
 
 
-def few_rows_up(x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str, save: bool,
-                in_turns: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H]. Rows that are not gathered yet are read from their tokens."""
-    if x.are_gathered or x.tokens_TH is None:
-        rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
-    else:
-        rows, slot_of_row_P, top_k = x.tokens_TH, x.slots.slot_of_row_P, x.slots.top_k
-    a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
-    h_PF = torch.empty_like(a_PF) if save else None
-    g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    v1_EFH = None if v1_EFH is None else aligned(v1_EFH)
-    torch.ops.gbmoe_cuda.few_rows_up(
-        aligned(rows), slot_of_row_P, top_k, aligned(w1_EFH), v1_EFH, device_sizes(sizes, rows.device),
-        plain_torch.ACTIVATION_INDEX[activation], in_turns, a_PF, h_PF, g_PF)
-    x.forget()
-    return a_PF, h_PF, g_PF
+def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out = x @ weight.T, of x [P,K] and weight [N,K], on Hopper with the bits of HOPPER_FEW_ROWS; with sizes, [1], of so many rows. For
+    few columns."""
+    torch.ops.gbmoe_cuda.few_rows_linear(x, weight, device_sizes(sizes, x.device), out)

@@ -9,7 +9,7 @@ import torch
 
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import OwnKernels, capability, few_rows_down, few_rows_gemm, few_rows_up
+from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels, capability
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.tuning import grouped_gemm as tuning
@@ -44,8 +44,8 @@ class TensorCore(OwnKernels):
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
         rows, groups = a.size(0), b.size(0)
-        if a2 is None and a.dtype != torch.float32 and self.has_few_rows(rows, groups, out.size(1)):
-            few_rows_gemm(a, b, sizes, trans_b, out)
+        if a2 is None and a.dtype != torch.float32 and self.has_few_rows(rows, groups):
+            FEW_ROWS.gemm(a, b, sizes, trans_b, out)
             return
         launch_rows(tuning.tensor_core_rows_gemm(rows, groups, out.size(1)), a, b, a2, b2, sizes, trans_b, out)
 
@@ -56,29 +56,28 @@ class TensorCore(OwnKernels):
         """The activation in the epilogue; in float32 composed, because the epilogue's approximations are for results of 16 bits."""
         if w1_EFH.dtype == torch.float32:
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        if self.has_few_rows(x.num_rows, *w1_EFH.shape[:2]):
-            return few_rows_up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
+            return FEW_ROWS.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH), sizes_E, activation, save)
         x.forget()
         return result
 
     def down(self, a_PF, w2_EFH, sizes_E):
-        if a_PF.dtype != torch.float32 and self.has_few_rows(a_PF.size(0), w2_EFH.size(0), w2_EFH.size(2)):
-            return few_rows_down(a_PF, w2_EFH, sizes_E)
+        if a_PF.dtype != torch.float32 and self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):
+            return FEW_ROWS.down(a_PF, w2_EFH, sizes_E)
         return super().down(a_PF, w2_EFH, sizes_E)
 
 
 class TensorCoreBatchInvariant(TensorCore):
     """The same kernels, but a row of a product of rows gets the same bits whatever other rows there are, and however many.
 
-    Tiles of every size make a sum by the same instructions on the same terms in the same order. The kernels for few rows do not: they give
-    an mma.sync other terms in other places, which makes no difference on Hopper, but where an mma.sync is two sums, one after the other.
+    Tiles of every size make a sum by the same instructions on the same terms in the same order. The kernels for few rows make it of parts.
     """
 
     name = "tensor_core_batch_invariant"
     batch_invariant = True
 
-    def has_few_rows(self, rows, groups, columns):
+    def has_few_rows(self, rows, groups):
         return False
 
 

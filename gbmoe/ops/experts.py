@@ -103,7 +103,7 @@ def expert_mlp(
         keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less: P * H elements of
             memory for that time. Without effect where there are none to gather (tokens in expert order; float8), where `hopper` gathers
             inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose rows are kept
-            anyway. Where forward would gather inside its first product, or has at most two rows an expert, it gathers only for this. Where
+            anyway. Where forward would gather inside its first product, or has few rows an expert, it gathers only for this. Where
             `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was not measured.
 
     Returns:

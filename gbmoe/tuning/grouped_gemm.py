@@ -173,25 +173,38 @@ def _moved_ahead(name: str, order: tuple[str, ...]) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------- groups of few rows
 
 
+_MOST_GROUPS_OF_FEW_ROWS = 1024  # each CTA looks through the sizes for its rows, 128 of them at a time; more groups were not measured
+
+
 def few_rows(rows: int, groups: int) -> bool:
-    """Whether the kernels for groups of few rows compute an m-grouped GEMM: where what takes time is to read the weights.
+    """Whether the kernels for groups of few rows of any GPU compute an m-grouped GEMM: where what takes time is to read the weights.
 
-    They multiply 8 rows of a group at a time, and read its weights again for the next 8. A layer takes, in one CUDA graph with a cold L2
-    cache, in microseconds with wide tiles of Hopper's, low ones of tensor_core's, and these kernels: with a 16th of a row a group on
-    average (qwen3, one token) 62, 70 and 44, with a quarter 117, 122 and 100 (mixtral, one token, 247, 281 and 206), with a half 173, 175
-    and 152, with one row 241, 241 and 228 (mixtral 629, 590 and 537), with two 300, 310 and 288 (dsv3 1,202, 1,246 and 1,181). With four
-    mixtral takes 758, 712 and 706, and with eight 754, 713 and 984. Every CTA looks through the sizes for its group, 128 of them at a time,
-    so that groups may not be very many; that bound was not measured, and neither was a router that sends all rows to one group.
+    They multiply 8 rows of a group at a time, and read its weights again for the next 8. A layer takes on an H200, in one CUDA graph with a
+    cold L2 cache, in microseconds with low tiles of tensor_core's and these kernels: with a 16th of a row a group on average (qwen3, one
+    token) 70 and 44, with a quarter 122 and 100 (mixtral, one token, 281 and 206), with a half 175 and 152, with one row 241 and 228
+    (mixtral 590 and 537), with two 310 and 288 (dsv3 1,246 and 1,181). With four mixtral takes 712 and 706, and with eight 713 and 984.
+    A router that sends all rows to one group was not measured.
     """
-    return rows <= 2 * groups and groups <= 1024
+    return rows <= 2 * groups <= 2 * _MOST_GROUPS_OF_FEW_ROWS
 
 
-def few_rows_of_one_group(rows: int, columns: int) -> bool:
-    """Whether the same kernels compute out = a @ b.T of one group where no sum may be split: a batch-invariant router's logits. For a @ b
-    it was not measured.
+def few_rows_on_hopper(rows: int, groups: int) -> bool:
+    """Whether Hopper's own kernels for groups of few rows compute an m-grouped GEMM. They multiply 32 rows of a group at a time.
+
+    A layer takes on an H100, likewise, in what computed it before (the kernels of any GPU up to two rows a group, low tiles of
+    tensor_core's up to four, Hopper's wide tiles beyond) and with these kernels: with two rows a group on average 359 and 356 us (qwen3),
+    1,919 and 1,828 (dsv3), 730 and 719 (mixtral), with four 440 and 416 (qwen3), 983 and 981 (mixtral), with eight 440 and 433 (qwen3), 299
+    and 290 (olmoe), 1,882 and 1,873 (dsv3), 1,000 and 985 (mixtral); with sixteen 307 and 304 (olmoe), 1,944 and 1,946 (dsv3), 984 and
+    1,032 (mixtral).
+    """
+    return rows <= 8 * groups <= 8 * _MOST_GROUPS_OF_FEW_ROWS
+
+
+def few_rows_linear(rows: int, columns: int) -> bool:
+    """Whether a kernel for few rows computes out = x @ weight.T where no sum may be split: a batch-invariant router's logits.
 
     Each CTA reads the weights of its 16 columns again for its 8 rows. Microseconds in a graph, on one H100, in Hopper's tiles, low tiles of
-    tensor_core's and these kernels, with 2,048 terms and 128 columns: 256 rows 17, 17 and 9, 1,024 rows 17, 17 and 21, 2,048 rows 17, 17
+    tensor_core's and this kernel, with 2,048 terms and 128 columns: 256 rows 17, 17 and 9, 1,024 rows 17, 17 and 21, 2,048 rows 17, 17
     and 37; 64 columns, 1,024 rows 16, 18 and 12; 4,096 terms and 8 columns, 4,096 rows 26, 33 and 22; 7,168 terms and 256 columns, 256
     rows 70, 50 and 30, 512 rows 70, 50 and 55. cuBLAS takes 5 to 32 for these; it splits sums.
     """
@@ -234,6 +247,20 @@ def _tile_along_n(columns: int) -> GemmConfig:
 _MOST_AHEAD = 4
 
 
+def _fills_more_in_square_tiles(rows: int, groups: int, columns: int) -> bool:
+    """Whether square tiles, in ping-pong, leave fewer multiprocessors without work than wide ones, where sums are long and none is split.
+
+    That is where wide tiles are more than multiprocessors, of which an H200 has 132, and yet so few that the last ones count. Percent by
+    which a batch-invariant layer takes longer than one that splits, on one H200, with the second GEMM in wide and in square tiles: mixtral
+    (two routers) 4.4, 4.8 and 3.9, 0.6 with 512 tokens, 2.6, 7.4 and 1.8, 2.0 with 1,024, 3.2, 5.0 and 1.0, 1.3 with 2,048; 8 experts of
+    6,144 x 16,384, top-2, 6.1, 5.8 and -0.2, -0.5 with 384, 5.3, 2.5 and 0.9, 2.9 with 1,024. Up to 256 tokens of mixtral, whose 128 wide
+    tiles all run at once, square ones take up to 8 % longer. Below 128 rows a group tiles from a counter take up to 4 % longer than fixed
+    shares.
+    """
+    tiles_of_rows = max(rows / TILE_M + groups / 2, min(rows, groups))  # about half of a group's last tile is empty
+    return rows >= 4 * groups and tiles_of_rows * columns / WIDE > 132 and tiles_of_rows * columns / SQUARE <= 1 << 11
+
+
 @functools.lru_cache(maxsize=1024)
 def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e]; where two products are summed, `inner` counts the terms of both.
@@ -248,13 +275,18 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool 
     the H100 it saves 1.8 % of 26 GFLOP of 512 terms and loses 2.5 % of 13, and of sums of 256 terms it loses up to 3.5 %.
 
     Where the last CTAs to finish have few tiles, splitting sums along K helps; with 8,192 square tiles and more there is nothing to gain.
-    Ping-pong kernels cannot split: for sums of 2,048 terms and more they are only taken where these tiles are many, or no sum may be split.
+    Ping-pong kernels cannot split: for sums of 2,048 terms and more they are only taken where these tiles are many, or no sum may be split;
+    for longer sums than 4,096 terms only where no sum may be split.
 
     splits: whether sums may be split along K. If not, a row's sum is one sequence of k-blocks, whatever other rows there are.
     """
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE  # approximately, and if no group is empty
-    ping_pong = inner <= 4096 and rows >= 4 * groups and (inner < 2048 or square_tiles >= 256 or not splits)
-    counter = inner >= 2048 or (ping_pong and inner >= 512 and 2 * rows * inner * columns >= 2.5e10)
+    if inner <= 4096:
+        ping_pong = rows >= 4 * groups and (inner < 2048 or square_tiles >= 256 or not splits)
+        counter = inner >= 2048 or (ping_pong and inner >= 512 and 2 * rows * inner * columns >= 2.5e10)
+    else:
+        ping_pong = not splits and _fills_more_in_square_tiles(rows, groups, columns)
+        counter = not ping_pong or rows >= TILE_M * groups
     if not ping_pong:
         pays = splits and counter and square_tiles <= 1 << 13
         split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if pays else WHOLE
@@ -268,16 +300,12 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool 
     return GemmConfig(SQUARE, *clusters, ping_pong=True, tile_counter=counter)
 
 
-def low_tiles_on_hopper(rows: int, groups: int, columns: int, splits: bool = True) -> bool:
-    """Whether the low tiles of the tensor_core engine compute a GEMM of forward on Hopper.
+def low_tiles_of_one_group(rows: int, groups: int, columns: int) -> bool:
+    """Whether the low tiles of the tensor_core engine compute a GEMM of one group on Hopper where no sum may be split: they are more.
 
-    Where groups have a few rows, what takes time is to read their weights, and these tiles have more loads in flight than wide ones. With
-    four rows a group a layer takes, in one CUDA graph with a cold L2 cache, 749 and 710 us in wide tiles and in low ones (mixtral), 1,423
-    and 1,431 (dsv3). For at most two rows there are the kernels of few_rows. Without `splits` they also compute one group whose wide tiles
-    would be too few: 7,168 terms and 256 columns take 50 us instead of 70 with 1,024 rows, 77 instead of 71 with 4,096.
+    7,168 terms and 256 columns take 50 us instead of 70 with 1,024 rows, 77 instead of 71 with 4,096.
     """
-    of_few_rows = 2 * groups < rows <= 4 * groups
-    return of_few_rows or (not splits and groups == 1 and _has_few_low_tiles(rows, columns))
+    return groups == 1 and _has_few_low_tiles(rows, columns)
 
 
 def _has_few_low_tiles(rows: int, columns: int) -> bool:

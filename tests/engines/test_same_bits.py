@@ -87,11 +87,12 @@ def test_products_of_rows(device, dtype, kind):
         for config in OF_TENSOR_CORE:
             tensor_core.launch_rows(config, a, b, None, None, sizes, trans_b, out(config))
         if has_hopper(device) and dtype in OF_16_BITS:
-            own_kernels.few_rows_gemm(a, b, sizes, trans_b, out("few rows"), in_turns=True)
-            if trans_b:  # there are kernels for a group alone, of at most this many rows here
-                alone = torch.full((40, COLUMNS), 7.0, dtype=dtype, device=device)
-                own_kernels.few_rows_gemm(a[:40], b[:1], None, True, alone, in_turns=True)
-                assert torch.equal(bits(alone), bits(outs[OF_TENSOR_CORE[0]][:40])), (inner, "a group alone")
+            own_kernels.HOPPER_FEW_ROWS.gemm(a, b, sizes, trans_b, out("few rows"))
+            if trans_b:
+                for rows in (40, 64):  # of few CTAs, and of more
+                    alone = torch.full((rows, COLUMNS), 7.0, dtype=dtype, device=device)
+                    own_kernels.few_rows_linear(a[:rows], b[0], None, alone)
+                    assert torch.equal(bits(alone), bits(outs[OF_TENSOR_CORE[0]][:rows])), (inner, "a group alone")
             for config in OF_HOPPER:
                 hopper.launch_rows(config, a, b, None, None, sizes, trans_b, out(config))
         for name, product in outs.items():
@@ -112,7 +113,7 @@ def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
         tensor_core.launch_up(config, x, w1, v1, sizes, activation, *outs(config))
     if has_hopper(device):
         gathered = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x)
-        few = own_kernels.few_rows_up(gathered, w1, v1, sizes, activation, True, in_turns=True)
+        few = own_kernels.HOPPER_FEW_ROWS.up(gathered, w1, v1, sizes, activation, True)
         results["few rows"] = tuple(tensor for tensor in few if tensor is not None)
         for config in OF_HOPPER_UP:
             hopper.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))

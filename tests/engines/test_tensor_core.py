@@ -1,5 +1,6 @@
 """The tensor_core engine's kernels with every tile: on a GPU, and on a CPU that emulates one, where shapes are small."""
 
+import contextlib
 import functools
 import shutil
 
@@ -42,20 +43,26 @@ EVERY_EMULATION = pytest.mark.parametrize("device", devices(*(
     f"{copies} copies, {memory} memory" for copies in ("early", "late") for memory in ("small", "large"))), indirect=True)
 
 
-@pytest.fixture(params=devices("early copies, small memory", "late copies, large memory"))
-def device(request):
+@contextlib.contextmanager
+def device_named(name, request):
     """Where the kernels run. Emulated, cp.async writes shared memory at once, or as late as it may; with the kernels for small or large
     shared memory."""
-    if request.param == "cuda":
+    if name == "cuda":
         reason = ENGINE.unavailable(torch.device("cuda"))
         if reason is not None:
             pytest.skip(f"tensor_core: {reason}")
         yield torch.device("cuda")
     else:
-        late = "late" in request.param  # with one CTA, whose ring of tiles goes round
+        late = "late" in name  # with one CTA, whose ring of tiles goes round
         with emulated_gpu.operators(request.getfixturevalue("kernels"), ctas=1 if late else 3, late_copies=late,
-                                    large_memory="large" in request.param):
+                                    large_memory="large" in name):
             yield torch.device("cpu")
+
+
+@pytest.fixture(params=devices("early copies, small memory", "late copies, large memory"))
+def device(request):
+    with device_named(request.param, request) as where:
+        yield where
 
 
 def drawn(*shape, dtype, device, seed, scale=1.0):

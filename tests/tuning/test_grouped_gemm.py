@@ -33,6 +33,17 @@ def test_rows_gemm(rows, groups, inner, columns, config):
     assert tuning.rows_gemm(rows, groups, inner, columns) == config
 
 
+@pytest.mark.parametrize("rows, columns, config", [
+    (512, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True)),  # 128 wide tiles, which all run at once
+    (768, 6144, GemmConfig(SQUARE, cluster_n=2, ping_pong=True)),
+    (1024, 4096, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),
+    (4096, 4096, GemmConfig(SQUARE, cluster_n=2, ping_pong=True, tile_counter=True)),
+    (16384, 4096, GemmConfig(WIDE, cluster_n=2, tile_counter=True, most_ahead=4)),
+])
+def test_long_sums_that_must_not_be_split(rows, columns, config):
+    assert tuning.rows_gemm(rows, 8, 14336, columns, splits=False) == config
+
+
 # The tiles that csrc/hopper/gemm_rows.cu has instances for.
 LAUNCHED = {(SQUARE, 1, 2), (SQUARE, 2, 1), (SQUARE, 1, 1), (NARROW, 1, 2), (WIDE, 1, 2), (WIDE, 1, 1)}
 
@@ -106,16 +117,20 @@ def test_few_rows(rows, groups, few):
 
 
 @pytest.mark.parametrize("rows, columns, few", [(1, 8, True), (4096, 8, True), (4097, 8, False), (512, 128, True), (513, 128, False)])
-def test_few_rows_of_one_group(rows, columns, few):
-    assert tuning.few_rows_of_one_group(rows, columns) == few
+def test_few_rows_linear(rows, columns, few):
+    assert tuning.few_rows_linear(rows, columns) == few
 
 
-@pytest.mark.parametrize("rows, groups, columns, splits, low", [
-    (256, 128, 768, True, False), (257, 128, 768, True, True), (512, 128, 768, True, True), (513, 128, 768, True, False),
-    (2, 1, 768, True, False), (4096, 1, 128, True, False), (4096, 1, 128, False, True), (4097, 1, 128, False, False),
-    (2048, 1, 256, False, True), (2048, 2, 128, False, False)])
-def test_low_tiles_on_hopper(rows, groups, columns, splits, low):
-    assert tuning.low_tiles_on_hopper(rows, groups, columns, splits) == low
+@pytest.mark.parametrize("rows, groups, few", [(1024, 128, True), (1025, 128, False), (8, 1, True), (9, 1, False), (8192, 1024, True),
+                                               (8, 1025, False)])
+def test_few_rows_on_hopper(rows, groups, few):
+    assert tuning.few_rows_on_hopper(rows, groups) == few
+
+
+@pytest.mark.parametrize("rows, groups, columns, low", [
+    (4096, 1, 128, True), (4097, 1, 128, False), (2048, 1, 256, True), (2048, 2, 128, False)])
+def test_low_tiles_of_one_group(rows, groups, columns, low):
+    assert tuning.low_tiles_of_one_group(rows, groups, columns) == low
 
 
 @pytest.mark.parametrize("hidden, ffn, glu, activation, gather_up, padded, gather_down_backward, gather_weight_gradient, two, fuse", [

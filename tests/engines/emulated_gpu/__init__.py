@@ -59,7 +59,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     """Compile the kernels with their stand-ins in `folder`, and load them."""
     source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
     shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-    for name in ("few_rows.cuh", "group_sizes.cuh", "activation_formulas.cuh"):
+    for name in ("few_rows.cuh", "few_rows_store.cuh", "group_sizes.cuh", "activation_formulas.cuh"):
         shutil.copy(extension.source_folder() / name, source / name)
     for name, place in _STAND_INS.items():
         shutil.copy(_HERE / name, source / place)
@@ -120,20 +120,24 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
         return _FewRowsArguments(groups=groups, rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1),
                                  size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **fields)
 
-    def few_rows_gemm(a, b, sizes, trans_b, in_turns, reads_early, out):
+    def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out), reads_early=reads_early)
-        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, in_turns, of=of, reads=(a, b))
+        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
 
-    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, in_turns, a, h, g):
+    def few_rows_linear(x, weight, sizes, out):
+        of = few_rows(x, sizes, out, b=_pointers(weight), out=_pointers(out))
+        call(kernels.few_rows_linear, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
+
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
         of = few_rows(x, sizes, a, b=_pointers(w1, v1), out=_pointers(a, h, g), activation=activation, **slots)
-        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, in_turns, of=of, reads=(x, w1, v1))
+        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
     try:
         functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up, "few_rows_gemm": few_rows_gemm,
-                     "few_rows_up": few_rows_up}
+                     "few_rows_linear": few_rows_linear, "few_rows_up": few_rows_up}
         schemas = _schemas()
         for name in functions:
             if not hasattr(torch.ops.gbmoe_cuda, name):

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "emulated_gpu.h"
+
 namespace gbmoe {
 
 inline void wait_for_kernel_before() { emulated_gpu::wait_for_kernel_before(); }

@@ -105,7 +105,8 @@ struct Late {
   std::vector<unsigned char> bytes;
 };
 
-template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns> void launch(const Arguments& args, emulated_gpu::Run run) {
+template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns = false>
+void launch(const Arguments& args, emulated_gpu::Run run) {
   static_assert(sizeof(Sums<Columns, kInTurns>) <= emulated_gpu::kSharedBytes);
   run.ctas = ceil_div(args.size_n, Columns::kTileN) * std::min(args.groups, args.rows) * args.row_blocks;
   // The kernel before writes the rows and, unless they are read early, the weights.
@@ -116,35 +117,36 @@ template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns> v
   emulated_gpu::kernel_before = [&] { for (Late& operand : late) operand.arrive(); };
   emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue, kInTurns>(args); });
 }
-template <typename T, typename Columns, EpilogueKind kEpilogue>
-void launch(const Arguments& args, bool in_turns, const emulated_gpu::Run& run) {
-  if (in_turns) launch<T, Columns, kEpilogue, true>(args, run);
-  else launch<T, Columns, kEpilogue, false>(args, run);
-}
-
 }  // namespace
 
 extern "C" {
 
-bool few_rows_gemm(int dtype, bool trans_b, bool in_turns, const Arguments* args, const emulated_gpu::Run* run) {
+bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (trans_b && in_turns && args->groups == 1 && args->row_blocks == 1)
-        launch<T, KMajorColumns<T, false, true>, EpilogueKind::kStore, true>(*args, *run);
-      else if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(*args, in_turns, *run);
-      else if (in_turns && args->size_k <= kShortSum) launch<T, NMajorColumns<T, true>, EpilogueKind::kStore, true>(*args, *run);
-      else launch<T, NMajorColumns<T>, EpilogueKind::kStore>(*args, in_turns, *run);
+      if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(*args, *run);
+      else launch<T, NMajorColumns<T>, EpilogueKind::kStore>(*args, *run);
     }
   });
 }
 
-bool few_rows_up(int dtype, bool glu, bool in_turns, const Arguments* args, const emulated_gpu::Run* run) {
+bool few_rows_linear(int dtype, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (glu) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(*args, in_turns, *run);
-      else launch<T, KMajorColumns<T, false>, EpilogueKind::kActivation>(*args, in_turns, *run);
+      if (args->row_blocks == 1) launch<T, KMajorColumns<T, false, true>, EpilogueKind::kStore, true>(*args, *run);
+      else launch<T, KMajorColumns<T, false>, EpilogueKind::kStore, true>(*args, *run);
+    }
+  });
+}
+
+bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu::Run* run) {
+  return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == 2) {
+      if (glu) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(*args, *run);
+      else launch<T, KMajorColumns<T, false>, EpilogueKind::kActivation>(*args, *run);
     }
   });
 }

@@ -28,7 +28,6 @@ template <int kPending> void cp_async_wait() {
 
 template <int> void await_turn(int warp) { emulated_gpu::await_turn(warp); }
 template <int> void pass_turn(int to_warp) { emulated_gpu::pass_turn(to_warp); }
-inline uint32_t permute_in_place(uint32_t low, uint32_t high, unsigned bytes) { return __byte_perm(low, high, bytes); }
 
 inline int load_in_place(const int* from) { return *from; }
 inline uint4 load_once_16(const void* from) {

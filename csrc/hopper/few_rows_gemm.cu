@@ -1,0 +1,99 @@
+// The launches of few_rows_gemm.cuh. ops.h has the operators' arguments.
+
+#include "few_rows_gemm.cuh"
+
+#include "../ops.h"
+#include "device.cuh"
+#include "tensor_map.cuh"
+
+namespace gbmoe {
+namespace {
+
+using namespace hopper;
+namespace few = hopper::few_rows;
+
+few::Arguments arguments(const char* name, const Tensor& x, const std::optional<Tensor>& sizes, const Tensor& out) {
+  STD_TORCH_CHECK(out.scalar_type() == x.scalar_type(), name, ": out has another dtype than the result");
+  STD_TORCH_CHECK(out.size(0) <= INT32_MAX / 2, name, ": expected at most 2^30 - 1 rows, got ", out.size(0));
+  few::Arguments args{};
+  args.sizes = sizes ? sizes->data_ptr() : nullptr;
+  args.sizes_are_int64 = sizes && sizes->scalar_type() == ScalarType::Long;
+  args.groups = sizes ? static_cast<int>(sizes->numel()) : 1;
+  args.rows = static_cast<int>(out.size(0));
+  args.size_n = static_cast<int>(out.size(1)), args.size_k = static_cast<int>(x.size(1));
+  args.out[0] = out.data_ptr();
+  return args;
+}
+
+// Memory is read a line at a time: with two at a time GEMMs were 1 to 10 % slower on an H200.
+CUtensorMap map_of_weights(const Tensor& weights, int lines) { return tensor_map(weights, lines, kLineBytes, kOneLine); }
+
+// Shared memory of a multiprocessor, on which each CTA takes 1 KiB more than it asks for; and what a CTA may have.
+constexpr uint32_t kSharedBytes = 228 << 10, kOwnBytes = 1 << 10, kMostOfCta = 227 << 10;
+
+// Stages of a CTA, where so many run on a multiprocessor.
+int stages(few::Arguments args, int64_t ctas, int device) {
+  const int64_t each = ceil_div(ctas, int64_t{multiprocessors(device)});
+  const int at_once = static_cast<int>(each <= few::kMostCtas ? each : few::kMostCtas - 1);
+  for (args.stages = 1; args.stages * few::kStageK < args.size_k; ++args.stages) {
+    few::Arguments more = args;
+    ++more.stages;
+    if (more.shared_bytes() > std::min(kMostOfCta, kSharedBytes / at_once - kOwnBytes)) break;
+  }
+  return args.stages;
+}
+
+template <typename T, bool kTransposed, EpilogueKind kEpilogue> void launch(
+    const few::Maps& maps, few::Arguments args, int columns, const Tensor& on) {
+  // Each group with rows may have a tile that is not full.
+  const int64_t tiles_of_rows = int64_t{std::min(args.groups, args.rows)} + args.rows / few::kRows;
+  const int64_t ctas = ceil_div(args.size_n, columns) * tiles_of_rows;
+  STD_TORCH_CHECK(ctas <= INT32_MAX, "hopper_few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
+  args.stages = stages(args, ctas, on.get_device_index());
+  const auto kernel = few::few_rows_kernel<T, kTransposed, kEpilogue>;
+  // The same in each launch, because it is a state of the kernel, which other threads launch with other numbers of stages.
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostOfCta));
+  launch_early(true, kernel, static_cast<unsigned>(ctas), few::kThreads, args.shared_bytes(), on, maps, args);
+}
+
+}  // namespace
+
+void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
+  if (out.numel() == 0) return;
+  const OnDevice current(a);
+  few::Arguments args = arguments("hopper_few_rows_gemm", a, sizes, out);
+  args.reads_early = reads_early;
+  few::Maps maps{};
+  maps.rows = line_map(a, kOneLine);
+  maps.weights[0] = map_of_weights(b, trans_b ? few::kColumns : kBlockK);
+  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_few_rows_gemm", {
+    if (trans_b) launch<T, false, EpilogueKind::kStore>(maps, args, few::kColumns, a);
+    else launch<T, true, EpilogueKind::kStore>(maps, args, few::kColumns, a);
+  });
+}
+
+void hopper_few_rows_up(
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
+    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+  if (a.numel() == 0) return;
+  const OnDevice current(x);
+  few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);
+  args.slot_of_row = data<const int>(slot_of_row);
+  STD_TORCH_CHECK(x.size(0) > 0, "hopper_few_rows_up: expected at least one token, got none beside ", args.rows, " rows");
+  args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
+  args.padded = slot_of_row && args.rows > x.size(0) * top_k;
+  args.activation = static_cast<int>(activation);
+  args.out[1] = h ? h->data_ptr() : nullptr, args.out[2] = g ? g->data_ptr() : nullptr;
+  args.next_begins_early = true;
+  const int columns = v1 ? few::kColumns / 2 : few::kColumns;
+  few::Maps maps{};
+  maps.rows = line_map(x, kOneLine);
+  maps.weights[0] = map_of_weights(w1, columns);
+  if (v1) maps.weights[1] = map_of_weights(*v1, columns);
+  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_few_rows_up", {
+    if (v1) launch<T, false, EpilogueKind::kGlu>(maps, args, columns, x);
+    else launch<T, false, EpilogueKind::kActivation>(maps, args, columns, x);
+  });
+}
+
+}  // namespace gbmoe

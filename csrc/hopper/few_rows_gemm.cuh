@@ -1,0 +1,286 @@
+// m-grouped GEMMs whose groups have few rows, on Hopper: what takes time is to read each group's weights once, as when a few tokens are
+// generated. (few_rows.cuh has kernels for any GPU.)
+//
+// A CTA makes one tile, 64 columns of weights by up to 32 rows. The weights are the first operand of wgmma, which has 64 rows there, and
+// the rows its second, so that no more is multiplied than needed. One warp loads the weights by TMA into a ring of stages, two k-blocks
+// each, one warp the rows beside them, line by line, and a warpgroup multiplies. Several CTAs run on a multiprocessor: while one finds its
+// rows, or stores, the others' loads keep the memory busy.
+//
+// All terms are added to a sum in the order of K, 16 at a time, so that its bits are those of every kernel in hopper/ that does not split
+// sums, and on Hopper of those in tensor_core/ (docs/numerics.md).
+//
+// Shared memory: stages [k-block: weights, 64 lines, and rows, 32 lines], of which the first holds the results in the end; the rows' tokens;
+// and the barriers of stages, full and empty.
+//
+// Legend: out [P,N] = x [P,K] @ b[e]; b[e] is [N,K], or [K,N] where kTransposed; E groups (experts), P rows of all groups.
+
+#pragma once
+
+#include "../early_launch.cuh"
+#include "../few_rows_store.cuh"
+#include "../group_sizes.cuh"
+#include "shared_memory.cuh"
+
+namespace gbmoe::hopper::few_rows {
+
+constexpr int kRows = 32, kColumns = 64;  // of a tile; in a GLU half of the columns are w1's and half are v1's
+constexpr int kConsumers = 128, kThreads = kConsumers + 64;
+constexpr int kBlocks = 2, kStageK = kBlocks * kBlockK;  // k-blocks of a stage, and their terms
+constexpr uint32_t kBlockBytes = kSubtileBytes + kRows * kLineBytes, kStageBytes = kBlocks * kBlockBytes;
+constexpr int kResultColumns = kColumns + 8;  // so that rows of results begin in different banks
+static_assert(kRows * kResultColumns * 2 <= kStageBytes);
+constexpr int kMostCtas = 4;  // that run on a multiprocessor
+
+struct Maps {
+  CUtensorMap weights[2];  // the second is that of v1 in a GLU
+  CUtensorMap rows;  // line by line
+};
+
+struct Arguments {
+  const void* sizes;  // [E], rows of each group; null: one group has all rows
+  bool sizes_are_int64;  // else int32
+  int groups;
+  int rows;  // P: no group reaches beyond it, whatever its size says
+  const int* slot_of_row;  // [P]: row r is token slot_of_row[r] / top_k, or zeros where that names no token; null: row r of x
+  int tokens, top_k;
+  bool padded;  // rows without a token may end a group
+  int size_n, size_k;
+  int activation;
+  void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
+  bool reads_early;  // weights and sizes were complete before the kernel before this one began: they are read before it has ended
+  bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
+  int stages;
+
+  __host__ __device__ uint32_t row_tokens() const { return stages * kStageBytes; }
+  __host__ __device__ uint32_t full_barriers() const { return row_tokens() + kRows * sizeof(int); }
+  __host__ __device__ uint32_t empty_barriers() const { return full_barriers() + stages * 8; }
+  __host__ __device__ uint32_t shared_bytes() const { return empty_barriers() + stages * 8; }
+};
+
+// k-blocks of the stage whose first term is `begin`. The last one may have fewer: TMA takes long for what lies outside of a tensor.
+__device__ __forceinline__ int blocks_of_stage(const Arguments& args, int begin) {
+  return min(ceil_div(args.size_k - begin, kBlockK), kBlocks);
+}
+
+// Rows that follow each other and belong to one group, kRows of them at the most; none where `count` is not positive.
+struct Rows { int group, first, count; };
+
+// How many rows some groups have, and in how many tiles of kRows. Sizes may be anything: both numbers are clamped.
+struct Extent {
+  int rows = 0, tiles = 0;
+
+  static __device__ __forceinline__ Extent of(int size) { return {size, ceil_div(size, kRows)}; }
+  __device__ __forceinline__ void add(const Arguments& args, const Extent& more) {
+    rows = add_rows(args, rows, more.rows), tiles = min(tiles + more.tiles, 1 << 29);
+  }
+};
+__device__ __forceinline__ Extent shuffled_up(const Extent& own, int lanes) {
+  return {__shfl_up_sync(kFullWarp, own.rows, lanes), __shfl_up_sync(kFullWarp, own.tiles, lanes)};
+}
+
+// Tile `index` of the rows of all groups; without rows where there are not so many. All lanes of a warp call it together.
+__device__ __forceinline__ Rows find_rows(const Arguments& args, int index) {
+  if (!args.sizes) return {0, index * kRows, min(args.rows - index * kRows, kRows)};
+  constexpr int kOfLane = 4;  // groups that follow each other
+  const int lane = threadIdx.x % 32;
+  Extent before;  // of the groups before `base`
+  for (int base = 0; base < args.groups; base += 32 * kOfLane) {
+    int sizes[kOfLane];
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) sizes[i] = size_of_group(args, base + lane * kOfLane + i);
+    Extent through;  // the groups of the lanes up to this one
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) through.add(args, Extent::of(sizes[i]));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const Extent of_others = shuffled_up(through, step);
+      if (lane >= step) through.add(args, of_others);
+    }
+    Extent at = before;  // of the groups before this lane's first one, then of those before the one that is looked for
+    const Extent of_lanes_before = shuffled_up(through, 1);
+    if (lane > 0) at.add(args, of_lanes_before);
+    through.add(args, before);
+    const unsigned reach = __ballot_sync(kFullWarp, through.tiles > index);
+    if (reach) {
+      int group = 0;
+#pragma unroll
+      for (int i = 0; i < kOfLane - 1; ++i) {
+        Extent next = at;
+        next.add(args, Extent::of(sizes[i]));
+        if (group == i && next.tiles <= index) at = next, group = i + 1;
+      }
+      int size = sizes[0];
+#pragma unroll
+      for (int i = 1; i < kOfLane; ++i) size = group == i ? sizes[i] : size;
+      const int skipped = (index - at.tiles) * kRows, left = min(size, args.rows - at.rows) - skipped;
+      const int owner = __ffs(reach) - 1;
+      return {
+          __shfl_sync(kFullWarp, base + lane * kOfLane + group, owner), __shfl_sync(kFullWarp, at.rows + skipped, owner),
+          __shfl_sync(kFullWarp, min(left, kRows), owner)};
+    }
+    before = {__shfl_sync(kFullWarp, through.rows, 31), __shfl_sync(kFullWarp, through.tiles, 31)};
+  }
+  return {};
+}
+
+// The token of a row, or -1: that is outside of the matrix, where TMA finds zeros, for which it takes long.
+__device__ __forceinline__ int token_of(const Arguments& args, int row) {
+  if (!args.slot_of_row) return row;
+  const int slot = args.slot_of_row[row], token = slot / args.top_k;
+  return slot < 0 || token >= args.tokens ? -1 : token;
+}
+
+// How many rows of a tile there are up to the last one that has a token. All lanes of a warp call it together.
+__device__ __forceinline__ int rows_up_to_last_token(const Arguments& args, const Rows& rows) {
+  const int lane = threadIdx.x % 32;
+  return 32 - __clz(__ballot_sync(kFullWarp, lane < rows.count && token_of(args, rows.first + lane) >= 0));
+}
+
+// Loads the weights of columns n and those behind it, without waiting for the kernel before this one.
+template <bool kTransposed, bool kGlu>
+__device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& args, uint32_t shared, int group, int n) {
+  if (!elect_one()) return;
+  PipelineState pipe;
+#pragma unroll 1
+  for (int begin = 0; begin < args.size_k; begin += kStageK) {
+    const uint32_t full = shared + args.full_barriers() + pipe.stage * 8;
+    mbarrier_wait(shared + args.empty_barriers() + pipe.stage * 8, pipe.parity ^ 1);
+    const int blocks = blocks_of_stage(args, begin);
+    mbarrier_expect_bytes(full, blocks * kSubtileBytes);
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      const uint32_t to = shared + pipe.stage * kStageBytes + i * kBlockBytes;
+      const int k = begin + i * kBlockK;
+      if constexpr (kTransposed) tma_load(&maps.weights[0], full, to, n, k, group);
+      else tma_load(&maps.weights[0], full, to, k, n, group);
+      if constexpr (kGlu) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, k, n, group);
+    }
+    pipe.advance(args.stages);
+  }
+}
+
+// Loads the rows that exist; what is multiplied in place of others is whatever a stage holds, and not stored.
+__device__ __forceinline__ void load_rows(const Maps& maps, const Arguments& args, uint32_t shared, const Rows& rows) {
+  constexpr int kAtOnce = 4;  // tokens in registers
+  const int lane = threadIdx.x % 32;
+  const uint32_t tokens = shared + args.row_tokens();
+  if (lane < rows.count) store_shared_int(tokens + lane * sizeof(int), token_of(args, rows.first + lane));
+  __syncwarp();
+  if (!elect_one()) return;
+  PipelineState pipe;
+#pragma unroll 1
+  for (int begin = 0; begin < args.size_k; begin += kStageK) {
+    const uint32_t full = shared + args.full_barriers() + pipe.stage * 8;
+    mbarrier_wait(shared + args.empty_barriers() + pipe.stage * 8, pipe.parity ^ 1);
+    const int blocks = blocks_of_stage(args, begin);
+    mbarrier_expect_bytes(full, blocks * rows.count * kLineBytes);
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      const int k = begin + i * kBlockK;
+      uint32_t to = shared + pipe.stage * kStageBytes + i * kBlockBytes + kSubtileBytes;
+#pragma unroll 1
+      for (int line = 0; line < rows.count; line += kAtOnce, to += kAtOnce * kLineBytes) {
+        const int4 four = load_shared_16(tokens + line * sizeof(int));
+        tma_load_line(&maps.rows, full, to, k, four.x);
+        if (line + 1 < rows.count) tma_load_line(&maps.rows, full, to + kLineBytes, k, four.y);
+        if (line + 2 < rows.count) tma_load_line(&maps.rows, full, to + 2 * kLineBytes, k, four.z);
+        if (line + 3 < rows.count) tma_load_line(&maps.rows, full, to + 3 * kLineBytes, k, four.w);
+      }
+    }
+    pipe.advance(args.stages);
+  }
+}
+
+// The sums of a tile, of columns by rows, by one warpgroup. It waits for each k-block's products, because ptxas puts a wait behind
+// every wgmma of a loop that leaves some under way here; other CTAs use the time.
+template <typename T, bool kTransposed>
+__device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared, float (&sums)[kRows / 2]) {
+  constexpr uint32_t kStep = kTransposed ? 16 * kLineBytes : 32, kRowStep = 32;
+  PipelineState pipe;
+#pragma unroll 1
+  for (int begin = 0; begin < args.size_k; begin += kStageK) {
+    mbarrier_wait(shared + args.full_barriers() + pipe.stage * 8, pipe.parity);
+    const int blocks = blocks_of_stage(args, begin);
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      const uint32_t block = shared + pipe.stage * kStageBytes + i * kBlockBytes;
+      const uint64_t weights = wgmma_descriptor(block, kSubtileBytes, kSwizzleAtomBytes);
+      const uint64_t rows = wgmma_descriptor(block + kSubtileBytes, kSubtileBytes, kSwizzleAtomBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kBlockK / 16; ++step)
+        wgmma<T, kTransposed, false>(
+            sums, weights + (step * kStep >> 4), rows + (step * kRowStep >> 4), step > 0 || i > 0 || begin > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared + args.empty_barriers() + pipe.stage * 8);
+    pipe.advance(args.stages);
+  }
+  fence_accumulators(sums);
+}
+
+// Leaves the sums in shared memory, rounded, a line for each row; complete behind a barrier of the consumers.
+template <typename T>
+__device__ __forceinline__ void keep_sums(T (*results)[kResultColumns], const float (&sums)[kRows / 2]) {
+  // The fragment of wgmma: a lane has columns l / 4 and those 8 behind it, and of every 8 rows two that follow each other.
+  const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+  named_barrier_sync(1, kConsumers);  // until all warps have multiplied what lay there
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) results[row + i / 4 * 8 + i % 2][column + i / 2 % 2 * 8] = narrow<T>(sums[i]);
+  named_barrier_sync(1, kConsumers);
+}
+
+// What one thread does ahead of all else.
+template <bool kGlu> __device__ __forceinline__ void prepare(const Maps& maps, const Arguments& args, uint32_t shared) {
+  tma_prefetch_map(&maps.weights[0]);
+  if (kGlu) tma_prefetch_map(&maps.weights[1]);
+  tma_prefetch_map(&maps.rows);
+  for (int stage = 0; stage < args.stages; ++stage) {
+    mbarrier_init(shared + args.full_barriers() + stage * 8, 2);  // the warps that load
+    mbarrier_init(shared + args.empty_barriers() + stage * 8, kConsumers / 32);
+  }
+  fence_mbarrier_init();
+}
+
+// A CTA for each tile of columns of each tile of rows that there may be; the columns of the same rows follow each other.
+template <typename T, bool kTransposed, EpilogueKind kEpilogue>
+__global__ void __launch_bounds__(kThreads, kMostCtas)
+    few_rows_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Arguments args) {
+#ifdef GBMOE_HOPPER
+  constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
+  constexpr int kTileN = kGlu ? kColumns / 2 : kColumns;  // columns of one output tensor
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  const uint32_t shared = shared_address(shared_bytes);
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) prepare<kGlu>(maps, args, shared);
+  if (!args.reads_early) {
+    wait_for_kernel_before();
+    if (args.next_begins_early) let_next_kernel_begin();
+  }
+  const int tiles_n = ceil_div(args.size_n, kTileN), n = blockIdx.x % tiles_n * kTileN;
+  const Rows rows = find_rows(args, blockIdx.x / tiles_n);
+  Rows summed = rows;  // without rows at the end that are zeros
+  if (args.padded && rows.count > 0) summed.count = rows_up_to_last_token(args, rows);
+  __syncthreads();
+  if (warp == kConsumers / 32 && summed.count > 0) load_weights<kTransposed, kGlu>(maps, args, shared, rows.group, n);
+  __syncwarp();
+  wait_for_kernel_before();
+  if (warp > kConsumers / 32) {
+    if (summed.count > 0) load_rows(maps, args, shared, summed);
+    let_next_kernel_begin();
+  } else if (warp < kConsumers / 32 && rows.count > 0) {
+    T(*results)[kResultColumns] = reinterpret_cast<T(*)[kResultColumns]>(shared_bytes);
+    if (summed.count > 0) {
+      float sums[kRows / 2];
+      multiply<T, kTransposed>(args, shared, sums);
+      keep_sums(results, sums);
+    }
+    store_few_rows<T, kEpilogue != EpilogueKind::kStore, kGlu>(
+        args.out, args.activation, rows.first, rows.count, args.size_n, n, kTileN, kConsumers,
+        [&](int row, int column) { return row < summed.count ? results[row][column] : T(0.0f); });
+  }
+#endif
+}
+
+}  // namespace gbmoe::hopper::few_rows
