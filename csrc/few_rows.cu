@@ -67,8 +67,10 @@ void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tenso
   Arguments args = arguments("few_rows_linear", x, sizes, out);
   args.b[0] = weight.data_ptr();
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_linear", {
-    using OfFewCtas = KMajorColumns<T, false, true>;
-    if (at_once<OfFewCtas>(args, args.size_n, x)) launch<T, OfFewCtas, EpilogueKind::kStore, true>(args, x);
+    using OneRun = KMajorColumns<T, false, true, 1>;
+    using TwoRuns = KMajorColumns<T, false, true, 2>;
+    if (at_once<OneRun>(args, args.size_n, x)) launch<T, OneRun, EpilogueKind::kStore, true>(args, x);
+    else if (at_once<TwoRuns>(args, args.size_n, x)) launch<T, TwoRuns, EpilogueKind::kStore, true>(args, x);
     else launch<T, KMajorColumns<T, false>, EpilogueKind::kStore, true>(args, x);
   });
 }

@@ -101,25 +101,25 @@ __device__ __forceinline__ uint4 zero_unless(bool here, const uint4& v) {
 
 // The columns of a warp where b is contiguous along K: two runs of 8, of which a lane has column g each, and of a step's terms those
 // from 8 q to 8 q + 7. In a GLU one run is w1's and one v1's. With kFewCtas, at most as many as there are multiprocessors, a CTA has 2,048
-// terms in flight instead of 512, because there are no others to hide its loads.
-template <typename T, bool kGlu, bool kFewCtas = false> struct KMajorColumns {
+// terms in flight instead of 512, because there are no others to hide its loads, or with one run 4,096.
+template <typename T, bool kGlu, bool kFewCtas = false, int kRuns = 2> struct KMajorColumns {
   static constexpr int kSmallCtas = kGlu ? 6 : 5;  // on a multiprocessor; with these ptxas spills at most 24 bytes
   static constexpr int kWarps = kFewCtas ? 8 : 4, kCtasPerMultiprocessor = kFewCtas ? 1 : kSmallCtas;
-  static constexpr int kStep = 32, kVectors = 2;  // terms of a step, and a lane's vectors of it
-  static constexpr int kAtOnce = kFewCtas ? 8 : 4;  // steps in flight
+  static constexpr int kStep = 32, kVectors = kRuns;  // terms of a step, and a lane's vectors of it
+  static constexpr int kAtOnce = kFewCtas ? 16 / kRuns : 4;  // steps in flight
   static constexpr int kTerms = 8;  // of a row that a lane multiplies in a step
-  static constexpr int kTileN = kGlu ? kColumns : 2 * kColumns;  // columns of one output tensor
-  static constexpr int kSums = 2 * kColumns;  // of a row; in a GLU h's, then g's
-  static constexpr int kFragments = 2;
+  static constexpr int kTileN = kGlu ? kColumns : kRuns * kColumns;  // columns of one output tensor
+  static constexpr int kSums = kRuns * kColumns;  // of a row; in a GLU h's, then g's
+  static constexpr int kFragments = kRuns;
   using RowVector = uint4;
 
-  const T* column[2];
+  const T* column[kRuns];
   alignas(16) float sums[kFragments][4] = {};  // of a run; the last two are of rows that there are none of
 
   // A column that does not exist is the first one instead, whose sums are not stored.
   __device__ __forceinline__ KMajorColumns(const Arguments& args, int group, int n) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRuns; ++i) {
       const int number = n + (kGlu ? 0 : i * kColumns) + threadIdx.x % 32 / 4;
       const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
       column[i] = matrix + static_cast<int64_t>(number < args.size_n ? number : 0) * args.size_k;
@@ -128,7 +128,7 @@ template <typename T, bool kGlu, bool kFewCtas = false> struct KMajorColumns {
   // The vectors of the step in which the lane's first term is k.
   __device__ __forceinline__ void load(const Arguments&, int k, uint4 (&to)[kVectors]) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) to[i] = tensor_core::load_once_16(column[i] + k);
+    for (int i = 0; i < kRuns; ++i) to[i] = tensor_core::load_once_16(column[i] + k);
   }
   // In order, exchanges halves of vectors with another lane, so that x and y are of the step's first 16 terms in all lanes, z and w of its
   // last 16.
@@ -157,7 +157,7 @@ template <typename T, bool kGlu, bool kFewCtas = false> struct KMajorColumns {
   __device__ __forceinline__ void multiply(const uint4& row, const uint4 (&v)[kVectors]) {
     // The weights are the second operand, which has them in the registers to which they were loaded.
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kRuns; ++i) {
       mma<T>(sums[i], {row.x, 0, row.y, 0}, v[i].x, v[i].y);
       mma<T>(sums[i], {row.z, 0, row.w, 0}, v[i].z, v[i].w);
     }
@@ -166,7 +166,7 @@ template <typename T, bool kGlu, bool kFewCtas = false> struct KMajorColumns {
   template <typename F> __device__ __forceinline__ void each(const F& f) const {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) f(g, i / 2 * kColumns + 2 * q + i % 2, sums[i / 2][i % 2]);
+    for (int i = 0; i < 2 * kRuns; ++i) f(g, i / 2 * kColumns + 2 * q + i % 2, sums[i / 2][i % 2]);
   }
 };
 

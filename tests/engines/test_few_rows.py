@@ -81,13 +81,12 @@ def numbers_that_cancel(device, dtype, rows, inner, groups, columns):  # noqa: F
 
 @pytest.mark.memcheck
 @DTYPES
-@pytest.mark.parametrize("rows, inner", [(8, 1096), (8, 584), (8, 2120), (21, 1096)])
+@pytest.mark.parametrize("rows, inner", [(8, 1096), (8, 584), (8, 4168), (13, 2120), (21, 1096)])
 def test_turns_sum_in_the_order_of_a_tile(device, dtype, rows, inner):  # noqa: F811
-    """Where CTAs are few, and more terms are in flight, and where they are many. Sums of parts do differ."""
-    rows = 16 * rows if rows > 8 and device.type == "cuda" else rows  # more CTAs than a GPU has multiprocessors
-    a, b = numbers_that_cancel(device, dtype, rows, inner, 1, 72 if rows > 21 else 24)
-    columns = b.size(1)
-    on_device, outs = torch.tensor([rows], device=device), [poisoned(rows, columns, dtype=dtype, device=device) for _ in range(3)]
+    """Where CTAs are few, and more terms are in flight, in two kinds of tiles, and where they are many. Sums of parts do differ."""
+    rows = 32 * rows if rows > 8 and device.type == "cuda" else rows  # more CTAs than there are multiprocessors, in tiles of 8 or 16 columns
+    a, b = numbers_that_cancel(device, dtype, rows, inner, 1, 24)
+    on_device, outs = torch.tensor([rows], device=device), [poisoned(rows, 24, dtype=dtype, device=device) for _ in range(3)]
     own_kernels.few_rows_linear(a, b[0], None, outs[0])
     tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, True, outs[1])
     FEW_ROWS.gemm(a, b, on_device, True, outs[2])

@@ -135,7 +135,8 @@ bool few_rows_linear(int dtype, const Arguments* args, const emulated_gpu::Run* 
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (args->row_blocks == 1) launch<T, KMajorColumns<T, false, true>, EpilogueKind::kStore, true>(*args, *run);
+      if (args->row_blocks == 1) launch<T, KMajorColumns<T, false, true, 1>, EpilogueKind::kStore, true>(*args, *run);
+      else if (args->row_blocks == 2) launch<T, KMajorColumns<T, false, true, 2>, EpilogueKind::kStore, true>(*args, *run);
       else launch<T, KMajorColumns<T, false>, EpilogueKind::kStore, true>(*args, *run);
     }
   });
