@@ -84,7 +84,7 @@ def numbers_that_cancel(device, dtype, rows, inner, groups, columns):  # noqa: F
 @pytest.mark.parametrize("rows, inner", [(8, 1096), (8, 584), (8, 4168), (13, 2120), (21, 1096)])
 def test_turns_sum_in_the_order_of_a_tile(device, dtype, rows, inner):  # noqa: F811
     """Where CTAs are few, and more terms are in flight, in two kinds of tiles, and where they are many. Sums of parts do differ."""
-    rows = 32 * rows if rows > 8 and device.type == "cuda" else rows  # more CTAs than there are multiprocessors, in tiles of 8 or 16 columns
+    rows = 32 * rows if rows > 8 and device.type == "cuda" else rows  # so that CTAs are more than multiprocessors
     a, b = numbers_that_cancel(device, dtype, rows, inner, 1, 24)
     on_device, outs = torch.tensor([rows], device=device), [poisoned(rows, 24, dtype=dtype, device=device) for _ in range(3)]
     own_kernels.few_rows_linear(a, b[0], None, outs[0])
