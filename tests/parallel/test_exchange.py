@@ -357,7 +357,7 @@ def worker(rank, store, device_type, transport, world, folder):
             parts = [part[dist.get_rank(group)] for part in chosen(case, device)]
             results["exact", name] = experts_alone(case, device, *parts, moe_expert_model_parallelism=True, expert_parallel_group=group,
                                                    expert_parallel_exact=True)
-    exchanged = device_type == "cpu" or transport == "exchange"
+    exchanged = results["exchanged"] = device_type == "cpu" or transport == "exchange"
     for name, case in BYTES.items() if exchanged else ():
         if case.world in group_of:
             shadowed.clear()
@@ -495,8 +495,7 @@ def test_a_row_travels_once_to_each_rank_that_needs_it(ran, name):
 def test_ranks_with_different_numbers_of_tokens_choose_the_same_number_of_chunks(ran):
     device_type, results = ran
     # One of the two cases is of two ranks, which may map each other's memory; one is of four, in nodes of two.
-    exchanged = any(isinstance(key, tuple) and key[0] == "bytes" for key in results[0])
-    expected = [1] * exchanged + [CHOSEN] * (len(results) == 4)
+    expected = [1] * results[0]["exchanged"] + [CHOSEN] * (len(results) == 4)
     assert all(sorted(result["chunks"]) == expected for result in results)
 
 
