@@ -191,11 +191,10 @@ def few_rows(rows: int, groups: int) -> bool:
 def few_rows_on_hopper(rows: int, groups: int) -> bool:
     """Whether Hopper's own kernels for groups of few rows compute an m-grouped GEMM. They multiply 32 rows of a group at a time.
 
-    A layer takes on an H100, likewise, in what computed it before (the kernels of any GPU up to two rows a group, low tiles of
-    tensor_core's up to four, Hopper's wide tiles beyond) and with these kernels: with two rows a group on average 359 and 356 us (qwen3),
-    1,919 and 1,828 (dsv3), 730 and 719 (mixtral), with four 440 and 416 (qwen3), 983 and 981 (mixtral), with eight 440 and 433 (qwen3), 299
-    and 290 (olmoe), 1,882 and 1,873 (dsv3), 1,000 and 985 (mixtral); with sixteen 307 and 304 (olmoe), 1,944 and 1,946 (dsv3), 984 and
-    1,032 (mixtral).
+    A layer takes on an H200, likewise, in what computed it before (the kernels of any GPU up to two rows a group, low tiles of
+    tensor_core's up to four, Hopper's wide tiles beyond) and with these kernels: with two rows a group on average 266 and 250 us (qwen3),
+    587 and 573 (mixtral), with four 328 and 292 (qwen3), 717 and 662 (mixtral), 1,456 and 1,254 (64 experts of 7,168 x 2,048), with eight
+    325 and 307, 739 and 677, 1,386 and 1,280. With sixteen an earlier form of them took 2 % less to 5 % more on an H100.
     """
     return rows <= 8 * groups <= 8 * _MOST_GROUPS_OF_FEW_ROWS
 
@@ -203,10 +202,10 @@ def few_rows_on_hopper(rows: int, groups: int) -> bool:
 def few_rows_linear(rows: int, columns: int) -> bool:
     """Whether a kernel for few rows computes out = x @ weight.T where no sum may be split: a batch-invariant router's logits.
 
-    Each CTA reads the weights of its 16 columns again for its 8 rows. Microseconds in a graph, on one H100, in Hopper's tiles, low tiles of
-    tensor_core's and this kernel, with 2,048 terms and 128 columns: 256 rows 17, 17 and 9, 1,024 rows 17, 17 and 21, 2,048 rows 17, 17
-    and 37; 64 columns, 1,024 rows 16, 18 and 12; 4,096 terms and 8 columns, 4,096 rows 26, 33 and 22; 7,168 terms and 256 columns, 256
-    rows 70, 50 and 30, 512 rows 70, 50 and 55. cuBLAS takes 5 to 32 for these; it splits sums.
+    Each CTA reads the weights of its 8 or 16 columns again for its 8 rows. Microseconds in a graph, on one H100, in Hopper's tiles, low
+    tiles of tensor_core's and this kernel (in 16 columns), with 2,048 terms and 128 columns: 256 rows 17, 17 and 9, 1,024 rows 17, 17 and
+    21, 2,048 rows 17, 17 and 37; 64 columns, 1,024 rows 16, 18 and 12; 4,096 terms and 8 columns, 4,096 rows 26, 33 and 22; 7,168 terms and
+    256 columns, 256 rows 70, 50 and 30, 512 rows 70, 50 and 55. cuBLAS takes 5 to 32 for these; it splits sums.
     """
     return rows * max(16, columns) <= 1 << 16
 
