@@ -64,7 +64,7 @@ from train_lm_files import (
     replace,
 )
 from train_lm_ranks import Ranks, joined_ranks, own_state, whole_state
-from train_lm_signals import Ended, StopSignals
+from train_lm_signals import STOPPING, Ended, StopSignals
 
 CLIP_NORM = 1.0
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -349,16 +349,18 @@ def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> None:
                   f" out; {log['parameters']:,} parameters; {args.impl} {args.dtype} on {log['device']}")
     if step:
         progress.line(f"resumed from {out / CHECKPOINT} after step {step}/{args.steps}")
-    stop = False
+    stopped_by: list[str] = []  # the signals that any rank got
     with progress.bar or contextlib.nullcontext():
-        while step < args.steps and not stop:
+        while step < args.steps and not stopped_by:
             step_started = time.perf_counter()
             starts = batch_starts(train_text, args, step)[ranks.rank :: ranks.world]
             loss, counts_LE = trainer.train_step(windows(train_text, starts, args.length), step)
-            # Here all ranks learn whether any of them got a signal, so that they stop after the same step.
-            asked = torch.full((1,), signals.asked is not None, device=ranks.device)
-            mine = [loss.double().view(1), counts_LE.double().flatten(), asked.double()]
-            loss_sum, *counts, stop = ranks.sum(torch.cat(mine)).tolist()
+            # Here all ranks learn which signals any of them got, so that they stop after the same step.
+            asked = torch.tensor([signals.asked == number.name for number in STOPPING], device=ranks.device)
+            mine = torch.cat([loss.double().view(1), counts_LE.double().flatten(), asked.double()])
+            (loss_sum,), counts, asked_of_ranks = (
+                part.tolist() for part in ranks.sum(mine).split([1, counts_LE.numel(), len(STOPPING)]))
+            stopped_by = [number.name for number, asked_by in zip(STOPPING, asked_of_ranks) if asked_by]
             signals.worth_saving = True
             loads_LE = torch.tensor(counts).view(counts_LE.shape)
             step += 1
@@ -371,13 +373,13 @@ def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> None:
             if step % args.eval_every == 0 or step == args.steps:
                 log["heldout"].append({"step": step, "loss": trainer.heldout_loss(windows_WS1)})
                 progress.line(f"step {step}/{args.steps}  held-out loss {log['heldout'][-1]['loss']:.4f}")
-            if stop or step % args.save_every == 0 or step == args.steps:
+            if stopped_by or step % args.save_every == 0 or step == args.steps:
                 log["seconds"] = seconds_before + time.perf_counter() - started
                 log["tokens_per_s"] = step / sum(1 / entry["tokens_per_s"] for entry in log["train"])
                 trainer.save(step, log)
     if step < args.steps:
-        progress.line(f"stopped by {signals.asked or 'a signal to another rank'}: saved {out / CHECKPOINT} after step"
-                      f" {step}/{args.steps}; the same command goes on from there")
+        who = signals.asked or f"{' and '.join(stopped_by)} to another rank"
+        progress.line(f"stopped by {who}: saved {out / CHECKPOINT} after step {step}/{args.steps}; the same command goes on from there")
     elif ranks.rank == 0:
         summarize(log, out)
 

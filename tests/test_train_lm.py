@@ -213,7 +213,7 @@ def two_ranks(text, tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("two")
     # torchrun passes the signal on, and says by its own status that it got one. Every save checks that the weights agree.
     _, printed = interrupt(text, "--out", out, number=signal.SIGTERM, after_step=3, launcher=TORCHRUN)
-    assert "stopped by" in printed and 3 <= len(read_log(out)["train"]) < STEPS
+    assert "stopped by SIGTERM" in printed and 3 <= len(read_log(out)["train"]) < STEPS
     assert f"resumed from {out / 'checkpoint.pt'}" in end(start(text, "--out", out, launcher=TORCHRUN))
     return read_log(out)
 
@@ -228,7 +228,7 @@ def test_experts_spread_over_ranks_have_the_same_losses_and_are_resumed_on_any_n
     two, one = tmp_path / "two", tmp_path / "one"
     _, printed = interrupt(text, "--expert-parallel", "--out", two, number=signal.SIGTERM, after_step=3, launcher=TORCHRUN)
     stopped_after = len(read_log(two)["train"])
-    assert "stopped by" in printed and 3 <= stopped_after < STEPS
+    assert "stopped by SIGTERM" in printed and 3 <= stopped_after < STEPS
     shutil.copytree(two, one)
     processes = [start(text, "--expert-parallel", "--out", two, launcher=TORCHRUN), start(text, "--out", one)]
     for process, out in zip(processes, (two, one)):
@@ -574,6 +574,15 @@ def test_sigusr1_before_the_first_step_has_ended_saves_it(text, tmp_path):
     for _ in range(3):
         process.send_signal(signal.SIGUSR1)
     assert "stopped by SIGUSR1" in end(process) and len(read_log(tmp_path)["train"]) < STEPS
+
+
+def test_the_first_rank_names_the_signal_that_another_got(text, tmp_path):
+    """It said only that there was one, and which of two ranks saw theirs first is chance."""
+    with killed_at_the_end(begin(text, "--out", tmp_path, launcher=TORCHRUN, until="step 3/")) as process:
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        of_rank_1, = [int(pid) for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(of_rank_1, signal.SIGUSR1)
+        assert "stopped by SIGUSR1 to another rank: saved" in end(process)
 
 
 def test_sigterm_before_the_first_step_has_ended_ends_both_ranks(text, tmp_path):
