@@ -25,15 +25,17 @@ few::Arguments arguments(const char* name, const Tensor& x, const std::optional<
   return args;
 }
 
-// Memory is read a line at a time: with two at a time GEMMs were 1 to 10 % slower on an H200.
+// Memory is read a line at a time: with two at a time GEMMs were up to 8 % slower on an H200.
 CUtensorMap map_of_weights(const Tensor& weights, int lines) { return tensor_map(weights, lines, kLineBytes, kOneLine); }
 
 // Shared memory of a multiprocessor, on which each CTA takes 1 KiB more than it asks for; and what a CTA may have.
 constexpr uint32_t kSharedBytes = 228 << 10, kOwnBytes = 1 << 10, kMostOfCta = 227 << 10;
 
 // How many CTAs run on a multiprocessor: all, if they are few. Three with three stages each have more on its way from memory than four with
-// two, but where three leave more multiprocessors without work in the end, four are faster: on an H200 mixtral with 16 tokens 648 and 662 us,
-// with 32 653 and 677. Where CTAs follow each other once or twice only, three are faster all the same: mixtral with one token 183 and 187.
+// two, but where three leave more multiprocessors without work in the end, four are faster: on an H200 mixtral with eight tokens in all
+// experts 640 and 678 us. Where CTAs follow each other once or twice only, three are faster all the same: mixtral with one token 183 and
+// 187. The number is a bound: it counts a tile more for every kRows rows, which few groups need, so that mixtral with 32 tokens has three,
+// where four were 3 % faster.
 int ctas_at_once(int64_t ctas, int64_t multiprocessors) {
   constexpr int kMost = few::kMostCtas, kFewer = kMost - 1;
   if (ctas <= kMost * multiprocessors) return static_cast<int>(ceil_div(ctas, multiprocessors));
