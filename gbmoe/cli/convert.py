@@ -3,7 +3,7 @@
     python -m gbmoe convert Mixtral-8x7B-v0.1 mixtral-megablocks --to megablocks
     python -m gbmoe convert mixtral-megablocks mixtral-again --to transformers --experts w1
 
-gbmoe/compat/checkpoints.py says what the layouts are.
+gbmoe/compat/checkpoints/__init__.py says what the layouts are, and model_types.py beside it for which models a dMoE computes the layers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from gbmoe.compat import checkpoints
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare SOURCE, TARGET, --to and --experts."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a .safetensors file, or a directory with"
-                        " model.safetensors or model.safetensors.index.json")
+                        " model.safetensors or model.safetensors.index.json; config.json beside it says what the layers compute")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or directory to write; must not exist")
-    parser.add_argument("--to", choices=checkpoints.LAYOUTS, required=True, help="the layout to write")
+    parser.add_argument("--to", choices=checkpoints.LAYOUTS, required=True, help="the layout to write; with megablocks the gbmoe.Arguments"
+                        " of the layers are printed and written as well, to gbmoe_arguments.json")
     parser.add_argument("--experts", choices=checkpoints.EXPERT_LAYOUTS, help="with --to transformers: all experts of a"
-                        " layer in one tensor (fused, the default), or a tensor for each, named as in most models"
-                        " (gate_proj) or as in Mixtral (w1)")
+                        " layer in one tensor (fused, the default, which every model loads), or a tensor for each, named as in most models"
+                        " (gate_proj) or as in Mixtral (w1); names that the model in config.json does not load are refused")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         checkpoints.convert_checkpoint(arguments.source, arguments.target, arguments.to,
-                                       experts=arguments.experts or "fused", report=lambda line: print(one_line(line)))
+                                       experts=arguments.experts or "fused", report=_report)
     except checkpoints.BrokenCheckpoint as broken:
         print(f"gbmoe convert: {one_line(broken)}", file=sys.stderr)
         return 2
@@ -48,3 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGTERM, handler)
     return 0
+
+
+def _report(line: str) -> None:
+    if line.startswith("warning: "):
+        print(f"gbmoe convert: {one_line(line)}", file=sys.stderr)
+    else:
+        print(one_line(line))

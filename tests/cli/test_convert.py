@@ -12,6 +12,7 @@ import torch
 
 from gbmoe.cli import main
 from gbmoe.compat import checkpoints
+from gbmoe.compat.checkpoints import files
 from tests.altered import altered, paths
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
@@ -69,7 +70,7 @@ def test_a_job_told_to_end_removes_what_it_wrote(source, tmp_path, monkeypatch):
         file.write(b"half")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(checkpoints, "_write_bytes", killed)
+    monkeypatch.setattr(files, "_write_bytes", killed)
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit, match="143"):
         main(["convert", str(source), str(tmp_path / "target"), "--to", "megablocks"])

@@ -1,0 +1,177 @@
+"""The Arguments with which a dMoE computes a model's layers: from config.json, and in a file of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gbmoe._atomic_files import one_line, read_json
+from gbmoe._checks import dtype_name
+from gbmoe.compat.checkpoints.layouts import BrokenCheckpoint, Layer
+from gbmoe.compat.checkpoints.model_types import ACTIVATIONS, CONDITIONS, MODEL_TYPES, REFUSED, Condition
+from gbmoe.layers.arguments import Arguments
+
+ARGUMENTS_FILE = "gbmoe_arguments.json"
+# The activations by the names that the file has, and how one writes them.
+_ACTIVATIONS = {
+    "silu": (F.silu, "torch.nn.functional.silu"),
+    "gelu": (F.gelu, "torch.nn.functional.gelu"),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), 'functools.partial(torch.nn.functional.gelu, approximate="tanh")'),
+    "relu": (F.relu, "torch.nn.functional.relu"),
+}
+# By the names of safetensors' headers.
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_FP16_BF16 = {"float16": (True, False), "bfloat16": (False, True), "float32": (False, False), "float64": (False, False)}
+
+
+def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
+    """The Arguments that convert_checkpoint wrote beside a checkpoint.
+
+    They are what determines a layer's output: sizes, router, activation, shared expert, dtype. Everything else (device, weights of losses,
+    parallelism, fp8_recipe) has its default.
+
+    Args:
+        path: the file, or a directory with gbmoe_arguments.json.
+        changes: fields of Arguments that are added, or take the place of those in the file.
+
+    Raises:
+        OSError: where the file cannot be read.
+        ValueError: where it is not such a file, naming the field; where the layer's dtype is float32 or float64, which Arguments take from
+            torch.get_default_dtype(), and that is another one; and as Arguments.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "gbmoe_arguments.json")
+        >>> _ = file.write_text('{"hidden_size": 8, "activation_fn": "silu", "dtype": "bfloat16"}')
+        >>> read_arguments(file, moe_loss_weight=0.01).bf16
+        True
+    """
+    path = Path(path)
+    path = path / ARGUMENTS_FILE if path.is_dir() else path
+    values = read_json(path)
+    known = {field.name for field in fields(Arguments)} - {"fp16", "bf16"} | {"dtype"}
+    if not isinstance(values, dict) or not values.keys() <= known:
+        odd = sorted(values.keys() - known) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(one_line(f"{path}: expected an object with fields of gbmoe.Arguments and dtype, got {odd}"))
+    for name, choices in (("activation_fn", _ACTIVATIONS), ("dtype", _FP16_BF16)):
+        if not isinstance(values.get(name), str) or values[name] not in choices:
+            raise ValueError(one_line(f"{path}: {name}: expected one of {', '.join(choices)}, got {values.get(name)!r}"))
+    values["activation_fn"] = _ACTIVATIONS[values["activation_fn"]][0]
+    dtype = values.pop("dtype")
+    if not {"fp16", "bf16"} & changes.keys():
+        values["fp16"], values["bf16"] = _FP16_BF16[dtype]
+        default = dtype_name(torch.get_default_dtype())
+        if dtype in ("float32", "float64") and dtype != default:
+            raise ValueError(f"{path}: dtype: expected torch.get_default_dtype(), {default}, or fp16 or bf16 among the changes, got {dtype}")
+    return Arguments(**(values | changes))
+
+
+def as_source(values: Mapping[str, Any]) -> str:
+    """The Python expression that makes the Arguments, for the values of Config.arguments."""
+    fp16, bf16 = _FP16_BF16[values["dtype"]]
+    written = {name: repr(value) for name, value in values.items() if name != "dtype"}
+    written |= {"activation_fn": _ACTIVATIONS[values["activation_fn"]][1], "fp16": repr(fp16), "bf16": repr(bf16)}
+    return f"gbmoe.Arguments({', '.join(f'{name}={value}' for name, value in written.items())})"
+
+
+class Config:
+    """A config.json: what it says about the MoE layers, which a dMoE can compute.
+
+    Raises:
+        BrokenCheckpoint: where it is not a model's configuration, or a size is not a number.
+        ValueError: where no dMoE computes its layers, with the fields, their values and what would be needed.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.values = _read(path)
+        self.name = self.values.get("model_type")
+        if not isinstance(self.name, str):
+            raise BrokenCheckpoint(one_line(f"{path}: model_type: expected a name, got {self.name!r}"))
+        if self.name in REFUSED:
+            raise ValueError(f"{path}: model_type: {self.name!r} is no dMoE: it needs {'; '.join(REFUSED[self.name])}")
+        if self.name not in MODEL_TYPES:
+            raise ValueError(one_line(f"{path}: model_type: expected one of {', '.join(MODEL_TYPES)}, got {self.name!r}: whether a dMoE"
+                                      " computes its layers is not known (gbmoe.compat.checkpoints.to_megablocks and to_transformers"
+                                      " convert a state dict without asking)"))
+        self.model_type = MODEL_TYPES[self.name]
+        self._refuse()
+        kind = self.model_type
+        self.hidden, self.ffn, self.top_k = (self._count(name) for name in ("hidden_size", kind.ffn, "num_experts_per_tok"))
+        self.experts = self._count(*kind.experts)
+        self.shared_ffn = self.ffn * self._count(kind.shared_experts, least=0) or None if kind.shared_experts else None
+        self.normalizes = kind.normalizes if isinstance(kind.normalizes, bool) else bool(self._field(kind.normalizes))
+        if self.top_k > self.experts:
+            raise BrokenCheckpoint(f"{path}: num_experts_per_tok: expected at most the number of experts, {self.experts}, got {self.top_k}")
+
+    def arguments(self, layers: list[Layer]) -> dict[str, Any]:
+        """The fields of Arguments that determine the output of these layers, as gbmoe_arguments.json has them.
+
+        Raises:
+            BrokenCheckpoint: where the layers have other sizes than config.json, or differ in their dtype.
+            ValueError: where a dMoE has no parameters of the dtype.
+        """
+        dtype = layers[0].dtype
+        for layer in layers:
+            found = (layer.experts, layer.hidden, layer.ffn, layer.shared_ffn, layer.gated, layer.dtype)
+            expected = (self.experts, self.hidden, self.ffn, self.shared_ffn, True, dtype)
+            for what, want, got in zip(("experts", "hidden size", "ffn hidden size", "hidden size of the shared expert",
+                                        "experts with a gate", "dtype"), expected, found):
+                if want != got:
+                    raise BrokenCheckpoint(one_line(f"{layer.prefix or 'the layer'}: {what}: expected {want}, as"
+                                                    f" {'of the first layer' if what == 'dtype' else self.path}, got {got}"))
+        if dtype not in _DTYPES:
+            raise ValueError(f"{layers[0].prefix}experts: expected dtype {', '.join(_DTYPES)}, got {dtype}")
+        values = {
+            "hidden_size": self.hidden, "ffn_hidden_size": self.ffn, "moe_num_experts": self.experts, "moe_top_k": self.top_k,
+            "moe_normalize_expert_weights": 1 if self.normalizes else None, "mlp_type": "glu",
+            "activation_fn": ACTIVATIONS[self._field("hidden_act")], "bias": False, "dtype": _DTYPES[str(dtype)],
+        }
+        return values if self.shared_ffn is None else values | {"shared_expert": True, "shared_expert_hidden_size": self.shared_ffn}
+
+    def require_loaded(self, experts: str) -> None:
+        """Raise ValueError unless from_pretrained finds experts in this layout."""
+        if experts not in self.model_type.loads:
+            raise ValueError(f"convert to transformers: experts: expected {' or '.join(map(repr, self.model_type.loads))}, got {experts!r}:"
+                             f" under these names from_pretrained does not find the experts of {self.name}, and makes random ones")
+
+    def _refuse(self) -> None:
+        activation = Condition("hidden_act", tuple(ACTIVATIONS), self.model_type.defaults["hidden_act"], "another activation")
+        faults = []
+        for condition in (*CONDITIONS, *self.model_type.conditions, activation):
+            value = self.values.get(condition.field, condition.default)
+            if value not in condition.values and (condition.only_with is None or self._field(condition.only_with)):
+                expected = " or ".join(map(repr, condition.values))
+                faults.append(one_line(f"{condition.field}: expected {expected}, got {value!r}: it needs {condition.needs}"))
+        if faults:
+            raise ValueError("\n  ".join([f"{self.path}: a dMoE does not compute these layers of {self.name}:", *faults]))
+
+    def _field(self, name: str) -> Any:
+        return self.values.get(name, self.model_type.defaults.get(name))
+
+    def _count(self, *names: str, least: int = 1) -> int:
+        """The value of the field, or of one of its synonyms."""
+        values = [self.values[name] for name in names if name in self.values] or [self._field(names[0])]
+        whole = all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values)
+        if not whole or len(set(values)) > 1:
+            raise BrokenCheckpoint(one_line(f"{self.path}: {' and '.join(names)}: expected an int of at least {least}, got"
+                                            f" {', '.join(map(repr, values))}"))
+        return values[0]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes().decode("utf-8"))  # not read_json: transformers writes Infinity, for fields of no concern here
+    except (ValueError, RecursionError) as error:
+        raise BrokenCheckpoint(one_line(f"{path}: not JSON: {error}")) from None
+    if not isinstance(values, dict):
+        raise BrokenCheckpoint(f"{path}: expected an object, got {type(values).__name__}")
+    return values
