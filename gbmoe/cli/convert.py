@@ -3,7 +3,8 @@
     python -m gbmoe convert Mixtral-8x7B-v0.1 mixtral-megablocks --to megablocks
     python -m gbmoe convert mixtral-megablocks mixtral-again --to transformers --experts w1
 
-gbmoe/compat/checkpoints/__init__.py says what the layouts are, and model_types.py beside it for which models a dMoE computes the layers.
+gbmoe/compat/checkpoints/__init__.py says what the layouts are, and model_types.py in that folder of which models a dMoE computes the
+layers.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from gbmoe.compat import checkpoints
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare SOURCE, TARGET, --to and --experts."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a .safetensors file, or a directory with"
-                        " model.safetensors or model.safetensors.index.json; config.json beside it says what the layers compute")
+                        " model.safetensors or model.safetensors.index.json; config.json there says what the layers compute")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or directory to write; must not exist")
-    parser.add_argument("--to", choices=checkpoints.LAYOUTS, required=True, help="the layout to write; with megablocks the gbmoe.Arguments"
-                        " of the layers are printed and written as well, to gbmoe_arguments.json")
+    parser.add_argument("--to", choices=checkpoints.LAYOUTS, required=True, help="the layout to write; with megablocks also the"
+                        " gbmoe.Arguments of the layers, which are printed, and written to gbmoe_arguments.json")
     parser.add_argument("--experts", choices=checkpoints.EXPERT_LAYOUTS, help="with --to transformers: all experts of a"
-                        " layer in one tensor (fused, the default, which every model loads), or a tensor for each, named as in most models"
-                        " (gate_proj) or as in Mixtral (w1); names that the model in config.json does not load are refused")
+                        " layer in one tensor (fused, the default, which every model loads), or a tensor for each, named as in most"
+                        " models (gate_proj) or as in Mixtral (w1); names that the model in config.json does not load are refused")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,16 +15,17 @@ expert: save_pretrained writes these by default, and published checkpoints hold 
     "gate_proj"    experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H], experts.0.down_proj.weight [H,F]
     "w1"           experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same tensors under Mixtral's names
 
-All three can be read and written, but from_pretrained does not load all three: each model type has "fused" and at most one of the
-others, and gives experts with other names random values. model_types.py has the list, and convert_checkpoint refuses to write what
-the model type in config.json does not load.
+All three can be read and written, but from_pretrained does not load all three. A model type loads "fused" and at most one of the
+others, and gives experts under other names random values. model_types.py has the list, and convert_checkpoint refuses to write
+what the model type in config.json does not load.
 
 Prefixes and all other tensors stay as they are. A layer that holds anything else (an output bias, biases of the experts or the
 router, DeepSeek-V3's correction bias, the gate of Qwen2-MoE's shared expert) has no counterpart in the other layout; it is refused
 with the names that do not fit. Checkpoints must be whole: one rank's part of an expert-parallel model looks like a smaller layer.
 
-Names and shapes do not tell what a layer computes. That is in config.json: convert_checkpoint derives the gbmoe.Arguments with which a
-dMoE computes the layers, and refuses what no dMoE computes. to_megablocks and to_transformers see no config.json and ask nothing.
+Names and shapes do not tell what a layer computes. That is in config.json: convert_checkpoint derives from it the gbmoe.Arguments
+with which a dMoE computes the layers, and refuses what no dMoE computes. to_megablocks and to_transformers see no config.json and
+ask nothing.
 
     layouts.py         names and shapes: what becomes of each tensor
     model_types.py     what transformers' model types compute, by their config.json, and which layouts they load; data only
@@ -37,4 +38,6 @@ from gbmoe.compat.checkpoints.arguments import read_arguments
 from gbmoe.compat.checkpoints.conversion import convert_checkpoint
 from gbmoe.compat.checkpoints.layouts import EXPERT_LAYOUTS, LAYOUTS, BrokenCheckpoint, to_megablocks, to_transformers
 
-__all__ = ["EXPERT_LAYOUTS", "LAYOUTS", "BrokenCheckpoint", "convert_checkpoint", "read_arguments", "to_megablocks", "to_transformers"]
+__all__ = [
+    "EXPERT_LAYOUTS", "LAYOUTS", "BrokenCheckpoint", "convert_checkpoint", "read_arguments", "to_megablocks", "to_transformers",
+]

@@ -33,10 +33,10 @@ _FP16_BF16 = {"float16": (True, False), "bfloat16": (False, True), "float32": (F
 
 
 def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
-    """The Arguments that convert_checkpoint wrote beside a checkpoint.
+    """The Arguments that convert_checkpoint wrote for a checkpoint.
 
-    They are what determines a layer's output: sizes, router, activation, shared expert, dtype. Everything else (device, weights of losses,
-    parallelism, fp8_recipe) has its default.
+    The file has what determines a layer's output: sizes, router, activation, shared expert, dtype. Everything else (device, weights
+    of losses, parallelism, fp8_recipe) has its default.
 
     Args:
         path: the file, or a directory with gbmoe_arguments.json.
@@ -44,8 +44,8 @@ def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
 
     Raises:
         OSError: where the file cannot be read.
-        ValueError: where it is not such a file, naming the field; where the layer's dtype is float32 or float64, which Arguments take from
-            torch.get_default_dtype(), and that is another one; and as Arguments.
+        ValueError: where it is not such a file, naming the field; where the layer's dtype is float32 or float64, which Arguments
+            take from torch.get_default_dtype(), and that is another one; and as Arguments.
 
     Example:
         >>> import tempfile
@@ -70,12 +70,13 @@ def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
         values["fp16"], values["bf16"] = _FP16_BF16[dtype]
         default = dtype_name(torch.get_default_dtype())
         if dtype in ("float32", "float64") and dtype != default:
-            raise ValueError(f"{path}: dtype: expected torch.get_default_dtype(), {default}, or fp16 or bf16 among the changes, got {dtype}")
+            raise ValueError(f"{path}: dtype: expected torch.get_default_dtype(), {default}, or fp16 or bf16 among the changes,"
+                             f" got {dtype}")
     return Arguments(**(values | changes))
 
 
 def as_source(values: Mapping[str, Any]) -> str:
-    """The Python expression that makes the Arguments, for the values of Config.arguments."""
+    """The Python expression for the Arguments, from the values of Config.arguments."""
     fp16, bf16 = _FP16_BF16[values["dtype"]]
     written = {name: repr(value) for name, value in values.items() if name != "dtype"}
     written |= {"activation_fn": _ACTIVATIONS[values["activation_fn"]][1], "fp16": repr(fp16), "bf16": repr(bf16)}
@@ -99,9 +100,9 @@ class Config:
         if self.name in REFUSED:
             raise ValueError(f"{path}: model_type: {self.name!r} is no dMoE: it needs {'; '.join(REFUSED[self.name])}")
         if self.name not in MODEL_TYPES:
-            raise ValueError(one_line(f"{path}: model_type: expected one of {', '.join(MODEL_TYPES)}, got {self.name!r}: whether a dMoE"
-                                      " computes its layers is not known (gbmoe.compat.checkpoints.to_megablocks and to_transformers"
-                                      " convert a state dict without asking)"))
+            raise ValueError(one_line(f"{path}: model_type: expected one of {', '.join(MODEL_TYPES)}, got {self.name!r}: whether a"
+                                      " dMoE computes its layers is not known (gbmoe.compat.checkpoints.to_megablocks and"
+                                      " to_transformers convert a state dict without asking)"))
         self.model_type = MODEL_TYPES[self.name]
         self._refuse()
         kind = self.model_type
@@ -110,7 +111,8 @@ class Config:
         self.shared_ffn = self.ffn * self._count(kind.shared_experts, least=0) or None if kind.shared_experts else None
         self.normalizes = kind.normalizes if isinstance(kind.normalizes, bool) else bool(self._field(kind.normalizes))
         if self.top_k > self.experts:
-            raise BrokenCheckpoint(f"{path}: num_experts_per_tok: expected at most the number of experts, {self.experts}, got {self.top_k}")
+            raise BrokenCheckpoint(f"{path}: num_experts_per_tok: expected at most the number of experts, {self.experts},"
+                                   f" got {self.top_k}")
 
     def arguments(self, layers: list[Layer]) -> dict[str, Any]:
         """The fields of Arguments that determine the output of these layers, as gbmoe_arguments.json has them.
@@ -121,13 +123,17 @@ class Config:
         """
         dtype = layers[0].dtype
         for layer in layers:
-            found = (layer.experts, layer.hidden, layer.ffn, layer.shared_ffn, layer.gated, layer.dtype)
-            expected = (self.experts, self.hidden, self.ffn, self.shared_ffn, True, dtype)
-            for what, want, got in zip(("experts", "hidden size", "ffn hidden size", "hidden size of the shared expert",
-                                        "experts with a gate", "dtype"), expected, found):
-                if want != got:
-                    raise BrokenCheckpoint(one_line(f"{layer.prefix or 'the layer'}: {what}: expected {want}, as"
-                                                    f" {'of the first layer' if what == 'dtype' else self.path}, got {got}"))
+            for what, got, expected, origin in (
+                ("experts", layer.experts, self.experts, self.path),
+                ("hidden size", layer.hidden, self.hidden, self.path),
+                ("ffn hidden size", layer.ffn, self.ffn, self.path),
+                ("hidden size of the shared expert", layer.shared_ffn, self.shared_ffn, self.path),
+                ("experts with a gate", layer.gated, True, self.path),
+                ("dtype of the experts", layer.dtype, dtype, "the first layer"),
+            ):
+                if got != expected:
+                    raise BrokenCheckpoint(one_line(f"{layer.prefix or 'the layer'}: {what}: expected {expected}, as in {origin},"
+                                                    f" got {got}"))
         if dtype not in _DTYPES:
             raise ValueError(f"{layers[0].prefix}experts: expected dtype {', '.join(_DTYPES)}, got {dtype}")
         values = {
@@ -135,16 +141,20 @@ class Config:
             "moe_normalize_expert_weights": 1 if self.normalizes else None, "mlp_type": "glu",
             "activation_fn": ACTIVATIONS[self._field("hidden_act")], "bias": False, "dtype": _DTYPES[str(dtype)],
         }
-        return values if self.shared_ffn is None else values | {"shared_expert": True, "shared_expert_hidden_size": self.shared_ffn}
+        if self.shared_ffn is not None:
+            values |= {"shared_expert": True, "shared_expert_hidden_size": self.shared_ffn}
+        return values
 
     def require_loaded(self, experts: str) -> None:
         """Raise ValueError unless from_pretrained finds experts in this layout."""
         if experts not in self.model_type.loads:
-            raise ValueError(f"convert to transformers: experts: expected {' or '.join(map(repr, self.model_type.loads))}, got {experts!r}:"
-                             f" under these names from_pretrained does not find the experts of {self.name}, and makes random ones")
+            expected = " or ".join(map(repr, self.model_type.loads))
+            raise ValueError(f"convert to transformers: experts: expected {expected}, got {experts!r}: under these names from_pretrained"
+                             f" does not find the experts of {self.name}, and makes random ones")
 
     def _refuse(self) -> None:
-        activation = Condition("hidden_act", tuple(ACTIVATIONS), self.model_type.defaults["hidden_act"], "another activation")
+        activation = Condition("hidden_act", tuple(ACTIVATIONS), self.model_type.defaults["hidden_act"],
+                               f"a name for it in {ARGUMENTS_FILE}")
         faults = []
         for condition in (*CONDITIONS, *self.model_type.conditions, activation):
             value = self.values.get(condition.field, condition.default)
@@ -169,7 +179,8 @@ class Config:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_bytes().decode("utf-8"))  # not read_json: transformers writes Infinity, for fields of no concern here
+        # Not read_json: transformers writes Infinity for limits that a model does not have.
+        values = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(one_line(f"{path}: not JSON: {error}")) from None
     if not isinstance(values, dict):

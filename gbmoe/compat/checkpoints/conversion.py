@@ -19,13 +19,15 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
     """Write the checkpoint at `source` to `target`, its MoE layers in the other layout.
 
     One tensor of the result is in memory at a time, which may hold the matrices of all experts of a layer; the source is mapped. A
-    converted tensor goes into the file that held its first source. Metadata, and a directory's other files (configuration, tokenizer),
-    are copied unchanged. The target has a temporary name until it is complete, and is removed after an error or an interruption.
+    converted tensor goes into the file that held its first source. Metadata, and a directory's other files (configuration,
+    tokenizer), are copied unchanged. The target has a temporary name until it is complete, and is removed after an error or an
+    interruption.
 
-    config.json, in the directory or beside the file, says what the model computes. Layers that no dMoE computes are refused, in both
-    directions, and so is a layout of experts that from_pretrained does not load for that model. With to="megablocks" the Arguments that
-    reproduce the layers are reported and written to gbmoe_arguments.json in the target, or TARGET.gbmoe_arguments.json beside a file;
-    read_arguments reads them. Without a config.json nothing of this can be known: the layers are converted, and a warning is reported.
+    config.json, in the directory or in that of the file, says what the model computes. Layers that no dMoE computes are refused, in
+    both directions, and so is a layout of experts that from_pretrained does not load for that model. With to="megablocks" the
+    Arguments that reproduce the layers are reported and written to gbmoe_arguments.json in the target or, where that is a file, to
+    TARGET.gbmoe_arguments.json; read_arguments reads them. Without a config.json nothing of this can be known: the layers are
+    converted, and a warning is reported.
 
     Args:
         source: a .safetensors file, or a directory with model.safetensors or with model.safetensors.index.json and the
@@ -33,14 +35,15 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
         target: a file or a directory, as the source; it must not exist.
         to: "transformers" or "megablocks".
         experts: with to="transformers", as in to_transformers.
-        report: called with a line for every file that was written or left out, one with the Arguments, and lines that begin with "warning: ".
+        report: called with a line for every file that was written or left out, a line with the Arguments, and lines that begin
+            with "warning: ".
 
     Raises:
         ImportError: without the package safetensors.
         OSError: FileExistsError or FileNotFoundError for target and source, and any other error of the file system.
-        ValueError: as to_megablocks; and where a dMoE does not compute what config.json describes, or its model type is unknown, with the
-            fields, their values and what would be needed. BrokenCheckpoint also where an index and its files differ, or config.json and the
-            layers' sizes, and for a file that is not a complete safetensors file or has a tensor that torch cannot hold.
+        ValueError: as to_megablocks; and where no dMoE computes what config.json describes, or its model type is unknown, with the
+            fields, their values and what would be needed. BrokenCheckpoint also where an index and its files differ, or config.json
+            and the layers' sizes, and for a file that is not a complete safetensors file or has a tensor that torch cannot hold.
     """
     source, target = Path(source), Path(target)
     _require_free(target)
@@ -93,8 +96,9 @@ def _warnings(source: Path, to: str, config: Config | None, layers: list[layouts
             else "these layers are the model's, and whether from_pretrained loads this layout of its experts"
         warnings.append(f"{source}: there is no config.json, so it is not known whether {unknown}")
     if to == "megablocks" and any(layer.router_dtype != layer.dtype for layer in layers):
-        warnings.append(f"{source}: the routers' weights have another dtype than the experts' (such as {layers[0].router_dtype} and"
-                        f" {layers[0].dtype}): load_state_dict rounds them unless the layer's router is cast before")
+        different = next(layer for layer in layers if layer.router_dtype != layer.dtype)
+        warnings.append(f"{source}: {different.prefix}: the router is {different.router_dtype}, the experts are {different.dtype}:"
+                        " load_state_dict rounds it, unless the router of the dMoE was cast before")
     return warnings
 
 

@@ -57,10 +57,12 @@ def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     return _converted(state_dict, "megablocks", "fused", "gate")
 
 
-def to_transformers(state_dict: Mapping[str, torch.Tensor], experts: str = "fused", router: str = "gate") -> dict[str, torch.Tensor]:
+def to_transformers(state_dict: Mapping[str, torch.Tensor], experts: str = "fused", router: str = "gate",
+                    ) -> dict[str, torch.Tensor]:
     """The state dict with its MoE layers in transformers' layout; the inverse of to_megablocks.
 
-    A model in memory has the experts "fused". Which layouts from_pretrained loads depends on the model, see gbmoe.compat.checkpoints.
+    A model in memory has the experts "fused". Which layouts from_pretrained loads depends on the model type, see
+    gbmoe.compat.checkpoints.
 
     Args:
         state_dict: that of a model with gbmoe.dMoE or MegaBlocks' layers, or of one such layer; any dtype and device. The number of
@@ -125,8 +127,8 @@ def plan(signatures: Signatures, to: str, experts: str, router: str) -> tuple[li
     expert are made only after such shapes are refused and all shapes fit each other: then there are at most as many experts as bytes.
     """
     if to not in LAYOUTS or experts not in EXPERT_LAYOUTS or router not in ROUTERS:
-        raise ValueError(f"convert: expected to in {LAYOUTS}, experts in {EXPERT_LAYOUTS} and router in {ROUTERS}, got {to!r}, {experts!r},"
-                         f" {router!r}")
+        raise ValueError(f"convert: expected to in {LAYOUTS}, experts in {EXPERT_LAYOUTS} and router in {ROUTERS}, got {to!r},"
+                         f" {experts!r}, {router!r}")
     prefixes = dict.fromkeys(match[1] for match in map(_IN_A_LAYER.fullmatch, signatures) if match)
     if not prefixes:
         raise ValueError(f"convert to {to}: there is no MoE layer: no name holds 'experts.'")
@@ -186,7 +188,10 @@ def _layer(prefix: str, tensors: Signatures, to: str, layout: str, router: str,
            ) -> tuple[dict[str, list[int]], Iterable[Output], Layer]:
     """The shapes that one layer should have according to the sizes found in it, and the outputs made of it if it has them."""
     source = "transformers" if to == "megablocks" else "megablocks"
-    router_source, router_target = (_ROUTER, f"{router}.weight") if to == "transformers" else (_transformers_router(tensors), _ROUTER)
+    if to == "transformers":
+        router_source, router_target = _ROUTER, f"{router}.weight"
+    else:
+        router_source, router_target = _transformers_router(tensors), _ROUTER
     experts, hidden = _shape(tensors, router_source, 2)
     found = [match for match in map(_ONE_EXPERT.fullmatch, tensors) if match]
     kinds = {match[2] for match in found}

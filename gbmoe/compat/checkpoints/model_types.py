@@ -1,7 +1,7 @@
 """What the MoE layers of transformers' model types compute, by the fields of config.json, and which layouts they load. Data only.
 
-Every entry was compared with transformers 5.24: with its routers and blocks, with the defaults of its configuration classes, and with
-its conversion_mapping, by which from_pretrained finds experts under other names than those of the modules.
+Every entry was compared with transformers 5.24: with its routers and blocks, with the defaults of its configuration classes, and
+with its conversion_mapping, by which from_pretrained finds experts under other names than those of its modules.
 tests/compat/checkpoints/test_model_types.py repeats the comparison with the installed release.
 """
 
@@ -23,23 +23,21 @@ class Condition:
     values: tuple[Any, ...]
     default: Any  # what a config.json without the field means
     needs: str  # what a dMoE lacks for other values
-    only_with: str | None = None  # a field without which (0) this one has no effect
+    only_with: str | None = None  # the field that must not be 0 for this one to have an effect
 
 
 @dataclass(frozen=True)
 class ModelType:
     """One model type. Its experts have a gate, and neither they nor its router have biases.
 
-    The fields of config.json that give a size have the same role in every model type, but not the same name; where a name has a synonym
-    (an attribute_map of transformers), both are listed, and a config.json has either. `defaults` are transformers' values of fields that
-    a config.json leaves out.
+    `defaults` are transformers' values of the fields that a config.json leaves out.
     """
-    experts: tuple[str, ...]
-    ffn: str
+    experts: tuple[str, ...]  # the field with the number of experts, and its synonym in transformers' attribute_map
+    ffn: str  # the field with an expert's width
     defaults: Mapping[str, Any]
     normalizes: bool | str  # whether the chosen experts' weights are divided by their sum: always, never, or as the field says
     loads: tuple[str, ...]  # the layouts of experts that from_pretrained loads
-    shared_experts: str | None = None  # the number of shared experts, which are one GLU of as many times the width of an expert
+    shared_experts: str | None = None  # the field with the number of shared experts, which are one GLU, as wide as so many experts
     router: str = "gate"
     conditions: tuple[Condition, ...] = ()
 
@@ -47,6 +45,8 @@ class ModelType:
 _SCALE = "a factor on the experts' weights"
 _GROUPS = "a choice of experts within groups"
 _SIGMOID = "sigmoid scores"
+_AMBIGUOUS = "one meaning: transformers ignores the field, DeepSeek's own code does not"
+_AVERAGE = "the mean of both outputs"
 _JITTER = "jitter of what the experts get, not only of what the router gets"
 
 # Of every model type.
@@ -54,18 +54,19 @@ CONDITIONS = (Condition("quantization_config", (None,), None, "weights that are 
 
 _MIXTRAL = ModelType(
     experts=("num_local_experts", "num_experts"), ffn="intermediate_size", normalizes=True, loads=("fused", "w1"),
-    defaults={"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu"},
+    defaults={"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+              "hidden_act": "silu"},
     conditions=(Condition("router_jitter_noise", (0,), 0.0, _JITTER),))
 
 MODEL_TYPES: Mapping[str, ModelType] = {
     "cohere2_moe": ModelType(
         experts=("num_experts",), ffn="intermediate_size", normalizes=True, loads=("fused", "gate_proj"),
         shared_experts="num_shared_experts",
-        defaults={"hidden_size": 8192, "intermediate_size": 22528, "num_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu",
-                  "num_shared_experts": 0},
+        defaults={"hidden_size": 8192, "intermediate_size": 22528, "num_experts": 8, "num_experts_per_tok": 2,
+                  "hidden_act": "silu", "num_shared_experts": 0},
         conditions=(
             Condition("expert_selection_fn", ("softmax",), "softmax", _SIGMOID),
-            Condition("shared_expert_combination_strategy", ("sum",), "average", "the mean of both outputs", "num_shared_experts"))),
+            Condition("shared_expert_combination_strategy", ("sum",), "average", _AVERAGE, "num_shared_experts"))),
     "deepseek_v2": ModelType(
         experts=("n_routed_experts", "num_experts"), ffn="moe_intermediate_size", normalizes=False, loads=("fused", "gate_proj"),
         shared_experts="n_shared_experts",
@@ -75,25 +76,27 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             Condition("topk_method", ("greedy",), "greedy", _GROUPS),
             Condition("routed_scaling_factor", (1,), 1.0, _SCALE),
             Condition("scoring_func", ("softmax",), "softmax", _SIGMOID),
-            Condition("norm_topk_prob", (False, None), False, "one meaning: transformers ignores the field, DeepSeek's own code does not"),
+            Condition("norm_topk_prob", (False, None), False, _AMBIGUOUS),
             Condition("mlp_bias", (False,), False, "biases of the shared expert alone"))),
     "flex_olmo": ModelType(
-        experts=("num_experts", "num_local_experts"), ffn="intermediate_size", normalizes="norm_topk_prob", loads=("fused", "gate_proj"),
-        defaults={"hidden_size": 4096, "intermediate_size": 11008, "num_experts": 7, "num_experts_per_tok": 5, "hidden_act": "silu",
-                  "norm_topk_prob": False}),
+        experts=("num_experts", "num_local_experts"), ffn="intermediate_size", normalizes="norm_topk_prob",
+        loads=("fused", "gate_proj"),
+        defaults={"hidden_size": 4096, "intermediate_size": 11008, "num_experts": 7, "num_experts_per_tok": 5,
+                  "hidden_act": "silu", "norm_topk_prob": False}),
     "jamba": ModelType(
         experts=("num_experts", "num_local_experts"), ffn="intermediate_size", normalizes=False, loads=("fused", "gate_proj"),
         router="router",
-        defaults={"hidden_size": 4096, "intermediate_size": 14336, "num_experts": 16, "num_experts_per_tok": 2, "hidden_act": "silu"}),
+        defaults={"hidden_size": 4096, "intermediate_size": 14336, "num_experts": 16, "num_experts_per_tok": 2,
+                  "hidden_act": "silu"}),
     "mellum": ModelType(
         experts=("num_experts", "num_local_experts"), ffn="moe_intermediate_size", normalizes="norm_topk_prob",
         loads=("fused", "gate_proj"),
-        defaults={"hidden_size": 2304, "moe_intermediate_size": 896, "num_experts": 64, "num_experts_per_tok": 8, "hidden_act": "silu",
-                  "norm_topk_prob": True}),
+        defaults={"hidden_size": 2304, "moe_intermediate_size": 896, "num_experts": 64, "num_experts_per_tok": 8,
+                  "hidden_act": "silu", "norm_topk_prob": True}),
     "minimax": _MIXTRAL,
     "mistral4": ModelType(
-        experts=("n_routed_experts", "num_local_experts"), ffn="moe_intermediate_size", normalizes="norm_topk_prob", loads=("fused",),
-        shared_experts="n_shared_experts",
+        experts=("n_routed_experts", "num_local_experts"), ffn="moe_intermediate_size", normalizes="norm_topk_prob",
+        loads=("fused",), shared_experts="n_shared_experts",
         defaults={"hidden_size": 4096, "moe_intermediate_size": 2048, "n_routed_experts": 128, "num_experts_per_tok": 4,
                   "hidden_act": "silu", "n_shared_experts": 1, "norm_topk_prob": True},
         conditions=(
@@ -101,14 +104,15 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             Condition("routed_scaling_factor", (1,), 1.0, _SCALE))),
     "mixtral": _MIXTRAL,
     "olmoe": ModelType(
-        experts=("num_experts", "num_local_experts"), ffn="intermediate_size", normalizes="norm_topk_prob", loads=("fused", "gate_proj"),
-        defaults={"hidden_size": 2048, "intermediate_size": 2048, "num_experts": 64, "num_experts_per_tok": 8, "hidden_act": "silu",
-                  "norm_topk_prob": False}),
+        experts=("num_experts", "num_local_experts"), ffn="intermediate_size", normalizes="norm_topk_prob",
+        loads=("fused", "gate_proj"),
+        defaults={"hidden_size": 2048, "intermediate_size": 2048, "num_experts": 64, "num_experts_per_tok": 8,
+                  "hidden_act": "silu", "norm_topk_prob": False}),
     "qwen3_moe": ModelType(
         experts=("num_experts", "num_local_experts"), ffn="moe_intermediate_size", normalizes="norm_topk_prob",
         loads=("fused", "gate_proj"),
-        defaults={"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "hidden_act": "silu",
-                  "norm_topk_prob": False}),
+        defaults={"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+                  "hidden_act": "silu", "norm_topk_prob": False}),
 }
 
 _BIAS = "a bias for the choice of experts"
@@ -116,8 +120,8 @@ _SHARED_GATE = "a gate of the shared expert"
 _NAMES = "other names: this model type's experts, router or shared expert have names of their own"
 _DEEPSEEK_V3 = (_SIGMOID, _BIAS, _GROUPS, _SCALE)
 
-# Model types that no field makes computable, and what each needs that a dMoE does not have, or that is not read. Where one of these is
-# built, its name goes out of the lines below, and a line that is empty becomes an entry of MODEL_TYPES.
+# Model types whose layers no dMoE computes, whatever their fields are, and what each needs. When one of these needs is met, it
+# goes out of the lines below; a line that is then empty becomes an entry of MODEL_TYPES, with the conditions that remain.
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "afmoe": (_SIGMOID, _BIAS, _SCALE, _NAMES),
     "aria_text": (_NAMES, "transposed experts"),
