@@ -40,7 +40,7 @@ def register() -> None:
 
 def hand_over() -> None:
     """Register the formulas if the counter is imported, also with the counters that are counting, whose formulas are a copy."""
-    counter = sys.modules.get(_COUNTER)
+    counter: Any = sys.modules.get(_COUNTER)
     count_mode = getattr(counter, "FlopCounterMode", None)  # the module's last definition: without it, the import is still going on
     if count_mode is None:
         return

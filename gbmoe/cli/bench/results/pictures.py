@@ -15,7 +15,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # and not pyplot, which needs a backend for the whole process and keeps its figures
 
 from gbmoe.cli.bench.measurements.base import MOVING
-from gbmoe.cli.bench.results.schema import timing_of
+from gbmoe.cli.bench.results.schema import is_disturbed, timing_of
 from gbmoe.cli.bench.results.table_and_progress import by_kind, measured, without_cap
 from gbmoe.cli.bench.running.verify_and_time import BURSTS
 from gbmoe.testing.moe_shapes import SCALING_CASES
@@ -147,9 +147,10 @@ def _bars(content: dict, rows: Sequence[dict], value: Callable, axis: str, what:
 
 def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
     """Speed-ups: a line for each implementation, a column for each shape and routing; blue is faster than the baseline, orange
-    slower."""
+    slower. What was disturbed, or is compared with a disturbed baseline, has a question mark."""
     columns, names = list(_panels(rows)), list(dict.fromkeys(row["by"] for row in rows))
     cells = {(row["by"], _panel(row)): row["speedup"] for row in rows}
+    disturbed = {(row["by"], _panel(row)) for row in rows if is_disturbed(row)}
     grid = [[math.log2(cells.get((name, column), math.nan)) for column in columns] for name in names]
     reach = max(1.0, max(abs(cell) for line in grid for cell in line if not math.isnan(cell)))
     labels = 0.05 * max(map(len, columns))  # inches of height that the longest label takes, rotated
@@ -162,7 +163,8 @@ def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
         speedup = cells.get((name, column))
         if speedup is not None:
             dark = abs(math.log2(speedup)) > 0.6 * reach
-            axes.text(x, y, f"{speedup:.2f}" if speedup < 10 else f"{speedup:.0f}", ha="center", va="center",
+            doubt = "?" if disturbed & {(name, column), (content["baseline"], column)} else ""
+            axes.text(x, y, (f"{speedup:.2f}" if speedup < 10 else f"{speedup:.0f}") + doubt, ha="center", va="center",
                       fontsize=6, color="white" if dark else "black")
     axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
     axes.set_yticks(range(len(names)), names, fontsize=7)
@@ -170,7 +172,7 @@ def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("times as fast")
     bar.ax.yaxis.set_major_formatter(lambda power, _: f"{2**power:.3g}")
-    figure.suptitle(_title(content, rows, f"times as fast as {content['baseline']} (grey: no time)"))
+    figure.suptitle(_title(content, rows, f"times as fast as {content['baseline']} (grey: no time; ?: disturbed)"))
     return figure
 
 
