@@ -968,8 +968,8 @@ def test_autocast_keeps_a_copy_of_every_weight_for_backward():
     leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
     plan = RoutingPlan.from_experts(ids, leaves["w1"].size(0))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"], activation="silu")
-    weights = [t for t in saved if t.shape == leaves["w1"].shape]
-    assert [t.dtype for t in weights] == 3 * [torch.bfloat16] and [t.dtype for t in saved if t.shape == leaves["x"].shape] == [torch.bfloat16]
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with keep, torch.autocast("cpu", dtype=torch.bfloat16):
+        gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"], activation="silu")
+    dtypes = {name: [t.dtype for t in saved if t.shape == leaves[name].shape] for name in ("x", "w1")}
+    assert dtypes == {"x": [torch.bfloat16], "w1": 3 * [torch.bfloat16]}
