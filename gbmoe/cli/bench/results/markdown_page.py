@@ -18,15 +18,16 @@ from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 _TOGETHER = (FORWARD, TRAINING, GRAPH)
 
 
-def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[str]) -> str:
-    """The whole page: the files that could be read, and a line for each that could not."""
+def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[str], every_row: bool = True) -> str:
+    """The whole page: the files that could be read, and a line for each that could not. Without `every_row` it ends each suite with the
+    main tables and pictures."""
     parts = ["# Benchmarks",
              "Every figure is of a result that was verified against float64 first. Those of one suite are timed in one way, which its"
              " section names: in bursts, or sustained. Figures of the two are not compared."]
     parts += [f"**Missing:** {problem}" for problem in problems]
     for content in contents:
         parts += [f"## {content['suite']}", *_conditions(content), *_missing(content), *_findings(content), *_main_tables(content),
-                  *_failures(content), *_images(_of_suite(pictures, content)), *_all_rows(content)]
+                  *_failures(content), *_images(_of_suite(pictures, content)), *(_all_rows(content) if every_row else ())]
     return "\n\n".join(parts) + "\n"
 
 

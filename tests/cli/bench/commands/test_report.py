@@ -159,6 +159,9 @@ def test_page(scaling, tmp_path):
                   "<details><summary>All rows: layer</summary>"):
         assert words in text
     assert "other-forward-speed" not in text and ".svg" not in text
+    assert main(["bench", "report", str(scaling), "--output", str(page), "--pictures", str(pictures), "--short"]) == 0
+    start = text.index("<details>")
+    assert page.read_text() == text[:start].rstrip() + "\n" and "<details>" not in page.read_text()
     main_table = [line for line in text.splitlines() if "crashed / crashed" in line]
     line, = [line for line in main_table if line.startswith("| t1024-h2048-e64 ")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
