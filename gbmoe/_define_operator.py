@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gbmoe._checks import PLAIN
+from gbmoe._flop_counter import add_formula, hand_over
 
 _LIBRARY = torch.library.Library("gbmoe", "FRAGMENT")
 
@@ -66,7 +67,7 @@ _CALLS_KERNELS = _REGISTERS_AUTOGRAD and _SEES_WATCHERS and _HAS_PROFILER_FLAG a
 def define(
     schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None,
     backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[int] = (),
-    waits: Callable[..., bool] | None = None,
+    waits: Callable[..., bool] | None = None, flops: Callable[..., int] | None = None,
 ) -> Callable:
     """Register `gbmoe::<schema>` and return a function that calls it, with every argument by position.
 
@@ -80,6 +81,8 @@ def define(
     `waits` is a function of the arguments of a call on CUDA. It tells whether the host reads the values of some of them, as it does
     with sizes on the device. A CUDA graph must not contain such a call, because its replays would repeat the values of the recording.
     The call goes to a second operator with the same schema and kernels, whose name ends in `_by_host` and whose tag tells compilers.
+
+    `flops` is the formula by which torch.utils.flop_counter counts the operator, for those that multiply matrices.
     """
     name, arguments = schema[: schema.index("(")], schema[schema.index("("):]
     assert "=" not in arguments, schema  # gradients take every argument by position
@@ -87,12 +90,19 @@ def define(
     if backward is None and name.endswith("_backward"):
         backward, setup_context = _refuse_second_derivative, None
 
+    def described(*inputs):
+        if flops is not None:
+            hand_over()  # to compilers, which estimate with the formulas; they trace with fakes
+        return fake(*inputs)
+
     def register(name: str, *tags: torch.Tag) -> tuple[torch._ops.OpOverload, type[torch.autograd.Function] | None]:
         _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         if cuda is not None:
             _LIBRARY.impl(name, cuda, "CUDA")
-        torch.library.register_fake(f"gbmoe::{name}", fake, lib=_LIBRARY)
+        torch.library.register_fake(f"gbmoe::{name}", described, lib=_LIBRARY)
+        if flops is not None:
+            add_formula(getattr(torch.ops.gbmoe, name), flops)
         operator = getattr(torch.ops.gbmoe, name).default
         function = None
         if backward is not None and _REGISTERS_AUTOGRAD:
@@ -110,6 +120,8 @@ def define(
 
     def call(*inputs):
         if not _is_unseen(inputs):
+            if flops is not None and not torch.compiler.is_compiling():
+                hand_over()
             if not _REGISTERS_AUTOGRAD and not torch.compiler.is_compiling():
                 _refuse_tangents(operator, inputs)  # torch.library.register_autograd would lose them silently
             if by_host is not None and inputs[0].is_cuda and waits(*inputs):

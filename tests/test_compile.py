@@ -249,6 +249,19 @@ def test_numbers_of_tokens_share_a_graph(device, fields, marked):
     assert counter.frame_count == (1 if marked else 2)
 
 
+def test_no_token_and_a_single_one_have_a_graph_each():
+    """docs/tour.md did not count the graph of no token."""
+    layer, _ = make(mlp_type="glu", bias=False)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    with torch.no_grad():
+        for tokens in (8, 4, 1, 0, 5, 1, 0):
+            compiled(torch.randn(tokens, HIDDEN))
+            graphs.append(counter.frame_count)
+    assert graphs == [1, 1, 2, 3, 3, 3, 3]
+
+
 def test_layers_compiled_one_by_one_share_a_graph():
     """What layers leave behind for the losses grows from layer to layer, and torch gives up after eight graphs."""
     layers = [make(seed=seed, num_layers=12, bias=False, moe_zloss_weight=1e-2)[0] for seed in range(12)]

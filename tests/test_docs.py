@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import json
@@ -110,6 +111,76 @@ def test_links_of_pages_lead_somewhere():
             if not (page.parent / target).exists():
                 broken.append((page_id(page), target))
     assert broken == []
+
+
+TEXTS = (".md", ".py", ".cu", ".cuh", ".h", ".cpp", ".sh", ".sbatch", ".toml", ".yml")
+# What a build, a run or another package has under such a path.
+MADE = re.compile(r"gbmoe/(_C\.so|csrc/|failed/)|docs/_build/")
+PATH = re.compile(r"(?<![\w/.-])(?:gbmoe|csrc|scripts|tests|docs|results)/[\w./-]*[\w/]")
+
+
+def kept_files():
+    """What git keeps, but for the log of changes, which names files of its time."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("which files are kept is asked of git, and this is no checkout")
+    return [name for name in listed.stdout.split() if name != "CHANGELOG.md" and (ROOT / name).exists()]
+
+
+def test_files_and_folders_that_pages_and_comments_name_are_there():
+    named = {(name, path) for name in kept_files() if name.endswith(TEXTS) for path in PATH.findall((ROOT / name).read_text())
+             if not MADE.match(path) and not path.endswith("_")}  # a name that ends in _ stands for those that begin so
+    assert len(named) > 200 and sorted((name, path) for name, path in named if not (ROOT / path).exists()) == []
+
+
+def test_names_of_gbmoe_that_pages_use_exist():
+    names = {(page_id(page), name) for page in PAGES for name in re.findall(r"\bgbmoe(?:\.\w+)+", page.read_text())}
+    assert len(names) > 100 and sorted((page, name) for page, name in names if not resolves(name)) == []
+
+
+def resolves(name):
+    words = name.split(".")
+    for count in range(len(words), 0, -1):
+        try:
+            found = importlib.import_module(".".join(words[:count]))
+        except ImportError:
+            continue
+        for word in words[count:]:
+            if not hasattr(found, word):
+                return dataclasses.is_dataclass(found) and word in {field.name for field in dataclasses.fields(found)}
+            found = getattr(found, word)
+        return True
+    return False
+
+
+# What pages name that is another project's, a compiler's or an instruction's.
+FOREIGN = {"cache_hint", "compute_90a", "do_bench"}
+SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"
+
+
+def test_kernels_functions_and_fields_that_pages_name_exist():
+    """A note told its reader to profile regex:grouped_kernel, which no kernel's name holds."""
+    code = " ".join((ROOT / name).read_text() for name in kept_files() if name.endswith(TEXTS[1:]) and name != "tests/test_docs.py")
+    known, missing = set(re.findall(r"\w+", code)), []
+    for page in PAGES:
+        text = PATH.sub("", page.read_text())
+        quoted = {word for quote in re.findall(r"`([^`\n]+)`", text) for word in re.findall(SNAKE_CASE, quote)}
+        kernels = set(re.findall(r"\b\w+_kernel\b", text))
+        missing += [(page_id(page), word) for word in sorted(quoted | kernels) if word not in known | FOREIGN]
+    assert missing == []
+
+
+def test_the_table_of_expert_parallel_options_has_every_field():
+    table = re.findall(r"^\| `(expert_parallel_\w+)` \|", (ROOT / "docs" / "parallel.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(field.name for field in dataclasses.fields(Arguments) if field.name.startswith("expert_parallel_"))
+
+
+def test_the_first_pages_figures_are_those_of_its_picture():
+    """1.07 to 4.5 stood over a picture of 1.06 to 5.91."""
+    rows = json.loads((ROOT / "results" / "h200" / "layers.json").read_text())["rows"]
+    speedups = [row["speedup"] for row in rows if row["by"] == "gbmoe-auto" and row["computation"] == "forward+backward"]
+    stated = re.search(r"run ([\d.]+) to ([\d.]+) times as fast", (ROOT / "docs" / "index.md").read_text())
+    assert stated.groups() == (f"{min(speedups):.2f}", f"{max(speedups):.1f}")
 
 
 def test_pictures_are_small_and_those_kept_are_those_shown():

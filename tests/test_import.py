@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROBE = """
 import json, sys
 before = set(sys.modules)
@@ -28,6 +30,93 @@ def test_import_starts_no_cuda_and_imports_no_peer_nor_the_compiler():
     assert not {"triton", "megablocks", "stk", "grouped_gemm", "transformers", "rich", "matplotlib", "torch._dynamo"} & set(seen["modules"])
     assert seen["names"] == []
     assert done.stderr == ""
+
+
+STATE = """
+import importlib, json, logging, os, pkgutil, signal, sys, threading, types, warnings
+
+warnings.simplefilter("ignore")  # reading every attribute finds deprecated ones
+import torch
+
+OTHERS = {others}
+for name in OTHERS:
+    try:
+        importlib.import_module(name)
+    except ImportError:  # not installed; or MegaBlocks without Triton
+        pass
+PACKAGES = ("torch", *(name.partition(".")[0] for name in OTHERS))
+# Where torch keeps operators, gbmoe's among them.
+OPERATORS = ("torch.library._defs", "torch.library._impls", "torch.jit._builtins._builtin_table", "torch.ops._dir")
+# What Python writes into a class that is derived from.
+DERIVED = ("__abstractmethods__", "_abc_impl", "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__")
+
+
+def contents(value):
+    return [id(value), len(value)] if isinstance(value, (dict, list, set)) else id(value)
+
+
+def of_the_process():
+    loggers = [("root", logging.root), *((name, logging.root.manager.loggerDict[name]) for name in known_loggers)]
+    return {{
+        "meta_path": repr(sys.meta_path), "path_hooks": repr(sys.path_hooks), "path": list(sys.path), "folder": os.getcwd(),
+        "hooks": repr([sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()]),
+        "warnings": repr(warnings.filters), "environment": dict(os.environ), "threads": threading.active_count(),
+        "signals": [repr(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "logging": [[name, getattr(logger, "level", None), repr(getattr(logger, "handlers", None))] for name, logger in loggers],
+        "torch": repr([flag() for flag in (
+            torch.get_default_dtype, torch.get_default_device, torch.is_grad_enabled, torch.is_autocast_enabled, torch.get_num_threads,
+            torch.are_deterministic_algorithms_enabled, torch.get_float32_matmul_precision, torch.is_anomaly_enabled,
+            torch.initial_seed, torch.cuda.is_initialized)]),
+        "backends": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark,
+                     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction],
+    }}
+
+
+def of_other_packages():
+    found = {{f"sys.modules[{{name!r}}]": id(sys.modules.get(name)) for name in known}}
+    for name in known:
+        if name.partition(".")[0] not in PACKAGES or not isinstance(sys.modules.get(name), types.ModuleType):
+            continue
+        for key, value in list(vars(sys.modules[name]).items()):
+            if not isinstance(value, types.ModuleType) and f"{{name}}.{{key}}" not in OPERATORS:
+                found[f"{{name}}.{{key}}"] = contents(value)
+            if isinstance(value, type):
+                found.update((f"{{value.__module__}}.{{value.__qualname__}}.{{key}}", id(kept)) for key, kept in list(vars(value).items())
+                             if key not in DERIVED)
+    return found
+
+
+known, known_loggers = sorted(sys.modules), sorted(logging.root.manager.loggerDict)
+keep = [list(vars(module).values()) for module in sys.modules.values() if hasattr(module, "__dict__")]  # no id is given twice
+before = of_the_process() | of_other_packages()
+
+import gbmoe
+# __main__ is a program, and gbmoe.compat.megablocks.layers imports MegaBlocks: register() imports it.
+imported = [found.name for found in pkgutil.walk_packages(gbmoe.__path__, "gbmoe.")
+            if found.name not in ("gbmoe.__main__", "gbmoe.compat.megablocks.layers")]
+unfit = []
+for name in imported:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        unfit.append(error.name)
+
+after = of_the_process() | of_other_packages()
+print(json.dumps({{"imported": len(imported), "unfit": unfit, "changed": sorted(key for key in before if before[key] != after.get(key))}}))
+"""
+
+
+@pytest.mark.parametrize("others", [(), ("torch.utils.flop_counter", "transformers", "megablocks", "stk", "matplotlib.pyplot")],
+                         ids=["torch alone", "others are imported"])
+def test_importing_every_module_changes_nothing_elsewhere(others):
+    """`import gbmoe` left a finder in sys.meta_path that patched the loader of a module of torch, and the pictures chose matplotlib's
+    backend for the whole process."""
+    environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    done = subprocess.run([sys.executable, "-c", STATE.format(others=others)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["imported"] > 80 and set(seen["unfit"]) <= {"matplotlib"}
+    assert seen["changed"] == []
 
 
 def test_layer_and_operators_on_the_cpu_never_ask_for_the_extension(monkeypatch):

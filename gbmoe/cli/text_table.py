@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
+
+from gbmoe._importable import is_importable
 
 
 def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of cells under `columns`, which are (heading, alignment) pairs; the alignment is "<" or ">"."""
     rows = [tuple(row) for row in rows]
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+    if sys.stdout.isatty() and is_importable("rich"):
         _print_rich(columns, rows)
         return
     headings = tuple(heading for heading, _ in columns)

@@ -35,6 +35,11 @@ class Arguments:
     loop over the experts); `engine` names the engine of the grouped GEMMs (gbmoe.engines). fp16 wins over bf16; with both
     False parameters have torch's default dtype.
 
+    `activation_fn` may be any callable. A torch.nn.Module is called, and gradients flow to its parameters, but it belongs to the arguments,
+    which layers share, and not to a layer: as in MegaBlocks, it is in no layer's parameters(), state_dict() or to(), and only a shared
+    expert registers it, as `shared_expert.act`. Where it has parameters, register it once on your model, move it to the layers' device
+    and dtype, and give the optimizer the model's parameters.
+
     moe_capacity_factor exists for compatibility and has no effect: the layers here drop no token.
 
     For experts that are spread over ranks:

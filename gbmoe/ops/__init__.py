@@ -7,6 +7,5 @@ from gbmoe.ops.permute import padded_gather, padded_scatter
 from gbmoe.ops.router_softmax_topk import Routing, route
 
 from gbmoe.ops import router_logits  # noqa: F401  # isort: skip (of the layer's router, not public)
-from gbmoe.ops import flops  # noqa: F401  # isort: skip (after the operators, for which it registers FLOP formulas)
 
 __all__ = ["Routing", "expert_mlp", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route"]

@@ -27,6 +27,7 @@ from gbmoe.engines.base import GatheredRows
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
 from gbmoe.kernels.alignment import aligned
+from gbmoe.ops import flops
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import check_plan, check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.plan import RoutingPlan
@@ -349,7 +350,7 @@ _expert_mlp = define(
     " Tensor? v1, str activation, str engine, bool save, bool keep_rows, bool keep_weights)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
-    waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
+    waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
 )
 
 _expert_mlp_backward = define(
@@ -358,7 +359,7 @@ _expert_mlp_backward = define(
     " str activation, str engine, bool need_x, bool need_weights, bool need_w1, bool need_w2, bool need_v1)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
-    waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu",
+    waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_backward,
 )
 
 

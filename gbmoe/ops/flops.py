@@ -9,24 +9,23 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.abc import MetaPathFinder
 from math import prod
 
-import torch
+from gbmoe._flop_counter import register
+
+__all__ = ["register"]
 
 
-def _gmm(a, b, batch_sizes, trans_a, trans_b, *_, out_shape=None, **__) -> int:
+def gmm(a, b, batch_sizes, trans_a, trans_b, *_, out_shape=None, **__) -> int:
     columns = b[1] if trans_a or trans_b else b[2]
     return 2 * prod(a) * columns
 
 
-def _scaled_gmm(a, b, *_, out_shape=None, **__) -> int:
+def scaled_gmm(a, b, *_, out_shape=None, **__) -> int:
     return 2 * prod(a) * b[1]
 
 
-def _router_logits(x, weight, *_, out_shape=None, **__) -> int:
+def router_logits(x, weight, *_, out_shape=None, **__) -> int:
     return 2 * prod(x) * weight[0]
 
 
@@ -35,48 +34,12 @@ def _product(row_of_slot_TK, slot_of_row_P, w1_EFH) -> int:
     return 2 * prod(slot_of_row_P if row_of_slot_TK is None else row_of_slot_TK) * prod(w1_EFH[1:])
 
 
-def _expert_mlp(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *_, out_shape=None, **__) -> int:
+def expert_mlp(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *_, out_shape=None, **__) -> int:
     return (2 if v1 is None else 3) * _product(row_of_slot, slot_of_row, w1)
 
 
-def _expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1,
-                         activation, engine, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None, **__) -> int:
+def expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1,
+                        activation, engine, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None, **__) -> int:
     # The activation's gradient, which is always computed, dx through w1 and v1, and the weights' gradients.
     products = 1 + (need_x and (1 if v1 is None else 2)) + need_w1 + need_w2 + (v1 is not None and need_v1)
     return products * _product(row_of_slot, slot_of_row, w1)
-
-
-# ----------------------------------------------------------------------------------------------------------- registration
-
-_COUNTER = "torch.utils.flop_counter"
-
-
-def _register(counter) -> None:
-    of_sizes = (("gmm", _gmm), ("scaled_gmm", _scaled_gmm), ("expert_mlp", _expert_mlp), ("expert_mlp_backward", _expert_mlp_backward))
-    by_host = ((f"{name}_by_host", formula) for name, formula in of_sizes)  # see _define_operator.define
-    for name, formula in (*of_sizes, *by_host, ("router_logits", _router_logits)):
-        counter.register_flop_formula(getattr(torch.ops.gbmoe, name))(formula)
-
-
-class _AtItsImport(MetaPathFinder):
-    """Registers the formulas when something imports the counter. Importing it here would import triton, which takes longer than gbmoe."""
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module):
-            execute(module)
-            _register(module)
-
-        spec.loader.exec_module = execute_and_register
-        return spec
-
-
-if _COUNTER in sys.modules:
-    _register(sys.modules[_COUNTER])
-else:
-    sys.meta_path.insert(0, _AtItsImport())

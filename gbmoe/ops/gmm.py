@@ -12,6 +12,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
+from gbmoe.ops import flops
 from gbmoe.ops.batch_sizes import check_sizes
 from gbmoe.ops.scaled_gmm import scaled_gmm
 from gbmoe.problem import Problem, result_shape
@@ -155,7 +156,7 @@ def _gmm_backward(ctx, grad):
 _gmm = define(
     "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine, bool fills) -> Tensor",
     reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=(0, 1),
-    waits=lambda a, b, batch_sizes, *_: batch_sizes.device.type == "cpu",
+    waits=lambda a, b, batch_sizes, *_: batch_sizes.device.type == "cpu", flops=flops.gmm,
 )
 
 

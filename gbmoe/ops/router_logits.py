@@ -10,6 +10,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe._define_operator import define
+from gbmoe.ops import flops
 
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor, engine: str) -> torch.Tensor:
@@ -54,4 +55,4 @@ def _backward(ctx, grad_TE):
 
 
 _router_logits = define("router_logits(Tensor x, Tensor weight, str engine) -> Tensor", reference=_kernel, fake=_fake, backward=_backward,
-                        setup_context=_setup_context, autocast=(0, 1))
+                        setup_context=_setup_context, autocast=(0, 1), flops=flops.router_logits)

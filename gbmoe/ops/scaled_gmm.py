@@ -12,6 +12,7 @@ from gbmoe._checks import dtype_name, require, require_tensor
 from gbmoe._define_operator import define
 from gbmoe.float8 import FLOAT8, TILE, ScaledRows, ScaledWeights
 from gbmoe.kernels.alignment import aligned
+from gbmoe.ops import flops
 from gbmoe.ops.batch_sizes import check_sizes
 from gbmoe.problem import Problem
 
@@ -67,4 +68,5 @@ def _fake(a, b, scale_a, scale_b, batch_sizes, out_dtype):
 _scaled_gmm = define(
     "scaled_gmm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor batch_sizes, str out_dtype) -> Tensor",
     reference=_reference, fake=_fake, waits=lambda a, b, scale_a, scale_b, batch_sizes, *_: batch_sizes.device.type == "cpu",
+    flops=flops.scaled_gmm,
 )

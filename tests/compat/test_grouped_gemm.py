@@ -311,6 +311,21 @@ def test_register_where_there_is_none():
              "modules": [f"gbmoe.compat.grouped_gemm{name}" for name in ("", ".ops", ".backend")]}
 
 
+@pytest.mark.parametrize("stub", ["types.ModuleType('grouped_gemm')", "types.SimpleNamespace()"])
+def test_a_stub_without_a_spec_counts_as_installed(stub):
+    assert in_a_fresh_process(f"""
+        import types
+        stub = sys.modules["grouped_gemm"] = {stub}
+        from gbmoe.compat.grouped_gemm import register
+        register()
+        import grouped_gemm
+        seen["stays"] = grouped_gemm is stub
+        register(force=True)
+        import grouped_gemm
+        seen["forced"] = grouped_gemm.__name__
+    """) == {"stays": True, "forced": "gbmoe.compat.grouped_gemm"}
+
+
 def test_an_installed_package_stays_unless_forced(tmp_path):
     package = tmp_path / "grouped_gemm"
     package.mkdir()

@@ -514,16 +514,17 @@ def test_an_extension_of_megablocks_that_does_not_import_is_named(tmp_path):
         "taken": "gbmoe.compat.megablocks.extension"}
 
 
-def test_what_is_installed_stays():
-    assert in_a_fresh_process("""
+@pytest.mark.parametrize("spec", ["types.SimpleNamespace(name=name)", "None"], ids=["installed", "stubs without a spec"])
+def test_what_is_installed_stays(spec):
+    assert in_a_fresh_process(f"""
         import types
         for name in ("megablocks_ops", "grouped_gemm"):
             sys.modules[name] = types.ModuleType(name)
-            sys.modules[name].__spec__ = types.SimpleNamespace(name=name)
+            sys.modules[name].__spec__ = {spec}
         sys.modules["grouped_gemm"].ops = sys.modules["grouped_gemm"].backend = None
         import gbmoe.compat.megablocks
         gbmoe.compat.megablocks.register()
-        seen.update({name: sys.modules[name].__name__ for name in ("megablocks_ops", "grouped_gemm")})
+        seen.update({{name: sys.modules[name].__name__ for name in ("megablocks_ops", "grouped_gemm")}})
     """, HIDDEN) == {"megablocks_ops": "megablocks_ops", "grouped_gemm": "grouped_gemm"}
 
 

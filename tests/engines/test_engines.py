@@ -216,3 +216,21 @@ def test_which_engines_have_the_rows_in_memory_before_the_first_product():
     for name in ("tensor_core", "tensor_core_batch_invariant", "torch", "cublas_loop", "reference"):
         assert answers(name, *cases) == [True] * 5
     assert answers("float8_block", *cases) == [False] * 5
+
+
+@pytest.mark.parametrize("name, roundings, place", [
+    ("reference", 2, "cpu"), *(pytest.param(name, roundings, "cuda", marks=pytest.mark.gpu) for name, roundings in (
+        ("hopper", 1), ("tensor_core", 1), ("cublas_loop", 2), ("cublas_grouped", 2), ("torch", 3)))])
+def test_how_often_the_gradient_of_a_glus_rows_is_rounded(name, roundings, place):
+    """docs/numerics.md said once of every engine. The sums are exact in float32, so that the bits tell the roundings."""
+    engine, device = engines.ENGINES[name], torch.device(place)
+    reason = engine.unavailable(device)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    dh_PF, dg_PF = (exact_inputs.exact_values(64, 256, dtype=torch.bfloat16, device=device, seed=seed) for seed in (1, 2))
+    w1_EFH, v1_EFH = (exact_inputs.exact_values(1, 256, 128, dtype=torch.bfloat16, device=device, seed=seed) for seed in (3, 4))
+    dx_PH = engine.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, torch.tensor([64], device="cpu" if engine.needs_host_sizes else device))
+    first_PH, second_PH = dh_PF.double() @ w1_EFH[0].double(), dg_PF.double() @ v1_EFH[0].double()
+    expected = {1: (first_PH + second_PH).bfloat16(), 2: (first_PH.bfloat16() + second_PH).bfloat16(),
+                3: first_PH.bfloat16() + second_PH.bfloat16()}
+    assert [count for count, sums_PH in expected.items() if torch.equal(dx_PH, sums_PH)] == [roundings]

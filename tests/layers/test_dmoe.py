@@ -413,3 +413,18 @@ def test_dynamic_quantisation_of_linear_layers():
     x = torch.randn(5, 1, 32)
     quantised = torch.ao.quantization.quantize_dynamic(layer.eval(), {torch.nn.Linear}, dtype=torch.qint8)
     assert quantised(x).shape == x.shape
+
+
+@pytest.mark.parametrize("shared_expert", [False, True])
+def test_an_activation_with_parameters_is_registered_by_the_caller(shared_expert):
+    """As in MegaBlocks it belongs to the arguments, which layers share. The docstring of Arguments says what to do."""
+    activation = torch.nn.PReLU()
+    args = Arguments(hidden_size=16, ffn_hidden_size=32, moe_num_experts=2, fp16=False, bias=False, device="cpu",
+                     activation_fn=activation, shared_expert=shared_expert)
+    model = torch.nn.Sequential(gbmoe.dMoE(args), gbmoe.dMoE(args))
+    named = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is activation.weight]
+    assert named == ([f"{layer}.shared_expert.act.weight" for layer in range(2)] if shared_expert else [])
+    model(torch.randn(5, 1, 16)).sum().backward()
+    assert float(activation.weight.grad.abs()) > 0
+    model.activation = activation
+    assert "activation.weight" in model.state_dict() and any(p is activation.weight for p in model.parameters())

@@ -960,3 +960,16 @@ def test_a_slot_beyond_the_weights_is_none(device, dtype, ffn, gated):
     for result, expected in zip(*results):
         assert bool(result.isfinite().all()) and torch.equal(result, expected)
     assert bool((results[0][0][clean < 0] == 0).all()) and int((results[0][-1] != 0).sum()) == 5
+
+
+def test_autocast_keeps_a_copy_of_every_weight_for_backward():
+    """What docs/token.md says of memory: the operator saves what it multiplied, and not the caller's float32 tensors."""
+    tensors, ids, _ = inputs(torch.float32, "cpu")
+    leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    plan = RoutingPlan.from_experts(ids, leaves["w1"].size(0))
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with keep, torch.autocast("cpu", dtype=torch.bfloat16):
+        gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"], activation="silu")
+    dtypes = {name: [t.dtype for t in saved if t.shape == leaves[name].shape] for name in ("x", "w1")}
+    assert dtypes == {"x": [torch.bfloat16], "w1": 3 * [torch.bfloat16]}

@@ -74,12 +74,70 @@ def test_gmm_of_float8():
     assert product == 2 * 6 * HIDDEN * FFN
 
 
-@pytest.mark.parametrize("order", ["gbmoe, torch.utils.flop_counter", "torch.utils.flop_counter, gbmoe"])
-def test_whoever_is_imported_first(order):
-    program = f"""
-import torch, {order}
-from torch.utils.flop_counter import flop_registry
-print(all(getattr(torch.ops.gbmoe, name) in flop_registry for name in ("gmm", "expert_mlp", "expert_mlp_backward")))
+COUNTING = """
+import torch
+{imports}
+x, w = torch.randn(6, 8), torch.randn(2, 8, 4)
+{before}
+with FlopCounterMode(display=False) as counter:
+    {inside}
+    gbmoe.gmm(x, w, torch.tensor([2, 4]))
+print(counter.get_total_flops() == 2 * 6 * 8 * 4)
 """
+COUNTER = "from torch.utils.flop_counter import FlopCounterMode"
+
+
+def printed(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("imports, before, inside", [
+    (f"import gbmoe; {COUNTER}", "", ""), (f"{COUNTER}; import gbmoe", "", ""), (COUNTER, "", "import gbmoe"),
+    (f"import gbmoe; gbmoe.gmm(torch.ones(2, 2), torch.ones(1, 2, 2), torch.tensor([2])); {COUNTER}", "", ""),
+    (f"import gbmoe; {COUNTER}", "gbmoe.ops.flops.register(); gbmoe.ops.flops.register()", ""),
+], ids=["gbmoe first", "the counter first", "while counting", "the counter after a call", "registered twice"])
+def test_whoever_is_imported_first(imports, before, inside):
+    assert printed(COUNTING.format(imports=imports, before=before, inside=inside)) == ["True"]
+
+
+def test_the_import_registers_nothing_and_register_all():
+    assert printed("""
+import torch
+from torch.utils.flop_counter import flop_registry
+import gbmoe
+
+operators = ("gmm", "gmm_by_host", "scaled_gmm", "router_logits", "expert_mlp", "expert_mlp_backward", "expert_mlp_backward_by_host")
+for _ in range(2):
+    print([getattr(torch.ops.gbmoe, name) in flop_registry for name in operators].count(True))
+    gbmoe.ops.flops.register()
+""") == ["0", "7"]
+
+
+def test_a_formula_of_the_callers_own_stays():
+    x, w, sizes = torch.randn(6, 8), torch.randn(2, 8, 4), torch.tensor([2, 4])
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.gbmoe.gmm: lambda *_, **__: 7}) as mode:
+        gbmoe.gmm(x, w, sizes)
+    assert mode.get_total_flops() == 7
+
+
+def test_what_a_compiler_estimates_has_the_formulas():
+    # The memory budget's partitioner and inductor read torch's registry, and call operators without gbmoe's functions.
+    assert printed("""
+import torch
+import gbmoe
+
+seen = []
+
+def backend(graph, inputs):
+    from torch.utils.flop_counter import FlopCounterMode
+    with FlopCounterMode(display=False) as counter:
+        graph(*inputs)
+    seen.append(counter.get_total_flops())
+    return graph
+
+call = torch.compile(lambda x, w, sizes: gbmoe.gmm(x, w, sizes), backend=backend, fullgraph=True)
+call(torch.randn(6, 8), torch.randn(2, 8, 4), torch.tensor([2, 4]))
+print(seen == [2 * 6 * 8 * 4])
+""") == ["True"]

@@ -8,9 +8,9 @@ Megatron-LM.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
+from gbmoe._importable import is_importable
 from gbmoe.compat.grouped_gemm import backend, extension, ops
 
 __all__ = ["backend", "ops", "register"]
@@ -19,17 +19,18 @@ backend.backend = extension  # type: ignore[attr-defined]  # as grouped_gemm nam
 
 
 def register(*, force: bool = False) -> None:
-    """Make `import grouped_gemm` find this package where the real one is not installed. Idempotent.
+    """Make `import grouped_gemm` find this package where it would find no other. Idempotent.
 
     Call it before importing code that imports grouped_gemm: most callers look for it only once, when they are imported.
 
     Args:
-        force: replace the real package where it is installed. Modules that have imported it already keep it.
+        force: take the place of another one too: of the real package, or of a stub in sys.modules. Modules that have imported that
+            already keep it.
 
     Example:
         >>> register()
         >>> from grouped_gemm import ops
     """
-    if force or importlib.util.find_spec("grouped_gemm") is None:
+    if force or not is_importable("grouped_gemm"):
         sys.modules["grouped_gemm"] = sys.modules[__name__]
         sys.modules.update({"grouped_gemm.ops": ops, "grouped_gemm.backend": backend, "grouped_gemm_backend": extension})

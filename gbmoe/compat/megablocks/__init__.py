@@ -13,10 +13,10 @@ scripts/install_megablocks.sh installs MegaBlocks beside any torch. For `ops` it
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import warnings
 
+from gbmoe._importable import is_importable
 from gbmoe.compat import grouped_gemm
 
 __all__ = ["register"]
@@ -44,7 +44,7 @@ def register() -> None:
         ModuleNotFoundError: where MegaBlocks, or something it needs, is not installed.
     """
     for package, module in _NEEDED.items():
-        if importlib.util.find_spec(module) is None:
+        if not is_importable(module):
             raise ModuleNotFoundError(
                 f"gbmoe.compat.megablocks.register: expected the package {package}, found no module {module!r};"
                 " scripts/install_megablocks.sh of gbmoe installs MegaBlocks and what it needs, beside any torch",
@@ -57,7 +57,7 @@ def register() -> None:
             warnings.warn(f"megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place: {error}",
                           RuntimeWarning, stacklevel=2)
         _stand_in("megablocks_ops", "extension")
-    if importlib.util.find_spec("triton") is None:
+    if not is_importable("triton"):
         _stand_in("megablocks.backend.kernels", "kernels")
         _stand_in("stk.backend.triton_kernels", "stk_kernels")
     importlib.import_module("gbmoe.compat.megablocks.layers").install()

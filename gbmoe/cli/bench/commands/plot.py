@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
 from gbmoe._atomic_files import one_line
+from gbmoe._importable import is_importable
 from gbmoe.cli.bench.results import run_file
 
 
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the pictures and print their names; 1 where a file is missing or broken or has nothing to draw, or where a picture of
     --only is none of theirs; 2 where all that is there to read is broken, where two files are of one suite, and where the pictures
     cannot be written."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_importable("matplotlib"):
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
     from gbmoe.cli.bench.results.pictures import draw

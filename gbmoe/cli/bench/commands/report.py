@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file that bench --json or bench merge wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.md", help="the page")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="show the pictures that bench plot wrote to DIR (default: none)")
+    parser.add_argument("--short", action="store_true", help="leave out the tables of every row, which are in the files")
     parser.add_argument("--readme", type=Path, metavar="FILE.md",
                         help=f"put the main table of the first file between {BEGIN} and {END}, and two of its pictures after"
                         f" it, or between {PICTURES_BEGIN} and {PICTURES_END}")
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = list(map(str, broken))
     pictures = _pictures(arguments.pictures, arguments.output.parent)
     try:
-        write_text(arguments.output, markdown_page.page(list(contents.values()), pictures, problems))
+        write_text(arguments.output, markdown_page.page(list(contents.values()), pictures, problems, not arguments.short))
     except OSError as error:
         return _fail(f"{arguments.output}: {error.strerror}")
     first = contents.get(arguments.files[0])

@@ -9,17 +9,21 @@ Shape suffixes: T tokens, K slots a token, R = T * K, E experts, H hidden, P pad
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from functools import partial
 
 import torch
 
+from gbmoe._importable import is_importable
 from gbmoe.cli.bench.gbmoe_itself import DroplessLayer, layer_arguments
 from gbmoe.cli.bench.peers.base import Peer, Permutation, Prepared, needs_cuda, not_importable, versions
 
+_STAND_IN = "gbmoe.compat.megablocks.extension"
+
 
 def _own_extension() -> bool:
-    return importlib.util.find_spec("megablocks_ops") is not None
+    """False also where the stand-in has taken the extension's place, so that `about` names it."""
+    return is_importable("megablocks_ops") and getattr(sys.modules.get("megablocks_ops"), "__name__", None) != _STAND_IN
 
 
 def _stand_in() -> None:
@@ -33,7 +37,7 @@ def _stand_in() -> None:
 def _import_reason(device: torch.device) -> str | None:
     """None if MegaBlocks can be imported, otherwise the reason. A stand-in may replace its extension, but not its Triton kernels."""
     reason = needs_cuda(device) or not_importable("triton")
-    if reason is None and importlib.util.find_spec("megablocks") is None:
+    if reason is None and not is_importable("megablocks"):
         reason = "megablocks is not installed"
     if reason is not None:
         return reason

@@ -11,22 +11,23 @@ from pathlib import PurePosixPath
 
 from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MOVING, TRAINING
 from gbmoe.cli.bench.results import run_file, table_and_progress
-from gbmoe.cli.bench.results.schema import timing_of
+from gbmoe.cli.bench.results.schema import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 
 # The computations that share a cell in the main table, in this order.
 _TOGETHER = (FORWARD, TRAINING, GRAPH)
 
 
-def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[str]) -> str:
-    """The whole page: the files that could be read, and a line for each that could not."""
+def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[str], every_row: bool = True) -> str:
+    """The whole page: the files that could be read, and a line for each that could not. Without `every_row` it ends each suite with the
+    main tables and pictures."""
     parts = ["# Benchmarks",
              "Every figure is of a result that was verified against float64 first. Those of one suite are timed in one way, which its"
              " section names: in bursts, or sustained. Figures of the two are not compared."]
     parts += [f"**Missing:** {problem}" for problem in problems]
     for content in contents:
         parts += [f"## {content['suite']}", *_conditions(content), *_missing(content), *_findings(content), *_main_tables(content),
-                  *_failures(content), *_images(_of_suite(pictures, content)), *_all_rows(content)]
+                  *_failures(content), *_images(_of_suite(pictures, content)), *(_all_rows(content) if every_row else ())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -136,7 +137,8 @@ def _main_tables(content: dict, short: bool = False) -> list[str]:
         lines = [[*line, *_cells(together, names)] for line, together in _lines(rows).items()]
         if not any(step for _, _, step in _lines(rows)):
             columns, lines = columns[:2] + columns[3:], [line[:2] + line[3:] for line in lines]
-        parts += [_heading(kind, shared), _table(columns, lines)]
+        doubt = _doubt(content) if any("?" in cell for line in lines for cell in line) else ""
+        parts += [_heading(kind, shared) + doubt, _table(columns, lines)]
     return parts
 
 
@@ -152,6 +154,12 @@ def _heading(kind: str, shared: Sequence[str]) -> str:
     return f"{what}. {measure}{fastest} of each line is bold."
 
 
+def _doubt(content: dict) -> str:
+    spread = SPREAD_AT_MOST[run_file.timing(content)]
+    return (f" A figure with ? was disturbed: its quartiles lie more than {100 * spread:.0f} % of the median apart. Where that is so of the"
+            " fastest one or of the next, none is bold.")
+
+
 def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:
     """The rows of each line of the table. Its key is the shape, the routing, and the computation where that has a line of its own."""
     lines: dict[tuple[str, str, str], list[dict]] = {}
@@ -163,10 +171,13 @@ def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:
 
 
 def _cells(together: Sequence[dict], names: Sequence[str]) -> list[str]:
-    """A line's cells. The fastest one, by the last computation that has a time, is bold."""
+    """A line's cells. The fastest one, by the last computation that has a time, is bold, unless it or the next one was disturbed: then
+    the line does not tell which is faster, or by how much."""
     timed = [row for row in together if row.get("median") and row["by"] in names]
-    rivals = [row for row in timed if row["computation"] == timed[-1]["computation"]]
-    fastest = min(rivals, key=lambda row: row["median"]) if len(rivals) > 1 else None
+    rivals = sorted((row for row in timed if row["computation"] == timed[-1]["computation"]), key=lambda row: row["median"])
+    leaders = [row["by"] for row in rivals[:2]]
+    tells = len(rivals) > 1 and not any(is_disturbed(row) for row in timed if row["by"] in leaders)
+    fastest = rivals[0] if tells else None
     cells = []
     for name in names:
         own = [row for row in together if row["by"] == name]
@@ -178,9 +189,10 @@ def _cells(together: Sequence[dict], names: Sequence[str]) -> list[str]:
 def _figure(row: dict) -> str:
     if not row.get("median"):
         return row["outcome"]
+    doubt = "?" if is_disturbed(row) else ""
     if row["kind"] in MOVING:
-        return table_and_progress.duration(row["median"], row["kind"])
-    return f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:#.2g}"
+        return table_and_progress.duration(row["median"], row["kind"]) + doubt
+    return (f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:#.2g}") + doubt
 
 
 def _failures(content: dict) -> list[str]:

@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure  # and not pyplot, which needs a backend for the whole process and keeps its figures
 
 from gbmoe.cli.bench.measurements.base import MOVING
-from gbmoe.cli.bench.results.schema import timing_of
+from gbmoe.cli.bench.results.schema import is_disturbed, timing_of
 from gbmoe.cli.bench.results.table_and_progress import by_kind, measured, without_cap
 from gbmoe.cli.bench.running.verify_and_time import BURSTS
 from gbmoe.testing.moe_shapes import SCALING_CASES
@@ -34,14 +32,13 @@ _METADATA = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 def draw(content: dict, folder: Path, only: Collection[str] | None = None) -> list[Path]:
     """Draw every picture for which there are enough rows, as SUITE-NAME.png and .svg; with `only`, the files of these names alone."""
     written = []
-    with plt.rc_context(_STYLE):
+    with rc_context(_STYLE):
         for name, figure in _figures(content):
             for extension, metadata in _METADATA.items():
                 path = folder / f"{content['suite']}-{name}.{extension}"
                 if only is None or path.name in only:
                     figure.savefig(path, metadata=metadata)
                     written.append(path)
-            plt.close(figure)
     return written
 
 
@@ -123,7 +120,8 @@ def _bars(content: dict, rows: Sequence[dict], value: Callable, axis: str, what:
     lines = math.ceil(len(panels) / columns)
     most = max(len(panel) for panel in panels.values())
     size = 3.6 * columns + 1.2, lines * (0.19 * max(most, 3) + 0.9) + 0.6
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(size, layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
     for axes_of_panel, (title, panel) in zip(axes.flat, panels.items()):
         for place, row in enumerate(panel):
             bar = axes_of_panel.barh(place, value(row) or 0, height=0.75, edgecolor="black", linewidth=0.3,
@@ -149,21 +147,24 @@ def _bars(content: dict, rows: Sequence[dict], value: Callable, axis: str, what:
 
 def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
     """Speed-ups: a line for each implementation, a column for each shape and routing; blue is faster than the baseline, orange
-    slower."""
+    slower. What was disturbed, or is compared with a disturbed baseline, has a question mark."""
     columns, names = list(_panels(rows)), list(dict.fromkeys(row["by"] for row in rows))
     cells = {(row["by"], _panel(row)): row["speedup"] for row in rows}
+    disturbed = {(row["by"], _panel(row)) for row in rows if is_disturbed(row)}
     grid = [[math.log2(cells.get((name, column), math.nan)) for column in columns] for name in names]
     reach = max(1.0, max(abs(cell) for line in grid for cell in line if not math.isnan(cell)))
     labels = 0.05 * max(map(len, columns))  # inches of height that the longest label takes, rotated
-    figure, axes = plt.subplots(figsize=(1.8 + 0.55 * len(columns), 0.9 + labels + 0.28 * len(names)), layout="constrained")
-    colours = matplotlib.colors.LinearSegmentedColormap.from_list("speed-up", ["#D55E00", "#FFFFFF", "#0072B2"])
+    figure = Figure((1.8 + 0.55 * len(columns), 0.9 + labels + 0.28 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    colours = LinearSegmentedColormap.from_list("speed-up", ["#D55E00", "#FFFFFF", "#0072B2"])
     colours = colours.with_extremes(bad="#DDDDDD")
     image = axes.imshow(grid, cmap=colours, vmin=-reach, vmax=reach, aspect="auto")
     for (y, name), (x, column) in ((a, b) for a in enumerate(names) for b in enumerate(columns)):
         speedup = cells.get((name, column))
         if speedup is not None:
             dark = abs(math.log2(speedup)) > 0.6 * reach
-            axes.text(x, y, f"{speedup:.2f}" if speedup < 10 else f"{speedup:.0f}", ha="center", va="center",
+            doubt = "?" if disturbed & {(name, column), (content["baseline"], column)} else ""
+            axes.text(x, y, (f"{speedup:.2f}" if speedup < 10 else f"{speedup:.0f}") + doubt, ha="center", va="center",
                       fontsize=6, color="white" if dark else "black")
     axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
     axes.set_yticks(range(len(names)), names, fontsize=7)
@@ -171,7 +172,7 @@ def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("times as fast")
     bar.ax.yaxis.set_major_formatter(lambda power, _: f"{2**power:.3g}")
-    figure.suptitle(_title(content, rows, f"times as fast as {content['baseline']} (grey: no time)"))
+    figure.suptitle(_title(content, rows, f"times as fast as {content['baseline']} (grey: no time; ?: disturbed)"))
     return figure
 
 
@@ -184,7 +185,8 @@ def _growth(content: dict, rows: Sequence[dict]) -> Figure:
     for row in rows:
         by_case.setdefault(row["case"].removesuffix("-small"), {})[row["by"]] = row
     sweeps = len(SCALING_CASES)
-    figure, axes = plt.subplots(1, sweeps, figsize=(3.4 * sweeps, 3.6), layout="constrained", sharey=True)
+    figure = Figure((3.4 * sweeps, 3.6), layout="constrained")
+    axes = figure.subplots(1, sweeps, sharey=True)
     names = list(dict.fromkeys(row["by"] for row in rows))
     for axes_of_sweep, (size, sweep) in zip(axes, SCALING_CASES.items()):
         points = [by_case[case.name] for case in sweep if case.name in by_case]

@@ -87,8 +87,20 @@ def make_folder_for(option: str, path: Path) -> str | None:
 
 
 def write(path: Path, content: dict) -> None:
-    """Write `content` to `path`, whole or not at all."""
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    """Write `content` to `path`, whole or not at all. A row is a line."""
+    fields = ",\n".join(f"{_compact(name)}:{_a_line_each(value)}" for name, value in content.items())
+    write_text(path, f"{{\n{fields}\n}}\n")
+
+
+def _a_line_each(value: object) -> str:
+    """JSON of a field: a list of records with a line for each."""
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        return "[\n" + ",\n".join(map(_compact, value)) + "\n]"
+    return _compact(value)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def read(path: Path) -> dict:

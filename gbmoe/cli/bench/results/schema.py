@@ -173,6 +173,19 @@ def timing_of(row: dict) -> str:
     return row.get("timing", BURSTS)
 
 
+# How far the quartiles of an undisturbed row lie apart at most, as a part of the median. Sustained, they are quartiles of rounds of many
+# calls, which differ by 1 to 3 %; in bursts, of single calls.
+SPREAD_AT_MOST = {SUSTAINED: 0.04, BURSTS: 0.25}
+
+
+def is_disturbed(row: dict) -> bool:
+    """True where a row's time may be that of the host, or of whatever else ran: see SPREAD_AT_MOST."""
+    if row.get("median") is None:
+        return False
+    lower, upper = row["quartiles"]
+    return upper - lower > SPREAD_AT_MOST[timing_of(row)] * row["median"]
+
+
 def _half_measured(row: dict) -> list[str]:
     """The fields that this row lacks, given those that it has."""
     timed, shared = row.get("median") is not None, row.get("of_limit") is not None

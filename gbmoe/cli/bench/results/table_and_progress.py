@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 
+from gbmoe._importable import is_importable
 from gbmoe.cli.bench.measurements.base import MOVING
 from gbmoe.cli.text_table import print_table
 
@@ -57,7 +57,7 @@ class Progress:
     def __init__(self, total: int):
         self._total, self._done, self._start = total, 0, time.monotonic()
         self._bar = self._task = None
-        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
+        if sys.stderr.isatty() and is_importable("rich"):
             self._bar, self._task = _rich_bar(total)
 
     def __enter__(self) -> Progress:

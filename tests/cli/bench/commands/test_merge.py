@@ -210,7 +210,7 @@ def test_a_part_that_is_timed_in_another_way_was_taken_for_done(tmp_path, capsys
     assert {row["timing"] for row in run_file.read(tmp_path / "smoke-0000.json")["rows"]} == {"sustained"}
 
 
-@pytest.mark.parametrize("name", ["article", "permute", "smoke"])
+@pytest.mark.parametrize("name", ["article", "permute"])
 def test_results_from_before_there_were_two_ways_are_bursts(name):
     measured = run_file.read(Path(__file__).parents[4] / "results" / "h200" / f"{name}.json")
     assert run_file.timing(measured) == "bursts" and not any("timing" in row for row in measured["rows"])

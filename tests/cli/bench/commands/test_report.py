@@ -93,6 +93,35 @@ def test_pictures_of_two_files_of_a_suite_overwrote_each_other(scaling, tmp_path
     assert not (tmp_path / "p").exists()
 
 
+@pytest.mark.parametrize("disturbed, bold", [((), True), (("gbmoe-auto",), False), (("bmm",), False), (("loop",), True)], ids=str)
+def test_a_disturbed_line_was_shown_in_bold(disturbed, bold, tmp_path):
+    """Only the fastest and the next one decide which is the fastest, and by how much; every disturbed figure is marked."""
+    case, speeds = moe_shapes.SMOKE_CASES[0], {"gbmoe-auto": 1e-3, "bmm": 2e-3, "loop": 4e-3}
+    rows = [layer_row(case, by, seconds, computation, speedup=2e-3 / seconds, timing="sustained")
+            for by, seconds in speeds.items() for computation in ("forward", "forward+backward")]
+    for row in rows:
+        if row["by"] in disturbed and row["computation"] == "forward":
+            row["quartiles"] = [0.95 * row["median"], 1.01 * row["median"]]
+    file, page = tmp_path / "rows.json", tmp_path / "page.md"
+    run_file.write(file, content("layers", rows))
+    assert main(["bench", "report", str(file), "--output", str(page)]) == 0
+    text = page.read_text()
+    cells = [cell.strip() for line in text.splitlines() if line.startswith(f"| {case.name} ") for cell in line.strip("|").split("|")][2:5]
+    assert [cell.startswith("**") for cell in cells] == [bold, False, False]
+    assert [cell.count("?") for cell in cells] == [int(by in disturbed) for by in speeds]
+    assert ("more than 4 % of the median apart" in text) == bool(disturbed)
+
+
+def test_a_speed_up_over_what_was_disturbed_has_a_question_mark(tmp_path):
+    file, case = tmp_path / "rows.json", moe_shapes.SMOKE_CASES[0]
+    rows = [layer_row(case, by, seconds, speedup=1e-3 / seconds) for by, seconds in (("gbmoe-auto", 5e-4), ("bmm", 1e-3))]
+    run_file.write(file, content("smoke", rows))
+    assert ">2.00<" in plot(file, tmp_path / "steady")["smoke-forward-speedup.svg"].decode()
+    rows[1]["quartiles"] = [0.8e-3, 1.1e-3]  # the baseline's
+    run_file.write(file, content("smoke", rows))
+    assert ">2.00?<" in plot(file, tmp_path / "disturbed")["smoke-forward-speedup.svg"].decode()
+
+
 def test_limits_of_several_runs_are_a_span(scaling, tmp_path):
     found = run_file.read(scaling)
     (run,) = found["runs"]
@@ -130,6 +159,9 @@ def test_page(scaling, tmp_path):
                   "<details><summary>All rows: layer</summary>"):
         assert words in text
     assert "other-forward-speed" not in text and ".svg" not in text
+    assert main(["bench", "report", str(scaling), "--output", str(page), "--pictures", str(pictures), "--short"]) == 0
+    start = text.index("<details>")
+    assert page.read_text() == text[:start].rstrip() + "\n" and "<details>" not in page.read_text()
     main_table = [line for line in text.splitlines() if "crashed / crashed" in line]
     line, = [line for line in main_table if line.startswith("| t1024-h2048-e64 ")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,6 +1,10 @@
 """Every adapter gives its peer the right weights and reads the right gradients back; the others say why they cannot be
 used."""
 
+import importlib
+import sys
+import types
+
 import pytest
 import torch
 
@@ -93,3 +97,12 @@ def test_on_a_gpu_what_is_available_is_right(name):
         assert row["verified"] or (row["outcome"] == "crashed" and name == "megablocks-sparse"), row["problem"]
     finally:
         own_process.stop()
+
+
+def test_megablocks_says_that_a_stand_in_took_its_extensions_place(monkeypatch):
+    """Once register() had put the stand-in where the extension is looked for, it was taken for MegaBlocks' own."""
+    peer = peers.load("megablocks-grouped")
+    monkeypatch.setitem(sys.modules, "megablocks_ops", importlib.import_module("gbmoe.compat.megablocks.extension"))
+    assert "stand-in" in peer.about()
+    monkeypatch.setitem(sys.modules, "megablocks_ops", types.ModuleType("megablocks_ops"))  # no __spec__
+    assert "stand-in" not in peer.about()

@@ -9,7 +9,9 @@ import pytest
 from gbmoe.cli import main
 from gbmoe.cli.bench.results import run_file
 from gbmoe.cli.bench.results.schema import misshapen
+from gbmoe.testing import moe_shapes
 from tests.altered import altered, get, paths, put
+from tests.cli.bench import rows as made_up
 
 # What a field of one kind or another can be.
 VALUES = (1e-30, "x", 1e30, 2**63 - 1, 0, -1e30, "", 200 * "x", 64 * "x", True, "a, b+c", 1)
@@ -106,3 +108,13 @@ def test_altered_results_are_not_drawn(tmp_path, capsys):
                 assert run(capsys, "plot", file, "--output", tmp_path / "pictures") == 2, (path, what)
                 refused += 1
     assert refused > 80 and not (tmp_path / "pictures").exists()
+
+
+def test_a_row_is_a_line_of_the_file(tmp_path):
+    """Indented, the files of results were a third larger, and a row thirty lines of them."""
+    file, case = tmp_path / "rows.json", moe_shapes.SMOKE_CASES[0]
+    rows = [made_up.layer_row(case, by, 1e-3, speedup=1.0) for by in ("gbmoe-auto", "bmm")]
+    run_file.write(file, made_up.content("smoke", rows))
+    assert json.loads(file.read_text()) == made_up.content("smoke", rows) == run_file.read(file)
+    assert [line.rstrip(",") for line in file.read_text().splitlines() if '"median"' in line] == [
+        json.dumps(row, separators=(",", ":")) for row in rows]
