@@ -16,10 +16,11 @@ from gbmoe.layers.expert_weights import make_experts
 from gbmoe.layers.losses import save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
+from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.plan import RoutingPlan
 
 
-class ParallelDroplessMLP(torch.nn.Module):
+class ParallelDroplessMLP(ExpertModule):
     """The experts with their plan, the all-to-all where they are spread over ranks, the output bias and the load-balancing loss.
 
     forward(x [..., H], scores [T,E], expert_weights [T,K], top_experts [T,K]) follows MegaBlocks' return convention: out;
@@ -39,6 +40,10 @@ class ParallelDroplessMLP(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.zeros(args.hidden_size, device=args.device, dtype=args.dtype))
         else:
             self.register_parameter("bias", None)
+
+    def expert_root(self):
+        """The experts, or what was put round them, such as an adapter; the bias is the same on all ranks."""
+        return self._modules.get("mlp")
 
     def forward(self, x, scores, expert_weights, top_experts, *, meanwhile=None):
         """Shapes and results are those of the class.

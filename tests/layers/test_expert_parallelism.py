@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.utils.prune
 
 import gbmoe
 from gbmoe.layers import Arguments
@@ -170,3 +171,15 @@ def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
             gradients.append([w.grad.clone() for w in layer.experts.mlp.parameters()])
     for eager, compiled in zip(gradients[:3], gradients[3:]):
         torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("use, option", [
+    (lambda experts: experts.in_chunks([(0, 4)]), "expert_parallel_chunks and expert_parallel_shadows"),
+    (lambda experts: experts.rows_before_weights(), "expert_parallel_exact")])
+def test_weights_that_hooks_compute_were_those_of_an_earlier_step(use, option):
+    """Pruning computes them when the module is called, and these options take the weights without calling it."""
+    experts = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4, fp16=False, device="cpu")).experts.mlp
+    use(experts)
+    torch.nn.utils.prune.identity(experts, "w2")
+    with pytest.raises(ValueError, match=f"dMoE: experts.mlp: expected parameters or parametrizations beside {option}, which uses"):
+        use(experts)
