@@ -7,6 +7,7 @@ R = T * K slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -92,6 +93,14 @@ class ExpertWeights(ExpertModule):
         """Whether `compute` gives the weights to one operator, so that in `forward` no graph of a compiler ends between them and it. (In
         `in_chunks` one does; but what leaves it are results of split, of which torch keeps the gradient.)"""
         return False
+
+    def stored_weight(self) -> Any:
+        """A tensor from which the weights are computed, for its dtype and device: w1 or, where a parametrization or pruning has taken
+        its place, another parameter. No parametrization is computed. It may have any shape."""
+        weight = self._parameters.get("w1")
+        if weight is None:
+            weight = next(self.parameters(), None)
+        return self.w1 if weight is None else weight
 
     def hooks_set_weights(self) -> bool:
         """Whether hooks compute weights when the module is called, as pruning and the older weight_norm have them do. Only in a call
