@@ -158,7 +158,8 @@ def moe_arguments(args: argparse.Namespace) -> gbmoe.Arguments:
     """The arguments of the dMoE layers. They are built on the CPU, so that a seed gives the same weights on every device."""
     return gbmoe.Arguments(
         hidden_size=args.hidden, ffn_hidden_size=args.ffn, num_layers=args.layers, bias=False, activation_fn=F.silu,
-        moe_num_experts=args.experts, moe_top_k=args.top_k, moe_normalize_expert_weights=1,
+        moe_num_experts=args.experts, moe_top_k=args.top_k,
+        moe_normalize_expert_weights=1 if args.top_k > 1 else None,  # one weight divided by itself would give the router no gradient
         moe_loss_weight=args.balance_weight, moe_lbl_in_fp32=True, mlp_type="glu", mlp_impl=args.impl, fp16=False, device="cpu",
         moe_expert_model_parallelism=args.expert_parallel and dist.is_initialized(),
         fp8_recipe=gbmoe.Float8BlockScaling(float8_weight_gradients=args.fp8_weight_gradients) if args.fp8 else None,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gbmoe.parallel import release
 from gbmoe.parallel.groups import guarded
-from gbmoe.parallel.training import expert_rows, is_expert_parameter
+from gbmoe.parallel.training import expert_parameters, expert_rows, other_parameters
 from train_lm_files import InputError
 
 
@@ -75,8 +75,8 @@ class Ranks:
         """
         if self.world == 1:
             return
-        gradients = [parameter.grad for parameter in model.parameters() if not is_expert_parameter(parameter)]
-        experts = [parameter.grad for parameter in model.parameters() if is_expert_parameter(parameter)]
+        gradients = [parameter.grad for parameter in other_parameters(model).values()]
+        experts = [parameter.grad for parameter in expert_parameters(model).values()]
         # 0, or NaN where a gradient is not finite.
         overflow = 0 * torch.nn.utils.get_total_norm(experts) if scaled and experts else torch.zeros((), device=self.device)
         flat = torch.cat([*(g.flatten() for g in gradients), overflow.view(1)])
@@ -90,7 +90,7 @@ class Ranks:
         """Whether every rank's weights equal rank 0's, bit for bit, except those of experts that only one rank has."""
         if self.world == 1:
             return True
-        shared = [parameter.detach().flatten() for parameter in model.parameters() if not is_expert_parameter(parameter)]
+        shared = [parameter.detach().flatten() for parameter in other_parameters(model).values()]
         mine = torch.cat(shared)
         first = mine.clone()
         collectively(lambda: dist.broadcast(first, src=0), "comparing the weights")
@@ -98,7 +98,8 @@ class Ranks:
 
     def parameters(self, model: torch.nn.Module) -> int:
         """The number of the model's parameters on all ranks; those that are the same on every rank count once."""
-        return sum(parameter.numel() * (self.world if is_expert_parameter(parameter) else 1) for parameter in model.parameters())
+        own, shared = (sum(parameter.numel() for parameter in of(model).values()) for of in (expert_parameters, other_parameters))
+        return self.world * own + shared
 
 
 @contextlib.contextmanager

@@ -119,6 +119,31 @@ def test_compiled_layer_is_the_layer(device, name, backend):
     torch.testing.assert_close(compiled, expected, **tolerance)
 
 
+class OwnRouter(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.gate = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, device=device)
+
+    def forward(self, x):
+        scores_TE = self.gate(x.float().flatten(0, -2)).sigmoid()
+        return scores_TE, *scores_TE.topk(TOP_K)
+
+
+@pytest.mark.parametrize("change", ["float32", "float32 with bias", "own"])
+def test_a_layer_with_another_router_is_one_graph(device, change):
+    layer, args = make(device, bf16=True, mlp_type="glu")
+    if change == "own":
+        layer.router = OwnRouter(device)
+    elif change == "float32":
+        layer.router.float()
+    else:
+        layer.router.layer = torch.nn.Linear(HIDDEN, EXPERTS, device=device)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for tokens in (12, 9, 12, 7):
+        x = torch.randn(tokens, 2, HIDDEN, generator=exact_inputs.generator("cpu", 1)).to(device, args.dtype)
+        torch.testing.assert_close(run(layer, compiled, args, x), run(layer, layer, args, x))
+
+
 def test_losses_inside_the_graph(device):
     """A whole step is one graph: clearing, layers, both losses."""
     layers, args = [], None

@@ -37,6 +37,8 @@ CASES = {
     "kept gathered": Case("layer", dict(activation_fn=torch.tanh, memory_optimized_mlp=True), reshard_after_forward=False),
     "model": Case("model", dict(mlp_impl="bmm", return_bias=False)),
     "mixed precision": Case("layer", dict(mlp_type="glu", bias=False), mixed=True),
+    "mixed precision of experts": Case("experts", dict(bias=False), mixed=True),
+    "float32 router": Case("router", dict(mlp_type="glu", bias=False), mixed=True),
     "compiled": Case("block", dict(mlp_type="glu"), compiled=True),
     "expert parallel": Case("block", dict(moe_num_experts=4, moe_expert_model_parallelism=True, bias=False)),
 }
@@ -73,8 +75,10 @@ def shard(model, case, mesh, args):
         if case.compiled:
             model[index] = block = torch.compile(block, backend="aot_eager", fullgraph=True)
         moe = block.moe
-        for unit in {"block": [block], "layer": [moe], "experts": [moe.experts.mlp, moe], "model": []}[case.unit]:
-            fully_shard(unit, **options)
+        for unit in {"block": [block], "layer": [moe], "experts": [moe.experts.mlp, moe], "router": [moe.router, moe],
+                     "model": []}[case.unit]:
+            wide = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)} if unit is moe.router else {}
+            fully_shard(unit, **{**options, **wide})
     fully_shard(model, **options)
 
 
@@ -134,6 +138,27 @@ def part_alone(mesh, device):
         return str(error)
 
 
+# Units of a bfloat16 layer whose router has float32 weights, which fully_shard does not take together.
+UNITS = (["router", ""], ["router", "experts.mlp", ""], ["router.layer", "experts", ""])
+
+
+def float32_router(units, mesh, device):
+    """The output and the router's gradient of such a layer: whole, and sharded by these units."""
+    case = Case("", dict(bf16=True, bias=False, num_layers=1))
+    found = []
+    for sharded in (False, True):
+        layer = make(case, device)[0][0].moe
+        layer.router.float()
+        for unit in units if sharded else ():
+            fully_shard(layer.get_submodule(unit), mesh=mesh)
+        x = inputs(0, 0, device).bfloat16()  # the same on both ranks
+        out = layer(x)
+        out.float().square().mean().backward()
+        gbmoe.clear_load_balancing_loss()
+        found.append([whole(out), whole(layer.router.layer.weight.grad)])
+    return found
+
+
 def worker(rank, store, device_type, results):
     torch.set_num_threads(1)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
@@ -144,6 +169,8 @@ def worker(rank, store, device_type, results):
     mesh = init_device_mesh(device_type, (WORLD,))
     for name, case in CASES.items():
         results[name, rank] = train(case, rank, mesh, device)
+    for units in UNITS:
+        results["float32 router", " ".join(units), rank] = float32_router(units, mesh, device)
     results["part alone", rank] = part_alone(mesh, device)
     dist.barrier()
     dist.destroy_process_group()
@@ -173,7 +200,11 @@ def train_alone(case, device):
         for rank in range(WORLD):
             if case.mixed:
                 working, _ = make(case, device, bf16=True)
-                working.bfloat16().load_state_dict(model.state_dict())
+                working.bfloat16()
+                if case.unit == "router":
+                    for block in working:
+                        block.moe.router.float()
+                working.load_state_dict(model.state_dict())
             x = inputs(step, rank, device)
             losses.append(float(loss_and_gradients(working, args, x.bfloat16() if case.mixed else x)))
             if case.mixed:
@@ -208,6 +239,15 @@ def test_two_processes_train_as_one(sharded, name):
     if "expert parallel" not in name:
         assert results[name, 0]["sharded"] == set(state)
         make(case, "cpu")[0].load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("units", UNITS, ids=" ".join)
+def test_a_float32_router_in_a_sharded_bfloat16_layer_was_refused(sharded, units):
+    for rank in range(WORLD):
+        (out, gradient), (sharded_out, sharded_gradient) = sharded[1]["float32 router", " ".join(units), rank]
+        assert out.dtype == torch.bfloat16 and gradient.dtype == torch.float32
+        assert torch.equal(sharded_out, out)
+        torch.testing.assert_close(sharded_gradient, gradient)
 
 
 def mine(expected, got, rank):

@@ -178,8 +178,9 @@ class Arguments:
         require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable, such as torch.nn.functional.silu",
                 repr(self.activation_fn))
         p = self.moe_normalize_expert_weights
-        require(p is None or (isinstance(p, (int, float)) and p > 0), "Arguments", "moe_normalize_expert_weights",
-                "None or a positive p of the norm", repr(p))
+        require(p is None or (isinstance(p, (int, float)) and p >= 0), "Arguments", "moe_normalize_expert_weights",
+                "None or 0 for none, or a positive p of the norm", repr(p))
+        self.moe_normalize_expert_weights = p or None
         as_device(self.device, "Arguments")
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size

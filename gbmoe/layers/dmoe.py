@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
+from gbmoe._define_operator import is_watched
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import parallel_experts, prepare
-from gbmoe.layers.expert_weights import make_experts
+from gbmoe.layers.expert_weights import ExpertWeights, make_experts
 from gbmoe.layers.losses import save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
+from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.plan import RoutingPlan
 
 
-class ParallelDroplessMLP(torch.nn.Module):
+class ParallelDroplessMLP(ExpertModule):
     """The experts with their plan, the all-to-all where they are spread over ranks, the output bias and the load-balancing loss.
 
     forward(x [..., H], scores [T,E], expert_weights [T,K], top_experts [T,K]) follows MegaBlocks' return convention: out;
@@ -39,6 +41,10 @@ class ParallelDroplessMLP(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.zeros(args.hidden_size, device=args.device, dtype=args.dtype))
         else:
             self.register_parameter("bias", None)
+
+    def expert_root(self):
+        """The experts, or what was put round them, such as an adapter; the bias is the same on all ranks."""
+        return self._modules.get("mlp")
 
     def forward(self, x, scores, expert_weights, top_experts, *, meanwhile=None):
         """Shapes and results are those of the class.
@@ -72,6 +78,18 @@ class dMoE(torch.nn.Module):
     Parameters, all under MegaBlocks' names and shapes, so that its checkpoints load with strict=True: router.layer.weight
     [E,H]; experts.mlp.w1, w2 and (glu) v1 [E*F,H]; experts.bias [H]; shared_expert.{up,down,gate}_proj.
 
+    The layer's dtype is that of its experts. The router may have another one, such as float32 in a bfloat16 layer (`layer.router.float()`).
+    `router.layer` may be any module that maps [T,H] to logits [T,E], such as an adapter round the linear layer or a quantised one.
+
+    `router` itself may be any module that maps x [..., H], in the layer's dtype or autocast's, to a tuple (scores, weights, ids):
+
+    - scores [T,E], floating, which the load-balancing loss reads in training; None where moe_loss_weight is 0
+    - weights [T,K], floating, of any dtype, by which the experts' outputs are multiplied; gradients flow back through them
+    - ids [T,K], int32 or int64, in [0,E); a slot with the id -1 is left out
+
+    where T is the number of tokens, E == moe_num_experts and K == moe_top_k. All are on the device of x. Arguments of the router (jitter,
+    z-loss, normalised weights, uniform assignment) are up to such a module; it is not given them.
+
     Args:
         args: see Arguments.
 
@@ -80,13 +98,31 @@ class dMoE(torch.nn.Module):
         ...                        fp16=False, device="cpu"))
         >>> layer(torch.randn(7, 3, 32)).shape
         torch.Size([7, 3, 32])
+        >>> class SigmoidRouter(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gate = torch.nn.Linear(32, 4, bias=False)
+        ...
+        ...     def forward(self, x):
+        ...         scores_TE = self.gate(x.flatten(0, -2)).sigmoid()
+        ...         weights_TK, ids_TK = scores_TE.topk(2)
+        ...         return scores_TE, weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
+        >>> layer.router = SigmoidRouter()
+        >>> layer(torch.randn(7, 3, 32)).shape
+        torch.Size([7, 3, 32])
     """
 
     def __init__(self, args: Arguments):
         super().__init__()
-        self.router = LearnedRouter(args)
+        self.args = args
+        self.router: torch.nn.Module = LearnedRouter(args)
         self.experts: Any = self._init_experts_mlp(args)
         self.shared_expert = make_shared_expert(args) if args.shared_expert else None
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if "args" not in self.__dict__:  # modules that were pickled before the router could be any module
+            self.args = self.experts.args
 
     def _init_experts_mlp(self, args: Arguments) -> torch.nn.Module:
         return ParallelDroplessMLP(args)
@@ -95,28 +131,16 @@ class dMoE(torch.nn.Module):
         """x [sl, bs, H] (any leading dimensions) -> the same shape, or (that, bias [H]); see ParallelDroplessMLP.
 
         Under autocast x may have any floating dtype; a float64 layer takes float64 and computes in it, as torch's own do.
-        router.layer may be any module that maps [T,H] to [T,E], such as an adapter around the linear layer or a quantised one.
 
         Raises:
-            TypeError, ValueError: naming what x should be, and what it is.
+            TypeError, ValueError: naming what x, or what the router returned, should be and what it is.
         """
-        weight = self._weight()
-        require_tensor(x, "dMoE", "x", dtypes=FLOATING, device=weight.device)
-        require(x.dim() >= 1 and x.size(-1) == weight.size(1), "dMoE", "x",
-                lambda: f"last dimension hidden_size == {weight.size(1)}", list(x.shape))
-        device_type = x.device.type
-        if autocast_enabled(device_type) and weight.dtype != torch.float64:
-            # Cast before the tokens are permuted, so that half as many bytes are moved.
-            x = x.to(torch.get_autocast_dtype(device_type))
-        else:
-            require(x.dtype == weight.dtype, "dMoE", "x",
-                    lambda: f"the layer's dtype {weight.dtype}{'' if weight.dtype == torch.float64 else ', or autocast'}",
-                    x.dtype, TypeError)
-        scores, expert_weights, top_experts = self.router(x)
+        x = self._checked(x)
+        scores, expert_weights, top_experts = self._route(x)
         if self.shared_expert is None:
             return self.experts(x, scores, expert_weights, top_experts)
         shared: list[torch.Tensor] = []
-        if self.router.args.moe_expert_model_parallelism:  # the shared expert hides the host's wait
+        if self.args.moe_expert_model_parallelism:  # the shared expert hides the host's wait
             out = self.experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(self.shared_expert(x)))
         else:
             out = self.experts(x, scores, expert_weights, top_experts)
@@ -125,9 +149,63 @@ class dMoE(torch.nn.Module):
         out = self.shared_expert.add_experts_sharedexpert(shared[0], out)
         return (out, *bias) if bias else out
 
-    def _weight(self) -> torch.Tensor:
-        """A weight [..., H] that tells the layer's dtype and device."""
-        # The router's weight comes first, because that of experts which fully_shard was given separately is not gathered yet. But a
-        # module that a user puts in place of router.layer may have no weight, a method of that name, or packed integers.
-        weight = getattr(self.router.layer, "weight", None)
-        return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() else self.experts.mlp.w1
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """x, cast to autocast's dtype where that is on. Raises unless the experts can take it."""
+        weight = _weight_in_use(self.experts)
+        require_tensor(x, "dMoE", "x", dtypes=FLOATING, device=None if weight is None else weight.device)
+        hidden = self.args.hidden_size
+        require(x.dim() >= 1 and x.size(-1) == hidden, "dMoE", "x", lambda: f"last dimension hidden_size == {hidden}", list(x.shape))
+        dtype, device_type = x.dtype if weight is None else weight.dtype, x.device.type
+        if autocast_enabled(device_type) and dtype != torch.float64:
+            # Cast before the tokens are permuted, so that half as many bytes are moved.
+            return x.to(torch.get_autocast_dtype(device_type))
+        require(x.dtype == dtype, "dMoE", "x", lambda: f"the layer's dtype {dtype}{'' if dtype == torch.float64 else ', or autocast'}",
+                x.dtype, TypeError)
+        return x
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the router returns for x. Raises where it is not what the class says."""
+        router = self.router
+        routing = router(x)
+        if type(router) is not LearnedRouter or "forward" in router.__dict__:
+            needs_scores = self.training and self.args.moe_loss_weight > 0
+            _check_routing(routing, x, self.args.moe_num_experts, self.args.moe_top_k, needs_scores)
+        return routing
+
+
+def _weight_in_use(experts: Any) -> torch.Tensor | None:
+    """A parameter of the experts that has the dtype and the device on which they compute. None where it cannot be told."""
+    mlp = getattr(experts, "mlp", experts)
+    if not isinstance(mlp, ExpertWeights):  # something may wrap them, such as an adapter
+        mlp = next((module for module in mlp.modules() if isinstance(module, ExpertWeights)), None)
+        if mlp is None:
+            return None
+    weight = mlp.stored_weight()
+    # Weights of a unit of fully_shard are there only while that unit is called. If it is the experts themselves, the unit's policy may
+    # still cast them, and x with them, and they may come from another device.
+    if type(weight) is not torch.nn.Parameter and hasattr(weight, "to_local") and "_is_fsdp_managed_module" in mlp.__dict__:
+        return None
+    return weight
+
+
+def _check_routing(routing: Any, x: torch.Tensor, experts: int, top_k: int, needs_scores: bool) -> None:
+    """Raise unless a router of the user's returned what dMoE says. Values are looked at on the CPU alone, where nothing waits for them."""
+    parts = len(routing) if isinstance(routing, (tuple, list)) else 1
+    require(parts == 3, "dMoE", "router", "to return a tuple (scores, weights, ids)", type(routing) if parts == 1 else f"{parts} values",
+            TypeError)
+    scores_TE, weights_TK, ids_TK = routing
+    if scores_TE is not None or needs_scores:
+        _check_part("scores", scores_TE, x, "E", experts, FLOATING)
+    _check_part("weights", weights_TK, x, "K", top_k, FLOATING)
+    _check_part("ids", ids_TK, x, "K", top_k, (torch.int32, torch.int64))
+    if ids_TK.device.type == "cpu" and ids_TK.numel() and not is_watched(ids_TK):
+        low, high = (int(bound) for bound in ids_TK.aminmax())
+        require(low >= -1 and high < experts, "dMoE", "ids of router", f"ids in [0, {experts}), or -1 to leave a slot out",
+                f"ids from {low} to {high}")
+
+
+def _check_part(name: str, tensor: Any, x: torch.Tensor, letter: str, width: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    require_tensor(tensor, "dMoE", f"{name} of router", rank=2, dtypes=dtypes, device=x.device)
+    tokens = x.numel() // x.size(-1)
+    require(tensor.size(0) == tokens and tensor.size(1) == width, "dMoE", f"{name} of router",
+            lambda: f"shape [T,{letter}] == [{tokens}, {width}]", list(tensor.shape))

@@ -101,6 +101,8 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
         return "torch.compile's graphs hold collectives, but no reads of other ranks' memory"
     if not isinstance(experts, GroupedExperts):
         return f"mlp_impl {args.mlp_impl!r} is not computed by gbmoe's grouped engines"
+    if experts.hooks_set_weights():
+        return "hooks compute the experts' weights (pruning, the older weight_norm) only where the module is called"
     if activation_name(args.activation_fn) is None:
         return "gbmoe has no kernel for the activation"
     if weights_TK.dtype == torch.float64:

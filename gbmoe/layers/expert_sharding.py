@@ -5,7 +5,6 @@ The experts are divided among the ranks. Where there are more ranks than experts
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
@@ -56,8 +55,3 @@ def first_expert(args: Arguments) -> int:
 def first_feature(args: Arguments) -> int:
     """The first ffn row of each of these experts that this rank holds."""
     return expert_parallel_rank(args) // expert_sharding_degree(args) * features_per_rank(args)
-
-
-def set_expert_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool) -> None:
-    """Mark a parameter as expert-parallel or not, under MegaBlocks' attribute name; optimizers and clipping read it."""
-    tensor.expert_model_parallel = is_parallel  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ R = T * K slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.experts import activation_name, rows_before_weights
+from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.parallel.gradient_scale import ScaleGradient, scales_exactly
 from gbmoe.plan import RoutingPlan
 
@@ -29,7 +31,7 @@ def local_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-class ExpertWeights(torch.nn.Module):
+class ExpertWeights(ExpertModule):
     """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints.
 
     forward(x_TH, plan, weights_TK or None) -> out_TH is the weighted sum of each token's experts. Subclasses compute it for given
@@ -60,21 +62,11 @@ class ExpertWeights(torch.nn.Module):
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """As in Module. Every parameter is marked as expert-parallel or not, also one that load_state_dict(assign=True) puts here."""
         super().register_parameter(name, param)
-        self._mark()
+        self.mark()
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self.gradient_scale = self.gradient_scale or 1.0  # None in modules that were pickled before 0.2
-        self._mark()  # copying a parameter loses its attributes
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self._mark()  # to() and to_empty() may replace the parameters
-        return self
-
-    def _mark(self) -> None:
-        for weight in self.parameters(recurse=False):
-            expert_sharding.set_expert_model_parallel_attributes(weight, self.args.moe_expert_model_parallelism)
 
     def weights_EFH(self, scaled: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(w1, w2, v1 or None) as [E,F,H], local and, if `scaled`, with the gradient scale of expert parallelism. If not, the caller
@@ -102,6 +94,24 @@ class ExpertWeights(torch.nn.Module):
         `in_chunks` one does; but what leaves it are results of split, of which torch keeps the gradient.)"""
         return False
 
+    def stored_weight(self) -> Any:
+        """A tensor from which the weights are computed, for its dtype and device: w1 or, where a parametrization or pruning has taken
+        its place, another parameter. No parametrization is computed. It may have any shape."""
+        weight = self._parameters.get("w1")
+        if weight is None:
+            weight = next(self.parameters(), None)
+        return self.w1 if weight is None else weight
+
+    def hooks_set_weights(self) -> bool:
+        """Whether hooks compute weights when the module is called, as pruning and the older weight_norm have them do. Only in a call
+        are such weights those of the step."""
+        return not self.__dict__.keys().isdisjoint(("w1", "w2", "v1"))
+
+    def _require_no_hooks(self, option: str) -> None:
+        require(not self.hooks_set_weights(), "dMoE", "experts.mlp",
+                f"parameters or parametrizations beside {option}, which uses the weights without calling the module",
+                "weights that hooks compute")
+
     def may_scale_tokens(self, dtype: torch.dtype) -> bool:
         """Whether the caller may scale gradients of tokens of this dtype instead of those of the weights: they keep their bits, and are
         fewer. Then so are gradients of what an activation holds, so it must be one that holds nothing. Not where a compiler traces,
@@ -116,6 +126,7 @@ class ExpertWeights(torch.nn.Module):
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
+        self._require_no_hooks("expert_parallel_chunks and expert_parallel_shadows")
         sizes = [behind - first for first, behind in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
         weights = self.weights_EFH(scaled)
@@ -169,6 +180,7 @@ class GroupedExperts(ExpertWeights):
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:
             return None
+        self._require_no_hooks("expert_parallel_exact")
         # weights_EFH is called inside the function, which no compiler traces: a scaled view loses its scale when it leaves a graph.
         return lambda x_TH, plan, weights_T1: rows_before_weights(x_TH, plan, weights_T1, *self.weights_EFH(),
                                                                   self.args.activation_fn, self.args.experts_engine)

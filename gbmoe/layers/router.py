@@ -5,10 +5,13 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
 from gbmoe import engines
-from gbmoe._checks import require
+from gbmoe._checks import autocast_enabled, require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.ops.router_logits import router_logits
@@ -30,6 +33,8 @@ class LearnedRouter(torch.nn.Module):
         require(not args.batch_invariant or kernels_take(experts, top_k, p), "dMoE", "batch_invariant",
                 "False where no router kernel takes moe_num_experts, moe_top_k and moe_normalize_expert_weights",
                 f"{experts}, {top_k} and {p}")
+        if top_k == 1 and p is not None and experts > 1:
+            _warn_that_weights_are_one()
         self.args = args
         self.layer = torch.nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, dtype=args.dtype, device=args.device)
         args.init_method(self.layer.weight)
@@ -49,7 +54,7 @@ class LearnedRouter(torch.nn.Module):
         if self.training and self.args.moe_jitter_eps is not None:
             x = x * self.jitter(x)
         x_TH = x.reshape(-1, x.size(-1))
-        logits_TE = self._batch_invariant_logits(x_TH) if self.args.batch_invariant else self.layer(x_TH)
+        logits_TE = self._batch_invariant_logits(x_TH) if self.args.batch_invariant else self.layer(_as_weight(self.layer, x_TH))
         require(logits_TE.size(-1) == self.args.moe_num_experts, "dMoE", "router.layer",
                 f"a module that maps [T,H] to [T,E] with E == {self.args.moe_num_experts}", list(logits_TE.shape))
         scores_TE, weights_TK, experts_TK, logsumexp_T = route(
@@ -61,3 +66,22 @@ class LearnedRouter(torch.nn.Module):
             slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
         return scores_TE, weights_TK, experts_TK
+
+
+def _as_weight(layer: torch.nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of a linear layer's weight: a router may be of another dtype than the layer, and torch's product takes only one.
+    Autocast casts both. A module with a forward of its own gets x as it is."""
+    if type(layer).forward is not torch.nn.Linear.forward or "forward" in layer.__dict__:
+        return x_TH
+    weight: torch.Tensor | None = layer._parameters.get("weight")
+    if weight is None:  # parametrized: reading layer.weight would compute it
+        weight = next(layer.parameters(), x_TH)
+    if weight.dtype == x_TH.dtype or (autocast_enabled(x_TH.device.type) and torch.float64 not in (weight.dtype, x_TH.dtype)):
+        return x_TH
+    return x_TH.to(weight.dtype)
+
+
+@functools.cache
+def _warn_that_weights_are_one() -> None:
+    warnings.warn("Arguments: moe_normalize_expert_weights divides the one weight of a token with moe_top_k=1 by itself: all weights are 1,"
+                  " and the router gets no gradient from the layer's output. Use None with moe_top_k=1.", stacklevel=4)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
+from gbmoe.parallel.expert_modules import Experts, Holder
 from gbmoe.parallel.groups import guarded
 
 # Parts of a parameter's name that wrappers add and that state dicts leave out.
@@ -31,50 +32,64 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def is_expert_parameter(parameter: torch.Tensor) -> bool:
-    """Whether other ranks have other values of this parameter. The layers mark it by `expert_model_parallel`, as MegaBlocks does."""
-    return getattr(parameter, "expert_model_parallel", False) is True
+    """Whether other ranks have other values of this parameter: a module of experts of this process holds it, or it bears the mark
+    `expert_model_parallel`, MegaBlocks' attribute. For many parameters ask expert_parameters or other_parameters once."""
+    return parameter in Experts()
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters that only this rank has, by name, in the model's order; none without expert parallelism."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_expert_parameter(parameter)}
+    """The model's parameters that only this rank has, by name, in the model's order; none without expert parallelism.
+
+    These are all parameters in the layers' experts, whatever has been put in the place of w1, w2 and v1 (a parametrization, pruning, an
+    adapter), and parameters elsewhere whose attribute `expert_model_parallel` is True. The call sets the attribute where torch lost it.
+    """
+    experts = Experts()
+    return {name: parameter for name, parameter in model.named_parameters() if parameter in experts}
 
 
 def other_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The model's parameters that are the same on all ranks, by name, in the model's order."""
-    return {name: parameter for name, parameter in model.named_parameters() if not is_expert_parameter(parameter)}
+    experts = Experts()
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in experts}
 
 
 # ------------------------------------------------------------------------------------------------------------- gradients
 
 
 def data_parallel(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` that neither broadcasts nor averages the experts' weights.
+    """`DistributedDataParallel(model, **options)` that neither broadcasts nor averages the experts' weights and buffers.
 
     The data-parallel ranks (option process_group, by default all) may consist of several expert-parallel groups, each of which holds
     all experts: average_expert_gradients then averages between them.
     """
     wrapper = torch.nn.parallel.DistributedDataParallel
-    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *expert_parameters(model)}
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    for name in Experts().among(model):
+        # DDP writes the name of a parameter of the model itself, not of a part of it, in one place without a dot and in one with.
+        ignored |= {name} if "." in name else {name, f".{name}"}
     wrapper._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return wrapper(model, **options)
 
 
 @torch.no_grad()
 def average_expert_gradients(parameters: Iterable[torch.Tensor], replicas: dist.ProcessGroup) -> None:
-    """Average the experts' gradients, in place, over ranks that hold the same experts; other parameters are left alone.
+    """Average the experts' gradients, in place, over ranks that hold the same experts; other parameters, and frozen ones, are left
+    alone.
 
     Jobs of several expert-parallel groups call it after backward. Where one group has all ranks, nothing has to be averaged.
 
     Args:
-        parameters: the model's parameters, in the same order on all ranks.
+        parameters: the model's parameters, in the same order on all ranks, and frozen on all of them or on none.
         replicas: the group of the ranks with this rank's position in every expert-parallel group; all of them must call this.
 
     Raises:
-        ValueError: where an expert parameter has no gradient, for which other ranks would wait.
+        ValueError: where an expert parameter that is not frozen has no gradient, for which other ranks would wait.
         RuntimeError: where the collective fails; it names the ranks that are missing.
     """
-    for parameter in filter(is_expert_parameter, parameters):
+    experts = Experts()
+    for parameter in parameters:
+        if parameter not in experts or (parameter.grad is None and not parameter.requires_grad):
+            continue
         require(parameter.grad is not None, "average_expert_gradients", "parameters", "gradients of all expert parameters", "none of one")
         gradient: Any = parameter.grad
         guarded(functools.partial(dist.all_reduce, gradient, group=replicas), replicas, "averaging the experts' gradients")
@@ -103,10 +118,11 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
         RuntimeError: where the norm is not finite and error_if_nonfinite is set; where the collective fails, naming the missing ranks.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    experts = [p for p in parameters if is_expert_parameter(p)]
-    norm = _norm([p for p in parameters if not is_expert_parameter(p)], norm_type, foreach)
-    if experts:
-        mine = _norm(experts, norm_type, foreach)
+    experts = Experts()
+    own = [p for p in parameters if p in experts]
+    norm = _norm([p for p in parameters if p not in experts], norm_type, foreach)
+    if own:
+        mine = _norm(own, norm_type, foreach)
         # Gathered rather than summed by an all-reduce, so that every rank adds in the same order.
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         guarded(lambda: dist.all_gather(every, mine, group=group), group, "adding the gradients' norms")
@@ -183,25 +199,42 @@ class ExpertRows:
 
 
 def expert_rows(model: torch.nn.Module) -> dict[str, ExpertRows]:
-    """Which rows each expert parameter has on which rank, by its name in a state dict.
+    """Which rows each tensor of experts has on which rank, by its name in a state dict: expert parameters, those from which a
+    parametrization or pruning computes them, and persistent buffers beside them.
 
     Raises:
-        ValueError: where the module of an expert parameter has no `args` with the number of experts and the group.
+        ValueError: where the first dimension of such a tensor is not the rows of this rank's experts, as with a low-rank factor or a
+            norm over rows: what it is on another number of ranks cannot be told. Where it is a DTensor. Where the module of a parameter
+            that only bears the mark has no `args` with the number of experts and the group.
     """
     found = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if is_expert_parameter(parameter):
-                args: Any = getattr(module, "args", None)
-                require(hasattr(args, "moe_num_experts") and hasattr(args, "expert_parallel_group"), "expert_rows", "model",
-                        f"the layer's Arguments as attribute args of the module of {prefix}.{name}", type(args).__name__)
-                group: Any = args.expert_parallel_group or dist.group.WORLD
-                world = dist.get_world_size(group)
-                experts = min(world, args.moe_num_experts)  # ranks that hold different experts; further ranks hold shards of the same
-                shards = world // experts
-                ranks = tuple(place % shards * experts + place // shards for place in range(world))
-                found[_state_dict_name(model, f"{prefix}.{name}")] = ExpertRows(group, parameter.size(0), ranks)
+    for name, holder in Experts().among(model).items():
+        prefix, _, leaf = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        if leaf not in module._non_persistent_buffers_set:
+            found[_state_dict_name(model, name)] = _rows_of(name, holder, module)
     return found
+
+
+def _rows_of(name: str, holder: Holder, module: torch.nn.Module) -> ExpertRows:
+    tensor, args = holder
+    if args is None:
+        args = getattr(module, "args", None)
+        require(hasattr(args, "moe_num_experts") and hasattr(args, "expert_parallel_group"), "expert_rows", "model",
+                f"the layer's Arguments as attribute args of the module of {name}", type(args).__name__)
+    group: Any = args.expert_parallel_group or dist.group.WORLD
+    world = dist.get_world_size(group)
+    experts = min(world, args.moe_num_experts)  # ranks that hold different experts; further ranks hold shards of the same
+    shards = world // experts
+    if holder.args is not None:
+        rows = args.moe_num_experts // experts * (args.ffn_hidden_size // shards)
+        require(tensor.dim() > 0 and tensor.size(0) == rows, "expert_rows", "model",
+                f"{name} to have the {rows} rows of this rank's experts, so that it can be told which part of all ranks' it is",
+                list(tensor.shape))
+    require(not hasattr(tensor, "to_local"), "expert_rows", "model",
+            f"{name} to be a plain tensor: fully_shard must be told to ignore expert parameters", type(tensor).__name__)
+    ranks = tuple(place % shards * experts + place // shards for place in range(world))
+    return ExpertRows(group, tensor.size(0), ranks)
 
 
 def _state_dict_name(model: torch.nn.Module, name: str) -> str:
@@ -216,9 +249,9 @@ def _state_dict_name(model: torch.nn.Module, name: str) -> str:
 def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves and loads, for any number of ranks: {"model": ..., "optimizer": ...}, by names.
 
-    It is get_state_dict of torch.distributed.checkpoint.state_dict, except that an expert parameter, and what the optimizer keeps for
-    it, is a DTensor of all experts' rows [E*F,H], of which this rank has some. So a checkpoint can be resumed on another number of
-    ranks, and by a process that has all experts::
+    It is get_state_dict of torch.distributed.checkpoint.state_dict, except that a tensor of experts (see expert_rows), and what the
+    optimizer keeps for it, is a DTensor of all experts' rows [E*F,H], of which this rank has some. So a checkpoint can be resumed on
+    another number of ranks, and by a process that has all experts::
 
         dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=folder)
 
@@ -235,11 +268,13 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
 
     Raises:
         ValueError: where the optimizer keeps a tensor for an expert parameter that is neither a scalar nor of the parameter's shape:
-            which part of it other ranks have cannot be known.
+            which part of it other ranks have cannot be known. Where expert_rows raises, and where the state dict has a tensor of experts
+            under another name than the model.
     """
     from torch.distributed.checkpoint import state_dict
     rows = expert_rows(model)
     weights: dict[str, Any] = state_dict.get_model_state_dict(model)
+    _require_names(rows, weights)
     result: dict[str, Any] = {"model": {n: rows[n].dtensor(t) if n in rows else t for n, t in weights.items()}}
     if optimizer is not None:
         kept: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizer)
@@ -249,8 +284,15 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     return result
 
 
+def _require_names(rows: dict[str, ExpertRows], weights: dict[str, Any]) -> None:
+    """Raise where a tensor of experts would be taken for one that all ranks have."""
+    missing = sorted(rows.keys() - weights.keys())
+    require(not missing, "sharded_state_dict", "model", f"{', '.join(missing)} in its state dict, as in named_parameters",
+            "other names, which a wrapper or a hook gives it")
+
+
 def _kept(rows: ExpertRows, weight: torch.Tensor, name: str, key: str, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.numel() == 1:
+    if not isinstance(value, torch.Tensor) or (value.numel() == 1 and value.shape != weight.shape):
         return value
     require(value.shape == weight.shape, "sharded_state_dict", "optimizer",
             f"{key} of {name} to be a scalar or of the parameter's shape {list(weight.shape)}", list(value.shape))

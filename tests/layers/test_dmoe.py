@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 
 import gbmoe
 from gbmoe import engines
@@ -428,3 +429,188 @@ def test_an_activation_with_parameters_is_registered_by_the_caller(shared_expert
     assert float(activation.weight.grad.abs()) > 0
     model.activation = activation
     assert "activation.weight" in model.state_dict() and any(p is activation.weight for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------- routers of the user's own
+
+
+class CastingLinear(torch.nn.Linear):
+    """A router.layer that casts by itself, as models with a router in float32 write it."""
+
+    def forward(self, x):
+        return F.linear(x.float(), self.weight)
+
+
+def _linear_with_bias(router):
+    layer = torch.nn.Linear(32, 4)
+    with torch.no_grad():
+        layer.weight.copy_(router.layer.weight)
+        layer.bias.zero_()
+    router.layer = layer
+
+
+def _hooked(router):
+    router.float().layer.register_forward_hook(lambda module, inputs, output: output)
+
+
+def _casting(router):
+    weight = router.layer.weight.float()
+    router.layer = CastingLinear(32, 4, bias=False)
+    router.layer.load_state_dict({"weight": weight})
+
+
+FLOAT32_ROUTERS = {
+    "cast": lambda router: router.float(),
+    "with bias": _linear_with_bias,
+    "hooked": _hooked,
+    "parametrized": lambda router: torch.nn.utils.parametrizations.weight_norm(router.float().layer),
+    "casts by itself": _casting,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("change", FLOAT32_ROUTERS.values(), ids=FLOAT32_ROUTERS)
+def test_a_float32_router_in_a_layer_of_half_precision_was_refused(device, dtype, change):
+    """The layer's dtype was taken from router.layer.weight."""
+    fields = dict(device=device, bias=False, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16, moe_zloss_weight=1e-2)
+    layer, args = make(**fields)
+    plain = with_weights_of(layer, **fields)
+    change(layer.router)
+    layer.router.to(device)
+    x = torch.randn(9, 2, 32, device=device, dtype=dtype, requires_grad=True)
+    out = layer(x)
+    assert out.dtype == dtype
+    ids = layer.router(x)[2]
+    assert torch.equal(ids, (x.detach().float().flatten(0, 1) @ plain.router.layer.weight.float().t()).topk(2)[1])
+    (out.float().square().sum() + gbmoe.batched_load_balancing_loss(args) + gbmoe.batched_router_zloss(args).sum()).backward()
+    gbmoe.clear_load_balancing_loss()
+    gbmoe.clear_router_zloss()
+    assert x.grad.dtype == dtype
+    assert all(p.grad.dtype == torch.float32 and bool(p.grad.any()) for n, p in layer.router.named_parameters() if "bias" not in n)
+    with pytest.raises(TypeError, match=f"x: expected the layer's dtype {dtype}, or autocast, got torch.float32"):
+        layer(x.detach().float())
+    with torch.autocast(device.type, dtype=dtype):
+        assert layer(x.detach().float()).dtype == dtype
+
+
+@pytest.mark.parametrize("router_dtype", [torch.bfloat16, torch.float64], ids=dtype_id)
+def test_a_router_of_another_dtype_than_a_float32_layer(device, router_dtype):
+    layer, _ = make(device, bias=False)
+    x = torch.randn(5, 1, 32, device=device)
+    layer.router.to(router_dtype)
+    assert layer(x).dtype == torch.float32
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cast, dtype", [
+    (lambda layer: layer.to(torch.bfloat16), torch.bfloat16), (lambda layer: layer.half(), torch.float16),
+    (lambda layer: layer.double(), torch.float64), (lambda layer: layer.experts.double(), torch.float64),
+    (lambda layer: layer.load_state_dict({n: t.half() for n, t in layer.state_dict().items()}, assign=True), torch.float16),
+    (lambda layer: [setattr(p, "data", p.data.half()) for p in layer.parameters()], torch.float16)])
+def test_the_layers_dtype_is_what_it_was_cast_to(cast, dtype):
+    layer, _ = make(bias=False)
+    cast(layer)
+    layer.router.float()
+    assert layer(torch.randn(5, 1, 32, dtype=dtype)).dtype == dtype
+    with pytest.raises(TypeError, match=f"x: expected the layer's dtype {dtype}"):
+        layer(torch.randn(5, 1, 32))
+
+
+class Wrapped(torch.nn.Module):
+    """Stands in the place of the experts, as adapters do, and has parameters of another dtype."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.factor, self.base_layer = torch.nn.Parameter(torch.ones(1, 1)), experts
+
+    def forward(self, *args):
+        return self.base_layer(*args)
+
+
+@pytest.mark.parametrize("put", [
+    lambda mlp: torch.nn.utils.parametrizations.weight_norm(mlp, "w1"), lambda mlp: torch.nn.utils.prune.identity(mlp, "w1"), Wrapped,
+    lambda mlp: torch.compile(mlp, backend="eager")], ids=["parametrized", "pruned", "wrapped", "compiled"])
+def test_the_layers_dtype_where_something_stands_in_the_place_of_w1(put):
+    layer, _ = make(bias=False, bf16=True)
+    layer.experts.mlp = put(layer.experts.mlp)
+    layer.router.float()
+    assert layer(torch.randn(5, 1, 32).bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="x: expected the layer's dtype torch.bfloat16"):
+        layer(torch.randn(5, 1, 32))
+
+
+class SigmoidRouter(torch.nn.Module):
+    """A router of the user's own, without the attributes `layer` and `args`; `change` is applied to what it returns."""
+
+    def __init__(self, change=lambda scores, weights, ids: (scores, weights, ids)):
+        super().__init__()
+        self.gate, self.change = torch.nn.Linear(32, 4, bias=False), change
+
+    def forward(self, x):
+        scores_TE = self.gate(x.float().flatten(0, -2)).sigmoid()
+        weights_TK, ids_TK = scores_TE.topk(2)
+        return self.change(scores_TE, weights_TK, ids_TK)
+
+
+@pytest.mark.parametrize("impl", ["gbmoe", "bmm", "reference"])
+@pytest.mark.parametrize("shared_expert", [False, True])
+def test_a_router_of_ones_own_needed_undocumented_attributes(device, impl, shared_expert):
+    """And its weights may be float32 in a layer of bfloat16, its ids int32."""
+    layer, args = make(device, bias=False, bf16=True, mlp_impl=impl, shared_expert=shared_expert)
+    layer.router = SigmoidRouter(lambda scores, weights, ids: (scores, weights, ids.int())).to(device)
+    x = torch.randn(5, 3, 32, device=device).bfloat16()
+    out = layer(x)
+    assert out.dtype == torch.bfloat16 and out.shape == x.shape
+    scores, weights, ids = layer.router(x)
+    counts_E, kept = gbmoe.get_load_balancing_loss()[-1]
+    assert counts_E.tolist() == ids.flatten().bincount(minlength=4).tolist() and torch.equal(kept, scores)
+    exact_layer, _ = make(device, bias=False, mlp_impl="reference", shared_expert=shared_expert)
+    exact_layer = exact_layer.double().eval()
+    exact_layer.load_state_dict({n: t.double() for n, t in layer.state_dict().items() if "router" not in n}, strict=False)
+    exact_layer.router = SigmoidRouter(lambda *_: (scores.double(), weights.double(), ids))
+    assert accuracy.relative_error(out, exact_layer(x.double())) < 2e-2
+    (out.float().square().sum() + gbmoe.batched_load_balancing_loss(args)).backward()
+    gbmoe.clear_load_balancing_loss()
+    assert bool(layer.router.gate.weight.grad.any())
+
+
+def test_a_router_may_leave_slots_out_and_have_no_scores():
+    layer, _ = make(bias=False, moe_loss_weight=0)
+    layer.router = SigmoidRouter(lambda scores, weights, ids: (None, weights, torch.where(ids == 2, -1, ids)))
+    full, _ = make(bias=False, moe_loss_weight=0)
+    full.router = SigmoidRouter(lambda scores, weights, ids: (scores, weights * (ids != 2), ids))
+    full.load_state_dict(layer.state_dict())
+    x = torch.randn(7, 1, 32)
+    torch.testing.assert_close(layer(x), full(x))
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda s, w, i: w, "router: expected to return a tuple \\(scores, weights, ids\\), got <class 'torch.Tensor'>"),
+    (lambda s, w, i: (w, i), "router: expected to return a tuple \\(scores, weights, ids\\), got 2 values"),
+    (lambda s, w, i: (None, w, i), "scores of router: expected a torch.Tensor, got NoneType"),
+    (lambda s, w, i: (s[:, :3], w, i), "scores of router: expected shape \\[T,E\\] == \\[10, 4\\], got \\[10, 3\\]"),
+    (lambda s, w, i: (s, w[:, :1], i[:, :1]), "weights of router: expected shape \\[T,K\\] == \\[10, 2\\], got \\[10, 1\\]"),
+    (lambda s, w, i: (s, w, i[:5]), "ids of router: expected shape \\[T,K\\] == \\[10, 2\\], got \\[5, 2\\]"),
+    (lambda s, w, i: (s, w.view(5, 2, 2), i), "weights of router: expected 2 dimensions, got \\[5, 2, 2\\]"),
+    (lambda s, w, i: (s, w, i.float()), "ids of router: expected dtype int32, int64, got torch.float32"),
+    (lambda s, w, i: (s, i, i), "weights of router: expected dtype bfloat16, .*got torch.int64"),
+    (lambda s, w, i: (s, w, i.to("meta")), "ids of router: expected device cpu, got meta"),
+    (lambda s, w, i: (s, w, i + 1), "ids of router: expected ids in \\[0, 4\\), or -1 to leave a slot out, got ids from 3 to 4"),
+])
+def test_what_a_router_returned_was_not_checked(change, words):
+    layer, _ = make(bias=False)
+    layer.router = SigmoidRouter(change)
+    with torch.no_grad():
+        layer.router.gate.weight.fill_(0.0)[3] = 1.0  # so that expert 3 is chosen
+    with pytest.raises((TypeError, ValueError), match="dMoE: " + words):
+        layer(torch.ones(5, 2, 32))
+
+
+def test_a_layer_that_was_pickled_without_its_arguments(tmp_path):
+    layer, _ = make(shared_expert=True)
+    x = torch.randn(3, 1, 32)
+    expected = layer(x)[0]
+    del layer.args
+    torch.save(layer, tmp_path / "layer.pt")
+    assert torch.equal(torch.load(tmp_path / "layer.pt", weights_only=False)(x)[0], expected)

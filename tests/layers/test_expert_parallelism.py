@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.utils.prune
 
 import gbmoe
 from gbmoe.layers import Arguments
@@ -170,3 +171,40 @@ def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
             gradients.append([w.grad.clone() for w in layer.experts.mlp.parameters()])
     for eager, compiled in zip(gradients[:3], gradients[3:]):
         torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("use, option", [
+    (lambda experts: experts.in_chunks([(0, 4)]), "expert_parallel_chunks and expert_parallel_shadows"),
+    (lambda experts: experts.rows_before_weights(), "expert_parallel_exact")])
+def test_weights_that_hooks_compute_were_those_of_an_earlier_step(use, option):
+    """Pruning computes them when the module is called, and these options take the weights without calling it."""
+    experts = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4, fp16=False, device="cpu")).experts.mlp
+    use(experts)
+    torch.nn.utils.prune.identity(experts, "w2")
+    with pytest.raises(ValueError, match=f"dMoE: experts.mlp: expected parameters or parametrizations beside {option}, which uses"):
+        use(experts)
+
+
+class Router(torch.nn.Module):
+    """A router without the attribute `args`, from which the layer read that its experts are spread. Weights are float32, a slot is left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_EH = torch.nn.Parameter(torch.randn(4, HIDDEN))
+
+    def forward(self, x):
+        scores_TE = (x.flatten(0, -2).float() @ self.weight_EH.t()).softmax(-1)
+        weights_TK, ids_TK = scores_TE.topk(2)
+        return scores_TE, weights_TK, torch.where(ids_TK == 3, -1, ids_TK)
+
+
+def test_spread_experts_needed_the_attribute_args_of_the_router(group_of_one):
+    fields = dict(hidden_size=HIDDEN, ffn_hidden_size=32, moe_num_experts=4, moe_top_k=2, bias=False, shared_expert=True, fp16=False,
+                  bf16=True, device="cpu")
+    layers = [gbmoe.dMoE(Arguments(moe_expert_model_parallelism=parallel, **fields)) for parallel in (False, True)]
+    for layer in layers:
+        layer.router = Router()
+        layer.load_state_dict(layers[0].state_dict())
+    x = torch.randn(TOKENS, 1, HIDDEN).bfloat16()
+    torch.testing.assert_close(layers[1](x), layers[0](x))
+    gbmoe.clear_load_balancing_loss()

@@ -1,9 +1,11 @@
 """LearnedRouter: scores, weights, ids and jitter."""
 
+import warnings
+
 import pytest
 import torch
 
-from gbmoe.layers import Arguments, LearnedRouter
+from gbmoe.layers import Arguments, LearnedRouter, router as router_module
 
 
 def router(**fields):
@@ -49,3 +51,25 @@ def test_uniform_expert_assignment():
     assert weights.requires_grad
 
 
+
+
+@pytest.mark.parametrize("p", [1, 2.0])
+def test_a_router_without_a_gradient_is_named_once(p):
+    """The one weight of a token is divided by itself."""
+    router_module._warn_that_weights_are_one.cache_clear()
+    fields = dict(hidden_size=16, moe_num_experts=8, fp16=False, device="cpu", moe_normalize_expert_weights=p)
+    with pytest.warns(UserWarning, match="moe_normalize_expert_weights .* moe_top_k=1 .* the router gets no gradient") as caught:
+        for _ in range(3):
+            LearnedRouter(Arguments(**fields))
+    assert len(caught) == 1
+    router_module._warn_that_weights_are_one.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in (dict(moe_top_k=2), dict(moe_normalize_expert_weights=None), dict(moe_num_experts=1)):
+            LearnedRouter(Arguments(**{**fields, **change}))
+
+
+def test_normalising_by_0_means_off_and_was_refused():
+    layer, x = router(moe_top_k=2, moe_normalize_expert_weights=0), torch.randn(5, 16)
+    assert layer.args.moe_normalize_expert_weights is None
+    assert torch.equal(layer(x)[1], router(moe_top_k=2)(x)[1])

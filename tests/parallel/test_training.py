@@ -4,7 +4,10 @@ One start serves all tests: it takes longer than they do. Pairs of ranks train s
 """
 
 import copy
+import dataclasses
 import functools
+import pickle
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+import torch.nn.utils.prune as prune
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations
 
 import gbmoe
 from gbmoe.layers import Arguments
@@ -27,14 +32,84 @@ MAX_NORM = 1e-3  # far below the gradients' norm
 
 @dataclass(frozen=True)
 class Case:
-    """`wrapped` is "ddp", "fsdp" or nothing. The experts are spread over groups of `ranks` ranks, which all hold the same."""
+    """`wrapped` is "ddp", "fsdp" or nothing. The experts are spread over groups of `ranks` ranks, which all hold the same. `put` is done to
+    the experts first, see PUTS."""
     wrapped: str
     experts: int = 8
     ranks: int = WORLD
     norm_type: float = 2.0
+    put: str = ""
 
+
+class Adapter(torch.nn.Module):
+    """Stands in the place of the experts and holds factors for them, as adapters of low rank do."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down, self.up = torch.nn.Linear(HIDDEN, 2, bias=False), torch.nn.Linear(2, HIDDEN, bias=False)
+
+    def forward(self, x_TH, *args):
+        return self.base_layer(x_TH, *args)
+
+
+def load_swapping(moe):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        moe.load_state_dict({name: tensor.clone() for name, tensor in moe.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def write_parameters(moe):
+    for name, parameter in moe.experts.mlp._parameters.items():
+        moe.experts.mlp._parameters[name] = torch.nn.Parameter(parameter.detach().clone())
+
+
+def put_into_experts(moe, what):
+    """Let torch, or an adapter, put something in the place of the experts' parameters."""
+    mlp = moe.experts.mlp
+    if what == "swapped":
+        load_swapping(moe)
+    elif what == "written to _parameters":
+        write_parameters(moe)
+    elif what == "weight norm":
+        parametrizations.weight_norm(mlp, "w1")
+    elif what == "weight norm, old":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.nn.utils.weight_norm(mlp, "w2")
+    elif what == "spectral norm":  # which has buffers
+        parametrizations.spectral_norm(mlp, "v1")
+    elif what == "pruned":  # with a mask, which is a buffer
+        prune.random_unstructured(mlp, "w1", 0.3)
+    elif what == "adapter":
+        moe.experts.mlp = Adapter(Adapter(mlp)).to(mlp.w1.device)  # nested, as adapters of two parameters are
+    elif what == "frozen":
+        mlp.w1.requires_grad_(False)
+    return moe
+
+
+# What is put there, and the names of all expert parameters and buffers afterwards.
+PUTS = {
+    "": "w1 w2 v1",
+    "swapped": "w1 w2 v1",
+    "written to _parameters": "w1 w2 v1",
+    "weight norm": "w2 v1 parametrizations.w1.original0 parametrizations.w1.original1",
+    "weight norm, old": "w1 v1 w2_g w2_v",
+    "spectral norm": "w1 w2 parametrizations.v1.original parametrizations.v1.0._u parametrizations.v1.0._v",
+    "pruned": "w2 v1 w1_orig w1_mask",
+    "adapter": "down.weight up.weight base_layer.down.weight base_layer.up.weight"
+               " base_layer.base_layer.w1 base_layer.base_layer.w2 base_layer.base_layer.v1",
+    "frozen": "w1 w2 v1",
+}
 
 TRAININGS = {
+    "ddp, swapped": Case("ddp", put="swapped"),
+    "ddp over two groups, weight norm": Case("ddp", ranks=2, put="weight norm"),
+    "ddp, old weight norm": Case("ddp", put="weight norm, old"),
+    "fsdp, written to _parameters": Case("fsdp", put="written to _parameters"),
+    "ddp over two groups, frozen": Case("ddp", ranks=2, put="frozen"),
     "ddp": Case("ddp"),
     "fsdp": Case("fsdp"),
     "ddp, shards of experts": Case("ddp", experts=2, norm_type=float("inf")),
@@ -45,6 +120,9 @@ SAVES = {
     "two ranks": Case("ddp", experts=4, ranks=2),
     "four ranks": Case("fsdp", experts=4),
     "shards of experts": Case("ddp", experts=2),
+    "swapped": Case("ddp", experts=4, put="swapped"),
+    "weight norm": Case("ddp", experts=4, ranks=2, put="weight norm"),
+    "pruned shards of experts": Case("ddp", experts=2, put="pruned"),
 }
 
 
@@ -63,7 +141,9 @@ def make(case, device, seed=0, **parallel):
     args = Arguments(hidden_size=HIDDEN, ffn_hidden_size=32, moe_num_experts=case.experts, moe_top_k=2, mlp_type="glu", bias=False,
                      fp16=False, device=device, init_method=functools.partial(torch.nn.init.normal_, std=0.3), **parallel)
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN, device=device), Block(args))
+    model = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN, device=device), Block(args))
+    put_into_experts(model[1].moe, case.put)
+    return model
 
 
 def optimizer_of(model):
@@ -135,7 +215,7 @@ def save_and_load(case, device, groups, folder):
     dcp.save(training.sharded_state_dict(model, optimizer), checkpoint_id=mine, process_group=groups.get(case.ranks))
     dist.barrier()
     for ranks, wrapped in ((2, ""), (WORLD, "fsdp"), (WORLD, "ddp")):
-        model, optimizer = spread(Case(wrapped, case.experts, ranks), device, groups, seed=1)
+        model, optimizer = spread(dataclasses.replace(case, wrapped=wrapped, ranks=ranks), device, groups, seed=1)
         state = training.sharded_state_dict(model, optimizer)
         dcp.load(state, checkpoint_id=folder / "0", process_group=groups.get(ranks))
         training.load_sharded_state_dict(state, model, optimizer)
@@ -149,7 +229,50 @@ def marks(device):
     assigned, empty = (make(TRAININGS["ddp"], d, moe_expert_model_parallelism=True) for d in (device, "meta"))
     assigned.load_state_dict(layer.state_dict(), assign=True)
     empty.to_empty(device=device)
-    return [list(training.expert_parameters(model)) for model in (layer, copy.deepcopy(layer), assigned, empty)]
+    return [[name for name, parameter in model.named_parameters() if getattr(parameter, "expert_model_parallel", False)]
+            for model in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), assigned, empty)]
+
+
+def knows(device, put):
+    """Of experts of which this rank alone has values: the expert parameters' names, whether clipping and the mark know them too, of a deep
+    copy as well; what DDP overwrites; the error of a checkpoint."""
+    args = dict(moe_expert_model_parallelism=True, expert_parallel_group=None)
+    model = make(Case("ddp", put=put), device, dist.get_rank(), **args)
+    found = {}
+    models = {"model": model, "compiled": torch.compile(model, backend="eager")}
+    if not model[1].moe.experts.mlp.__dict__.keys() & {"w1", "w2"}:  # torch copies no results of hooks
+        models["copy"] = copy.deepcopy(model)
+    for name, one in models.items():
+        by_parameter = [n for n, p in one.named_parameters() if training.is_expert_parameter(p)]
+        found[name] = list(training.expert_parameters(one))
+        assert by_parameter == found[name] and not found[name] & training.other_parameters(one).keys()
+        assert all(p.expert_model_parallel for p in training.expert_parameters(one).values())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found["checkpoint"] = refused(training.sharded_state_dict, model)
+    training.data_parallel(model)
+    found["kept"] = [name for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])]
+    return found
+
+
+class Own(torch.nn.Module):
+    """A user's module: each rank has a weight of its own, which another module shares, and all have the same bias."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 1.0 + dist.get_rank(), device=device))
+        self.bias = torch.nn.Parameter(torch.full((2,), 1.0 + dist.get_rank(), device=device))
+        self.weight.expert_model_parallel = True
+        self.part = torch.nn.Module()
+        self.part.shared = self.weight
+
+    def forward(self, x):
+        return (self.weight + self.part.shared) * x + self.bias
+
+
+def gradients_under_ddp(device):
+    model = training.data_parallel(Own(device))
+    model(torch.full((2,), float(dist.get_rank()), device=device)).sum().backward()
+    return {name: (p.tolist(), p.grad.tolist()) for name, p in model.module.named_parameters()}
 
 
 def refused(function, *args, **kwargs):
@@ -186,7 +309,9 @@ def worker(rank, store, device_type, folder):
     results = {("train", name): train(case, device, groups) for name, case in TRAININGS.items()}
     for name, case in SAVES.items():
         results["save", name] = save_and_load(case, device, groups, folder / name)
-    results |= {"marks": marks(device), "nan": one_rank_with_nan(device), "factored": factored(device)}
+    results |= {("knows", put): knows(device, put) for put in PUTS}
+    results |= {"under ddp": gradients_under_ddp(device), "marks": marks(device)}
+    results |= {"nan": one_rank_with_nan(device), "factored": factored(device)}
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -217,7 +342,7 @@ def assert_trained_as_one_process(case, device, results):
     for step in range(STEPS):
         optimizer.zero_grad()
         losses.append([loss_of(model, inputs(step, rank, device)) for rank in range(world)])
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.grad /= world
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, case.norm_type)))
         optimizer.step()
@@ -243,7 +368,8 @@ def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks(ran, name):
     device, folder, results = ran
     saved = results[0]["save", name]["saved"]
     moments = [key for key in saved if key.endswith(" exp_avg")]
-    assert len(moments) == len([key for key in saved if " " not in key]) and all(saved[key].abs().max() > 0 for key in moments)
+    parameters = [key for key in saved if " " not in key and "mask" not in key]
+    assert len(moments) == len(parameters) and all(saved[key].abs().max() > 0 for key in moments)
     for result in results:
         assert_resumed(result["save", name], saved)
     model = make(SAVES[name], device, seed=1)
@@ -257,7 +383,35 @@ def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks(ran, name):
 
 def test_parameters_stay_marked_where_others_take_their_place(ran):
     for result in ran[2]:
-        assert result["marks"] == [[f"1.moe.experts.mlp.{name}" for name in ("w1", "w2", "v1")]] * 4
+        assert result["marks"] == [[f"1.moe.experts.mlp.{name}" for name in ("w1", "w2", "v1")]] * 5
+
+
+@pytest.mark.parametrize("put", PUTS)
+def test_experts_whose_parameters_were_replaced_were_taken_for_the_same_on_all_ranks(ran, put):
+    """Their mark was lost, and data_parallel wrote rank 0's experts over those of the other ranks."""
+    names = [f"1.moe.experts.mlp.{name}" for name in PUTS[put].split()]
+    buffers = [name for name in names if name.endswith(("_u", "_v", "_mask")) and not name.endswith("w2_v")]
+    parameters = [name for name in names if name not in buffers]
+    for rank, result in enumerate(ran[2]):
+        found = result["knows", put]
+        assert sorted(found["model"]) == sorted(found.get("copy", found["model"])) == sorted(parameters)
+        assert sorted(found["compiled"]) == sorted(f"_orig_mod.{name}" for name in parameters)
+        same_on_all = {"1.moe.norm.weight", "1.moe.norm.bias"}
+        assert rank == 0 or set(found["kept"]) - same_on_all >= set(names)
+
+
+@pytest.mark.parametrize("put, name, shape", [
+    ("adapter", "base_layer.down.weight", "[2, 16]"), ("spectral norm", "parametrizations.v1.0._v", "[16]")])
+def test_a_checkpoint_of_what_are_no_rows_of_experts_is_refused(ran, put, name, shape):
+    for result in ran[2]:
+        assert result["knows", put]["checkpoint"] == (
+            f"expert_rows: model: expected 1.moe.experts.mlp.{name} to have the 64 rows of this rank's experts, so that it can be told"
+            f" which part of all ranks' it is, got {shape}")
+
+
+def test_a_marked_parameter_of_the_model_itself_and_one_that_is_shared_were_averaged(ran):
+    for rank, result in enumerate(ran[2]):
+        assert result["under ddp"] == {"weight": ([1.0 + rank] * 2, [2.0 * rank] * 2), "bias": ([1.0] * 2, [1.0] * 2)}
 
 
 def test_a_norm_that_is_not_finite_on_one_rank_is_refused_on_all(ran):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
 
 import torch
 from megablocks import grouped_gemm_util
@@ -20,13 +19,12 @@ from gbmoe.layers.expert_parallelism import parallel_experts
 from gbmoe.layers.expert_weights import local_weight
 from gbmoe.ops import expert_mlp
 from gbmoe.ops.experts import activation_name
+from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.plan import RoutingPlan
 
 
-class _FusedExperts:
+class _FusedExperts(ExpertModule):
     """The computation, to be mixed into a MegaBlocks class that has the parameters, their initialisation and scale_grad."""
-
-    args: Any
 
     def forward(
         self, x: torch.Tensor, plan: RoutingPlan | torch.Tensor, weights_TK: torch.Tensor | None = None,
