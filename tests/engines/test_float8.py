@@ -496,6 +496,28 @@ def test_micro_batches_share_the_weights_that_a_context_keeps(device, recipe, ml
 
 
 @DEVICES
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_layer_whose_weights_a_fused_optimizer_changes(device, optimizer):
+    """Within a context that spans steps, each step is the one without a context."""
+    _, expected_layer = layers(device, Float8BlockScaling())
+    layer = copy.deepcopy(expected_layer)
+    batches = torch.randn(3, 50, 1, 256, device=device, dtype=torch.bfloat16)
+
+    def train(layer):
+        stepper = optimizer(layer.parameters(), lr=0.1, fused=True)
+        for x in batches:
+            for half in x.split(25):
+                layer(half.requires_grad_()).float().square().sum().backward()
+            stepper.step()
+            stepper.zero_grad()
+            yield layer(x).detach()
+
+    with float8.cached_weights(layer, check=True):
+        results = list(train(layer))
+    assert all(torch.equal(*pair) for pair in zip(results, train(expected_layer), strict=True))
+
+
+@DEVICES
 @ALL_RECIPES
 @pytest.mark.parametrize("mlp_type", ["glu", "mlp"])
 def test_weights_that_forward_keeps_for_backward(device, recipe, mlp_type, quantizations):
