@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gbmoe import Float8BlockScaling, RoutingPlan, engines, float8, kernels
 from gbmoe.float8 import ScaledKBlocks, ScaledRows
@@ -200,6 +202,187 @@ def test_a_weight_that_changes_is_quantized_anew(quantized):
         assert_kept(lookup(w), w.detach())
         w.data = weight(2, 16, 32, seed=9)  # other memory, which is not among the weights
         assert lookup(w) is None
+
+
+def stepping(w, optimizer=torch.optim.AdamW, **options):
+    """An optimizer of w whose fused step torch does not count, with a gradient for it."""
+    w.grad = torch.ones_like(w)
+    return optimizer([w], lr=1.0, fused=True, **options)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_weight_that_a_fused_optimizer_changes_is_quantized_anew(quantized, optimizer):
+    lookup, calls = quantized
+    w = torch.nn.Parameter(weight(2, 16, 32))
+    optimizer = stepping(w, optimizer)
+    with float8.cached_weights([w]):
+        for step in range(1, 4):
+            assert_kept(lookup(w), w.detach())
+            assert lookup(w) is lookup(w) and len(calls) == step
+            version = w._version
+            optimizer.step()
+            assert w._version == version, "this torch counts the change, so that the test shows nothing"
+        assert_kept(lookup(w), w.detach())
+
+
+@pytest.mark.parametrize("registers", ["pre of all", "pre", "post", "post of all"])
+def test_a_weight_that_an_optimizers_hook_changes_is_quantized_anew(quantized, registers):
+    lookup, _ = quantized
+    w = torch.nn.Parameter(weight(2, 16, 32))
+    optimizer = stepping(w, torch.optim.SGD)
+    optimizer.param_groups[0]["lr"] = 0.0
+    register = {"pre of all": register_optimizer_step_pre_hook, "pre": optimizer.register_step_pre_hook,
+                "post": optimizer.register_step_post_hook, "post of all": register_optimizer_step_post_hook}[registers]
+
+    def hook(*_):
+        if registers != "post of all":  # one of these that is registered now runs last, after the change has become known
+            assert lookup(w) is None
+        w.data.mul_(-3)
+
+    with float8.cached_weights([w]):
+        before = lookup(w)
+        handle = register(hook)
+        try:
+            optimizer.step()
+            after = lookup(w)
+        finally:
+            handle.remove()
+    assert_kept(after, w.detach())
+    assert not torch.equal(before[0].scales, after[0].scales)
+
+
+class TwoStep(torch.optim.Optimizer):
+    """Writes through .data between two calls of its closure, and after the second."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        for factor in (-3, -0.5):
+            closure()
+            for weight in self.param_groups[0]["params"]:
+                weight.data.mul_(factor)
+
+
+def test_nothing_is_kept_while_an_optimizer_steps(quantized):
+    lookup, calls = quantized
+    w, recipe, used = torch.nn.Parameter(weight(2, 16, 32)), Float8BlockScaling(), []
+
+    def closure():
+        assert float8.keeps_weights(recipe, [w])  # as without a context
+        used.append(lookup(w))
+
+    with float8.cached_weights([w]):
+        lookup(w)
+        assert not float8.keeps_weights(recipe, [w])
+        TwoStep([w]).step(closure)
+        assert used == [None, None] and not float8.keeps_weights(recipe, [w])
+        assert_kept(lookup(w), w.detach())
+        assert lookup(w) is lookup(w) and len(calls) == 2
+
+
+def test_a_step_that_raises_leaves_nothing_that_is_out_of_date(quantized):
+    lookup, _ = quantized
+    w = torch.nn.Parameter(weight(2, 16, 32))
+    used = []
+
+    def closure():
+        if used:
+            raise KeyError
+        used.append(w)
+
+    with float8.cached_weights([w]):
+        lookup(w)
+        with pytest.raises(KeyError):
+            TwoStep([w]).step(closure)
+        assert lookup(w) is None
+        stepping(w).step()
+        assert_kept(lookup(w), w.detach())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weight_that_a_compiled_optimizer_changes_is_quantized_anew(quantized, fused):
+    lookup, calls = quantized
+    w = torch.nn.Parameter(weight(2, 16, 32))
+    w.grad = torch.ones_like(w)
+    optimizer, backend = torch.optim.AdamW([w], lr=1.0, fused=fused), CompileCounterWithBackend("aot_eager")
+    step = torch.compile(optimizer.step, backend=backend)
+    step()
+    compiled = backend.frame_count
+    for number in range(1, 11):
+        with float8.cached_weights([w]):
+            lookup(w)
+            step()
+            assert_kept(lookup(w), w.detach())
+            assert len(calls) == 2 * number
+    assert backend.frame_count == compiled, "a context made torch compile the step again"
+
+
+def test_a_weight_that_changes_during_backward_is_quantized_anew(quantized):
+    lookup, _ = quantized
+    w = torch.nn.Parameter(weight(2, 16, 32))
+    optimizer = stepping(w)
+    w.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with float8.cached_weights([w]):
+        before = lookup(w)
+        w.square().sum().backward()
+        assert_kept(lookup(w), w.detach())
+        assert not torch.equal(before[0].scales, lookup(w)[0].scales)
+
+
+def test_what_cannot_be_seen_is_said(quantized):
+    lookup, calls = quantized
+    w, v, inference = torch.nn.Parameter(weight(2, 16, 32)), weight(2, 16, 32, seed=2), torch.inference_mode()(weight)(2, 16, 32)
+    float8.weights_changed()  # nothing is kept anywhere
+    with float8.cached_weights([w, inference]), float8.cached_weights([v]):
+        for unseen in (w, v, inference):
+            kept = lookup(unseen)
+            unseen.data.mul_(-3)
+            assert lookup(unseen) is kept
+            float8.weights_changed()
+            assert_kept(lookup(unseen), unseen.detach())
+        assert len(calls) == 6
+
+
+def test_a_context_that_checks_names_the_weight_that_changed_unseen(quantized):
+    lookup, _ = quantized
+    layer = torch.nn.ParameterDict({"w1": weight(2, 16, 32), "w2": weight(2, 16, 32, seed=2)})
+    memory = weight(6, 16, 32, seed=3)
+    first, second = memory[:2], memory[2:].view(64, 32)
+    for weights, changed, name in ((layer, layer["w2"], "w2"), ([first, second], first, r"weights\[0\]"),
+                                   ([first, second], second.view(4, 16, 32)[1:], r"weights\[1\]")):
+        changed.data[0, 0, 0] = torch.nan
+        with float8.cached_weights(weights, check=True):
+            kept = lookup(changed)
+            assert lookup(changed) is kept  # a scale that is NaN is the same
+            with torch.no_grad():
+                changed.mul_(-1)
+            assert_kept(lookup(changed), changed.detach())
+            changed.data[1].mul_(-3)
+            with pytest.raises(RuntimeError, match=rf"cached_weights: {name}: expected the numbers that were quantised"):
+                lookup(changed)
+            float8.weights_changed()
+            assert_kept(lookup(changed), changed.detach())
+    with float8.cached_weights([first]):
+        lookup(first)
+        first.data[1].mul_(-3)
+        lookup(first)
+        with float8.cached_weights([memory], check=True), pytest.raises(RuntimeError, match=r"cached_weights: weights\[0\]"):
+            lookup(first)  # kept by the outer one, which does not check
+    with pytest.raises(TypeError, match="cached_weights: check: expected a bool, got 1"):
+        float8.cached_weights([first], check=1).__enter__()
+
+
+def test_optimizers_are_hooked_once(monkeypatch):
+    """Each context's hooks would change what torch iterates over while another thread steps."""
+    registered = []
+    monkeypatch.setattr(float8, "_optimizers_are_hooked", False)
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        monkeypatch.setattr(float8, name, lambda hook, name=name: registered.append(name))
+    for _ in range(3):
+        with float8.cached_weights([]):
+            pass
+    assert sorted(registered) == ["register_optimizer_step_post_hook", "register_optimizer_step_pre_hook"]
 
 
 def test_a_weight_whose_memory_has_moved_is_quantized_anew(quantized):

@@ -156,9 +156,10 @@ def _verify(operator: Operator, engine: str, dtype: torch.dtype, trials: list[Tr
 def _routed(sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Ids [T,K] that give expert e sizes[e] slots, in random order, with three or four dropped slots among them."""
     slots = sum(sizes)
-    ids = torch.full((slots // _TOP_K * _TOP_K + 2 * _TOP_K,), -1)
-    ids[:slots] = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return ids[torch.randperm(len(ids), generator=exact_inputs.generator("cpu", slots))].view(-1, _TOP_K).to(device)
+    host = {"dtype": torch.int64, "device": "cpu"}
+    ids = torch.full((slots // _TOP_K * _TOP_K + 2 * _TOP_K,), -1, **host)
+    ids[:slots] = torch.repeat_interleave(torch.arange(len(sizes), **host), torch.tensor(sizes, **host))
+    return ids[torch.randperm(len(ids), generator=exact_inputs.generator("cpu", slots), **host)].view(-1, _TOP_K).to(device)
 
 
 def _routings(device: torch.device) -> Iterator[tuple[str, int, torch.Tensor, int]]:
@@ -202,7 +203,7 @@ def _gmm_trial(name, sizes, trans_a, trans_b, values) -> Trial:
     rows, groups = sum(sizes), len(sizes)
     b_shape = (rows, _FFN) if trans_a else (groups, _FFN, _HIDDEN) if trans_b else (groups, _HIDDEN, _FFN)
     inputs = {"a": values(rows, _HIDDEN, seed=1), "b": values(*b_shape, seed=2, scale=fan_in_scale(_HIDDEN))}
-    batch_sizes = torch.tensor(sizes, device=inputs["a"].device)
+    batch_sizes = torch.tensor(sizes, dtype=torch.int64, device=inputs["a"].device)
 
     def ours(engine, a, b):
         return gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
@@ -214,8 +215,8 @@ def _gmm_trial(name, sizes, trans_a, trans_b, values) -> Trial:
 def _plain_rows(ids_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(token of each row [P], row of each slot [T,K]), made by plain Python, with -1 where there is none."""
     plan = oracle.routing(ids_TK, num_experts, align)
-    token_P = torch.tensor(plan["slot_of_row_P"], device=ids_TK.device).div(_TOP_K, rounding_mode="floor")
-    return token_P, torch.tensor(plan["row_of_slot_TK"], device=ids_TK.device).view(ids_TK.shape)
+    token_P = torch.tensor(plan["slot_of_row_P"], dtype=torch.int64, device=ids_TK.device).div(_TOP_K, rounding_mode="floor")
+    return token_P, torch.tensor(plan["row_of_slot_TK"], dtype=torch.int64, device=ids_TK.device).view(ids_TK.shape)
 
 
 def _gather_trial(name, num_experts, ids_TK, align, values) -> Trial:

@@ -393,7 +393,7 @@ def _chunk_rows_kernel(inp, split_sizes, sorted_index, groups, align, name):
     shift_S = torch.full_like(start_S, _NOWHERE).scatter_(0, index_S, start_S) - (end_S - size_S)
     end_S, shift_S = torch.stack((end_S, shift_S)).to(inp.device, non_blocking=True)
 
-    token_T = torch.arange(inp.size(0), device=inp.device)
+    token_T = torch.arange(inp.size(0), dtype=torch.int64, device=inp.device)
     chunk_T = torch.searchsorted(end_S, token_T, right=True)
     row_T = token_T + shift_S[chunk_T.clamp(max=chunks - 1)]
     return torch.where(chunk_T < chunks, row_T, -1 if groups else token_T).int(), target_G
@@ -409,7 +409,7 @@ def _check_chunks(name, rows, split_sizes, sorted_index):
         require(total <= rows, name, "split_sizes", lambda: f"a sum of at most inp.size(0) == {rows}", total)
     if sorted_index.device.type == "cpu":
         chunks = sorted_index.numel()
-        require(torch.equal(sorted_index.long().sort().values, torch.arange(chunks)), name, "sorted_index",
+        require(torch.equal(sorted_index.long().sort().values, torch.arange(chunks, dtype=torch.int64, device="cpu")), name, "sorted_index",
                 lambda: f"each of 0 to {chunks - 1} once", sorted_index.tolist())
 
 

@@ -5,7 +5,8 @@ rows, those of the pre-activations, and the weights, each in the orientation tha
 computed by another engine, from tensors in the layer's dtype; or, with float8_weight_gradients, from the same numbers quantised
 along the rows.
 
-Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, K inner, N columns, Y bytes.
+Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, M rows and N columns of a group's result, K
+inner, C tiles of a row, B k-blocks, R rows of one, Y bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.plain_torch import Reference
-from gbmoe.float8 import Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
+from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import result_shape
 from gbmoe.tuning import grouped_gemm as tuning
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_NORMAL = torch.finfo(torch.float32)
 
 
 class Float8(Engine):
@@ -146,7 +148,8 @@ class Float8(Engine):
 
 
 class Float8Reference(Float8):
-    """Products of the dequantised operands in float32, in plain PyTorch: what the kernels' results are compared with."""
+    """The steps of the kernels in plain PyTorch, what their results are compared with: the products of a k-block are summed alone, times
+    both scales, and these sums are added up, all in float32."""
 
     needs_host_sizes = True
     unscaled = Reference()
@@ -155,18 +158,44 @@ class Float8Reference(Float8):
         return None if device.type == "cpu" else f"runs on the CPU only, not on {device.type}"
 
     def scaled_product(self, a, b, sizes, out, a2=None, b2=None):
-        sizes = host_sizes(sizes).tolist()
-        in_use = min(sum(sizes), out.size(0))
-        sums_PN = torch.zeros(out.shape)
-        for rows, weights in ((a, b), (a2, b2)):
-            if rows is not None and weights is not None:
-                plain_torch.gmm(rows.dequantized(), weights.dequantized(), sizes, False, True, sums_PN, accumulate=True)
-        out[:in_use] = sums_PN[:in_use]
+        row = 0
+        for e, size in enumerate(plain_torch.bounded_counts(host_sizes(sizes), out.size(0)).tolist()):
+            here = slice(row, row + size)
+            row += size
+            sum_MN = torch.zeros(size, out.size(1), dtype=torch.float32, device=out.device)
+            for rows, weights in ((a, b), (a2, b2)):
+                if rows is not None and weights is not None:
+                    _add_scaled_blocks(sum_MN, rows, here, weights, e)
+            out[here] = sum_MN
         return out
 
     def scaled_weight_gradient(self, a, b, out):
-        plain_torch.gmm(a.dequantized(), b.dequantized(), a.filled_rows_E.tolist(), True, False, out)
+        first = 0
+        for e, rows in enumerate(a.filled_rows_E.tolist()):
+            sum_MN = torch.zeros(out.shape[1:], dtype=torch.float32, device=out.device)
+            for block in range(first, first + rows // TILE):
+                part_MN = a.values_BKR[block].float() @ b.values_BKR[block].float().t()
+                sum_MN += _scaled(part_MN, a.scales_BK[block].unsqueeze(1), b.scales_BK[block])
+            first += rows // TILE
+            out[e] = sum_MN
         return out
+
+
+def _add_scaled_blocks(sum_MN: torch.Tensor, a: ScaledRows, rows: slice, b: ScaledWeights, e: int) -> None:
+    """Add a[rows] @ b[e].T, one k-block after the other."""
+    for c, k in enumerate(range(0, a.values_PK.size(1), TILE)):
+        part_MN = a.values_PK[rows, k : k + TILE].float() @ b.values_ENK[e, :, k : k + TILE].float().t()
+        scale_N = b.scales[e, :, c].repeat_interleave(TILE)[: sum_MN.size(1)]
+        sum_MN += _scaled(part_MN, a.scales_PC[rows, c].unsqueeze(1), scale_N)
+
+
+def _scaled(part_MN: torch.Tensor, scale_M1: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
+    """part * scale_a * scale_b, from left to right where the product of the scales is not a normal number. There it has overflowed or lost
+    bits, although the result may be in range; elsewhere the kernels multiply by that product, which takes fewer steps."""
+    scale_MN = scale_M1 * scale_N
+    magnitude_MN = scale_MN.abs()
+    normal_MN = (magnitude_MN >= _NORMAL.tiny) & (magnitude_MN <= _NORMAL.max)
+    return torch.where(normal_MN, part_MN * scale_MN, part_MN * scale_M1 * scale_N)
 
 
 class Float8Hopper(Float8):

@@ -252,4 +252,4 @@ def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: tuning.Gem
 
 @functools.lru_cache(maxsize=256)
 def _workspace_bytes(device: torch.device, groups: int, splits_per_sm: int) -> int:
-    return torch.ops.gbmoe_cuda.hopper_workspace(torch.empty(0, device=device), groups, splits_per_sm)
+    return torch.ops.gbmoe_cuda.hopper_workspace(torch.empty(0, dtype=torch.uint8, device=device), groups, splits_per_sm)

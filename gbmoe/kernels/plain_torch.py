@@ -79,7 +79,8 @@ def route_backward(
         if p is not None:
             of_largest_TK, norm_T1, largest_T1 = _relative_norm(chosen_TK, p)
             if p == math.inf:
-                share_TK = (of_largest_TK == 1) / (of_largest_TK == 1).sum(-1, keepdim=True)
+                largest_TK = (of_largest_TK == 1).to(wide)  # integers divided by integers have torch's default dtype
+                share_TK = largest_TK / largest_TK.sum(-1, keepdim=True)
             else:
                 # A score of 0 gives its logit no gradient, also where p < 1 makes the slope here infinite.
                 p = min(p, _LARGEST_POWER)
@@ -110,18 +111,18 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     order = torch.argsort(ids, stable=True)
     sorted_ids = ids[order]
-    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=device))
+    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, dtype=torch.int64, device=device))
     counts = starts.diff()
     padded = (counts + align - 1) // align * align
     offsets = F.pad(padded.cumsum(0), (1, 0))
-    within = torch.arange(slots, device=device) - starts[sorted_ids]
+    within = torch.arange(slots, dtype=torch.int64, device=device) - starts[sorted_ids]
     routed = sorted_ids < num_experts
     row = torch.where(routed, offsets[sorted_ids.clamp(max=num_experts - 1)] + within, -1)
 
     row_of_slot = torch.empty(slots, dtype=torch.int32, device=device)
     row_of_slot[order] = row.int()
     # Dropped slots all write to one spare row behind the last, which the slice removes.
-    slot_of_row = torch.where(torch.arange(rows + 1, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
+    slot_of_row = torch.where(torch.arange(rows + 1, dtype=torch.int64, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
     slot_of_row[torch.where(routed, row, rows)] = order.int()
     return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(),
             padded.to(torch.int32, copy=True))
@@ -153,7 +154,8 @@ def dense_slots(row_of_slot_TK, *scalars, columns_TK, counts_T, rows):
     """
     exists_TK = (row_of_slot_TK >= 0) & (row_of_slot_TK < rows)
     if counts_T is not None:
-        exists_TK &= torch.arange(row_of_slot_TK.size(1), device=row_of_slot_TK.device) < counts_T.unsqueeze(1)
+        column_K = torch.arange(row_of_slot_TK.size(1), dtype=torch.int64, device=row_of_slot_TK.device)
+        exists_TK &= column_K < counts_T.unsqueeze(1)
     if columns_TK is not None:
         for scalar in scalars:
             if scalar is not None:
@@ -185,7 +187,7 @@ def map_slots(
         exists_TK &= probs != 0
     row_TK = torch.where(exists_TK, row_TK, -1).int()
     # Slots without a row write behind the last row, each column to an entry of its own: writes to a single entry would be serialised.
-    target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, device=row_TK.device))
+    target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, dtype=torch.int64, device=row_TK.device))
     slot_of_row_P = torch.full((rows + slots,), PADDING, dtype=torch.int32, device=row_TK.device)
     return row_TK, slot_of_row_P.scatter_(0, target_TK.flatten().long(), 0)[:rows].clone()
 
@@ -203,7 +205,7 @@ def _slot_of_row(row_of_slot_TK, rows):
     """For each row the index of its slot in the flattened map, or -1. Rows are unique, so no two slots write to one row."""
     flat_R = row_of_slot_TK.reshape(-1).long()
     slot_P = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat_R.device)
-    slot_P[torch.where(flat_R >= 0, flat_R, rows)] = torch.arange(flat_R.numel(), device=flat_R.device)
+    slot_P[torch.where(flat_R >= 0, flat_R, rows)] = torch.arange(flat_R.numel(), dtype=torch.int64, device=flat_R.device)
     return slot_P[:rows]
 
 

@@ -63,7 +63,7 @@ class LearnedRouter(torch.nn.Module):
             # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
             save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(logits_TE.dtype))
         if self.args.uniform_expert_assignment:
-            slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
+            slots = torch.arange(experts_TK.numel(), dtype=torch.int64, device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
         return scores_TE, weights_TK, experts_TK
 

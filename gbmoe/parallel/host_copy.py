@@ -21,7 +21,7 @@ class HostCopy:
     """A copy of numbers to the host that the device makes while it goes on with other work."""
 
     def __init__(self, numbers: torch.Tensor):
-        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
         self._there = torch.cuda.Event()
         self._there.record()

@@ -115,7 +115,7 @@ class _SumsOnTheirWay:
         # so the address that it is given lies as many bytes in front of the buffer.
         before = memory.rank * self._sums_WCH[0].nbytes
         addresses = torch.tensor([regions.own["pushed"].data_ptr() if rank == memory.rank else sums_CH.data_ptr() - before
-                                  for rank, sums_CH in enumerate(self._sums_WCH)], dtype=torch.int64)
+                                  for rank, sums_CH in enumerate(self._sums_WCH)], dtype=torch.int64, device="cpu")
         torch.ops.gbmoe_cuda.push_row_sums(y_PH, arrived.slots.row_of_slot_TK, None, addresses, memory.rank)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -176,7 +176,7 @@ class Regions:
         offsets = layout.offsets
         self.own = {name: memory[offsets[name]:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
                     for name, (shape, dtype) in layout.shapes.items()}
-        self.peers = {name: torch.tensor([address + offsets[name] for address in handle.buffer_ptrs], dtype=torch.int64)
+        self.peers = {name: torch.tensor([address + offsets[name] for address in handle.buffer_ptrs], dtype=torch.int64, device="cpu")
                       for name in layout.shapes}
         # The other ranks' memory as tensors, for the copy engines: their tokens, and the regions that this rank pushes its sums to.
         others = [rank for rank in range(layout.ranks) if rank != handle.rank]

@@ -65,13 +65,14 @@ def fewest_bytes(rows_WDN: torch.Tensor, owners: Sequence[int], row_bytes: int, 
     world, destinations, numbers = rows_WDN.shape
     size = world // destinations
     rows_NWD = rows_WDN.permute(2, 0, 1).double()
-    ranks = torch.arange(world)
+    ranks = torch.arange(world, dtype=torch.int64, device="cpu")
     rows_NWD[:, ranks, ranks // size] = 0
     received_NW = rows_NWD.view(numbers, destinations, size, destinations).sum(1).transpose(1, 2).reshape(numbers, world)
     others = (world - 1) / world
-    shares_NW = torch.full((numbers, world), 1 + others, dtype=torch.float64)
+    shares_NW = torch.full((numbers, world), 1 + others, dtype=torch.float64, device="cpu")
     shares_NW[0] = 0
-    shares_NW[torch.arange(1, numbers), torch.tensor(owners, dtype=torch.int64)] = 3 * others
+    for candidate, owner in enumerate(owners):
+        shares_NW[candidate + 1, owner] = 3 * others
     bytes_NW = 2 * row_bytes * (rows_NWD.sum(2) + received_NW) + expert_bytes * shares_NW.cumsum(0)
     busiest = [most + (overhead if number else 0.0) for number, most in enumerate(bytes_NW.amax(1).tolist())]
     return busiest.index(min(busiest))
@@ -236,9 +237,9 @@ class _Shadows(torch.autograd.Function):
 def _ids_with_shadows(ids_TK: torch.Tensor, shadowed: list[int], p: Placement) -> torch.Tensor:
     """Ids among the experts and shadows of all ranks, int32 [T,K]: those of shadowed experts name the shadow on this rank."""
     per_rank = p.experts_per_rank + len(shadowed)
-    experts_E = torch.arange(p.experts, dtype=torch.int32)
+    experts_E = torch.arange(p.experts, dtype=torch.int32, device="cpu")
     of_E = experts_E // p.experts_per_rank * per_rank + experts_E % p.experts_per_rank
-    of_E[shadowed] = p.rank * per_rank + p.experts_per_rank + torch.arange(len(shadowed), dtype=torch.int32)
+    of_E[shadowed] = p.rank * per_rank + p.experts_per_rank + torch.arange(len(shadowed), dtype=torch.int32, device="cpu")
     exists_TK = (ids_TK >= 0) & (ids_TK < p.experts)
     return torch.where(exists_TK, of_E.to(ids_TK.device)[ids_TK.clamp(0, p.experts - 1).long()], -1)
 

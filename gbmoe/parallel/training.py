@@ -151,7 +151,7 @@ def _norm(parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         norms.append(norm.to(torch.promote_types(norm.dtype, torch.float32)))
     if not norms:
-        return torch.zeros((), device=parameters[0].device if parameters else None)
+        return torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else "cpu")
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 

@@ -30,7 +30,7 @@ def fan_in_scale(inner: int) -> float:
 def expert_ids(tokens: int, experts: int, top_k: int, *, device: torch.device | str, seed: int, skew: float = 0.0) -> torch.Tensor:
     """Distinct experts for each token, int64 [T,K]: uniform, or with `skew` s proportional to 1 / rank**s (Zipf)."""
     weight_E = torch.arange(1, experts + 1, device=device, dtype=torch.float32).pow(-skew)
-    noise_TE = torch.rand(tokens, experts, generator=generator(device, seed), device=device).clamp_min_(1e-20)
+    noise_TE = torch.rand(tokens, experts, generator=generator(device, seed), dtype=torch.float32, device=device).clamp_min_(1e-20)
     # Gumbel's trick: the top k of log-weights plus noise are k draws without replacement.
     return torch.topk(weight_E.log() - (-noise_TE.log()).log(), top_k, dim=1).indices
 
@@ -44,5 +44,5 @@ def poison(device: torch.device | str) -> None:
     sizes = [512, 1 << 12, 1 << 16, 1 << 18]
     if torch.device(device).type != "cpu":
         sizes += [1 << 20, 1 << 24, 1 << 26]
-    blocks = [torch.full((size // 4,), float("nan"), device=device) for size in sizes for _ in range(4)]
+    blocks = [torch.full((size // 4,), float("nan"), dtype=torch.float32, device=device) for size in sizes for _ in range(4)]
     del blocks

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, kernels
 from gbmoe.engines.float8 import Float8
+from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs, oracle
@@ -200,6 +201,98 @@ def test_gmm_of_gradients_of_weights(device):
         added = engines.product(a, b, sizes, trans_a=True, engine=name, out=out.clone(), accumulate=True)
         assert torch.allclose(added.float(), 2 * out.float(), rtol=2**-7)
         assert torch.equal(gmm(a[:296], b[:296], sizes, trans_a=True, engine=name), out)
+
+
+def lines_of_any_scale(lines, columns, *, of_left, device):
+    """[lines, columns] in e4m3. Of three lines one has numbers everywhere, one tiny ones, and one numbers where those of the other side
+    have zeros; so its products with these are 0, whatever their scales."""
+    line, column = torch.arange(lines, device=device).unsqueeze(1), torch.arange(columns, device=device)
+    x = values(lines, columns, seed=1 + of_left, device=device, dtype=torch.float32) * torch.where(line % 3 == 1, 2**-8, 64)
+    return torch.where((line % 3 == 2) & (column % 2 == int(of_left)), 0, x).clamp(-448, 448).to(float8.FLOAT8)
+
+
+def any_scales(lines, tiles, *, device):
+    """[lines, tiles], a magnitude for each line: from 1e-39, the scale of tiny numbers, to 1e36, that of the largest."""
+    exponent = torch.arange(lines, dtype=torch.float64, device=device).unsqueeze(1) * 31 % 75 - 39
+    return (10 ** (exponent + torch.arange(tiles, dtype=torch.float64, device=device) / 8)).float()
+
+
+def assert_near_where_in_range(out, exact, magnitude):
+    """`out` is near the exact sums where not even a partial sum is out of range; `magnitude` has the sums of the terms' magnitudes, of
+    which the tensor cores lose a part."""
+    info = torch.finfo(out.dtype)
+    smallest_subnormal = info.smallest_normal * info.eps
+    in_range = magnitude < info.max * 0.99
+    near = (out.double() - exact).abs() <= magnitude / 128 + smallest_subnormal
+    wrong = in_range & ~near
+    assert not wrong.any(), f"{int(wrong.sum())} of {int(in_range.sum())}: {out[wrong][:4].tolist()}, exact {exact[wrong][:4].tolist()}"
+    assert in_range.sum() > out.numel() / 3 and (in_range & (magnitude > smallest_subnormal * 100)).any()
+
+
+@DEVICES
+@HALVES
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_products_in_range_of_scales_whose_product_is_not(device, dtype, pairs):
+    """The product of two scales may be infinite, 0 or subnormal where the result is in range: 0 * inf was NaN."""
+    sizes, columns, inner = [77, 0, 150], 1296, 272
+    rows, runs, tiles = sum(sizes), -(-columns // 128), -(-inner // 128)
+    lines_a = lines_of_any_scale(rows, inner, of_left=True, device=device)
+    lines_b = lines_of_any_scale(len(sizes) * columns, inner, of_left=False, device=device).view(-1, columns, inner)
+    scales_a, scales_b = any_scales(rows, tiles, device=device), any_scales(len(sizes) * runs, tiles, device=device)
+    a = [ScaledRows(lines_a, scales_a.roll(i, 0)) for i in range(pairs)]
+    b = [ScaledWeights(lines_b, scales_b.roll(i, 0).view(-1, runs, tiles)) for i in range(pairs)]
+    exact_inputs.poison(device)
+    out = torch.full((rows, columns), torch.nan, device=device, dtype=dtype)
+    engine_on(device).scaled_product(a[0], b[0], torch.tensor(sizes, device=device), out, *((a[1], b[1]) if pairs == 2 else ()))
+
+    def product(of):
+        total = 0
+        for x, w in zip(a, b):
+            scale_x = x.scales_PC.double().repeat_interleave(128, 1)[:, :inner]
+            scale_w = w.scales.double().repeat_interleave(128, 1)[:, :columns].repeat_interleave(128, 2)[..., :inner]
+            total += oracle.product(of(x.values_PK.double() * scale_x), of(w.values_ENK.double() * scale_w), sizes, trans_b=True)
+        return total
+
+    assert_near_where_in_range(out, product(torch.clone), product(torch.abs))
+
+
+@DEVICES
+@HALVES
+def test_gradients_of_weights_in_range_of_scales_whose_product_is_not(device, dtype):
+    filled, features, columns = torch.tensor([256, 0, 128], dtype=torch.int32, device=device), 144, 272
+    a, b = (ScaledKBlocks(lines_of_any_scale(4 * size, 128, of_left=of_left, device=device).view(4, size, 128),
+                          any_scales(size, 4, device=device).t().contiguous(), filled)
+            for size, of_left in ((features, True), (columns, False)))
+    exact_inputs.poison(device)
+    out = torch.full((3, features, columns), torch.nan, device=device, dtype=dtype)
+    engine_on(device, WITH_WEIGHTS.engine).scaled_weight_gradient(a, b, out)
+    exact, magnitude = (oracle.product(
+        *(made_of((x.values_BKR.double() * x.scales_BK.double().unsqueeze(-1)).transpose(1, 2).reshape(512, -1))[:384] for x in (a, b)),
+        filled.tolist(), trans_a=True) for made_of in (torch.clone, torch.abs))
+    assert_near_where_in_range(out, exact, magnitude)
+
+
+@DEVICES
+@ALL_RECIPES
+@pytest.mark.parametrize("of_a, of_b", [(3e24, 3e24), (1e38, 1e38), (1e-20, 1e-14), (1e-30, 1e-7), (1e-37, 1.0)])
+def test_gmm_of_the_largest_and_the_smallest_numbers(device, recipe, of_a, of_b):
+    """0 where all products are 0, and near where the result is in range."""
+    a, b = (torch.zeros(128, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    a[:, 0], b[:, 1] = of_a, of_b
+    a[1], b[2] = 0, 0
+    sizes = torch.tensor([128], device=device)
+
+    def products():
+        yield gmm(a, b.unsqueeze(0), sizes, trans_b=True, engine=recipe.engine)
+        yield gmm(a.t().contiguous(), b.t().contiguous(), sizes, trans_a=True, engine=recipe.engine)[0]
+
+    assert not any(product.any() for product in products())
+    a[:, 1] = a[:, 0]
+    if of_a < 1:
+        assert all(torch.allclose(product.double(), a.double() @ b.double().t(), rtol=1 / 8, atol=0) for product in products())
+    b[:, 0] = -b[:, 1]  # the terms of a k-block cancel each other before they are multiplied by scales
+    in_float8 = list(products())[: 1 + recipe.float8_weight_gradients]
+    assert not any(product.any() for product in in_float8)
 
 
 def layers(device, recipe, **changes):
@@ -400,6 +493,28 @@ def test_micro_batches_share_the_weights_that_a_context_keeps(device, recipe, ml
     quantizations.clear()
     assert all(torch.equal(value, changed[name]) for name, value in step(layer, batches[0]).items())
     assert quantizations == ["quantize_weights_both_ways"] * weights
+
+
+@DEVICES
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_layer_whose_weights_a_fused_optimizer_changes(device, optimizer):
+    """Within a context that spans steps, each step is the one without a context."""
+    _, expected_layer = layers(device, Float8BlockScaling())
+    layer = copy.deepcopy(expected_layer)
+    batches = torch.randn(3, 50, 1, 256, device=device, dtype=torch.bfloat16)
+
+    def train(layer):
+        stepper = optimizer(layer.parameters(), lr=0.1, fused=True)
+        for x in batches:
+            for half in x.split(25):
+                layer(half.requires_grad_()).float().square().sum().backward()
+            stepper.step()
+            stepper.zero_grad()
+            yield layer(x).detach()
+
+    with float8.cached_weights(layer, check=True):
+        results = list(train(layer))
+    assert all(torch.equal(*pair) for pair in zip(results, train(expected_layer), strict=True))
 
 
 @DEVICES

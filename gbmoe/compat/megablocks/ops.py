@@ -202,7 +202,7 @@ def _check_bins_fit(operator: str, bin_ids_R: torch.Tensor, bins_E: torch.Tensor
         count_E, padded_E = (t.diff(prepend=t.new_zeros(1)) for t in (bins_E, padded_bins_E))
         require(bool((padded_E >= count_E).all()), operator, "padded_bins", lambda: f"room for the bins' {count_E.tolist()} rows",
                 padded_E.tolist())
-        expected_R = torch.searchsorted(bins_E, torch.arange(bin_R.numel()), right=True)
+        expected_R = torch.searchsorted(bins_E, torch.arange(bin_R.numel(), dtype=torch.int64, device=bin_R.device), right=True)
         wrong = (torch.where((bin_R >= 0) & (bin_R < none), bin_R, none) != expected_R).nonzero().flatten()
         if wrong.numel():
             entry = int(wrong[0])
@@ -224,7 +224,7 @@ def _binned_maps_kernel(indices_R, bin_ids_R, bins_E, padded_bins_E, top_k, rows
     _check_bins_fit(operator, bin_ids_R, bins_E, padded_bins_E)
     shift_E = _starts(padded_bins_E) - _starts(bins_E)
     bin_R = bin_ids_R.long()
-    entry_R = torch.arange(bin_R.numel(), device=bin_R.device)
+    entry_R = torch.arange(bin_R.numel(), dtype=torch.int64, device=bin_R.device)
     row_R = entry_R + shift_E[bin_R.clamp(0, shift_E.numel() - 1)]
     return _maps(indices_R, entry_R, row_R, (bin_R >= 0) & (bin_R < shift_E.numel()), top_k, rows)
 
@@ -266,7 +266,7 @@ def _capacity_maps_kernel(indices_R, bins_E, capacity, top_k, operator):
     _check_slots_once(operator, indices_R)
     _check_bins(operator, "bins", bins_E, indices_R.numel(), "the number of slots")
     starts_E, ends_E = _starts(bins_E), bins_E.reshape(-1).long()
-    entry_R = torch.arange(indices_R.numel(), device=indices_R.device)
+    entry_R = torch.arange(indices_R.numel(), dtype=torch.int64, device=indices_R.device)
     bin_R = torch.searchsorted(ends_E, entry_R, right=True)
     place_R = entry_R - starts_E[bin_R.clamp(max=ends_E.numel() - 1)]
     in_a_bin_R = (bin_R < ends_E.numel()) & (place_R < capacity)
@@ -312,7 +312,7 @@ def _maps(indices_R, entry_R, row_R, routed_R, top_k, rows):
     # Slots without a row all write to one spare row behind the last one.
     row_R = torch.where(routed_R & (row_R >= 0) & (row_R < rows), row_R, rows)
     row_of_slot_R = torch.full_like(row_R, rows).scatter_(0, slot_R, row_R)
-    slot_of_row = torch.full((rows + 1,), PADDING, device=row_R.device)
+    slot_of_row = torch.full((rows + 1,), PADDING, dtype=torch.int64, device=row_R.device)
     slot_of_row.scatter_(0, row_of_slot_R, entry_R)
     row_of_slot_R = torch.where(row_of_slot_R < rows, row_of_slot_R, -1)
     return row_of_slot_R.view(slot_R.numel() // top_k, top_k).int(), slot_of_row[:rows].int()
@@ -387,7 +387,7 @@ def _check_cumsum(operator, x, dim) -> None:
 
 def _replicate_kernel(x_BE, bins_E, num_outputs):
     _check_bins("replicate", "bins", bins_E, num_outputs, "num_outputs")
-    bin_N = torch.searchsorted(bins_E, torch.arange(num_outputs, device=x_BE.device), right=True)
+    bin_N = torch.searchsorted(bins_E, torch.arange(num_outputs, dtype=torch.int64, device=x_BE.device), right=True)
     out_BN = x_BE.index_select(1, bin_N.clamp(max=bins_E.numel() - 1))
     return torch.where(bin_N < bins_E.numel(), out_BN, torch.zeros((), dtype=x_BE.dtype, device=x_BE.device))
 
@@ -461,7 +461,7 @@ def _topology_kernel(padded_bins, block_size, output_block_rows, output_block_co
     if bins_E.device.type == "cpu":
         require(bool((bins_E % block_size == 0).all()), "topology", "padded_bins", f"multiples of {block_size}", bins_E.tolist())
     end_E = bins_E // block_size
-    row, column = (torch.arange(n, device=end_E.device) for n in (output_block_rows, output_block_columns))
+    row, column = (torch.arange(n, dtype=torch.int64, device=end_E.device) for n in (output_block_rows, output_block_columns))
     expert = torch.searchsorted(end_E, row, right=True).unsqueeze(1)
     return torch.where(expert < end_E.numel(), expert * output_block_columns + column, 0).flatten().to(torch.int16)
 

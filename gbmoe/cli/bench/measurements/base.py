@@ -147,13 +147,13 @@ def configurations(measurements: Sequence[Measurement]) -> list[Configuration]:
 def sample(count: int, most: int, device: torch.device) -> torch.Tensor:
     """Ascending indices below `count`: all of them, or at most `most`, with the first and the last among them."""
     if count <= most:
-        return torch.arange(count, device=device)
-    inner = torch.randperm(count - 2, generator=generator("cpu", SEED))[: most - 2] + 1
-    return torch.cat([torch.tensor([0, count - 1]), inner]).sort().values.to(device)
+        return torch.arange(count, dtype=torch.int64, device=device)
+    inner = torch.randperm(count - 2, generator=generator("cpu", SEED), dtype=torch.int64, device="cpu")[: most - 2] + 1
+    return torch.cat([torch.tensor([0, count - 1], dtype=torch.int64, device="cpu"), inner]).sort().values.to(device)
 
 
 def random_values(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, std: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator(device, seed), device=device).mul_(std).to(dtype)
+    return torch.randn(*shape, generator=generator(device, seed), dtype=torch.float32, device=device).mul_(std).to(dtype)
 
 
 def require_finite(tensors: dict[str, torch.Tensor]) -> None:

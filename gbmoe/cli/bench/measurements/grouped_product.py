@@ -51,10 +51,10 @@ def group_sizes(case: MoeCase, routing: str) -> list[int]:
         scale = max(1, sum(NYU_UNEVEN_SPLIT) // case.slots)  # above 1 where the case is scaled down
         return [size // scale for size in NYU_UNEVEN_SPLIT]
     skew = _SKEW if routing == "skewed" else 0.0
-    share_E = torch.arange(1, case.experts + 1, dtype=torch.float64).pow(-skew)
+    share_E = torch.arange(1, case.experts + 1, dtype=torch.float64, device="cpu").pow(-skew)
     ends_E = (share_E.cumsum(0) / share_E.sum() * case.slots).round().long()
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    return sizes_E[torch.randperm(case.experts, generator=generator("cpu", SEED))].tolist()
+    return sizes_E[torch.randperm(case.experts, generator=generator("cpu", SEED), dtype=torch.int64, device="cpu")].tolist()
 
 
 class _Product(Subject):
@@ -109,8 +109,9 @@ class _Product(Subject):
 
     def _rows(self) -> tuple[Callable, torch.Tensor]:
         """Some rows of the result, with the first and the last row of every group: the function that takes them, and the exact ones."""
-        count, ends = len(self.a), torch.tensor(self.sizes, device=self.a.device).cumsum(0)
-        borders = torch.cat([ends - torch.tensor(self.sizes, device=ends.device), ends - 1]).clamp(0, count - 1)
+        count, sizes_E = len(self.a), torch.tensor(self.sizes, dtype=torch.int64, device=self.a.device)
+        ends = sizes_E.cumsum(0)
+        borders = torch.cat([ends - sizes_E, ends - 1]).clamp(0, count - 1)
         rows = torch.cat([sample(count, _SAMPLED_ROWS, ends.device), borders]).unique()
         sizes = torch.bucketize(rows, ends, right=True).bincount(minlength=len(self.sizes)).tolist()
         return lambda out: out[rows], oracle.product(self.a[rows].double(), self.b, sizes)

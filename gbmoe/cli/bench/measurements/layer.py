@@ -137,7 +137,7 @@ def layer_inputs(case: MoeCase, routing: str, device: torch.device, dtype: torch
         oracle.ACTIVATIONS["silu" if glu else "gelu_tanh"])
     x_TH = draw(case.tokens, case.hidden, seed=SEED + 1)
     if routing == "skewed":  # a constant feature carries each expert's popularity
-        rank_E = torch.randperm(case.experts, generator=generator("cpu", SEED)).to(device) + 1
+        rank_E = torch.randperm(case.experts, generator=generator("cpu", SEED), dtype=torch.int64, device="cpu").to(device) + 1
         x_TH[:, 0] = 1
         weights.router_EH[:, 0] = -_SKEW * rank_E.log()
     return LayerInputs(x_TH, draw(case.tokens, case.hidden, seed=SEED + 2), weights,

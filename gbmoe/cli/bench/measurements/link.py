@@ -101,7 +101,7 @@ class _Exchange(_Trip):
 
     def __init__(self, measurement, device, dtype):
         super().__init__(measurement, device, dtype)
-        every_W = torch.arange(self.ranks, device=device)
+        every_W = torch.arange(self.ranks, dtype=torch.int64, device=device)
         self.plan = RoutingPlan.from_experts(torch.where(self.needed_TW, every_W, -1), self.ranks, exact=True, check="none")
         self.sends = self.needed_TW.sum(0).tolist()
         self.receives = self.needed_AW[:, self.rank].view(self.ranks, -1).sum(1).tolist()

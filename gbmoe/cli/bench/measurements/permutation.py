@@ -98,7 +98,7 @@ class _Step(Subject):
 class _Copy(_Step):
     def __init__(self, measurement: PermutationMeasurement, device: torch.device, dtype: torch.dtype):
         case = measurement.case
-        self.source = torch.arange(case.tokens * case.hidden * dtype.itemsize // 8, device=device)
+        self.source = torch.arange(case.tokens * case.hidden * dtype.itemsize // 8, dtype=torch.int64, device=device)
         self.prepared = Prepared(partial(torch.empty_like(self.source).copy_, self.source))
 
     def check(self, outputs: torch.Tensor) -> accuracy.Verdict:
@@ -197,7 +197,7 @@ class _Routed(_Step):
 
     def draw_weights(self) -> torch.Tensor:
         shape, generator = (self.case.tokens, self.case.top_k), exact_inputs.generator(self.device, SEED + 3)
-        return torch.rand(shape, generator=generator, device=self.device)
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device=self.device)
 
     def draw_expert_rows(self) -> torch.Tensor:
         """y [P,H], with NaN in all rows without a slot, which no implementation may read."""

@@ -44,7 +44,7 @@ class _Training(Subject):
         return _losses(self.inputs, self.layer, list(self.layer.parameters()))
 
     def check(self, outputs: list[float]) -> accuracy.Verdict:
-        require_finite({"loss": torch.tensor(outputs)})  # the maximum of errors below may hide a NaN
+        require_finite({"loss": torch.tensor(outputs, dtype=torch.float64, device="cpu")})  # the maximum of errors below may hide a NaN
         self.losses = outputs
         weights = _copied(self.inputs.weights, torch.float64)
         leaves = [weight.requires_grad_() for weight in weights.tensors()]

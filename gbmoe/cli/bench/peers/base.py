@@ -206,7 +206,7 @@ class SeparateWeights(torch.nn.Module):
 def sorted_slots(experts_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The slots in the order of their experts, [R], and the end of each expert's slots, int32 [E]; the host does not wait."""
     ids_R, order_R = experts_TK.reshape(-1).sort(stable=True)
-    every_E = torch.arange(experts, device=ids_R.device)
+    every_E = torch.arange(experts, dtype=torch.int64, device=ids_R.device)
     return order_R, torch.searchsorted(ids_R, every_E, right=True, out_int32=True)
 
 

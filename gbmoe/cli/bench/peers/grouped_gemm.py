@@ -51,4 +51,4 @@ class GroupedGemm(Peer):
     def product(self, a, b, sizes, trans_a):
         from grouped_gemm import backend
 
-        return Prepared(partial(backend.gmm, a, b, torch.tensor(sizes), trans_a=trans_a))
+        return Prepared(partial(backend.gmm, a, b, torch.tensor(sizes, dtype=torch.int64, device="cpu"), trans_a=trans_a))

@@ -133,7 +133,7 @@ class _Permutation(Permutation):
     def _row_of_slot(self, maps) -> dict[str, torch.Tensor]:
         indices_R, bin_ids_R, bins_E, padded_bins_E = (each.long() for each in maps)
         padding_before_E = (padded_bins_E - bins_E).roll(1).index_fill(0, bins_E.new_zeros(1), 0)
-        row_R = torch.arange(len(indices_R), device=indices_R.device) + padding_before_E[bin_ids_R]
+        row_R = torch.arange(len(indices_R), dtype=torch.int64, device=indices_R.device) + padding_before_E[bin_ids_R]
         return {"row_of_slot_TK": torch.empty_like(row_R).scatter_(0, indices_R, row_R).int()}
 
     def padded_gather(self, x_TH):

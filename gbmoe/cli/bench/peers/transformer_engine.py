@@ -33,7 +33,7 @@ class _Permutation(Permutation):
         self.permutation, self.ids_TK, self.align = permutation, ids_TK, align
         self.mask_TE = torch.zeros(len(ids_TK), experts, dtype=torch.int32, device=ids_TK.device).scatter_(1, ids_TK, 1)
         self.counts_E = self.mask_TE.sum(0)
-        probs_TE = self._dense(torch.ones(ids_TK.shape, device=ids_TK.device))
+        probs_TE = self._dense(torch.ones(ids_TK.shape, dtype=torch.float32, device=ids_TK.device))
         out_PH, _, self.row_id_map, self.pad_offsets, _ = self._permute(
             torch.zeros(len(ids_TK), 16, dtype=torch.bfloat16, device=ids_TK.device), probs_TE)
         self.rows = len(out_PH)
@@ -45,7 +45,7 @@ class _Permutation(Permutation):
         return self.permutation.moe_permute_and_pad_with_probs(x_TH, probs_TE, self.mask_TE, self.counts_E, self.align)
 
     def plan_and_gather(self, x_TH):
-        probs_TE = self._dense(torch.ones(self.ids_TK.shape, device=x_TH.device))
+        probs_TE = self._dense(torch.ones(self.ids_TK.shape, dtype=torch.float32, device=x_TH.device))
         return Prepared(partial(self._permute, x_TH, probs_TE), lambda results: results[0])
 
     def _unpermute(self, y_PH, probs_TE):
