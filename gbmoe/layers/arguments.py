@@ -213,15 +213,32 @@ class Arguments:
 
 
 def from_megatron(megatron_args: Any) -> Arguments:
-    """Arguments from any object with attributes of the same names (Megatron-LM's parsed arguments); others are ignored.
+    """Arguments from Megatron-LM's parsed arguments, Megatron-Core's TransformerConfig, or any object with attributes of their names, of
+    MegaBlocks' names (those of the fields of Arguments), or of both. A field of which the object says nothing keeps its default.
 
-    Mirrors megablocks.layers.arguments.from_megatron. An mlp_impl of MegaBlocks' ('grouped', 'sparse') becomes 'gbmoe', and an
-    fp8_recipe that is no Float8BlockScaling, such as Megatron-LM's 'delayed', is ignored.
+    Mirrors megablocks.layers.arguments.from_megatron, which takes fields' own names alone. An mlp_impl of MegaBlocks' ('grouped',
+    'sparse') becomes 'gbmoe', and an fp8_recipe that is no Float8BlockScaling, such as Megatron-LM's 'delayed', is ignored. Where
+    num_experts is there but not set, Megatron's own options of experts mean nothing and are ignored.
+
+    The layer is then Megatron's: without moe_router_pre_softmax a token's weights are normalised (the softmax of the chosen logits);
+    num_layers counts layers with experts (moe_layer_freq), and moe_loss_weight is moe_aux_loss_coeff times num_layers, because
+    batched_load_balancing_loss is a mean over layers. In training the losses have to be added by batched_load_balancing_loss and
+    batched_router_zloss; Megatron adds them by itself. moe_input_jitter_eps acts in training alone.
+
+    With expert_model_parallel_size above 1, set expert_parallel_group to
+    megatron.core.parallel_state.get_expert_model_parallel_group(), unless these are all ranks.
+
+    Raises:
+        ValueError: naming every option that is set to what the layer cannot do, every pair that contradicts itself, and every option
+            moe_... that is set and not known.
+
+    Example:
+        >>> import types
+        >>> from_megatron(types.SimpleNamespace(num_experts=8, moe_router_topk=2, moe_router_pre_softmax=True)).moe_top_k
+        2
     """
-    names = [field.name for field in dataclasses.fields(Arguments) if hasattr(megatron_args, field.name)]
-    values = {name: getattr(megatron_args, name) for name in names}
-    if not isinstance(values.get("fp8_recipe"), Float8BlockScaling):
-        values.pop("fp8_recipe", None)  # Megatron-LM has an argument of this name, for TransformerEngine, which is always set
+    from gbmoe.layers.megatron_arguments import translate  # which needs this module
+    values = translate(megatron_args)
     if values.get("mlp_impl") in MLP_IMPLS_OF_MEGABLOCKS:
         values["mlp_impl"] = "gbmoe"
     return Arguments(**values)

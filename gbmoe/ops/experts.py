@@ -34,17 +34,23 @@ from gbmoe.plan import RoutingPlan
 from gbmoe.problem import Problem, allows_tf32
 from gbmoe.slot_map import SlotMap
 
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """relu(x) ** 2, the function of the activation "relu_squared", for what takes a callable."""
+    return F.relu(x).square()
+
+
 # Modules and functions for which there are kernels; modules with the forward method that the kernels stand for.
 _MODULES = {torch.nn.SiLU: ("silu", torch.nn.SiLU.forward), torch.nn.ReLU: ("relu", torch.nn.ReLU.forward),
             torch.nn.Identity: ("identity", torch.nn.Identity.forward), torch.nn.GELU: ("gelu", torch.nn.GELU.forward)}
-_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu"}
+_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", torch.relu: "relu", relu_squared: "relu_squared"}
 _GELUS = {"tanh": "gelu_tanh", "none": "gelu"}  # by `approximate`
 
 
 def activation_name(activation: str | Callable) -> str | None:
     """The name in plain_torch.ACTIVATIONS of an activation that has a kernel; None for any other callable.
 
-    Only torch's own functions and modules count: no subclass, and no module that has hooks or a `forward` of its own.
+    Only torch's own functions and modules and relu_squared count: no subclass, and no module that has hooks or a `forward` of its own.
     """
     if isinstance(activation, str):
         require(activation in plain_torch.ACTIVATIONS, "expert_mlp", "activation",

@@ -186,7 +186,8 @@ def test_weights_that_hooks_compute_were_those_of_an_earlier_step(use, option):
 
 
 class Router(torch.nn.Module):
-    """A router without the attribute `args`, from which the layer read that its experts are spread. Weights are float32, a slot is left out."""
+    """A router without the attribute `args`, from which the layer read that its experts are spread. Weights are float32, and a slot is
+    left out."""
 
     def __init__(self):
         super().__init__()
