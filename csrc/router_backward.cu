@@ -12,12 +12,12 @@ constexpr int kThreads = 256;
 // gw_j / n - <gw, r> / n^2 * (r_j / n)^(p-1); the logits receive s * (G - <s, G>) + g_lse * s, where G is the sum of what s
 // receives.
 // R: slots per lane.
-template <typename T, typename S, int G, int N, int R, int kMaxVector>
+template <typename S, int G, int N, int R, int kMaxVector>
 __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
-    const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE,
+    const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, const Scalars grad_TE,
     const RouterShape shape) {
-  constexpr int V = kVector<T, S, N, kMaxVector>;
+  constexpr int V = kVector<S, N, kMaxVector>;
   using Layout = RowLayout<S, G, N, V>;
   extern __shared__ float chosen_grads[];  // [warp][N][32]: what the weights send back to the scores of each lane
   const int lane = threadIdx.x % G;
@@ -81,29 +81,32 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
   const float grad_lse = grad_logsumexp_T ? grad_logsumexp_T[token] : 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) grad[i] = score[i] * (grad[i] - inner + grad_lse);
-  RowLayout<T, G, N, V>::store(grad_TE + first, shape.experts, lane, grad);
+  with_type_beside<S>(grad_TE.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    RowLayout<T, G, N, V>::store(static_cast<T*>(grad_TE.data) + first, shape.experts, lane, grad);
+  });
 }
 
 // The arguments of one call.
-template <typename T, typename S> struct RouteBackward {
+template <typename S> struct RouteBackward {
   const S* scores;
   const int64_t* ids;
   const S *grad_scores, *grad_weights;
   const float* grad_logsumexp;
-  T* grad;
+  Scalars grad;
   RouterShape shape;
   cudaStream_t stream;
 
   void launch(const RouterConfig& config) const {
-    using Table = BackwardInstances<T>;
+    using Table = BackwardInstances;
     const bool served = launch_from<Table>(config, [&](auto index, auto slots_per_lane) {
       constexpr RouterInstances instance = Table::kAll[index];
-      constexpr int kVectors = kVector<T, S, instance.numbers_per_lane, instance.longest_vector>;
+      constexpr int kVectors = kVector<S, instance.numbers_per_lane, instance.longest_vector>;
       check_router_call("route_backward", config, shape, kVectors, slots_per_lane * instance.lanes);
       const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kThreads));
       constexpr int kSharedBytes = kThreads * instance.numbers_per_lane * static_cast<int>(sizeof(float));
       const auto kernel =
-          route_backward_kernel<T, S, instance.lanes, instance.numbers_per_lane, slots_per_lane, instance.longest_vector>;
+          route_backward_kernel<S, instance.lanes, instance.numbers_per_lane, slots_per_lane, instance.longest_vector>;
       kernel<<<ctas, kThreads, kSharedBytes, stream>>>(
           scores, ids, grad_scores, grad_weights, grad_logsumexp, grad, shape);
     });
@@ -121,9 +124,9 @@ void route_backward(
   const RouterShape shape{
       scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (shape.tokens == 0) return;
-  GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward", {
-    const RouteBackward<T, S> call{data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights),
-                                   data<float>(grad_logsumexp), data<T>(grad), shape, current_stream(scores)};
+  GBMOE_DISPATCH_ROUTER(scores.scalar_type(), grad.scalar_type(), "route_backward", {
+    const RouteBackward<T> call{data<T>(scores),           data<int64_t>(ids), data<T>(grad_scores), data<T>(grad_weights),
+                                data<float>(grad_logsumexp), scalars(grad),    shape,                current_stream(scores)};
     call.launch({lanes, numbers_per_lane, longest_vector, slots_per_lane});
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();

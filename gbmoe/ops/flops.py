@@ -54,7 +54,7 @@ _COUNTER = "torch.utils.flop_counter"
 def _register(counter) -> None:
     of_sizes = (("gmm", _gmm), ("scaled_gmm", _scaled_gmm), ("expert_mlp", _expert_mlp), ("expert_mlp_backward", _expert_mlp_backward))
     by_host = ((f"{name}_by_host", formula) for name, formula in of_sizes)  # see _define_operator.define
-    for name, formula in (*of_sizes, *by_host, ("router_logits", _router_logits)):
+    for name, formula in (*of_sizes, *by_host, *((name, _router_logits) for name in ("router_logits", "route_tokens"))):
         counter.register_flop_formula(getattr(torch.ops.gbmoe, name))(formula)
 
 
