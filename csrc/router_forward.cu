@@ -11,9 +11,10 @@ namespace gbmoe {
 namespace {
 
 // The arguments of one call.
-template <typename T> struct Route {
+template <typename T, typename S> struct Route {
   const T* logits;
-  Scalars scores, weights;
+  S *scores, *weights;
+  ScalarType scores_dtype;
   int64_t* ids;
   float* logsumexp;
   RouterShape shape;
@@ -25,11 +26,12 @@ template <typename T> struct Route {
       constexpr RouterInstances instance = Table::kAll[index];
       static_assert(instance.lanes * instance.numbers_per_lane <= kMaxRouterExperts);
       static_assert((instance.lanes & (instance.lanes - 1)) == 0, "a brief key holds lane and index in bits apart");
-      constexpr int kVectors = kVector<T, instance.numbers_per_lane, instance.longest_vector>;
+      constexpr int kVectors = kVector<T, S, instance.numbers_per_lane, instance.longest_vector>;
       check_router_call("route", config, shape, kVectors, list ? static_cast<int>(list) : kMaxRouterSlots);
       const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kThreads));
-      const auto kernel = route_kernel<T, instance.lanes, instance.numbers_per_lane, list, instance.longest_vector>;
-      launch_early(shape.tokens <= kFewTokens, kernel, ctas, kThreads, 0, on, logits, scores, weights, ids, logsumexp, shape);
+      const auto kernel = route_kernel<T, S, instance.lanes, instance.numbers_per_lane, list, instance.longest_vector>;
+      launch_early(shape.tokens <= kFewTokens, kernel, ctas, kThreads, 0, on, logits, scores, weights, scores_dtype, ids,
+                   logsumexp, shape);
     };
     STD_TORCH_CHECK(shape.slots <= shape.experts, "route: ", shape.slots, " slots per token of ", shape.experts, " experts");
     if (!launch_from<Table>(config, launch_kernel)) refuse_router_call("route", config);
@@ -44,8 +46,9 @@ void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int
   const RouterShape shape{
       logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (shape.tokens == 0) return;
-  GBMOE_DISPATCH_ROUTER(logits.scalar_type(), scores.scalar_type(), "route", {
-    const Route<T> call{data<T>(logits), scalars(scores), scalars(weights), data<int64_t>(ids), data<float>(logsumexp), shape, logits};
+  GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", {
+    const Route<T, S> call{data<T>(logits),  data<S>(scores),        data<S>(weights), scores.scalar_type(),
+                           data<int64_t>(ids), data<float>(logsumexp), shape,            logits};
     call.launch({lanes, numbers_per_lane, longest_vector, list_length});
   });
 }

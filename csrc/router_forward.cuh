@@ -56,12 +56,12 @@ template <bool kExact> class Share {
 
 // kList: the length of the list that a token's lanes share, a power of two that is at least the number of slots; or 0 where the
 // token has a whole warp, which ranks candidates.
-template <typename T, int G, int N, int kList, int kMaxVector>
+template <typename T, typename S, int G, int N, int kList, int kMaxVector>
 __global__ void __launch_bounds__(kThreads) route_kernel(
-    const T* __restrict__ logits_TE, const Scalars scores_TE, const Scalars weights_TK, int64_t* __restrict__ ids_TK,
-    float* __restrict__ logsumexp_T, const RouterShape shape) {
+    const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, const ScalarType scores_dtype,
+    int64_t* __restrict__ ids_TK, float* __restrict__ logsumexp_T, const RouterShape shape) {
   wait_for_kernel_before();
-  constexpr int V = kVector<T, N, kMaxVector>, kNumbers = Word<T>::kNumbers;
+  constexpr int V = kVector<T, S, N, kMaxVector>, kNumbers = Word<T>::kNumbers;
   using Layout = RowLayout<T, G, N, V>;
   using Key = typename Keys<T>::Key;
   const int lane = threadIdx.x % G;
@@ -81,8 +81,6 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   const float best[2] = {Word<T>::get(high[0], 0), Word<T>::get(high[kSets - 1], kNumbers - 1)};
   const float highest = logit_of(group_max<G>(max(order_of(best[0]), order_of(best[1]))));
 
-  // Exact where results are stored in float32.
-  const bool exact = scores_TE.dtype == ScalarType::Float;
   float value[N], sum = 0;
   const auto divide_up = [&](auto is_exact) {
     constexpr bool kExact = decltype(is_exact)::value;
@@ -96,15 +94,19 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
     const Share<kExact> share(sum);
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] = share(value[i]);
-    const auto logarithm = [](float x) { return kExact || sizeof(T) > 2 ? logf(x) : __logf(x); };
-    if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm(sum);
   };
+  // In kernels for one type of scores the compiler knows this.
+  const bool exact = std::is_void_v<S> ? scores_dtype == ScalarType::Float : std::is_same_v<S, float>;
   if (exact) divide_up(std::true_type());
   else divide_up(std::false_type());
-  with_type_beside<T>(scores_TE.dtype, [&](auto zero) {
-    using S = decltype(zero);
-    RowLayout<S, G, N, V>::store(static_cast<S*>(scores_TE.data) + first, live ? shape.experts : 0, lane, value);
+  with_scores_type<S>(scores_dtype, [&](auto zero) {
+    using Score = decltype(zero);
+    RowLayout<Score, G, N, V>::store(static_cast<Score*>(scores_TE) + first, live ? shape.experts : 0, lane, value);
   });
+  if (live && lane == 0) {
+    const float logarithm = exact || sizeof(T) > 2 ? logf(sum) : __logf(sum);
+    logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm;
+  }
 
   constexpr int R = kList > G ? kList / G : 1;  // slots per lane
   const int rank = kList > 0 ? rank_of(lane) : lane;
@@ -167,23 +169,20 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const float logit = Keys<T>::logit(chosen[r]);
-    const float of_logit = exact ? Share<true>(sum)(Exponential<T, true>(highest)(logit))
-                                 : Share<false>(sum)(Exponential<T, false>(highest)(logit));
-    weight[r] = slot[r] < shape.slots ? of_logit : 0.0f;
+    const float score = exact ? Share<true>(sum)(Exponential<T, true>(highest)(logit))
+                              : Share<false>(sum)(Exponential<T, false>(highest)(logit));
+    weight[r] = slot[r] < shape.slots ? score : 0.0f;
     if (shape.p > 0 && slot[r] < shape.slots) raised += power(weight[r], shape.p);
   }
   const float norm = shape.p > 0 ? root(group_sum<G>(raised), shape.p) : 1.0f;
-  with_type_beside<T>(weights_TK.dtype, [&](auto zero) {
-    using S = decltype(zero);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      if (!live || slot[r] >= shape.slots) continue;
-      static_cast<S*>(weights_TK.data)[token * shape.slots + slot[r]] = narrow<S>(weight[r] / norm);
-    }
-  });
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    if (live && slot[r] < shape.slots) ids_TK[token * shape.slots + slot[r]] = Keys<T>::expert(chosen[r]);
+    if (!live || slot[r] >= shape.slots) continue;
+    const int64_t at = token * shape.slots + slot[r];
+    with_scores_type<S>(scores_dtype, [&](auto zero) {
+      static_cast<decltype(zero)*>(weights_TK)[at] = narrow<decltype(zero)>(weight[r] / norm);
+    });
+    ids_TK[at] = Keys<T>::expert(chosen[r]);
   }
 }
 

@@ -59,13 +59,21 @@ template <> struct ForwardInstances<float> {
   };
 };
 
-// Backward. The variant is the number of slots per lane.
-struct BackwardInstances {
+// Backward, by the type of the logits' gradient. The variant is the number of slots per lane.
+template <typename T> struct BackwardInstances {  // 16-bit logits
   static constexpr RouterInstances kAll[] = {
       // lanes, numbers per lane, longest vector, variants from, to
       { 8,  2,  1, 1, 2}, { 8,  4, 16, 1, 2}, { 8,  8, 16, 1, 2}, { 8,  8,  1, 1, 2}, { 8, 16, 16, 1, 2},
       { 8, 32, 16, 1, 2}, {32,  2,  1, 1, 1}, {32,  4, 16, 1, 1}, {32,  8, 16, 1, 1}, {32,  8,  1, 1, 1},
       {32, 16, 16, 1, 1}, {32, 32, 16, 1, 1}, {32, 32,  1, 1, 1},
+  };
+};
+template <> struct BackwardInstances<float> {
+  static constexpr RouterInstances kAll[] = {
+      // lanes, numbers per lane, longest vector, variants from, to
+      { 8,  2,  1, 1, 2}, { 8,  4, 16, 1, 2}, { 8,  8, 16, 1, 2}, { 8,  8,  1, 1, 2}, { 8, 16, 16, 1, 1},
+      {32,  2,  1, 1, 1}, {32,  4, 16, 1, 1}, {32,  8, 16, 1, 1}, {32,  8,  1, 1, 1}, {32, 16, 16, 1, 1},
+      {32, 32, 16, 1, 1}, {32, 32,  1, 1, 1},
   };
 };
 

@@ -13,10 +13,10 @@ TABLES = {"forward, 16 bits": (router.forward, False), "forward, float32": (rout
 
 
 def compiled(name):
-    """The instances of one table of csrc/router_instances.cuh, as tuples of a RouterConfig; backward has one for all dtypes."""
+    """The instances of one table of csrc/router_instances.cuh, as tuples of a RouterConfig."""
+    direction, dtype = name.split(", ")
     text = (Path(__file__).resolve().parents[2] / "csrc" / "router_instances.cuh").read_text()
-    start = {"forward, 16 bits": "ForwardInstances {", "forward, float32": "ForwardInstances<float> {"}.get(name, "BackwardInstances {")
-    start = f"struct {start}"
+    start = f"struct {direction.capitalize()}Instances" + ("<float> {" if dtype == "float32" else " {")
     table = text.split(start)[1].split("};\n};")[0]
     rows = [tuple(map(int, row.split(","))) for row in re.findall(r"\{((?:\s*\d+,){4}\s*\d+)\}", table)]
     assert rows
@@ -44,19 +44,10 @@ def test_backward(experts, slots, float32, config):
     assert router.backward(experts, slots, float32) == config
 
 
-def chosen(name):
-    choose, float32 = TABLES[name]
-    return {tuple(choose(*call, float32)) for call in CALLS}
-
-
-@pytest.mark.parametrize("name", [name for name in TABLES if name.startswith("forward")])
+@pytest.mark.parametrize("name", TABLES)
 def test_every_choice_is_compiled_and_every_kernel_is_chosen(name):
-    assert chosen(name) == compiled(name)
-
-
-def test_every_choice_of_backward_is_compiled_and_every_kernel_is_chosen():
-    """The scores' dtype, for which kernels are compiled, is not what the choice goes by."""
-    assert chosen("backward, 16 bits") | chosen("backward, float32") == compiled("backward")
+    choose, float32 = TABLES[name]
+    assert {tuple(choose(*call, float32)) for call in CALLS} == compiled(name)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -65,8 +56,7 @@ def test_every_choice_serves_its_call(name):
     choose, float32 = TABLES[name]
     for experts, slots in CALLS:
         lanes, numbers, longest, variant = choose(experts, slots, float32)
-        # In backward the scores, which vectors are made of, may have 16 bits where the gradient is float32.
-        vector = min(numbers, longest, 4 if float32 and choose is router.forward else 8)
+        vector = min(numbers, longest, 4 if float32 else 8)
         places = variant * lanes if choose is router.backward else variant or 32
         assert lanes * numbers >= experts and experts % vector == 0 and slots <= places, (experts, slots)
 
