@@ -4,8 +4,9 @@
 // vectors of V: lane l has the experts [(c * G + l) * V, ... + V) for c = 0, 1, ..., so that loads and stores are coalesced and
 // vectorised.
 //
-// Legend of template parameters: T type of the logits, S type of the scores and weights, or void for one known at run time; G lanes per token, N numbers per lane, V
-// numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
+// Legend of template parameters: T type of the logits, S type of the scores and weights, or void for one that is known at run time; G
+// lanes per token, N numbers per lane, V numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of
+// its own, R slots per lane.
 
 #pragma once
 

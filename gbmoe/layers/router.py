@@ -27,10 +27,10 @@ class LearnedRouter(torch.nn.Module):
     jittered (moe_jitter_eps), and the logits' logsumexp is kept for the z-loss where that has a weight. MegaBlocks keeps logits in
     evaluation too, where they pile up because nothing clears them.
 
-    Experts are ranked by their logits, which are float32 in every layer but one of float64: torch's linear layer would round them to the
-    layer's dtype, and MegaBlocks does, so that it chooses other experts wherever two are nearly equal. Scores and weights have the layer's
-    dtype. A `layer` that is more than a torch.nn.Linear without bias (a subclass, one with hooks or a forward of its own, a parametrized or
-    quantised one, or while hooks are registered for all modules) is called, and its logits are taken as they come.
+    Experts are ranked by their logits, which stay in float32 from the product on (float64 in a float64 layer); scores and weights are
+    rounded to the layer's dtype afterwards. MegaBlocks has logits in the layer's dtype, and ranks scores that are rounded once more. A
+    `layer` that is more than a torch.nn.Linear without bias (a subclass, one with hooks or a forward of its own, a parametrized or
+    quantised one) is called, and its logits are taken as they come. So is any while hooks are registered for all modules.
     """
 
     def __init__(self, args: Arguments):
@@ -54,9 +54,8 @@ class LearnedRouter(torch.nn.Module):
         args, layer, engine = self.args, self.layer, None
         top_k, p = args.moe_top_k, args.moe_normalize_expert_weights or None
         if args.batch_invariant:
-            require(_is_plain_linear(layer), "dMoE", "router.layer",
-                    "a torch.nn.Linear without bias beside batch_invariant, and without hooks or a forward of its own", type(layer).__name__,
-                    TypeError)
+            require(_is_plain_linear(layer), "dMoE", "router.layer", "a torch.nn.Linear without bias beside batch_invariant, and without"
+                    " hooks or a forward of its own", type(layer).__name__, TypeError)
             engine = engines.batch_invariant(args.engine, x_TH.device)
         elif not _is_plain_linear(layer) or _has_any_global_hook():
             logits_TE = layer(x_TH)

@@ -51,7 +51,8 @@ def test_logits_were_rounded_to_the_operands_dtype(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
-@pytest.mark.parametrize("tokens, experts, hidden, top_k", [(2048, 64, 512, 8), (512, 256, 1024, 8), (256, 896, 512, 16), (300, 61, 264, 6)])
+@pytest.mark.parametrize("tokens, experts, hidden, top_k", [(2048, 64, 512, 8), (512, 256, 1024, 8), (256, 896, 512, 16),
+                                                            (300, 61, 264, 6)])
 def test_other_experts_than_those_of_exact_logits_were_chosen(device, dtype, tokens, experts, hidden, top_k):
     """In 2 to 12 % of the tokens, in bfloat16."""
     x, weight = operands(tokens, experts, hidden, dtype, device)
@@ -227,7 +228,8 @@ def test_gradients_have_no_gradients():
 
 def test_flops(device):
     x, weight = operands(6, 4, 8, torch.bfloat16, device)
-    for function, products in ((lambda: route_tokens(x, weight, 2), 1), (lambda: route_tokens(x, weight, 2).weights_TK.sum().backward(), 3)):
+    for function, products in ((lambda: route_tokens(x, weight, 2), 1),
+                               (lambda: route_tokens(x, weight, 2).weights_TK.sum().backward(), 3)):
         with FlopCounterMode(display=False) as mode:
             function()
         assert mode.get_total_flops() == products * 2 * 6 * 4 * 8
