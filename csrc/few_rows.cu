@@ -31,9 +31,10 @@ template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns = 
 
 void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
-Arguments arguments(const char* name, const Tensor& x, const std::optional<Tensor>& sizes, const Tensor& out) {
-  STD_TORCH_CHECK(out.scalar_type() == x.scalar_type(), name, ": out has another dtype than the result");
+Arguments arguments(const char* name, const Tensor& x, const std::optional<Tensor>& sizes, const Tensor& out, bool may_be_float = false) {
   Arguments args{};
+  args.out_is_float = may_be_float && out.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(args.out_is_float || out.scalar_type() == x.scalar_type(), name, ": out has another dtype than the result");
   args.sizes = pointer(sizes);
   args.sizes_are_int64 = sizes && sizes->scalar_type() == ScalarType::Long;
   args.groups = sizes ? static_cast<int>(sizes->numel()) : 1;
@@ -64,7 +65,7 @@ void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b
 void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tensor out) {
   STD_TORCH_CHECK(!sizes || sizes->numel() == 1, "few_rows_linear: sizes: expected one group, got ", sizes->numel());
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  Arguments args = arguments("few_rows_linear", x, sizes, out);
+  Arguments args = arguments("few_rows_linear", x, sizes, out, true);
   args.b[0] = weight.data_ptr();
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_linear", {
     using OneRun = KMajorColumns<T, false, true, 1>;

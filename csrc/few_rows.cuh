@@ -49,6 +49,7 @@ struct Arguments {
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
   bool reads_early;  // b and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
+  bool out_is_float;  // sums of warps that take turns: out has fp32, and they are not rounded
 };
 
 struct Group { int number, first_row, rows; };
@@ -285,18 +286,32 @@ __device__ __forceinline__ void sum_rows(
   if (has_sums) columns.each([&](int r, int in_row, float sum) { sums.of_part[kInTurns ? 0 : warp][r][in_row] = sum; });
 }
 
-// Adds the parts of the sums up and stores the results of those of the kRows rows that exist.
+// Adds the parts of the sums up and stores the results of those of the kRows rows that exist. Sums that warps took turns with have one
+// part, and no activation.
 template <typename T, EpilogueKind kEpilogue, typename Columns, bool kInTurns>
 __device__ __forceinline__ void store(
     const Arguments& args, const Sums<Columns, kInTurns>& sums, int64_t first_row, int rows, int n) {
-  const auto rounded_sum = [&](int row, int in_row) {
-    float sum = sums.of_part[0][row][in_row];
+  const int existing = min(rows, kRows), threads = 32 * Columns::kWarps;
+  if constexpr (kInTurns) {
+#pragma unroll 1  // registers for more addresses at a time would be spilled in the main loop
+    for (int i = threadIdx.x; i < existing * Columns::kTileN; i += threads) {
+      const int row = i / Columns::kTileN, column = i % Columns::kTileN;
+      if (n + column >= args.size_n) continue;
+      const int64_t at = (first_row + row) * args.size_n + n + column;
+      const float sum = sums.of_part[0][row][column];
+      if (args.out_is_float) static_cast<float*>(args.out[0])[at] = sum;
+      else static_cast<T*>(args.out[0])[at] = narrow<T>(sum);
+    }
+  } else {
+    const auto rounded_sum = [&](int row, int in_row) {
+      float sum = sums.of_part[0][row][in_row];
 #pragma unroll
-    for (int part = 1; part < sums.kParts; ++part) sum += sums.of_part[part][row][in_row];
-    return narrow<T>(sum);
-  };
-  store_few_rows<T, kEpilogue != EpilogueKind::kStore, kEpilogue == EpilogueKind::kGlu>(
-      args.out, args.activation, first_row, min(rows, kRows), args.size_n, n, Columns::kTileN, 32 * Columns::kWarps, rounded_sum);
+      for (int part = 1; part < sums.kParts; ++part) sum += sums.of_part[part][row][in_row];
+      return narrow<T>(sum);
+    };
+    store_few_rows<T, kEpilogue != EpilogueKind::kStore, kEpilogue == EpilogueKind::kGlu>(
+        args.out, args.activation, first_row, existing, args.size_n, n, Columns::kTileN, threads, rounded_sum);
+  }
 }
 
 // row_blocks CTAs for each tile of columns of each group that may have rows, min(E, P) of them; the tiles of a group come one after the

@@ -40,7 +40,8 @@ void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> c
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
 // router_forward.cu, router_backward.cu; p = 0 stands for no norm, ids are int64, logsumexp is float32; lanes and what follows
-// are a tuning.router.RouterConfig
+// are a tuning.router.RouterConfig. Scores and weights have one dtype, with their gradients. It is float32 or that of the logits, or
+// 16 bits where these are float32; and the same may be said of grad and the scores.
 void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores,
            Tensor weights, Tensor ids, Tensor logsumexp);
 void route_backward(
@@ -100,7 +101,7 @@ bool hopper_built();
 // that it has room for, for each multiprocessor; with 0 no sum is split, and clusters only take their tiles from its counter.
 int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm);
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
-// group has all rows
+// group has all rows. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
     int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, int64_t most_ahead, std::optional<Tensor> workspace,
@@ -189,7 +190,7 @@ void hopper_scaled_up(
 // Whether the extension has code for this device (its index)
 bool tensor_core_built(int64_t device);
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; bf16, fp16, or fp32, whose
-// operands are rounded to TF32; without sizes one group has all rows
+// operands are rounded to TF32; without sizes one group has all rows. out is of their dtype, or with trans_b and without a2 fp32
 void tensor_core_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
     int64_t tile_m, int64_t tile_n, int64_t panel, Tensor out);
@@ -208,7 +209,8 @@ void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
     int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
-// out = x @ weight.T, of as many rows as the only group has, where a sum has on Hopper the bits that tensor_core_rows gives it
+// out = x @ weight.T, of as many rows as the only group has, in their dtype or fp32, where a sum has on Hopper the bits that
+// tensor_core_rows gives it
 void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tensor out);
 
 }  // namespace gbmoe

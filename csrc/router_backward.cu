@@ -15,24 +15,34 @@ constexpr int kThreads = 256;
 template <typename T, typename S, int G, int N, int R, int kMaxVector>
 __global__ void __launch_bounds__(kThreads) route_backward_kernel(
     const S* __restrict__ scores_TE, const int64_t* __restrict__ ids_TK, const S* __restrict__ grad_scores_TE,
-    const S* __restrict__ grad_weights_TK, const float* __restrict__ grad_logsumexp_T, T* __restrict__ grad_TE,
-    const RouterShape shape) {
+    const S* __restrict__ grad_weights_TK, const ScalarType scores_dtype, const float* __restrict__ grad_logsumexp_T,
+    T* __restrict__ grad_TE, const RouterShape shape) {
   constexpr int V = kVector<T, S, N, kMaxVector>;
-  using Layout = RowLayout<S, G, N, V>;
+  using Layout = RowLayout<T, G, N, V>;
   extern __shared__ float chosen_grads[];  // [warp][N][32]: what the weights send back to the scores of each lane
   const int lane = threadIdx.x % G;
   const int64_t token = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / G;
   const bool live = token < shape.tokens;
   const int64_t first = (live ? token : 0) * shape.experts, first_slot = (live ? token : 0) * shape.slots;
-  uint32_t word[Layout::kWords];
   float score[N], grad[N];
-  Layout::load(scores_TE + first, shape.experts, lane, 0.0f, word);
+  const auto load = [&](const S* from_TE, float(&to)[N]) {
+    with_scores_type<S>(scores_dtype, [&](auto zero) {
+      using ScoreLayout = RowLayout<decltype(zero), G, N, V>;
+      uint32_t word[ScoreLayout::kWords];
+      ScoreLayout::load(static_cast<const decltype(zero)*>(from_TE) + first, shape.experts, lane, 0.0f, word);
 #pragma unroll
-  for (int i = 0; i < N; ++i) score[i] = Layout::get(word, i);
+      for (int i = 0; i < N; ++i) to[i] = ScoreLayout::get(word, i);
+    });
+  };
+  // One element of the scores, or of the weights' gradients.
+  const auto read = [&](const S* from, int64_t at) {
+    float number;
+    with_scores_type<S>(scores_dtype, [&](auto zero) { number = widen(static_cast<const decltype(zero)*>(from)[at]); });
+    return number;
+  };
+  load(scores_TE, score);
   if (grad_scores_TE) {
-    Layout::load(grad_scores_TE + first, shape.experts, lane, 0.0f, word);
-#pragma unroll
-    for (int i = 0; i < N; ++i) grad[i] = Layout::get(word, i);
+    load(grad_scores_TE, grad);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) grad[i] = 0.0f;
@@ -50,8 +60,8 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
       // An id that names no expert counts as none: neither its score nor its place in `sent` is there.
       const int64_t expert = has_slot ? ids_TK[first_slot + slot] : -1;
       id[k] = static_cast<uint64_t>(expert) < static_cast<uint64_t>(shape.experts) ? static_cast<int>(expert) : -1;
-      r[k] = id[k] >= 0 ? static_cast<float>(widen(scores_TE[first + id[k]])) : 0.0f;
-      gradient[k] = has_slot ? static_cast<float>(widen(grad_weights_TK[first_slot + slot])) : 0.0f;
+      r[k] = id[k] >= 0 ? read(scores_TE, first + id[k]) : 0.0f;
+      gradient[k] = has_slot ? read(grad_weights_TK, first_slot + slot) : 0.0f;
       if (shape.p > 0 && id[k] >= 0) raised += power(r[k], shape.p);
       inner += gradient[k] * r[k];
     }
@@ -81,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(
   const float grad_lse = grad_logsumexp_T ? grad_logsumexp_T[token] : 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) grad[i] = score[i] * (grad[i] - inner + grad_lse);
-  RowLayout<T, G, N, V>::store(grad_TE + first, shape.experts, lane, grad);
+  Layout::store(grad_TE + first, shape.experts, lane, grad);
 }
 
 // The arguments of one call.
@@ -89,6 +99,7 @@ template <typename T, typename S> struct RouteBackward {
   const S* scores;
   const int64_t* ids;
   const S *grad_scores, *grad_weights;
+  ScalarType scores_dtype;
   const float* grad_logsumexp;
   T* grad;
   RouterShape shape;
@@ -105,7 +116,7 @@ template <typename T, typename S> struct RouteBackward {
       const auto kernel =
           route_backward_kernel<T, S, instance.lanes, instance.numbers_per_lane, slots_per_lane, instance.longest_vector>;
       kernel<<<ctas, kThreads, kSharedBytes, stream>>>(
-          scores, ids, grad_scores, grad_weights, grad_logsumexp, grad, shape);
+          scores, ids, grad_scores, grad_weights, scores_dtype, grad_logsumexp, grad, shape);
     });
     if (!served) refuse_router_call("route_backward", config);
   }
@@ -122,8 +133,16 @@ void route_backward(
       scores.size(0), static_cast<int>(scores.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (shape.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(grad.scalar_type(), scores.scalar_type(), "route_backward", {
-    const RouteBackward<T, S> call{data<S>(scores), data<int64_t>(ids), data<S>(grad_scores), data<S>(grad_weights),
-                                   data<float>(grad_logsumexp), data<T>(grad), shape, current_stream(scores)};
+    // Qualified, because std::data is found beside it for an optional tensor, and has no meaning for void.
+    const RouteBackward<T, S> call{data<S>(scores),
+                                   data<int64_t>(ids),
+                                   gbmoe::data<S>(grad_scores),
+                                   gbmoe::data<S>(grad_weights),
+                                   scores.scalar_type(),
+                                   data<float>(grad_logsumexp),
+                                   data<T>(grad),
+                                   shape,
+                                   current_stream(scores)};
     call.launch({lanes, numbers_per_lane, longest_vector, slots_per_lane});
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -14,6 +14,7 @@ namespace {
 template <typename T, typename S> struct Route {
   const T* logits;
   S *scores, *weights;
+  ScalarType scores_dtype;
   int64_t* ids;
   float* logsumexp;
   RouterShape shape;
@@ -29,7 +30,8 @@ template <typename T, typename S> struct Route {
       check_router_call("route", config, shape, kVectors, list ? static_cast<int>(list) : kMaxRouterSlots);
       const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kThreads));
       const auto kernel = route_kernel<T, S, instance.lanes, instance.numbers_per_lane, list, instance.longest_vector>;
-      launch_early(shape.tokens <= kFewTokens, kernel, ctas, kThreads, 0, on, logits, scores, weights, ids, logsumexp, shape);
+      launch_early(shape.tokens <= kFewTokens, kernel, ctas, kThreads, 0, on, logits, scores, weights, scores_dtype, ids,
+                   logsumexp, shape);
     };
     STD_TORCH_CHECK(shape.slots <= shape.experts, "route: ", shape.slots, " slots per token of ", shape.experts, " experts");
     if (!launch_from<Table>(config, launch_kernel)) refuse_router_call("route", config);
@@ -45,8 +47,8 @@ void route(Tensor logits, double p, int64_t lanes, int64_t numbers_per_lane, int
       logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (shape.tokens == 0) return;
   GBMOE_DISPATCH_LOGITS(logits.scalar_type(), scores.scalar_type(), "route", {
-    const Route<T, S> call{data<T>(logits), data<S>(scores), data<S>(weights), data<int64_t>(ids), data<float>(logsumexp),
-                           shape,           logits};
+    const Route<T, S> call{data<T>(logits),  data<S>(scores),        data<S>(weights), scores.scalar_type(),
+                           data<int64_t>(ids), data<float>(logsumexp), shape,            logits};
     call.launch({lanes, numbers_per_lane, longest_vector, list_length});
   });
 }

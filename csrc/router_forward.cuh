@@ -11,27 +11,27 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// e to the power of a logit less the highest, for results of type S. Results in half precision are not affected by the error of
-// the fast instruction (two units in the last place of a float, and 0 instead of a subnormal).
-template <typename S> class Exponential {
+// e to the power of a logit of type T less the highest. Results that are stored in 16 bits, for which kExact is false, are not affected by
+// the error of the fast instruction (two units in the last place of a float, and 0 instead of a subnormal).
+template <typename T, bool kExact> class Exponential {
  public:
-  // The rounding of highest * log2(e) is a factor of all results, and cancels as such, unless it overflows. Above a million,
-  // half-precision logits are so far apart that any rate only tells whether they are equal, and the products of this one, 0.5,
-  // are exact.
+  // 16-bit logits: the rounding of highest * log2(e) is a factor of all results, and cancels as such, unless it overflows. Above a million
+  // these logits are so far apart that any rate only tells whether they are equal, and the products of this one, 0.5, are exact. Logits in
+  // float32 still differ by fractions there, so that the highest one is subtracted first.
   __device__ __forceinline__ explicit Exponential(float highest)
-      : highest_(highest), rate_(fabsf(highest) > 1e6f ? 0.5f : 1.44269504f) {}
+      : highest_(highest), rate_(sizeof(T) == 2 && fabsf(highest) > 1e6f ? 0.5f : 1.44269504f) {}
 
   __device__ __forceinline__ float operator()(float logit) const {
-    if constexpr (sizeof(S) > 2) return expf(logit - highest_);
+    if constexpr (kExact) return expf(logit - highest_);
+    const float power = sizeof(T) == 2 ? fmaf(logit, rate_, -highest_ * rate_) : (logit - highest_) * rate_;
     float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(logit, rate_, -highest_ * rate_)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
     return result;
   }
 
  private:
   float highest_, rate_;
 };
-template <typename S> __device__ __forceinline__ float logarithm(float x) { return sizeof(S) > 2 ? logf(x) : __logf(x); }
 
 // 1 / x for x >= 1, without the branch that other numbers would need.
 __device__ __forceinline__ float reciprocal(float x) {
@@ -40,14 +40,14 @@ __device__ __forceinline__ float reciprocal(float x) {
   return fmaf(fmaf(-x, result, 1.0f), result, result);
 }
 
-// x / sum for sum >= 1. For floats the result is rounded once: their error would otherwise be twice that of a division.
-template <typename S> class Share {
+// x / sum for sum >= 1. An exact result is rounded once: its error would otherwise be twice that of a division.
+template <bool kExact> class Share {
  public:
   __device__ __forceinline__ explicit Share(float sum) : sum_(sum), inverse_(reciprocal(sum)) {}
 
   __device__ __forceinline__ float operator()(float x) const {
     const float share = x * inverse_;
-    return sizeof(S) > 2 ? fmaf(fmaf(-share, sum_, x), inverse_, share) : share;
+    return kExact ? fmaf(fmaf(-share, sum_, x), inverse_, share) : share;
   }
 
  private:
@@ -58,8 +58,8 @@ template <typename S> class Share {
 // token has a whole warp, which ranks candidates.
 template <typename T, typename S, int G, int N, int kList, int kMaxVector>
 __global__ void __launch_bounds__(kThreads) route_kernel(
-    const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, int64_t* __restrict__ ids_TK,
-    float* __restrict__ logsumexp_T, const RouterShape shape) {
+    const T* __restrict__ logits_TE, S* __restrict__ scores_TE, S* __restrict__ weights_TK, const ScalarType scores_dtype,
+    int64_t* __restrict__ ids_TK, float* __restrict__ logsumexp_T, const RouterShape shape) {
   wait_for_kernel_before();
   constexpr int V = kVector<T, S, N, kMaxVector>, kNumbers = Word<T>::kNumbers;
   using Layout = RowLayout<T, G, N, V>;
@@ -81,19 +81,32 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   const float best[2] = {Word<T>::get(high[0], 0), Word<T>::get(high[kSets - 1], kNumbers - 1)};
   const float highest = logit_of(group_max<G>(max(order_of(best[0]), order_of(best[1]))));
 
-  const Exponential<S> exponential(highest);
   float value[N], sum = 0;
+  const auto divide_up = [&](auto is_exact) {
+    constexpr bool kExact = decltype(is_exact)::value;
+    const Exponential<T, kExact> exponential(highest);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    value[i] = exponential(Layout::get(word, i));
-    sum += value[i];
+    for (int i = 0; i < N; ++i) {
+      value[i] = exponential(Layout::get(word, i));
+      sum += value[i];
+    }
+    sum = group_sum<G>(sum);
+    const Share<kExact> share(sum);
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = share(value[i]);
+  };
+  // In kernels for one type of scores the compiler knows this.
+  const bool exact = std::is_void_v<S> ? scores_dtype == ScalarType::Float : std::is_same_v<S, float>;
+  if (exact) divide_up(std::true_type());
+  else divide_up(std::false_type());
+  with_scores_type<S>(scores_dtype, [&](auto zero) {
+    using Score = decltype(zero);
+    RowLayout<Score, G, N, V>::store(static_cast<Score*>(scores_TE) + first, live ? shape.experts : 0, lane, value);
+  });
+  if (live && lane == 0) {
+    const float logarithm = exact || sizeof(T) > 2 ? logf(sum) : __logf(sum);
+    logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm;
   }
-  sum = group_sum<G>(sum);
-  const Share<S> share(sum);
-#pragma unroll
-  for (int i = 0; i < N; ++i) value[i] = share(value[i]);
-  RowLayout<S, G, N, V>::store(scores_TE + first, live ? shape.experts : 0, lane, value);
-  if (live && lane == 0) logsumexp_T[token] = isinf(highest) ? highest : highest + logarithm<S>(sum);
 
   constexpr int R = kList > G ? kList / G : 1;  // slots per lane
   const int rank = kList > 0 ? rank_of(lane) : lane;
@@ -155,15 +168,21 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   float weight[R], raised = 0;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    weight[r] = slot[r] < shape.slots ? share(exponential(Keys<T>::logit(chosen[r]))) : 0.0f;
+    const float logit = Keys<T>::logit(chosen[r]);
+    const float score = exact ? Share<true>(sum)(Exponential<T, true>(highest)(logit))
+                              : Share<false>(sum)(Exponential<T, false>(highest)(logit));
+    weight[r] = slot[r] < shape.slots ? score : 0.0f;
     if (shape.p > 0 && slot[r] < shape.slots) raised += power(weight[r], shape.p);
   }
   const float norm = shape.p > 0 ? root(group_sum<G>(raised), shape.p) : 1.0f;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     if (!live || slot[r] >= shape.slots) continue;
-    weights_TK[token * shape.slots + slot[r]] = narrow<S>(weight[r] / norm);
-    ids_TK[token * shape.slots + slot[r]] = Keys<T>::expert(chosen[r]);
+    const int64_t at = token * shape.slots + slot[r];
+    with_scores_type<S>(scores_dtype, [&](auto zero) {
+      static_cast<decltype(zero)*>(weights_TK)[at] = narrow<decltype(zero)>(weight[r] / norm);
+    });
+    ids_TK[at] = Keys<T>::expert(chosen[r]);
   }
 }
 

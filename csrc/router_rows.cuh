@@ -4,8 +4,9 @@
 // vectors of V: lane l has the experts [(c * G + l) * V, ... + V) for c = 0, 1, ..., so that loads and stores are coalesced and
 // vectorised.
 //
-// Legend of template parameters: T type of the logits, S type of the scores and weights; G lanes per token, N numbers per lane, V
-// numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
+// Legend of template parameters: T type of the logits, S type of the scores and weights, or void for one that is known at run time; G
+// lanes per token, N numbers per lane, V numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of
+// its own, R slots per lane.
 
 #pragma once
 
@@ -148,12 +149,23 @@ template <typename T, int G, int N, int V> struct RowLayout {
 // How many numbers a vector has: as many as fit 16 bytes of either type, but at most kMaxVector (16 is no limit, and 1 means no
 // vectors). Logits and scores have vectors of the same length, so that a lane's experts are the same in both.
 template <typename T, typename S, int N, int kMaxVector>
-constexpr int kVector = std::min({N, kMaxVector, kVectorLength<T>, kVectorLength<S>});
+constexpr int kVector = std::min({N, kMaxVector, kVectorLength<T>, kVectorLength<std::conditional_t<std::is_void_v<S>, T, S>>});
 
-// Runs body with T bound to the logits' type and S to the scores': the same, or float.
+// Calls f with a number of the scores' type: S, or where S is void the one that `dtype` names. To ask for it costs a branch that all
+// threads take alike, and kernels for float32 logits are not compiled three times.
+template <typename S, typename F> __device__ __forceinline__ void with_scores_type(ScalarType dtype, const F& f) {
+  if constexpr (!std::is_void_v<S>) f(S());
+  else if (dtype == ScalarType::BFloat16) f(__nv_bfloat16());
+  else if (dtype == ScalarType::Half) f(__half());
+  else f(float());
+}
+
+// Runs body with T bound to the logits' type and S to the scores': the same, or float, or void for any beside logits of float.
 #define GBMOE_DISPATCH_LOGITS(logits, scores, name, ...)                                                              \
   do {                                                                                                                \
-    if (logits == ScalarType::Float) { using T = float; using S = float; __VA_ARGS__; }                               \
+    STD_TORCH_CHECK(scores == logits || scores == ScalarType::Float || logits == ScalarType::Float, name,             \
+                    ": expected scores in float32 or in the logits' dtype");                                          \
+    if (logits == ScalarType::Float) { using T = float; using S = void; __VA_ARGS__; }                                \
     else if (logits == ScalarType::BFloat16 && scores == logits) { using T = __nv_bfloat16; using S = T; __VA_ARGS__; } \
     else if (logits == ScalarType::BFloat16) { using T = __nv_bfloat16; using S = float; __VA_ARGS__; }               \
     else if (logits == ScalarType::Half && scores == logits) { using T = __half; using S = T; __VA_ARGS__; }          \

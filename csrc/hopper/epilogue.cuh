@@ -93,6 +93,18 @@ template <typename Traits> struct Epilogue {
     if constexpr (kGlu) store_chunk(2, 32 + number * 16);
   }
 
+  // kStoreFloat: fp32 sums, straight from the registers: four lanes side by side store 32 bytes of a row.
+  __device__ __forceinline__ void store_float(const Tile& of, const Accumulators& sum) {
+    const int first_row = row_in_tile + lane / 4;
+    float* out = static_cast<float*>(args.out[0]) + static_cast<int64_t>(of.row + first_row) * args.size_n;
+#pragma unroll
+    for (int i = 0; i < Traits::kTileN / 4; ++i) {  // two columns each of row lane / 4 and of that 8 rows on
+      const int column = of.n + i / 2 * 8 + lane % 4 * 2, further = i % 2 * 8;
+      if (first_row + further >= of.rows || column >= args.size_n) continue;
+      *reinterpret_cast<float2*>(out + static_cast<int64_t>(further) * args.size_n + column) = {sum[2 * i], sum[2 * i + 1]};
+    }
+  }
+
   // kAccumulate: fp32 sums, added to the output: at once, since they cannot be held.
   __device__ __forceinline__ void accumulate(const Tile& of, const Accumulators& sum) {
 #pragma unroll

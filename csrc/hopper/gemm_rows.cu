@@ -64,9 +64,12 @@ void hopper_rows(
     maps.a[1] = map_of_a(*a2, tiling);
     maps.b[1] = tensor_map(*b2, box_b);
   }
+  const bool to_float = out.scalar_type() == ScalarType::Float;  // a router's logits, which are not rounded
+  if (to_float && !(trans_b && tiling.is(kSquareTileN, 1, 1))) tiling.refuse("hopper_rows in fp32");
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows", {
-    if (trans_b) launch_rows<T, false>(maps, args, tiling, balancing, a);
+    if (to_float) launch<FloatRowsSettings<T>>(maps, args, balancing, a);
+    else if (trans_b) launch_rows<T, false>(maps, args, tiling, balancing, a);
     else launch_rows<T, true>(maps, args, tiling, balancing, a);
   });
 }

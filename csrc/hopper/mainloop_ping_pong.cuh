@@ -47,8 +47,12 @@ template <typename Traits> struct PingPongMainLoop {
       for (int half = 0; half < 2; ++half) {
         epilogue.row_in_tile = half * 64 + first_row;
         if (epilogue.row_in_tile >= tile.rows || tile.n >= args.tiled_n) continue;
-        epilogue.hold(tile, sum[half]);
-        epilogue.finish();
+        if constexpr (Traits::kEpilogue == EpilogueKind::kStoreFloat) {
+          epilogue.store_float(tile, sum[half]);
+        } else {
+          epilogue.hold(tile, sum[half]);
+          epilogue.finish();
+        }
       }
       tile = upcoming;
     }

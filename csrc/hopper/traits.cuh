@@ -29,6 +29,7 @@ constexpr uint32_t kEpilogueBufferBytes = 2 * kSwizzleAtomBytes;
 
 enum class EpilogueKind {
   kStore,               // out = product
+  kStoreFloat,          // fp32 out = product, in ping-pong only
   kAccumulate,          // fp32 out += product, k-grouped only
   kActivation,          // h = product, a = act(h); h is stored only if it is wanted
   kGlu,                 // a tile's columns are 128 of w1 beside 128 of v1: h, g, a = act(h) * g
@@ -112,8 +113,10 @@ template <typename Settings> struct GemmTraits : Settings {
       !kScaledK || (kClusterSize == 1 && kEpilogue == EpilogueKind::kStore),
       "gradients of weights of scaled operands are stored, by CTAs on their own");
   static_assert(
-      !kPingPong || (!kGroupedK && !kGatherA && kEpilogue == EpilogueKind::kStore && kTileN == kSquareTileN),
+      !kPingPong || (!kGroupedK && !kGatherA && kTileN == kSquareTileN &&
+                     (kEpilogue == EpilogueKind::kStore || kEpilogue == EpilogueKind::kStoreFloat)),
       "ping-pong is for plain m-grouped GEMMs in square tiles");
+  static_assert(kEpilogue != EpilogueKind::kStoreFloat || kPingPong, "sums are stored in fp32 in ping-pong only");
 };
 
 }  // namespace gbmoe::hopper

@@ -5,11 +5,11 @@
 namespace gbmoe {
 namespace {
 
-template <typename T, bool kKMajorB>
+template <typename T, typename Out, bool kKMajorB>
 void launch_rows(const tensor_core::Arguments& args, const tensor_core::Tiling& tiling, const Tensor& on) {
   using namespace tensor_core;
   with_tile<WideTile, SquareTile, LowTile>("tensor_core_rows", tiling, [&](auto tile) {
-    launch<T, T, decltype(tile), true, kKMajorB, false, EpilogueKind::kStore>(args, on);
+    launch<T, Out, decltype(tile), true, kKMajorB, false, EpilogueKind::kStore>(args, on);
   });
 }
 
@@ -43,7 +43,9 @@ void tensor_core_rows(
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const Tiling tiling{tile_m, tile_n, panel};
-  check_output("tensor_core_rows", out, a.scalar_type());
+  // A router's logits, which are not rounded.
+  const bool to_float = trans_b && !a2 && out.scalar_type() == ScalarType::Float;
+  check_output("tensor_core_rows", out, to_float ? ScalarType::Float : a.scalar_type());
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
   args.size_k = static_cast<int>(a.size(1));
   args.operand_pairs = a2 ? 2 : 1;
@@ -51,8 +53,9 @@ void tensor_core_rows(
   args.b[0] = b.data_ptr(), args.b[1] = pointer(b2);
   args.out[0] = out.data_ptr();
   GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_rows", {
-    if (trans_b) launch_rows<T, true>(args, tiling, a);
-    else launch_rows<T, false>(args, tiling, a);
+    if (to_float) launch_rows<T, float, true>(args, tiling, a);
+    else if (trans_b) launch_rows<T, T, true>(args, tiling, a);
+    else launch_rows<T, T, false>(args, tiling, a);
   });
 }
 

@@ -165,8 +165,8 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, *, engine: str = "auto") -> torch.Tensor:
-    """x @ weight.T by the engine that `engine` names or "auto" chooses, without autograd; see Engine.linear for shapes. ValueError for a
-    named engine that cannot compute it."""
+    """x @ weight.T by the engine that `engine` names or "auto" chooses, in float32 (float64 for float64) and without autograd; see
+    Engine.linear for shapes. ValueError for a named engine that cannot compute it."""
     columns = -(-weight.size(0) // 8) * 8  # Engine.linear pads to the row lengths that all engines take
     on_host = x.device.type == "cpu"
     return _select(engine, x.device, x.dtype, x.size(0), 1, x.size(1), columns, False, on_host, allows_tf32(x.dtype)).linear(x, weight)

@@ -17,6 +17,7 @@ import torch
 
 from gbmoe import extension, kernels
 from gbmoe._checks import require
+from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
@@ -114,13 +115,10 @@ class Engine:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x @ weight.T, [P,N], of x [P,K] and weight [N,K], which have one dtype and are on one device: the product of one group that has
-        all rows. N may be any number; K and the dtype are as in `gmm`. TypeError for another dtype of weight."""
-        columns = weight.size(0)
-        padded_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if columns % 8 else weight
-        all_rows = x.new_full((1,), x.size(0), dtype=torch.int32)
-        product = self.product(x, padded_NK.unsqueeze(0), all_rows, trans_b=True)
-        # A copy in any case, so that the result has a storage of its own size: the columns of a single row are contiguous.
-        return product[:, :columns].clone(memory_format=torch.contiguous_format) if columns % 8 else product
+        all rows. The result is float32 where they have 16 bits, and otherwise of their dtype. N may be any number; K and the dtype are as
+        in `gmm`. TypeError for another dtype of weight."""
+        require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
+        return plain_torch.linear(x, weight)
 
     # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H], and v1 is
     # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the

@@ -48,7 +48,7 @@ class Hopper(OwnKernels):
         return tuning.few_rows_on_hopper(rows, groups)
 
     def pads_columns(self, rows, columns):
-        return super().pads_columns(rows, columns) and not self._is_few_rows_linear(rows, 1, columns)
+        return not self._is_few_rows_linear(rows, 1, columns)
 
     def _is_few_rows_linear(self, rows: int, groups: int, columns: int) -> bool:
         """Whether few_rows_linear computes a @ b.T of one group: few rows and columns, where no sum may be split or rows are very few."""
@@ -59,14 +59,18 @@ class Hopper(OwnKernels):
         if a2 is None and trans_b and self._is_few_rows_linear(rows, groups, columns):
             few_rows_linear(a, b[0], sizes, out)
             return
-        if a2 is None and self.has_few_rows(rows, groups):
+        unrounded = out.dtype != a.dtype
+        if a2 is None and not unrounded and self.has_few_rows(rows, groups):
             HOPPER_FEW_ROWS.gemm(a, b, sizes, trans_b, out)
             return
-        if a2 is None and self.batch_invariant and tuning.low_tiles_of_one_group(rows, groups, columns):
+        if a2 is None and (self.batch_invariant or unrounded) and tuning.low_tiles_of_one_group(rows, groups, columns):
             tensor_core.launch_rows(tuning.TENSOR_CORE_LOW, a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
-        config = tuning.rows_gemm(rows, groups, inner, columns, splits=not self.batch_invariant)
+        if unrounded:
+            config = tuning.unrounded_rows_gemm(rows, inner, columns)
+        else:
+            config = tuning.rows_gemm(rows, groups, inner, columns, splits=not self.batch_invariant)
         launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
@@ -235,7 +239,7 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
 
 
 def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
-    """Hopper.rows_gemm with a given configuration, and sizes on the device or None."""
+    """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
         a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, config.most_ahead,

@@ -38,7 +38,7 @@ class OwnKernels(Engine):
     def rows_gemm(self, a: torch.Tensor, b: torch.Tensor, a2: torch.Tensor | None, b2: torch.Tensor | None, sizes: torch.Tensor | None,
                   trans_b: bool, out: torch.Tensor) -> None:
         """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], summed before it is rounded. Without sizes one
-        group has all rows."""
+        group has all rows. Of one group with trans_b and without a2, out may be float32 where operands have 16 bits."""
         raise TypeError(f"{type(self).__name__} does not say how it computes an m-grouped GEMM")
 
     def weight_gradient_gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
@@ -50,8 +50,8 @@ class OwnKernels(Engine):
         return tuning.few_rows(rows, groups)
 
     def pads_columns(self, rows: int, columns: int) -> bool:
-        """Whether `linear` pads 16-bit weights to a multiple of 8 columns: the kernels for few rows take any number."""
-        return not self.has_few_rows(rows, 1)
+        """Whether `linear` pads weights to a multiple of 8 columns, which tiles need."""
+        return True
 
     def refuses(self, problem):
         reason = self.refuses_dtype(problem)
@@ -85,9 +85,9 @@ class OwnKernels(Engine):
         """Without a tensor of sizes, which would be one kernel more in each call; and without padding in the kernels for few rows."""
         require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
         rows, columns = x.size(0), weight.size(0)
-        pads = columns % 8 and (x.dtype == torch.float32 or self.pads_columns(rows, columns))
+        pads = columns % 8 and self.pads_columns(rows, columns)
         weight_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if pads else weight
-        out = x.new_empty(rows, weight_NK.size(0))
+        out = x.new_empty(rows, weight_NK.size(0), dtype=torch.float32)
         self.rows_gemm(aligned(x), aligned(weight_NK).unsqueeze(0), None, None, None, True, out)
         # A copy in any case, so that the result has a storage of its own size: the columns of a single row are contiguous.
         return out[:, :columns].clone(memory_format=torch.contiguous_format) if pads else out
@@ -158,5 +158,5 @@ FEW_ROWS, HOPPER_FEW_ROWS = FewRowsKernels("few_rows"), FewRowsKernels("hopper_f
 
 def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, sizes: torch.Tensor | None, out: torch.Tensor) -> None:
     """out = x @ weight.T, of x [P,K] and weight [N,K], on Hopper with the bits of HOPPER_FEW_ROWS; with sizes, [1], of so many rows. For
-    few columns."""
+    few columns. out has their dtype, or float32, to which nothing is rounded."""
     torch.ops.gbmoe_cuda.few_rows_linear(x, weight, device_sizes(sizes, x.device), out)

@@ -44,7 +44,7 @@ class TensorCore(OwnKernels):
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
         rows, groups = a.size(0), b.size(0)
-        if a2 is None and a.dtype != torch.float32 and self.has_few_rows(rows, groups):
+        if a2 is None and out.dtype == a.dtype != torch.float32 and self.has_few_rows(rows, groups):
             FEW_ROWS.gemm(a, b, sizes, trans_b, out)
             return
         launch_rows(tuning.tensor_core_rows_gemm(rows, groups, out.size(1)), a, b, a2, b2, sizes, trans_b, out)
@@ -104,7 +104,8 @@ def launch_up(config: tuning.TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, acti
 
 
 def launch_rows(config: tuning.TensorCoreConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
-    """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], in a given configuration."""
+    """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], in a given configuration. With trans_b and without a2
+    out may be float32, to which nothing is rounded."""
     torch.ops.gbmoe_cuda.tensor_core_rows(
         a, b, a2, b2, device_sizes(sizes, a.device), trans_b, config.tile_m, config.tile_n, config.panel, out)
 

@@ -32,6 +32,16 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 PADDING, BEHIND_THE_LAST = -1, -2
 
 
+def linear(x_PK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T, [P,N], of operands of one dtype on one device; in float32 where they have 16 bits, of which no sum is rounded."""
+    if accumulate_dtype(x_PK.dtype) != x_PK.dtype:
+        # torch's product of this kind exists on CUDA alone, and refuses to be tuned. Elsewhere the operands are widened, which is exact.
+        if x_PK.device.type == "cuda" and not torch.cuda.tunable.is_enabled():
+            return torch.mm(x_PK, weight_NK.t(), out_dtype=torch.float32)
+        x_PK, weight_NK = x_PK.float(), weight_NK.float()
+    return torch.mm(x_PK, weight_NK.t())
+
+
 def route(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(scores [T,E], weights [T,K], ids [T,K], logsumexp [T]) of a router's logits; see gbmoe.ops.route.
 

@@ -1,11 +1,12 @@
-"""The operators, one file each: route, gmm, the padded gather and scatter, expert_mlp, grouped_mlp."""
+"""The operators, one file each: route, route_tokens, gmm, the padded gather and scatter, expert_mlp, grouped_mlp."""
 
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
 from gbmoe.ops.grouped_mlp import grouped_mlp
 from gbmoe.ops.permute import padded_gather, padded_scatter
+from gbmoe.ops.route_tokens import route_tokens
 from gbmoe.ops.router_softmax_topk import Routing, route
 
 from gbmoe.ops import router_logits  # noqa: F401  # isort: skip (of the layer's router, not public)
 
-__all__ = ["Routing", "expert_mlp", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route"]
+__all__ = ["Routing", "expert_mlp", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route", "route_tokens"]

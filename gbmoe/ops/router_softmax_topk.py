@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,12 +51,17 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
         tensor([[1, 2]])
     """
     require_tensor(logits_TE, "route", "logits", rank=2, dtypes=FLOATING)
-    require(isinstance(top_k, int) and 1 <= top_k <= logits_TE.size(1), "route", "top_k",
-            lambda: f"an int, 1 to {logits_TE.size(1)}, the number of experts", repr(top_k))
-    require(normalize is None or (isinstance(normalize, (int, float)) and normalize > 0), "route", "normalize", "None or a positive p",
-            repr(normalize))
+    require_choice("route", top_k, logits_TE.size(1), normalize)
     wide = autocast_enabled(logits_TE.device.type)
     return Routing(*_route(logits_TE, top_k, None if normalize is None else float(normalize), wide))
+
+
+def require_choice(operator: str, top_k: int, experts: int, normalize: float | None) -> None:
+    """Raise ValueError unless top_k and normalize are what route() takes."""
+    require(isinstance(top_k, int) and 1 <= top_k <= experts, operator, "top_k", lambda: f"an int, 1 to {experts}, the number of experts",
+            repr(top_k))
+    require(normalize is None or (isinstance(normalize, (int, float)) and normalize > 0), operator, "normalize", "None or a positive p",
+            repr(normalize))
 
 
 def kernels_take(experts: int, top_k: int, p: float | None) -> bool:
@@ -63,10 +69,11 @@ def kernels_take(experts: int, top_k: int, p: float | None) -> bool:
     return tuning.serves(experts, top_k) and _plain_powers(p, experts)
 
 
-def _kernels_serve(logits: torch.Tensor, top_k: int, p: float | None) -> bool:
-    if logits.device.type != "cuda" or logits.dtype == torch.float64 or not extension.loaded():
+def _kernels_serve(loaded: torch.Tensor, top_k: int, p: float | None, stored: torch.dtype | None = None) -> bool:
+    """Whether a kernel takes these logits and stores scores of a dtype (None: theirs); or these scores, and stores the logits' gradient."""
+    if loaded.device.type != "cuda" or torch.float64 in (loaded.dtype, stored) or not extension.loaded():
         return False
-    return kernels_take(logits.size(1), top_k, p)
+    return kernels_take(loaded.size(1), top_k, p)
 
 
 def _plain_powers(p: float | None, experts: int) -> bool:
@@ -82,25 +89,35 @@ def _scores_dtype(logits: torch.Tensor, wide: bool) -> torch.dtype:
     return torch.float32 if wide and logits.dtype != torch.float64 else logits.dtype
 
 
+def empty_routing(like: torch.Tensor, logits_shape: Sequence[int], top_k: int, logits_dtype: torch.dtype,
+                  scores_dtype: torch.dtype) -> Routing:
+    """The tensors of a Routing, for logits of that shape and dtype."""
+    tokens = logits_shape[0]
+    return Routing(like.new_empty(logits_shape, dtype=scores_dtype), like.new_empty(tokens, top_k, dtype=scores_dtype),
+                   like.new_empty(tokens, top_k, dtype=torch.int64),
+                   like.new_empty(tokens, dtype=plain_torch.accumulate_dtype(logits_dtype)))
+
+
+def route_logits(logits: torch.Tensor, top_k: int, p: float | None, scores_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """route() without checks and autograd, with scores and weights in another dtype."""
+    if not _kernels_serve(logits, top_k, p, scores_dtype):
+        return plain_torch.route(logits, top_k, p, scores_dtype)
+    outputs = empty_routing(logits, logits.shape, top_k, logits.dtype, scores_dtype)
+    config = tuning.forward(logits.size(1), top_k, logits.dtype == torch.float32)
+    torch.ops.gbmoe_cuda.route(aligned(logits), p or 0.0, *config, *outputs)
+    return tuple(outputs)
+
+
 def _route_fake(logits, top_k, p, wide):
-    dtype = _scores_dtype(logits, wide)
-    tokens = logits.size(0)
-    return (logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(tokens, top_k, dtype=dtype),
-            logits.new_empty(tokens, top_k, dtype=torch.int64),
-            logits.new_empty(tokens, dtype=plain_torch.accumulate_dtype(logits.dtype)))
+    return tuple(empty_routing(logits, logits.shape, top_k, logits.dtype, _scores_dtype(logits, wide)))
 
 
 def _route_kernel(logits, top_k, p, wide):
-    if not _kernels_serve(logits, top_k, p):
-        return plain_torch.route(logits, top_k, p, _scores_dtype(logits, wide))
-    outputs = _route_fake(logits, top_k, p, wide)
-    config = tuning.forward(logits.size(1), top_k, logits.dtype == torch.float32)
-    torch.ops.gbmoe_cuda.route(aligned(logits), p or 0.0, *config, *outputs)
-    return outputs
+    return route_logits(logits, top_k, p, _scores_dtype(logits, wide))
 
 
 def _route_backward_kernel(scores, ids, grad_scores, grad_weights, grad_logsumexp, p, dtype):
-    if not _kernels_serve(scores, ids.size(1), p):
+    if not _kernels_serve(scores, ids.size(1), p, dtype):
         return plain_torch.route_backward(scores, ids, grad_scores, grad_weights, grad_logsumexp, p, dtype)
     grad = torch.empty_like(scores, dtype=dtype)
     given = (None if g is None else aligned(g) for g in (grad_scores, grad_weights, grad_logsumexp))
@@ -122,7 +139,7 @@ def _backward(ctx, grad_scores, grad_weights, _grad_ids, grad_logsumexp):
     if grad_scores is None and grad_weights is None and grad_logsumexp is None:
         return None, None, None, None
     scores, ids = ctx.saved_tensors
-    return _route_backward_op(scores, ids, grad_scores, grad_weights, grad_logsumexp, ctx.p, ctx.dtype), None, None, None
+    return route_backward(scores, ids, grad_scores, grad_weights, grad_logsumexp, ctx.p, ctx.dtype), None, None, None
 
 
 _route = define(
@@ -130,7 +147,8 @@ _route = define(
     reference=_route_kernel, fake=_route_fake, setup_context=_setup_context, backward=_backward,
 )
 
-_route_backward_op = define(
+# The logits' gradient, in the dtype that it is given.
+route_backward = define(
     "route_backward(Tensor scores, Tensor ids, Tensor? grad_scores, Tensor? grad_weights, Tensor? grad_logsumexp, float? p,"
     " ScalarType dtype) -> Tensor",
     reference=_route_backward_kernel,

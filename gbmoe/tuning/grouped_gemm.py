@@ -207,6 +207,7 @@ def few_rows_linear(rows: int, columns: int) -> bool:
     tiles of tensor_core's and this kernel (in 16 columns), with 2,048 terms and 128 columns: 256 rows 17, 17 and 9, 1,024 rows 17, 17 and
     21, 2,048 rows 17, 17 and 37; 64 columns, 1,024 rows 16, 18 and 12; 4,096 terms and 8 columns, 4,096 rows 26, 33 and 22; 7,168 terms and
     256 columns, 256 rows 70, 50 and 30, 512 rows 70, 50 and 55. cuBLAS takes 5 to 32 for these; it splits sums.
+    All of these with results in bf16.
     """
     return rows * max(16, columns) <= 1 << 16
 
@@ -298,6 +299,13 @@ def rows_gemm(rows: int, groups: int, inner: int, columns: int, *, splits: bool 
         # Along M one CTA of a cluster idles where a group has an odd number of tiles, which is always so where it has one.
         clusters = (2, 1) if rows >= TILE_M * groups else (1, 1)
     return GemmConfig(SQUARE, *clusters, ping_pong=True, tile_counter=counter)
+
+
+@functools.lru_cache(maxsize=1024)
+def unrounded_rows_gemm(rows: int, inner: int, columns: int) -> GemmConfig:
+    """The configuration of out = a @ b.T of one group where out is float32, a router's logits: square tiles alone have a kernel for that,
+    without clusters. A router has few columns, which fill wide tiles badly."""
+    return replace(rows_gemm(rows, 1, inner, columns, splits=False), tile_n=SQUARE, cluster_m=1, cluster_n=1, ping_pong=True, most_ahead=0)
 
 
 def low_tiles_of_one_group(rows: int, groups: int, columns: int) -> bool:

@@ -99,6 +99,30 @@ def test_products_of_rows(device, dtype, kind):
             assert torch.equal(bits(product), bits(outs[OF_TENSOR_CORE[0]])), (inner, trans_b, name)
 
 
+@pytest.mark.parametrize("dtype", OF_16_BITS, ids=dtype_id)
+@pytest.mark.parametrize("kind", ["normal", "of all sizes", "cancelling", "denormal", "mostly zeros", "vanishing", "infinite", "nan"])
+def test_products_of_rows_in_float32(device, dtype, kind):
+    """A router's logits, one group: all bits of their sums, and in the engine's choice of kernels, too."""
+    pinned = engines.ENGINES[engines.batch_invariant("auto", device)]
+    for inner, rows in itertools.product(INNER, (5, 300)):
+        a = hard_numbers(kind, rows, inner, dtype=dtype, device=device, seed=1)
+        b = hard_numbers(kind, 1, COLUMNS, inner, dtype=dtype, device=device, seed=2)
+        outs = {"engine": pinned.linear(a, b[0])}
+
+        def out(name):
+            return outs.setdefault(name, torch.full((rows, COLUMNS), 7.0, device=device))
+
+        for config in OF_TENSOR_CORE:
+            tensor_core.launch_rows(config, a, b, None, None, None, True, out(config))
+        if has_hopper(device):
+            own_kernels.few_rows_linear(a, b[0], None, out("few rows"))
+            for counter in (False, True):
+                config = GemmConfig(SQUARE, ping_pong=True, tile_counter=counter)
+                hopper.launch_rows(config, a, b, None, None, None, True, out(config))
+        for name, product in outs.items():
+            assert torch.equal(bits(product), bits(outs[OF_TENSOR_CORE[0]])), (inner, rows, name)
+
+
 def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
     """The results of every kernel that computes an expert's first GEMM, the same of tokens and of rows gathered before."""
     rows, ffn, device, results = token_of_row.numel(), w1.size(1), w1.device, {}

@@ -94,6 +94,20 @@ def test_without_sizes_one_group_has_all_rows(device, config, rows, inner, colum
     assert torch.equal(*results) and torch.equal(results[0], (a.double() @ b[0].double().t()).to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("tile", TILES)
+def test_results_in_float32_are_the_sums_themselves(device, dtype, tile):
+    """A router's logits: what other results are rounded from, in rows that exist alone."""
+    for rows, inner, columns in ((70, 72, 24), (300, 136, 264)):
+        a, b = (torch.randn(*shape, device=device).to(dtype) for shape in ((rows, inner), (1, columns, inner)))
+        out, rounded = (poisoned(rows + 1, columns, dtype=of, device=device) for of in (torch.float32, dtype))
+        for results in (out, rounded):
+            tensor_core.launch_rows(TILES[tile], a, b, None, None, None, True, results[:rows])
+        exact = a.double() @ b[0].double().t()
+        assert float((out[:rows] - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+        assert torch.equal(out[:rows].to(dtype), rounded[:rows]) and bool(out[rows:].isnan().all())
+
+
 @EVERY_EMULATION
 @DTYPES
 @pytest.mark.parametrize("tile", TILES)
@@ -298,4 +312,6 @@ def test_a_tile_without_an_instance_is_refused():
     a, b = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((8, 8), (1, 8, 8)))
     with pytest.raises(RuntimeError, match="tensor_core_rows: no kernel has tiles of 32 x 32"):
         tensor_core.launch_rows(TensorCoreConfig(32, 32), a, b, None, None, torch.tensor([8]), False, torch.empty_like(a))
+    with pytest.raises(RuntimeError, match="tensor_core_rows: out has another dtype than the result"):  # b is not [E,N,K]
+        tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, torch.tensor([8]), False, torch.empty_like(a, dtype=torch.float32))
     assert tuning.tensor_core_rows_gemm(8, 1, 8) == TENSOR_CORE_LOW

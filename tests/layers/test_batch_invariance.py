@@ -99,40 +99,56 @@ def test_a_batch_of_nothing_is_served_by_anybody(engine):
     assert engines.select(engine, Problem(CPU, torch.bfloat16, 0, 4, 8, 16, False)).name == "reference"
 
 
-def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypatch):
-    """As nn.Linear computes them, but for the product of forward, which an engine does."""
-    monkeypatch.setattr(engines, "linear", lambda x, weight, engine: x @ weight.t() if engine == PINNED else None)
+def in_float32(x, weight, engine):
+    """What engines.linear computes, by the engine that is asked for."""
+    assert engine == PINNED
+    return x.float() @ weight.float().t()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypatch, dtype):
+    """As nn.Linear computes them, but for the product of forward, which an engine does, and which is not rounded."""
+    monkeypatch.setattr(engines, "linear", in_float32)
     torch.manual_seed(0)
-    x, weight, grad = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True), torch.randn(5, 16)
-    results = []
-    for of in (lambda: router_logits(x, weight, PINNED), lambda: F.linear(x, weight)):
-        logits = of()
-        results.append((logits, *torch.autograd.grad(logits, (x, weight), grad)))
-    for one, other in zip(*results):
+    x, weight = (torch.randn(rows, 8, dtype=dtype, requires_grad=True) for rows in (5, 16))
+    grad, logits = torch.randn(5, 16), router_logits(x, weight, PINNED)
+    assert logits.dtype == torch.float32 and torch.equal(logits, F.linear(x.float(), weight.float()))
+    gradients = torch.autograd.grad(logits, (x, weight), grad)
+    for one, other in zip(gradients, torch.autograd.grad(F.linear(x, weight), (x, weight), grad.to(dtype))):
         assert torch.equal(one, other)
     assert torch.autograd.grad(router_logits(x.detach(), weight, PINNED).sum(), weight)[0].shape == weight.shape
 
 
 def test_the_routers_logits_under_autocast(monkeypatch):
-    monkeypatch.setattr(engines, "linear", lambda x, weight, engine: x @ weight.t())
+    monkeypatch.setattr(engines, "linear", in_float32)
     with pytest.raises(TypeError, match="router_logits: weight: expected the dtype of x, torch.float32, got torch.bfloat16"):
         router_logits(torch.ones(2, 8), torch.ones(4, 8, dtype=torch.bfloat16), PINNED)
     with pytest.raises(ValueError, match=r"router_logits: weight: expected size\(1\) == 8, got 16"):
         router_logits(torch.ones(2, 8), torch.ones(4, 16), PINNED)
     with torch.autocast("cpu", torch.bfloat16):
-        assert router_logits(torch.ones(2, 8), torch.ones(4, 8), PINNED).dtype == torch.bfloat16
+        logits = router_logits(torch.full((2, 8), 1 + 2**-8), torch.full((4, 8), 1 + 2**-7), PINNED)
+    assert logits.dtype == torch.float32 and bool((logits == 8 + 2**-4).all())  # of operands that autocast has rounded
 
 
 def test_the_routers_logits_as_an_operator(monkeypatch):
-    monkeypatch.setattr(engines, "linear", lambda x, weight, engine: x @ weight.t())
-    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    monkeypatch.setattr(engines, "linear", in_float32)
+    x, weight = (torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True) for rows in (5, 16))
     torch.library.opcheck(torch.ops.gbmoe.router_logits.default, (x, weight, PINNED))
     compiled = torch.compile(lambda x, weight: router_logits(x, weight, PINNED) * 2, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 7, 0):
-        x = torch.randn(tokens, 8, requires_grad=True)
+        x = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
         for one, other in zip(torch.autograd.grad(compiled(x, weight).sum(), [x, weight]),
                               torch.autograd.grad((router_logits(x, weight, PINNED) * 2).sum(), [x, weight])):
             torch.testing.assert_close(one, other)
+
+
+def test_a_batch_invariant_router_rounded_its_logits(monkeypatch):
+    monkeypatch.setattr(engines, "linear", in_float32)
+    router = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=2, fp16=False, bf16=True, bias=False, device="cpu",
+                                  batch_invariant=True)).router
+    router.layer.weight.data.copy_(torch.tensor([[1.0] + 7 * [0], [1, 2**-8] + 6 * [0]]))
+    scores, _, experts = router(torch.ones(3, 8, dtype=torch.bfloat16))
+    assert experts.tolist() == [[1]] * 3 and scores.dtype == torch.bfloat16
 
 
 def layer_of(hidden, ffn, experts, top_k, **fields):
@@ -242,3 +258,21 @@ def test_the_routers_product_needs_no_tensor_of_sizes(engine, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_full", None)
     for tokens in (1, 300, 1024):
         layer.router(x[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("experts, hidden", [(8, 1032), (61, 2048), (128, 2048), (256, 7168), (896, 512)])
+def test_a_token_s_logits_felt_the_others(engine, dtype, experts, hidden):
+    """In float32, whose bits tell more than those of 16 bits: by every kernel that computes them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, weight = (torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (max(NUMBERS), experts))
+    of = engines.batch_invariant(engine, device)
+    exact_inputs.poison("cuda")
+    whole = router_logits(x, weight, of)
+    assert whole.dtype == torch.float32
+    exact = x.double() @ weight.double().t()
+    assert float((whole - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+    for number in NUMBERS:
+        for part in (slice(number), slice(max(NUMBERS) - number, None)):
+            assert torch.equal(router_logits(x[part], weight, of), whole[part]), number

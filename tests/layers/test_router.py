@@ -4,7 +4,9 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import gbmoe
 from gbmoe.layers import Arguments, LearnedRouter, router as router_module
 
 
@@ -73,3 +75,159 @@ def test_normalising_by_0_means_off_and_was_refused():
     layer, x = router(moe_top_k=2, moe_normalize_expert_weights=0), torch.randn(5, 16)
     assert layer.args.moe_normalize_expert_weights is None
     assert torch.equal(layer(x)[1], router(moe_top_k=2)(x)[1])
+
+
+def near_tie(dtype=torch.bfloat16, **fields):
+    """A router of two experts, and a token whose logits are equal once they are rounded: the second expert's is the higher one."""
+    layer = LearnedRouter(Arguments(hidden_size=2, moe_num_experts=2, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16,
+                                    device="cpu", **fields))
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    layer.layer.weight.data.copy_(torch.tensor([[1, 0], [1, step]]))
+    return layer, torch.ones(1, 2, dtype=dtype)
+
+
+def chosen(layer, x):
+    return layer(x)[2].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_were_rounded_before_the_choice(dtype):
+    layer, x = near_tie(dtype)
+    scores, weights, experts = layer(x)
+    assert experts.tolist() == [[1]] and scores.dtype == weights.dtype == dtype
+    (scores[:, 0].sum() + weights.sum()).backward()
+    assert layer.layer.weight.grad.dtype == dtype and bool(layer.layer.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_sent_tokens_to_other_experts(dtype):
+    moe = gbmoe.dMoE(Arguments(hidden_size=64, ffn_hidden_size=32, moe_num_experts=64, moe_top_k=6, fp16=dtype == torch.float16,
+                               bf16=dtype == torch.bfloat16, bias=False, device="cpu", moe_loss_weight=0)).eval()
+    x = torch.randn(1500, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = (x.double() @ moe.router.layer.weight.double().t()).topk(6).indices
+    with torch.no_grad():
+        assert torch.equal(moe.router(x)[2].sort().values, exact.sort().values)
+        assert moe(x).dtype == dtype
+
+
+def test_under_autocast_logits_were_rounded_before_the_choice():
+    layer, x = near_tie()
+    layer.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        for tokens in (x, x.float()):
+            scores, weights, experts = layer(tokens)
+            assert experts.tolist() == [[1]] and scores.dtype == weights.dtype == torch.float32
+
+
+def test_a_float32_router_of_tokens_in_bfloat16():
+    layer, x = near_tie()
+    layer.float()
+    layer.layer.weight.data[1, 1] = 2**-20
+    scores, weights, experts = layer(x)
+    assert experts.tolist() == [[1]] and scores.dtype == weights.dtype == torch.bfloat16
+    weights.sum().backward()
+    assert layer.layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_router_rounded_logits(backend):
+    torch.compiler.reset()
+    layer, x = near_tie()
+    assert chosen(torch.compile(layer, fullgraph=True, backend=backend), x) == [[1]]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_router_rounded_logits(strict):
+    layer, x = near_tie()
+    program = torch.export.export(layer.eval(), (x,), strict=strict)
+    assert "gbmoe.route_tokens" in str(program.graph) and program.module()(x)[2].tolist() == [[1]]
+
+
+def test_weights_in_place_of_the_routers_own():
+    """functional_call hands them over as tensors, or as fake ones while torch traces."""
+    layer, x = near_tie()
+    weight = layer.layer.weight.detach().flip(0)
+    assert torch.func.functional_call(layer, {"layer.weight": weight}, (x,))[2].tolist() == [[0]]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(t) for t in (weight, x)]
+        scores, _, experts = torch.func.functional_call(layer, {"layer.weight": fakes[0]}, (fakes[1],))
+        assert scores.dtype == torch.bfloat16 and experts.shape == (1, 1)
+
+
+class Subclass(torch.nn.Linear):
+    pass
+
+
+class Halved(torch.nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def with_a_forward_of_its_own(linear):
+    plain = linear.forward
+    linear.forward = lambda x: plain(x)
+
+
+def replaced_by(make):
+    def change(linear, router):
+        router.layer = make(linear)
+    return change
+
+
+def with_weights_of(linear, other):
+    other.weight = linear.weight
+    return other
+
+
+CHANGES = {
+    "wrapped": replaced_by(torch.nn.Sequential),
+    "subclass": replaced_by(lambda linear: with_weights_of(linear, Subclass(2, 2, bias=False, dtype=linear.weight.dtype))),
+    "bias": lambda linear, router: setattr(linear, "bias", torch.nn.Parameter(torch.zeros(2, dtype=linear.weight.dtype))),
+    "forward hook": lambda linear, router: linear.register_forward_hook(lambda module, args, out: out),
+    "forward pre-hook": lambda linear, router: linear.register_forward_pre_hook(lambda module, args: None),
+    "backward hook": lambda linear, router: linear.register_full_backward_hook(lambda module, *grads: None),
+    "backward pre-hook": lambda linear, router: linear.register_full_backward_pre_hook(lambda module, grads: None),
+    "parametrized": lambda linear, router: torch.nn.utils.parametrize.register_parametrization(linear, "weight", Halved()),
+    "forward of its own": lambda linear, router: with_a_forward_of_its_own(linear),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_is_more_than_a_linear_one_is_called(change):
+    """Its logits are taken as they come: here they are rounded, so that both are equal."""
+    layer, x = near_tie()
+    CHANGES[change](layer.layer, layer)
+    assert chosen(layer, x) == [[0]]
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if change not in ("wrapped", "subclass", "bias")])
+def test_beside_batch_invariant_it_was_computed_without_its_hooks(change):
+    layer, x = near_tie(batch_invariant=True)
+    CHANGES[change](layer.layer, layer)
+    with pytest.raises(TypeError, match="router.layer: expected a torch.nn.Linear without bias beside batch_invariant, and without hooks "
+                                        "or a forward of its own, got "):
+        layer(x)
+
+
+def test_hooks_of_all_modules_see_the_layer():
+    layer, x = near_tie()
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: out.flip(1) if module is layer.layer else None):
+        layer.layer.weight.data[1, 1] = 1
+        assert chosen(layer, x) == [[0]]
+    assert chosen(layer, x) == [[1]]
+
+
+def test_a_forward_that_torch_was_given_is_called(monkeypatch):
+    layer, x = near_tie()
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: torch.nn.functional.linear(x, self.weight).flip(1) + 0)
+    layer.layer.weight.data[1, 1] = 1
+    assert chosen(layer, x) == [[0]]
+
+
+@pytest.mark.parametrize("in_fp32, dtype", [(False, torch.bfloat16), (True, torch.float32)])
+def test_the_z_loss_keeps_its_dtype(monkeypatch, in_fp32, dtype):
+    kept = []
+    monkeypatch.setattr("gbmoe.layers.router.save_router_logsumexp", kept.append)
+    layer, x = near_tie(moe_zloss_weight=0.1, moe_zloss_in_fp32=in_fp32)
+    layer(x)
+    assert kept[0].dtype == dtype

@@ -10,9 +10,9 @@ import torch
 from gbmoe import extension
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import route
-from gbmoe.ops.router_softmax_topk import Routing
+from gbmoe.ops.router_softmax_topk import Routing, route_backward, route_logits
 from gbmoe.testing import exact_inputs
-from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
 
 SHAPES = [(33, 8, 2), (5, 1, 1), (64, 3, 3), (20, 16, 4), (17, 33, 5), (40, 64, 6), (50, 128, 8), (21, 256, 8), (9, 250, 7),
           (13, 512, 32), (11, 1024, 32), (7, 1000, 9), (10, 24, 8), (9, 160, 6), (6, 384, 8), (12, 16, 12), (9, 100, 20),
@@ -343,6 +343,53 @@ def test_what_no_kernel_serves_is_computed_in_plain_pytorch(monkeypatch):
 
     assert serves(1024, 32) and serves(1, 1, p=2.0)
     assert not serves(1025, 5) and not serves(48, 33) and not serves(48, 5, p=math.inf)
+    assert not module._kernels_serve(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32), 5, None, torch.float64)
     assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
     monkeypatch.setattr(extension, "loaded", lambda: False)
     assert not serves(48, 5)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
+@pytest.mark.parametrize("p", [None, 1.0, 3.0])
+def test_float32_logits_with_scores_of_16_bits(device, shape, dtype, p):
+    """The logits of a layer in 16 bits: chosen by as they are, and only the results are rounded."""
+    tokens, experts, top_k = shape
+    logits = torch.randn(tokens, experts, device=device, generator=exact_inputs.generator(device, 1))
+    exact_inputs.poison(device)
+    scores, weights, ids, logsumexp = route_logits(logits, top_k, p, dtype)
+    exact = logits.double()
+    assert torch.equal(exact.gather(1, ids), exact.topk(top_k).values)
+    for got, expected in zip((scores, weights, logsumexp), torchs(exact, ids, p)):
+        tolerance = 1e-5 if got is logsumexp else torch.finfo(dtype).eps
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance / 1e3 if dtype == torch.bfloat16 else 2**-24)
+    assert scores.dtype == weights.dtype == dtype and logsumexp.dtype == torch.float32
+
+
+def test_float32_logits_that_are_large_and_near_each_other(device):
+    """Kernels took logits above a million for ones that are either equal or far apart, as those of 16 bits are there."""
+    logits = torch.tensor([[2e6, 2e6 + 1, 2e6 - 2, -1e7], [3e38, -3e38, 3e38, 0], [-2e6, -2e6 - 0.5, -4e6, -2e6 - 1]], device=device)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        scores, _, ids, _ = route_logits(logits, 2, None, dtype)
+        torch.testing.assert_close(scores.double(), logits.double().softmax(1), rtol=torch.finfo(dtype).eps, atol=2**-24)
+        assert ids.tolist() == [[1, 0], [0, 2], [0, 1]]
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scores_dtype, dtype", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+                                                 (torch.float32, torch.bfloat16), (torch.float32, torch.float16)], ids=dtype_id)
+def test_a_gradient_in_another_dtype_than_the_scores(device, shape, scores_dtype, dtype):
+    """That of a float32 router's logits beside tokens of 16 bits, or under autocast the other way round."""
+    tokens, experts, top_k = shape
+    draw = [torch.randn(*size, device=device, generator=exact_inputs.generator(device, seed))
+            for seed, size in enumerate(((tokens, experts), (tokens, experts), (tokens, top_k), (tokens,)))]
+    scores, grads = draw[0].softmax(1).to(scores_dtype), (draw[1].to(scores_dtype), draw[2].to(scores_dtype), draw[3])
+    ids = scores.topk(top_k).indices
+    exact_inputs.poison(device)
+    result = route_backward(scores, ids, *grads, 1.0, dtype)
+    exact = plain_torch.route_backward(scores.double(), ids, *(g.double() for g in grads), 1.0, torch.float64)
+    assert result.dtype == dtype
+    tolerance = (1e-5 if dtype == torch.float32 else 1e-3) * (float(exact.abs().max()) if tokens else 1.0)
+    torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=tolerance)

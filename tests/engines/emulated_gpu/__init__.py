@@ -45,7 +45,7 @@ class _FewRowsArguments(ctypes.Structure):
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
                 *((name, ctypes.c_int) for name in ("tokens", "top_k", "row_blocks", "size_n", "size_k")),
                 ("b", ctypes.c_void_p * 2), ("activation", ctypes.c_int), ("out", ctypes.c_void_p * 3),
-                ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool)]
+                ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool)]
 
 
 class _Run(ctypes.Structure):
@@ -101,7 +101,7 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
     def rows(a, b, a2, b2, sizes, trans_b, tile_m, tile_n, panel, out):
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
                        b=_pointers(b, b2), out=_pointers(out))
-        call(kernels.rows, _DTYPES.index(a.dtype), tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
+        call(kernels.rows, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
 
     def weights(a, b, sizes, tile_m, tile_n, panel, accumulate, out):
         of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out))
@@ -125,7 +125,7 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
         call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
 
     def few_rows_linear(x, weight, sizes, out):
-        of = few_rows(x, sizes, out, b=_pointers(weight), out=_pointers(out))
+        of = few_rows(x, sizes, out, b=_pointers(weight), out=_pointers(out), out_is_float=out.dtype == torch.float32)
         call(kernels.few_rows_linear, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
 
     def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):

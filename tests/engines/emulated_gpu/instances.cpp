@@ -45,13 +45,14 @@ extern "C" {
 const char* failure() { return emulated_gpu::failure; }
 
 // Each returns whether there is an instance.
-bool rows(int dtype, int tile_m, int tile_n, bool trans_b, const Arguments* args, const Run* run) {
+bool rows(int dtype, bool to_float, int tile_m, int tile_n, bool trans_b, const Arguments* args, const Run* run) {
   bool found = false;
   with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     found = with_tile<WideTile, SquareTile, LowTile>(tile_m, tile_n, [&](auto tile) {
       using Tile = decltype(tile);
-      if (trans_b) launch<T, T, Tile, true, true, false, EpilogueKind::kStore>(*args, *run);
+      if (to_float && trans_b) launch<T, float, Tile, true, true, false, EpilogueKind::kStore>(*args, *run);
+      else if (trans_b) launch<T, T, Tile, true, true, false, EpilogueKind::kStore>(*args, *run);
       else launch<T, T, Tile, true, false, false, EpilogueKind::kStore>(*args, *run);
     });
   });
