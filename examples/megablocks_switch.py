@@ -14,8 +14,8 @@ import gbmoe.compat.megablocks
 
 gbmoe.compat.megablocks.register()  # before the first import of megablocks
 
-from megablocks.layers.arguments import Arguments
-from megablocks.layers.dmoe import dMoE
+from megablocks.layers.arguments import Arguments  # noqa: E402
+from megablocks.layers.dmoe import dMoE  # noqa: E402
 
 DEVICE = gbmoe.layers.arguments.default_device()
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
