@@ -155,7 +155,8 @@ CANNOT = {
     "moe_router_force_biased": -1.0, "moe_enable_routing_replay": True, "moe_token_dropping": True, "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.5, "moe_apply_probs_on_input": True, "moe_latent_size": 16, "moe_shared_expert_gate": True,
     "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8", "moe_extended_tp": True, "add_bias_linear": True,
-    "disable_bias_linear": False, "activation_func_clamp_value": 10.0, "glu_linear_offset": 1.0, "activation_func_fp8_input_store": True, "fp4": "e2m1", "use_mup": True,
+    "disable_bias_linear": False, "activation_func_clamp_value": 10.0, "glu_linear_offset": 1.0,
+    "activation_func_fp8_input_store": True, "fp4": "e2m1", "use_mup": True,
     "init_method_xavier_uniform": True,
 }
 
