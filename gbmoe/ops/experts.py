@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
+from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed, without_autocast
 from gbmoe.engines.base import GatheredRows
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
@@ -544,6 +544,7 @@ class _DownProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, grad_PH):
         a_PF, w2_EFH, sizes, slot_of_row_P = ctx.saved_tensors
         grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine)

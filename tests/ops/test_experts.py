@@ -1,5 +1,6 @@
 """expert_mlp: the fused operator and the composed path, every activation, engine and combination of frozen inputs."""
 
+import contextlib
 import weakref
 from functools import partial
 
@@ -960,3 +961,20 @@ def test_a_slot_beyond_the_weights_is_none(device, dtype, ffn, gated):
     for result, expected in zip(*results):
         assert bool(result.isfinite().all()) and torch.equal(result, expected)
     assert bool((results[0][0][clean < 0] == 0).all()) and int((results[0][-1] != 0).sum()) == 5
+
+
+@pytest.mark.parametrize("options", [dict(), dict(recompute_activation=False), dict(activation="silu")], ids=str)
+def test_an_autocast_around_backward_changed_the_dtype_of_its_products(device, options):
+    """Of those that autograd calls in Python: the second product of an activation without a kernel, and all of the fused operator."""
+    torch.manual_seed(0)
+    plan = RoutingPlan.from_experts(torch.tensor([[0, 1], [2, -1], [1, 1], [3, 0]], device=device), 4)
+    leaves = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((4, 16), (4, 8, 16), (4, 8, 16), (4, 8, 16), (4, 2))]
+
+    def gradients(context):
+        x, w1, w2, v1, weights = leaves
+        out = gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, **{"activation": F.mish, **options})
+        with context:
+            return torch.autograd.grad(out.square().sum(), leaves)
+
+    inside = gradients(torch.autocast(device.type, dtype=torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(inside, gradients(contextlib.nullcontext())))
