@@ -7,13 +7,17 @@ a call takes some 10 us longer.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gbmoe._checks import PLAIN
 from gbmoe._flop_counter import add_formula, hand_over
+
+_Function = TypeVar("_Function", bound=Callable)
 
 _LIBRARY = torch.library.Library("gbmoe", "FRAGMENT")
 
@@ -34,10 +38,9 @@ _below_autograd = _private("_C._AutoDispatchBelowAutograd")
 _after_autograd_keyset = _private("_C._after_autograd_keyset")
 _OpOverload = _private("_ops.OpOverload")
 
-# Computes an operator below autocast.
-_DispatchKey = _private("_C.DispatchKey")
-_DispatchKeySet = _private("_C.DispatchKeySet")
-_ExcludeDispatchKeyGuard = _private("_C._ExcludeDispatchKeyGuard")
+# Tells whether autocast is on for any type of device, and turns it off for all.
+_is_any_autocast_enabled = _private("_C._is_any_autocast_enabled")
+_DisableAutocast = _private("_C._DisableAutocast")
 
 # What tells whether anything would intercept a call. Levels and flags are variables of their modules: whether they exist is found out
 # here; their values are read at each call.
@@ -58,7 +61,7 @@ def _has(*found: Any) -> bool:
 
 
 _REGISTERS_AUTOGRAD = _has(_any_requires_grad, _below_autograd, _after_autograd_keyset) and hasattr(_OpOverload, "redispatch")
-_EXCLUDES_AUTOCAST = _has(_DispatchKey, _DispatchKeySet, _ExcludeDispatchKeyGuard)
+_DISABLES_AUTOCAST = _has(_is_any_autocast_enabled, _DisableAutocast)
 _SEES_WATCHERS = _HAS_LEVELS and _has(
     _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack, _is_legacy_batchedtensor, _peek_interpreter_stack)
 _CALLS_KERNELS = _REGISTERS_AUTOGRAD and _SEES_WATCHERS and _HAS_PROFILER_FLAG and _has(_profiler_enabled)
@@ -75,8 +78,9 @@ def define(
     a layer's kernels may take no more than 70 us.
 
     `reference` serves every device; `cuda`, where it is given, serves CUDA tensors. `backward` and `setup_context` are as in
-    torch.library.register_autograd; an operator without them is not differentiable. Under autocast the floating tensors at
-    the positions `autocast` are cast to the autocast dtype (float64 stays); all others are passed on unchanged.
+    torch.library.register_autograd; an operator without them is not differentiable, and its results need no gradient on any device. Under
+    autocast the floating tensors at the positions `autocast` are cast to the autocast dtype (float64 stays); all others are passed on
+    unchanged. What `reference`, `cuda` and `backward` compute is computed without autocast and, but for `backward`, below autograd.
 
     `waits` is a function of the arguments of a call on CUDA. It tells whether the host reads the values of some of them, as it does
     with sizes on the device. A CUDA graph must not contain such a call, because its replays would repeat the values of the recording.
@@ -89,6 +93,8 @@ def define(
     kernel = reference if cuda is None else cuda  # on CUDA
     if backward is None and name.endswith("_backward"):
         backward, setup_context = _refuse_second_derivative, None
+    elif backward is not None:
+        backward = without_autocast(backward)
 
     def described(*inputs):
         if flops is not None:
@@ -97,9 +103,9 @@ def define(
 
     def register(name: str, *tags: torch.Tag) -> tuple[torch._ops.OpOverload, type[torch.autograd.Function] | None]:
         _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, without_autocast(reference), "CompositeExplicitAutograd")
         if cuda is not None:
-            _LIBRARY.impl(name, cuda, "CUDA")
+            _LIBRARY.impl(name, without_autocast(cuda), "CUDA")
         torch.library.register_fake(f"gbmoe::{name}", described, lib=_LIBRARY)
         if flops is not None:
             add_formula(getattr(torch.ops.gbmoe, name), flops)
@@ -110,9 +116,13 @@ def define(
             _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
         elif backward is not None:
             torch.library.register_autograd(f"gbmoe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+        elif _REGISTERS_AUTOGRAD:
+            _LIBRARY.impl(name, functools.partial(_below_autograd_kernel, operator), "Autograd", with_keyset=True)
+        elif not schema.endswith("-> ()"):
+            torch.library.register_autograd(f"gbmoe::{name}", _no_gradients, setup_context=_mark_non_differentiable, lib=_LIBRARY)
         if autocast:
-            for device_type, key in (("cuda", "AutocastCUDA"), ("cpu", "AutocastCPU")):
-                _LIBRARY.impl(name, _autocast_kernel(operator, device_type, key, frozenset(autocast)), key)
+            for device_type, key in zip(_AUTOCASTS, ("AutocastCUDA", "AutocastCPU")):
+                _LIBRARY.impl(name, _autocast_kernel(operator, device_type, frozenset(autocast)), key)
         return operator, function
 
     operator, function = register(name)
@@ -127,11 +137,42 @@ def define(
             if by_host is not None and inputs[0].is_cuda and waits(*inputs):
                 return by_host(*inputs)
             return operator(*inputs)
-        if function is not None and torch.is_grad_enabled() and _any_requires_grad(*inputs):
-            return function.apply(*inputs, None)
+        if torch.is_grad_enabled() and _any_requires_grad(*inputs):
+            if function is not None:
+                return function.apply(*inputs, None)
+            with _below_autograd():
+                return kernel(*inputs)
         return kernel(*inputs)
 
     return call
+
+
+def without_autocast(function: _Function) -> _Function:
+    """The same function of arguments by position, called with autocast off for every type of device.
+
+    Autograd runs gradients under the autocast of the caller of backward(), and an operator's kernel runs under its caller's. Both are
+    given operands in the dtype to compute in.
+    """
+    @functools.wraps(function)
+    def call(*args):
+        if not (_is_any_autocast_enabled() if _DISABLES_AUTOCAST else any(map(torch.is_autocast_enabled, _AUTOCASTS))):
+            return function(*args)
+        with _autocast_off():
+            return function(*args)
+
+    return call  # type: ignore[return-value]
+
+
+_AUTOCASTS = ("cuda", "cpu")  # the types of devices for which operators have rules
+
+
+def _autocast_off() -> contextlib.AbstractContextManager:
+    if _DISABLES_AUTOCAST:
+        return _DisableAutocast()
+    stack = contextlib.ExitStack()
+    for device_type in _AUTOCASTS:
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
 
 
 def _is_unseen(inputs: tuple) -> bool:
@@ -216,6 +257,21 @@ def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward:
     return function, kernel
 
 
+def _below_autograd_kernel(operator: torch._ops.OpOverload, keyset, *inputs):
+    """The Autograd kernel of an operator that is not differentiable. Without one, what plain PyTorch computes inside would be recorded, and
+    torch would mark other results as needing a gradient that does not exist."""
+    with _below_autograd():
+        return operator.redispatch(keyset & _after_autograd_keyset, *inputs)
+
+
+def _mark_non_differentiable(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(*(output if isinstance(output, tuple) else (output,)))
+
+
+def _no_gradients(ctx, *grads):
+    raise AssertionError("no result needs a gradient")
+
+
 def _refuse_tangents(operator: torch._ops.OpOverload, inputs: tuple) -> None:
     """Raise where an input carries a derivative in forward mode, which would be lost silently."""
     if _HAS_LEVELS and _forward_ad._current_level < 0:
@@ -231,9 +287,7 @@ def _refuse_second_derivative(ctx, *grads):
     raise RuntimeError("gbmoe's operators are differentiable once: their gradients have no gradients of their own")
 
 
-def _autocast_kernel(operator, device_type: str, key: str, positions: frozenset[int]) -> Callable:
-    keys = _DispatchKeySet(getattr(_DispatchKey, key)) if _EXCLUDES_AUTOCAST else None
-
+def _autocast_kernel(operator, device_type: str, positions: frozenset[int]) -> Callable:
     def cast(position: int, value):
         if position in positions and isinstance(value, torch.Tensor) and value.is_floating_point() \
                 and value.dtype != torch.float64 and value.device.type == device_type:
@@ -241,7 +295,8 @@ def _autocast_kernel(operator, device_type: str, key: str, positions: frozenset[
         return value
 
     def kernel(*args):
-        with torch.autocast(device_type, enabled=False) if keys is None else _ExcludeDispatchKeyGuard(keys):
-            return operator(*(cast(position, value) for position, value in enumerate(args)))
+        operands = [cast(position, value) for position, value in enumerate(args)]
+        with _autocast_off():
+            return operator(*operands)
 
     return kernel

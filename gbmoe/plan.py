@@ -6,7 +6,7 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 from __future__ import annotations
 
 import functools
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass
 
 import torch
 
@@ -143,14 +143,21 @@ def _check_plan(plan: RoutingPlan) -> None:
         got = getattr(plan, argument).size(0)
         require(got == size, name, argument, lambda: f"{size} entries", got)  # noqa: B023  (called at once)
     require(plan.num_rows % plan.align == 0, name, "slot_of_row_P", lambda: f"a multiple of align == {plan.align} rows", plan.num_rows)
-    if plan._host_sizes_E is not None:
-        require_tensor(plan._host_sizes_E, name, "_host_sizes_E", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
-        got = plan._host_sizes_E.size(0)
-        require(got == experts, name, "_host_sizes_E", lambda: f"{experts} entries", got)
+
+
+class _Known:
+    """What gbmoe knows of a plan beyond its fields. Its attributes are no fields, so that dataclasses.replace does not pass them on. Each
+    is about certain tensors, whose identities tell whether it still holds after an assignment or in a copy. The defaults are those of a
+    plan that nobody has checked, such as one that another version has pickled."""
+
+    _of_tables: tuple = (None,) * 6  # what was checked or built: four tensors, num_experts and align; the next two are about these
+    _made_by_hand: bool = True
+    _in_expert_order: bool = False   # row r is token r, up to the first row that has no expert
+    _sizes: tuple[torch.Tensor, torch.Tensor] | None = None  # a padded_counts_E, and the same as int64 on the CPU
 
 
 @dataclass(eq=False)
-class RoutingPlan:
+class RoutingPlan(_Known):
     """Where each slot's row is. It is built once a layer call; gather, products, scatter and their gradients all read it.
 
     Slot t * K + j is token t's j-th choice. Rows are expert-major; inside an expert they follow slot order (the sort is
@@ -172,7 +179,8 @@ class RoutingPlan:
     A plan may be made by hand. Its tensors must have those shapes, be int32 and contiguous, and lie on one device; otherwise TypeError
     or ValueError names the one that does not. Their values are not checked: an entry outside its range (a row beyond P, a slot beyond
     T * K) counts as none, and no operator reads or writes outside its tensors, but rows on which row_of_slot and slot_of_row do not
-    agree may hold anything.
+    agree may hold anything. So is a plan of which a tensor is replaced, by dataclasses.replace or by an assignment; an assignment is
+    checked by the next operator that takes the plan.
 
     Example:
         >>> plan = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
@@ -187,15 +195,32 @@ class RoutingPlan:
     counts_E: torch.Tensor
     offsets_E1: torch.Tensor
     padded_counts_E: torch.Tensor
-    _host_sizes_E: torch.Tensor | None = field(default=None, repr=False)
-    _made_by_hand: bool = field(default=False, repr=False)
-    _in_expert_order: bool = field(default=False, repr=False)  # row r is token r, up to the first row that has no expert
     _trusted: InitVar[bool] = False  # made by gbmoe: the check, which takes several us, is left out
+    _in_order: InitVar[bool] = False
 
-    def __post_init__(self, _trusted: bool) -> None:
+    def __post_init__(self, _trusted: bool, _in_order: bool) -> None:
         if not _trusted:
             _check_plan(self)
-            self._made_by_hand = True
+        self._know(made_by_hand=not _trusted, in_order=_in_order)
+
+    def _know(self, made_by_hand: bool, in_order: bool) -> None:
+        self._of_tables = (self.row_of_slot_TK, self.slot_of_row_P, self.offsets_E1, self.padded_counts_E, self.num_experts, self.align)
+        self._made_by_hand, self._in_expert_order = made_by_hand, in_order
+
+    def _are_tables_known(self) -> bool:
+        """Whether none of the attributes that operators read was replaced since it was checked or built."""
+        row_of_slot_TK, slot_of_row_P, offsets_E1, padded_counts_E, num_experts, align = self._of_tables
+        return (row_of_slot_TK is self.row_of_slot_TK and slot_of_row_P is self.slot_of_row_P and padded_counts_E is self.padded_counts_E
+                and offsets_E1 is self.offsets_E1 and num_experts == self.num_experts and align == self.align)
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless kernels can take the plan's tensors as they are; operators call it.
+
+        What has been checked, or was built by gbmoe, is not looked at again.
+        """
+        if not self._are_tables_known():
+            _check_plan(self)
+            self._know(made_by_hand=True, in_order=False)
 
     @classmethod
     def from_experts(
@@ -261,7 +286,10 @@ class RoutingPlan:
             host_sizes_E = _bounded_counts(counts_E, num_rows, check)
             counts_E, check = host_sizes_E.to(device, non_blocking=True), "none"
         tables = _plan_of_counts(counts_E, num_rows, check)
-        return cls(counts_E.size(0), 1, *tables, _host_sizes_E=host_sizes_E, _in_expert_order=True, _trusted=True)  # type: ignore[misc]
+        plan = cls(counts_E.size(0), 1, *tables, _trusted=True, _in_order=True)  # type: ignore[misc]
+        if host_sizes_E is not None:
+            plan._sizes = plan.padded_counts_E, host_sizes_E
+        return plan
 
     @property
     def num_tokens(self) -> int:
@@ -294,17 +322,17 @@ class RoutingPlan:
     def pads_within_experts(self) -> bool:
         """Whether rows without a slot may lie among an expert's rows. If not, all of them lie behind the last expert, and no grouped
         product reads them."""
-        return self.align > 1 or self._made_by_hand
+        return self.align > 1 or self._made_by_hand or not self._are_tables_known()
 
     @property
     def is_in_expert_order(self) -> bool:
         """True where the tokens are the rows. Then token r's one slot has row r or none, and tokens without a row come last."""
-        return self._in_expert_order
+        return self._in_expert_order and self._are_tables_known()
 
     @property
     def has_host_sizes(self) -> bool:
         """True where host_sizes() does not wait, because the sizes are on the host already."""
-        return self._host_sizes_E is not None
+        return self._sizes is not None and self._sizes[0] is self.padded_counts_E
 
     def host_sizes(self) -> torch.Tensor:
         """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device once for each plan.
@@ -312,13 +340,17 @@ class RoutingPlan:
         Raises:
             ValueError: on the meta device, where there are no numbers.
         """
-        if self._host_sizes_E is None:
-            require(self.counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
-                    self.counts_E.device)
-            self._host_sizes_E = self.padded_counts_E.to("cpu", torch.int64)
-        elif not torch.compiler.is_compiling() and self._host_sizes_E.is_inference() and not torch.is_inference_mode_enabled():
-            self._host_sizes_E = self._host_sizes_E.clone()  # autograd cannot save a tensor that was made in inference mode
-        return self._host_sizes_E
+        if self._sizes is None or self._sizes[0] is not self.padded_counts_E:
+            require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
+                    self.padded_counts_E.device)
+            sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+        else:
+            sizes_E = self._sizes[1]
+            if torch.compiler.is_compiling() or not sizes_E.is_inference() or torch.is_inference_mode_enabled():
+                return sizes_E
+            sizes_E = sizes_E.clone()  # autograd cannot save a tensor that was made in inference mode
+        self._sizes = self.padded_counts_E, sizes_E
+        return sizes_E
 
     def exact(self) -> RoutingPlan:
         """The same plan without the rows behind the last expert. Waits for the device once for each plan."""
@@ -326,8 +358,20 @@ class RoutingPlan:
 
     def first_rows(self, rows: int) -> RoutingPlan:
         """The same plan with its first `rows` rows alone; no slot may have a row behind them."""
-        return replace(self, slot_of_row_P=self.slot_of_row_P[:rows], _in_expert_order=False, _trusted=True)
+        return self._same_tables(self.slot_of_row_P[:rows], self._sizes)
 
     def with_host_sizes(self, sizes_E: torch.Tensor) -> RoutingPlan:
         """The same plan, given its padded_counts_E as int64 on the CPU, so that host_sizes() does not wait."""
-        return replace(self, _host_sizes_E=sizes_E, _trusted=True)
+        name = "RoutingPlan.with_host_sizes"
+        require_tensor(sizes_E, name, "sizes", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
+        require(sizes_E.size(0) == self.num_experts, name, "sizes", lambda: f"{self.num_experts} entries", sizes_E.size(0))
+        plan = self._same_tables(self.slot_of_row_P, (self.padded_counts_E, sizes_E))
+        plan._in_expert_order = self.is_in_expert_order
+        return plan
+
+    def _same_tables(self, slot_of_row_P: torch.Tensor, sizes: tuple[torch.Tensor, torch.Tensor] | None) -> RoutingPlan:
+        self.check()
+        plan = type(self)(self.num_experts, self.align, self.row_of_slot_TK, slot_of_row_P, self.counts_E, self.offsets_E1,
+                          self.padded_counts_E, _trusted=True)
+        plan._sizes, plan._made_by_hand = sizes, self._made_by_hand
+        return plan

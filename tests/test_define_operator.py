@@ -1,6 +1,7 @@
 """Operators as torch sees them: called without the dispatcher, in forward mode and torch.func, and where their results lie."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import json
@@ -23,6 +24,7 @@ from gbmoe.float8 import quantize_rows, quantize_weights
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
 from gbmoe.ops.experts import plan_sizes
+from gbmoe.ops.permute import make_slot_map
 from gbmoe.testing import exact_inputs
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
@@ -339,6 +341,122 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
             assert result.untyped_storage().nbytes() == fake.untyped_storage().nbytes(), what
             assert storages.count(result.untyped_storage()._cdata) == 1, what
     assert seen == own_operators()
+
+
+# ------------------------------------------------------------------------------------------------------------ ambient modes
+
+
+def autocast_positions(name):
+    return {"gmm": (0, 1), "expert_mlp": (0, 5, 6, 7), "router_logits": (0, 1)}.get(name.removesuffix("_by_host"), ())
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)  # also fills what torch.empty gives with NaN
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "autocast": lambda device: torch.autocast(device.type, dtype=torch.bfloat16),
+    "autocast to float16": lambda device: torch.autocast(device.type, dtype=torch.float16),
+    "autocast of another device": lambda device: torch.autocast("cpu" if device.type == "cuda" else "cuda", dtype=torch.bfloat16),
+    "inference mode": lambda device: torch.inference_mode(),
+    "no_grad": lambda device: torch.no_grad(),
+    "anomaly detection": lambda device: torch.autograd.detect_anomaly(),
+    "deterministic algorithms": lambda device: deterministic(),
+}
+
+
+def rows_in_use(name, arguments, results):
+    """The results without the rows that may hold anything: those behind the last expert."""
+    base = name.removesuffix("_by_host")
+    if base == "gmm" and not arguments[3]:
+        return [results[0][:int(arguments[2].sum())]]
+    if base == "expert_mlp":
+        return [results[0], *(t[:int(arguments[4].sum())] for t in results[1:4]), *results[4:]]
+    if base == "mask_rows":
+        return [results[0], *results[2:]]  # of a ragged map only the entries that are in use count
+    return results
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mode_of_the_caller_changed_what_an_operator_computes(device, dtype, mode, monkeypatch):
+    """What runs in Python inside an operator was computed in autocast's dtype."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's own products refuse to be deterministic
+    for name, arguments in calls(device, dtype, TOKENS, TOP_K):
+        operator, positions = getattr(torch.ops.gbmoe, name).default, ()
+        with MODES[mode](device):
+            if torch.is_autocast_enabled(device.type):
+                positions = autocast_positions(name)
+        of_autocast = torch.float16 if "float16" in mode else torch.bfloat16
+        cast = [t.to(of_autocast) if place in positions and t is not None else t for place, t in enumerate(arguments)]
+        if name == "clear_rows_without_slot":
+            continue  # it writes to its argument, and computes nothing
+        expected = operator(*cast)
+        with MODES[mode](device):
+            got = operator(*arguments)
+        got, expected = (rows_in_use(name, cast, [r] if isinstance(r, torch.Tensor) else list(r)) for r in (got, expected))
+        for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert a.dtype == b.dtype, (name, index)
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda words: f"{name}, result {index}: {words}")
+
+
+@pytest.mark.parametrize("mode", ["autocast", "autocast to float16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_were_computed_in_the_dtype_of_an_autocast_around_backward(device, name, mode):
+    """Forward ran without it. Backward is often called inside it, against torch's advice."""
+    function, operands = functions(device)[name]
+    leaves = [t.clone().requires_grad_() for t in operands]
+
+    def gradients(context):
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        loss = sum((t * torch.linspace(-1, 1, t.numel(), device=device).view(t.shape)).sum() for t in results)
+        with context:
+            return torch.autograd.grad(loss, leaves)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(MODES[mode](device)), gradients(contextlib.nullcontext())))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_results_of_an_operator_without_a_gradient_needed_one(device_type):
+    """On the CPU plain PyTorch was recorded; through the dispatcher torch gave every result a gradient that only warns."""
+    device = torch.device(device_type)
+    weights = torch.rand(TOKENS, TOP_K, device=device)
+    for requires_grad in (False, True):
+        place = "cpu" if engines.FLOAT8_ENGINES["float8_block"][0].unavailable(device) else device_type
+        a, b = quantize_rows(torch.randn(48, 32, device=place)), quantize_weights(torch.randn(3, 64, 32, device=place))
+        sizes = torch.full((3,), 16, device=place)
+        scales = [t.requires_grad_(requires_grad) for t in (a.scales_PC, b.scales)]
+        plan = gbmoe.RoutingPlan.from_experts(torch.zeros(TOKENS, TOP_K, dtype=torch.int64, device=device), EXPERTS)
+        probs = weights.clone().requires_grad_(requires_grad)
+        for watched in (contextlib.nullcontext(), Watch()):
+            with watched:
+                out = gbmoe.gmm(a.values_PK, b.values_ENK, sizes, trans_b=True, scale_a=scales[0], scale_b=scales[1])
+                maps = make_slot_map(plan.row_of_slot_TK, rows=plan.num_rows, probs=probs)
+            assert not out.requires_grad and out.grad_fn is None
+            assert not any(t.requires_grad for t in maps if t is not None)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "autocast to float16"])
+def test_a_scaled_product_was_multiplied_in_the_dtype_of_autocast(device, mode):
+    """Its error grew from 2e-4 to 3e-3, and finite results became infinite."""
+    place = torch.device("cpu") if engines.FLOAT8_ENGINES["float8_block"][0].unavailable(device) else device
+    a, b = (1e3 * exact_inputs.exact_values(*shape, dtype=torch.float32, device=place, seed=1) for shape in ((96, 256), (2 * 128, 256)))
+    a, b = quantize_rows(a), quantize_weights(b.view(2, 128, 256))
+
+    def product():
+        return gbmoe.gmm(a.values_PK, b.values_ENK, torch.tensor([60, 36], device=place), trans_b=True, scale_a=a.scales_PC,
+                         scale_b=b.scales)
+
+    with MODES[mode](place):
+        got = product()
+    assert torch.equal(got, product()) and bool(got.isfinite().all())
 
 
 def private_names():

@@ -1,5 +1,7 @@
 """RoutingPlan: the order, the padding, the bound, and what happens to ids that name no expert."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gbmoe import RoutingPlan, expert_mlp, extension, plan
+from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather, plan
 from gbmoe.testing import cuda_graphs, exact_inputs
 
 
@@ -230,13 +232,104 @@ PLAN = RoutingPlan.from_experts(torch.tensor([[0, 1], [1, 2], [2, 0]]), 3, align
     (dict(offsets_E1=PLAN.offsets_E1[:3]), "offsets_E1: expected 4 entries, got 3"),
     (dict(num_experts=4), "counts_E: expected 4 entries, got 3"),
     (dict(align=0), "align: expected an int of at least 1, got 0"),
-    (dict(_host_sizes_E=PLAN.counts_E), "_host_sizes_E: expected dtype int64, got torch.int32"),
-    (dict(_host_sizes_E=PLAN.counts_E[:2].long()), "_host_sizes_E: expected 3 entries, got 2"),
 ])
 def test_a_plan_made_by_hand_must_have_the_shapes_that_kernels_trust(changes, words):
-    assert replace(PLAN, _host_sizes_E=PLAN.counts_E.long()).num_rows == 8  # one that fits
+    assert replace(PLAN, counts_E=PLAN.counts_E.clone()).num_rows == 8  # one that fits
     with pytest.raises((TypeError, ValueError), match="RoutingPlan: " + words):
         replace(PLAN, **changes)
+    if set(changes) == {"counts_E"}:  # no operator reads these
+        return
+    changed = copy.copy(PLAN)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    w = torch.ones(3, 4, 8)
+    for operator in (lambda: padded_gather(torch.ones(3, 8), changed), lambda: expert_mlp(torch.ones(3, 8), changed, w, w)):
+        with pytest.raises((TypeError, ValueError), match="RoutingPlan: " + words):
+            operator()
+
+
+@pytest.mark.parametrize("sizes_E, words", [
+    (PLAN.counts_E, "expected dtype int64, got torch.int32"),
+    (PLAN.counts_E[:2].long(), "expected 3 entries, got 2"),
+    (PLAN.counts_E.to("meta").long(), "expected device cpu, got meta"),
+])
+def test_sizes_on_the_host_that_are_not_the_plans(sizes_E, words):
+    assert PLAN.with_host_sizes(PLAN.padded_counts_E.long()).has_host_sizes
+    with pytest.raises((TypeError, ValueError), match="RoutingPlan.with_host_sizes: sizes: " + words):
+        PLAN.with_host_sizes(sizes_E)
+
+
+TABLES = ("row_of_slot_TK", "slot_of_row_P", "counts_E", "offsets_E1", "padded_counts_E")
+
+
+def by_replace(plan, tables):
+    return replace(plan, **tables)
+
+
+def by_assignment(plan, tables):
+    return by_assignment_to_the_plan_itself(copy.copy(plan), tables)
+
+
+def by_assignment_to_the_plan_itself(plan, tables):
+    for name, table in tables.items():
+        setattr(plan, name, table)
+    return plan
+
+
+def by_assignment_after_pickling(plan, tables):
+    return by_assignment(pickle.loads(pickle.dumps(plan)), tables)
+
+
+def by_copy_replace(plan, tables):
+    return copy.replace(plan, **tables)  # type: ignore[attr-defined]
+
+
+WAYS = [by_replace, by_assignment, by_assignment_to_the_plan_itself, by_assignment_after_pickling]
+WAYS += [by_copy_replace] if sys.version_info >= (3, 13) else []
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("make", ["from_experts", "from_counts", "exact", "with_host_sizes"])
+def test_a_plan_with_other_tables_kept_the_sizes_and_the_order_of_the_old_ones(device, make, change, compiled):
+    ids = torch.tensor([0, 0, 0, 1, 1, 2], device=device)
+    plan = RoutingPlan.from_experts(ids, 3) if make != "from_counts" else RoutingPlan.from_counts(torch.tensor([3, 2, 1]), 6, device=device)
+    plan = {"exact": plan.exact, "with_host_sizes": lambda: plan.with_host_sizes(plan.host_sizes())}.get(make, lambda: plan)()
+    x, w1, w2 = torch.randn(6, 16, device=device), torch.randn(3, 32, 16, device=device), torch.randn(3, 32, 16, device=device)
+    expert_mlp(x, plan, w1, w2)
+    plan.host_sizes()
+    other = RoutingPlan.from_experts(torch.tensor([2, 2, 2, 2, 1, 0], device=device), 3)
+    changed = change(plan, {name: getattr(other, name) for name in TABLES})
+    function = torch.compile(expert_mlp, backend="aot_eager", fullgraph=device.type == "cuda") if compiled else expert_mlp
+    torch.testing.assert_close(function(x, changed, w1, w2), expert_mlp(x, other, w1, w2), rtol=0, atol=0)
+    assert changed.host_sizes().tolist() == [1, 1, 4]
+    assert not changed.is_in_expert_order and changed.pads_within_experts
+
+
+def test_a_plan_keeps_what_is_known_of_it_in_copies_and_where_counts_are_replaced():
+    """Sizes on the host, which cost a wait, and that rows need no gather and no mask."""
+    plan = RoutingPlan.from_counts(torch.tensor([3, 2, 1]), 6)
+    plan.host_sizes()
+    for same in (plan, copy.copy(plan), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        same.counts_E = same.counts_E + 1  # as where they are summed over ranks
+        assert same.has_host_sizes and same.is_in_expert_order and not same.pads_within_experts
+        assert same.with_host_sizes(same.host_sizes()).is_in_expert_order and same.exact().has_host_sizes
+
+
+def test_a_graph_took_a_plans_old_sizes_after_an_assignment():
+    plan = RoutingPlan.from_experts(torch.tensor([0, 0, 0, 1]), 2)
+    other = RoutingPlan.from_experts(torch.tensor([1, 1, 0, 1]), 2)
+    x, w = torch.randn(4, 8), torch.randn(2, 4, 8)
+    plan.host_sizes()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def changed(plan, x):
+        for name in TABLES:
+            setattr(plan, name, getattr(other, name))
+        return expert_mlp(x, plan, w, w)
+
+    torch.testing.assert_close(changed(plan, x), expert_mlp(x, other, w, w))
+    assert plan.host_sizes().tolist() == [1, 3]
 
 
 def test_only_plans_that_are_built_say_that_they_pad_nothing():

@@ -55,7 +55,7 @@ def refused(call, error, text):
 
 
 def results(device):
-    """Outputs and gradients of each operator that has a gradient, of one that has none, and of one under autocast."""
+    """Outputs and gradients of each operator that has a gradient, of one that has none, of one under autocast, and in such a backward."""
     import gbmoe
     from gbmoe.compat import transformer_engine
 
@@ -91,6 +91,21 @@ def results(device):
         return out * probs_P[:, None]
 
     yield from with_gradients(permuted, leaf(9, 16), leaf(9, 4))
+
+    from gbmoe.float8 import quantize_rows, quantize_weights
+    a, b = quantize_rows(torch.randn(12, 32, device=device)), quantize_weights(torch.randn(4, 16, 32, device=device))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        scaled = gbmoe.gmm(a.values_PK, b.values_ENK, torch.full((4,), 3, device=device), trans_b=True,
+                           scale_a=a.scales_PC.requires_grad_(), scale_b=b.scales)
+    assert not scaled.requires_grad
+    yield scaled
+
+    def of_backward_in_autocast(a, b):
+        out = gbmoe.gmm(a, b, torch.full((4,), 3, device=device))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return torch.autograd.grad(out.square().sum(), (a, b))
+
+    yield from of_backward_in_autocast(leaf(12, 16), leaf(4, 16, 8))
 
     def twice():
         x = leaf(9, 16)

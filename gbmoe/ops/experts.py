@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed
+from gbmoe._define_operator import define, is_watched, may_be_batched, may_be_transformed, without_autocast
 from gbmoe.engines.base import GatheredRows
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.kernels import clear_rows_without_slot, plain_torch, scatter
@@ -449,14 +449,15 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
 
     If they lie among an expert's rows, the GEMMs of the weights' gradients read them. There act(0) is a factor of a and of dg, and its
     slope at 0 is one of dh. The other factors are zeros, but a NaN or an infinity times zero is NaN. The activation's result, and the
-    gradient that it hands back, may be its own memory, which must not be written to. So `masked` makes copies.
+    gradient that it hands back, may be its own memory, which must not be written to. So `masked` makes copies. Only g is cleared in place:
+    it is a factor of the gradient of act(h), where anomaly detection would see what rows that no product reads may hold.
     """
     w2_EFH = w2_EFH.to(computed_dtype(w2_EFH))
     cleared_P = slot_of_row_P if masked is None else None
     overwrites = computed = False
     version_of_w2 = _version(w2_EFH)
 
-    def up(w_EFH):
+    def up(w_EFH, cleared_P):
         h_PF = _grouped(xp_PH, w_EFH, sizes, True, engine)
         if cleared_P is not None:
             with torch.no_grad():  # gradients need no change, because those of these rows are not used
@@ -482,13 +483,13 @@ def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activ
                                f" {version_of_w2}, got {_version(w2_EFH)}")
         return _DownProduct.apply(a_PF.to(computed_dtype(a_PF)), w2_EFH, sizes, cleared_P, engine, first)
 
-    g_PF = None if v1_EFH is None else up(v1_EFH)
+    g_PF = None if v1_EFH is None else up(v1_EFH, slot_of_row_P)
     if not recompute:
-        return activated_product(up(w1_EFH), g_PF)
-    y_PH = checkpoint(activated_product, up(w1_EFH), g_PF, use_reentrant=False)
+        return activated_product(up(w1_EFH, cleared_P), g_PF)
+    y_PH = checkpoint(activated_product, up(w1_EFH, cleared_P), g_PF, use_reentrant=False)
     if y_PH is None:
         # The activation has overwritten the pre-activation, which backward needs. So that is computed once more, and copied this time.
-        y_PH = checkpoint(activated_product, up(w1_EFH), g_PF, use_reentrant=False)
+        y_PH = checkpoint(activated_product, up(w1_EFH, cleared_P), g_PF, use_reentrant=False)
     return y_PH
 
 
@@ -551,6 +552,7 @@ class _DownProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx, grad_PH):
         a_PF, w2_EFH, sizes, slot_of_row_P = ctx.saved_tensors
         grad_a = None if w2_EFH is None else _grouped(grad_PH, w2_EFH, sizes, True, ctx.engine)

@@ -119,7 +119,12 @@ def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):
     check_operands(a, b, trans_a, trans_b)
     if fills:  # checked inside the operator, which has the values, so that a compiled graph checks them too
         check_sizes(batch_sizes, a.size(0))
-    return engines.product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    out = engines.product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    if not fills and not trans_a and torch.is_anomaly_enabled():
+        # Rows that nobody reads are not written. Anomaly detection reads them, and takes what their memory held for a gradient.
+        rows = torch.arange(out.size(0), device=out.device)
+        out.masked_fill_((rows >= batch_sizes.sum().to(out.device)).unsqueeze(1), 0)
+    return out
 
 
 def _gmm_fake(a, b, batch_sizes, trans_a, trans_b, engine, fills):
@@ -164,7 +169,7 @@ def grouped(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
             *, engine: str) -> torch.Tensor:
     """gmm for a plan's sizes, which are known to be right and may sum to less than the rows: differentiable, without checks.
 
-    Rows behind the last group are neither read nor written. `sizes` are on the host or the device as the engine needs them
-    (gbmoe.ops.experts.plan_sizes).
+    Rows behind the last group are neither read nor written, but for anomaly detection, which reads them: there they are zeros. `sizes` are
+    on the host or the device as the engine needs them (gbmoe.ops.experts.plan_sizes).
     """
     return _gmm(a, b, sizes, trans_a, trans_b, engine, False)

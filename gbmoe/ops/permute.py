@@ -88,9 +88,10 @@ def padded_scatter(y_PH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tens
 
 
 def check_plan(plan: RoutingPlan, operator: str) -> None:
-    """Raise TypeError for what is no plan, such as the ids of which one is made."""
+    """Raise TypeError for what is no plan, such as the ids of which one is made, and as RoutingPlan.check does."""
     require(isinstance(plan, RoutingPlan), operator, "plan", "a RoutingPlan, as RoutingPlan.from_experts makes of expert ids",
             type(plan).__name__, TypeError)
+    plan.check()
 
 
 def _check(rows, operator, argument, plan, expected, dtypes) -> None:

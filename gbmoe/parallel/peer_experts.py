@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from gbmoe import engines
+from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import scatter
 from gbmoe.parallel import cost_model
@@ -165,6 +166,7 @@ def scales_rows(gradient_scale: float, dtype: torch.dtype, spread: Spread) -> bo
 
 class _PeerExperts(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, activation, engine, spread, arrived, rows, sizes_E, gradient_scale):
         memory = of_group(spread.group, x_TH.device, spread.timeout_seconds)
         save = any(ctx.needs_input_grad)
@@ -185,6 +187,7 @@ class _PeerExperts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @without_autocast
     def backward(ctx, grad_TH):
         (x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, row_of_slot_SK, slot_of_row_P, sizes_E,
          weights_SK) = ctx.saved_tensors

@@ -119,11 +119,12 @@ class PeerMemory:
     def regions(self, layout: Layout) -> Regions:
         """The regions of a layer. Where the memory is too small for them it grows, collectively: all ranks have equal layouts."""
         needed = layout.offsets["end"]
-        if needed > self._bytes:
-            self._grow(needed)
-        assert self._memory is not None
-        if layout not in self._regions:
-            self._regions[layout] = Regions(self._memory, self._handle, layout)
+        if needed > self._bytes or layout not in self._regions:
+            with torch.inference_mode(False):  # later steps may train: what inference mode makes can be written to only within it
+                if needed > self._bytes:
+                    self._grow(needed)
+                assert self._memory is not None
+                self._regions[layout] = Regions(self._memory, self._handle, layout)
         return self._regions[layout]
 
     def _grow(self, needed: int) -> None:

@@ -553,3 +553,20 @@ def test_float8_experts():
     loss = model(ids, labels=ids).loss
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_anomaly_detection_took_rows_of_dropped_slots_for_gradients(layout, device):
+    x_TH, ids_TK, weights_TK = inputs(torch.float64, device)
+    experts = make_experts(torch.float64, device, **layout_options(layout, torch.float64, device))
+    experts._is_expert_parallel = True
+    ids_TK = torch.where(torch.arange(ids_TK.numel(), device=device).view(ids_TK.shape) % 3 == 0, experts.num_experts, ids_TK)
+    expected = run_experts(experts, "gbmoe", x_TH, ids_TK, weights_TK)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills with NaN what torch.empty gives, as memory may hold anyway
+    try:
+        with torch.autograd.detect_anomaly():
+            found = run_experts(experts, "gbmoe", x_TH, ids_TK, weights_TK)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

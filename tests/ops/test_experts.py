@@ -1,5 +1,6 @@
 """expert_mlp: the fused operator and the composed path, every activation, engine and combination of frozen inputs."""
 
+import contextlib
 import weakref
 from functools import partial
 
@@ -973,3 +974,71 @@ def test_autocast_keeps_a_copy_of_every_weight_for_backward():
         gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"], activation="silu")
     dtypes = {name: [t.dtype for t in saved if t.shape == leaves[name].shape] for name in ("x", "w1")}
     assert dtypes == {"x": [torch.bfloat16], "w1": 3 * [torch.bfloat16]}
+
+
+@pytest.mark.parametrize("options", [dict(), dict(recompute_activation=False), dict(activation="silu")], ids=str)
+def test_an_autocast_around_backward_changed_the_dtype_of_its_products(device, options):
+    """Of those that autograd calls in Python: the second product of an activation without a kernel, and all of the fused operator."""
+    torch.manual_seed(0)
+    plan = RoutingPlan.from_experts(torch.tensor([[0, 1], [2, -1], [1, 1], [3, 0]], device=device), 4)
+    leaves = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((4, 16), (4, 8, 16), (4, 8, 16), (4, 8, 16), (4, 2))]
+
+    def gradients(context):
+        x, w1, w2, v1, weights = leaves
+        out = gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, **{"activation": F.mish, **options})
+        with context:
+            return torch.autograd.grad(out.square().sum(), leaves)
+
+    inside = gradients(torch.autocast(device.type, dtype=torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(inside, gradients(contextlib.nullcontext())))
+
+
+@contextlib.contextmanager
+def anomaly_detection_in_memory_full_of_nan(around_forward=True):
+    """Deterministic algorithms fill with NaN what torch.empty gives, as memory may hold anyway."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.autograd.detect_anomaly() if around_forward else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("around_forward", [True, False])
+@pytest.mark.parametrize("activation", ["silu", pytest.param(F.mish, id="mish"),
+                                        pytest.param(lambda h: h.mul_(torch.sigmoid(h)), id="in place")])
+@pytest.mark.parametrize("options", [dict(), dict(recompute_activation=False), dict(align=4), dict(align=4, recompute_activation=False),
+                                     dict(in_order=True), dict(in_order=True, recompute_activation=False)], ids=str)
+def test_anomaly_detection_took_rows_without_a_slot_for_gradients(device, activation, options, around_forward):
+    """Autograd was handed them as their memory was."""
+    torch.manual_seed(0)
+    options = dict(options)
+    align, in_order = options.pop("align", 1), options.pop("in_order", False)
+    ids = torch.tensor([[0, -1], [-1, -1], [2, 3], [1, 0], [0, 0], [3, -1], [2, 1]], device=device)
+    plan = RoutingPlan.from_counts(torch.tensor([2, 0, 3, 1], device=device), 7) if in_order \
+        else RoutingPlan.from_experts(ids, 4, align=align)
+    leaves = [torch.randn(*shape, device=device, requires_grad=True) for shape in ((7, 16), (4, 8, 16), (4, 8, 16), (4, 8, 16))]
+
+    def gradients(around_backward):
+        out = gbmoe.expert_mlp(leaves[0], plan, *leaves[1:], activation=activation, **options)
+        with around_backward:
+            return torch.autograd.grad(out.square().sum(), leaves)
+
+    expected = gradients(contextlib.nullcontext())
+    with anomaly_detection_in_memory_full_of_nan(around_forward):
+        got = gradients(torch.autograd.detect_anomaly())
+    assert all(bool(g.isfinite().all()) for g in got)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_grouped_product_within_anomaly_detection_has_no_undefined_rows(device):
+    torch.manual_seed(0)
+    a, b = torch.randn(9, 16, device=device, requires_grad=True), torch.randn(3, 16, 8, device=device, requires_grad=True)
+    sizes = torch.tensor([2, 0, 3])
+    with anomaly_detection_in_memory_full_of_nan():
+        out = experts._grouped(a, b, sizes.to(device) if device.type == "cuda" else sizes, False, "auto")
+        assert bool((out[5:] == 0).all())
+        grad, _ = torch.autograd.grad(out.square().sum(), (a, b))
+    assert bool((grad[5:] == 0).all()) and bool(grad.isfinite().all())
