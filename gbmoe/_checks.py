@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types that no __torch_function__ or __torch_dispatch__ intercepts
@@ -21,6 +26,37 @@ def require(condition: bool, operator: str, argument: str, expected: str | Calla
     if not condition:
         expected = expected() if callable(expected) else expected
         raise error(f"{operator}: {argument}: expected {expected}, got {got}")
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """"; the nearest is ..." with the one of `names` that `name` resembles most, for the end of a message; "" where it resembles none."""
+    found = difflib.get_close_matches(name, list(names), n=1) if isinstance(name, str) else []
+    return f"; the nearest is {found[0]}" if found else ""
+
+
+def require_choice(operator: str, argument: str, value: object, choices: tuple[str, ...], hint: str = "") -> None:
+    """Raise ValueError unless `value` is one of `choices`; the message ends with `hint`, or else with the nearest of them."""
+    if value not in choices:
+        require(False, operator, argument, f"one of {', '.join(choices)}", f"{value!r}{hint or nearest(value, choices)}")
+
+
+def names_the_nearest_field(cls: type[T]) -> type[T]:
+    """Decorates a dataclass: a keyword that is none of its fields raises a TypeError that names the nearest one.
+
+    The signature stays as it is, and dataclasses.replace, which calls the class, names the field as well.
+    """
+    generated = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(generated)
+    def __init__(self, *args, **kwargs):
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{cls.__name__}: {name}: expected one of its fields{nearest(name, names)}")
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
 
 
 def as_device(value: Any, operator: str) -> torch.device:

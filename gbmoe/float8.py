@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gbmoe._checks import require
+from gbmoe._checks import names_the_nearest_field, require
 
 FLOAT8 = torch.float8_e4m3fn
 TILE = 128
@@ -29,6 +29,7 @@ _LARGEST = 448.0  # of e4m3
 _FLOAT32_LARGEST = torch.finfo(torch.float32).max
 
 
+@names_the_nearest_field
 @dataclass(frozen=True)
 class Float8BlockScaling:
     """The recipe of DeepSeek-V3: e4m3, with a scale for 1 x 128 activations and gradients, and for 128 x 128 weights.

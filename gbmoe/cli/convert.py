@@ -1,8 +1,5 @@
 """`gbmoe convert`: MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back.
 
-    python -m gbmoe convert Mixtral-8x7B-v0.1 mixtral-megablocks --to megablocks
-    python -m gbmoe convert mixtral-megablocks mixtral-again --to transformers --experts w1
-
 gbmoe/compat/checkpoints/__init__.py says what the layouts are, and model_types.py in that folder of which models a dMoE computes the
 layers.
 """
@@ -10,12 +7,21 @@ layers.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 from gbmoe._atomic_files import one_line
+from gbmoe.cli.progress import StatusLine, time_left
+from gbmoe.cli.signals import sigterm_unwinds
 from gbmoe.compat import checkpoints
+
+EXAMPLES = """\
+python -m gbmoe convert Mixtral-8x7B-v0.1 mixtral-megablocks --to megablocks
+python -m gbmoe convert mixtral-megablocks mixtral-again --to transformers --experts w1
+python -m gbmoe convert model.safetensors model-megablocks.safetensors --to megablocks
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,29 +37,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert the checkpoint. Return 1 where it cannot be converted or written, and 2 where it is broken, that is, a checkpoint in no
-    layout. The reason is printed, and nothing of TARGET is left behind."""
+    """Convert the checkpoint. Return 2 where it cannot be converted or written, and 1 without the package that it takes. The reason is
+    printed, and nothing of TARGET is left behind."""
     if arguments.experts and arguments.to != "transformers":
         print("gbmoe convert: --experts goes with --to transformers", file=sys.stderr)
         return 2
-    # A batch job that runs out of time gets SIGTERM. As after an error, what was written so far is then removed.
-    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    started = time.monotonic()
     try:
-        checkpoints.convert_checkpoint(arguments.source, arguments.target, arguments.to,
-                                       experts=arguments.experts or "fused", report=_report)
+        # A batch job that runs out of time gets SIGTERM. As after an error, what was written so far is then removed.
+        with sigterm_unwinds(), StatusLine("gbmoe convert") as status:
+            checkpoints.convert_checkpoint(
+                arguments.source, arguments.target, arguments.to, experts=arguments.experts or "fused", report=partial(_report, status),
+                progress=lambda done, total, what: status.show(_progress(done, total, what, time.monotonic() - started)))
+    except BrokenPipeError:  # of the output; the conversion ends as other programs do
+        raise
+    except ImportError as error:
+        print(f"gbmoe convert: {error}", file=sys.stderr)
+        return 1
     except checkpoints.BrokenCheckpoint as broken:
         print(f"gbmoe convert: {one_line(broken)}", file=sys.stderr)
         return 2
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"gbmoe convert: {error}", file=sys.stderr)
-        return 1
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+        return 2
     return 0
 
 
-def _report(line: str) -> None:
+def _report(status: StatusLine, line: str) -> None:
     if line.startswith("warning: "):
-        print(f"gbmoe convert: {one_line(line)}", file=sys.stderr)
+        status.print_above(f"gbmoe convert: {one_line(line)}", sys.stderr)
     else:
-        print(one_line(line))
+        status.print_above(one_line(line))
+
+
+def _progress(done: int, total: int, what: str, seconds: float) -> str:
+    rate = f", {done / seconds / 1e9:.2f} GB/s" if seconds else ""
+    return f"{done / 1e9:.2f} of {total / 1e9:.2f} GB{rate}{time_left(seconds, done, total)}: {one_line(what, 200)}"

@@ -9,6 +9,11 @@ from gbmoe import engines
 from gbmoe.cli.describe_system import describe_extension, describe_machine, describe_versions
 from gbmoe.layers.arguments import default_device
 
+EXAMPLES = """\
+python -m gbmoe info
+python -m gbmoe info --json | python -m json.tool
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare --json."""

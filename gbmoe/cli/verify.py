@@ -21,6 +21,7 @@ import torch
 from gbmoe import RoutingPlan, engines, expert_mlp, gmm, padded_gather, padded_scatter
 from gbmoe._checks import dtype_name
 from gbmoe.cli.describe_system import DTYPES, device_argument, refusal
+from gbmoe.cli.progress import StatusLine
 from gbmoe.cli.text_table import print_table
 from gbmoe.layers import Arguments, dMoE
 from gbmoe.layers.arguments import default_device
@@ -29,6 +30,11 @@ from gbmoe.testing.exact_inputs import exact_values, fan_in_scale
 
 _HIDDEN, _FFN, _TOP_K = 64, 96, 2
 _ALIGNMENTS = (1, 16, 128)
+
+EXAMPLES = """\
+python -m gbmoe verify                 # every GPU architecture has kernels of its own: run it on the node that will train
+python -m gbmoe verify --device cpu
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small products gain nothing from more threads, and lose much on a busy machine
     try:
-        rows, notes = verify(device)
+        with StatusLine("gbmoe verify") as status:
+            rows, notes = verify(device, lambda done, total, what: status.show(f"{done} of {total}: {what}"))
     finally:
         torch.set_num_threads(threads)
     print_table(
@@ -102,15 +109,24 @@ class Operator:
         return any(trial.product for trial in self.trials)
 
 
-def verify(device: torch.device) -> tuple[list[Row], list[str]]:
-    """Verify everything that runs on `device`. Returns the table's rows, and a note for each engine or dtype that is left out."""
+def verify(device: torch.device, report: Callable[[int, int, str], object] = lambda done, total, what: None
+           ) -> tuple[list[Row], list[str]]:
+    """Verify everything that runs on `device`. Returns the table's rows, and a note for each engine or dtype that is left out.
+
+    `report` is called before each row with its number, the number of all, and its operator, engine and dtype.
+    """
     available = engines.availability(device)
     notes = {f"engine {name} is not available: {reason}": None for name, reason in available.items() if reason}
     usable = ["auto", *(name for name, reason in available.items() if not reason)]
     rows = [_verify_plan(device)]
+    done = 1
     for dtype in DTYPES.values():
-        for operator in _operators(device, dtype):
+        operators = list(_operators(device, dtype))
+        total = 1 + len(DTYPES) * sum(len(usable) if operator.uses_engines else 1 for operator in operators)
+        for operator in operators:
             for engine in usable if operator.uses_engines else ["-"]:
+                done += 1
+                report(done, total, f"{operator.name}, engine {engine}, {dtype_name(dtype)}")
                 refusals = [trial.product and refusal(engine, device, dtype, *trial.product) for trial in operator.trials]
                 trials = [trial for trial, reason in zip(operator.trials, refusals) if reason is None]
                 if trials:

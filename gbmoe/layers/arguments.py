@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gbmoe import engines
-from gbmoe._checks import as_device, require
+from gbmoe._checks import as_device, names_the_nearest_field, require, require_choice
 from gbmoe.float8 import Float8BlockScaling
 
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
@@ -26,6 +26,7 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+@names_the_nearest_field
 @dataclasses.dataclass
 class Arguments:
     """The arguments of a layer; mirrors megablocks.layers.arguments.Arguments field by field.
@@ -72,6 +73,7 @@ class Arguments:
     over mapped memory, with expert_parallel_exact, or with another mlp_impl than "gbmoe".
 
     Raises:
+        TypeError: for a keyword that is no field, naming the nearest one.
         ValueError: naming the field, what was expected and what came.
 
     Example:
@@ -147,10 +149,10 @@ class Arguments:
             require(isinstance(value, int) and value >= 1, "Arguments", name, "an int of at least 1", repr(value))
         require(self.moe_top_k <= self.moe_num_experts, "Arguments", "moe_top_k",
                 f"at most moe_num_experts == {self.moe_num_experts}", self.moe_top_k)
-        require(self.mlp_type in MLP_TYPES, "Arguments", "mlp_type", f"one of {', '.join(MLP_TYPES)}", repr(self.mlp_type))
         hint = " (one of MegaBlocks'; use 'gbmoe' instead)" if self.mlp_impl in MLP_IMPLS_OF_MEGABLOCKS else ""
-        require(self.mlp_impl in MLP_IMPLS, "Arguments", "mlp_impl", f"one of {', '.join(MLP_IMPLS)}", repr(self.mlp_impl) + hint)
-        require(self.engine in engines.names(), "Arguments", "engine", f"one of {', '.join(engines.names())}", repr(self.engine))
+        require_choice("Arguments", "mlp_type", self.mlp_type, MLP_TYPES)
+        require_choice("Arguments", "mlp_impl", self.mlp_impl, MLP_IMPLS, hint)
+        require_choice("Arguments", "engine", self.engine, tuple(engines.names()))
         if self.batch_invariant:
             self._check_batch_invariant()
         if self.fp8_recipe is not None:
@@ -166,9 +168,7 @@ class Arguments:
             value = getattr(self, name)
             require(value is None or (isinstance(value, int) and value >= least), "Arguments", name,
                     f"None or an int of at least {least}", repr(value))
-        transports = ("auto", "peer_memory", "exchange")
-        require(self.expert_parallel_transport in transports, "Arguments", "expert_parallel_transport",
-                f"one of {', '.join(transports)}", repr(self.expert_parallel_transport))
+        require_choice("Arguments", "expert_parallel_transport", self.expert_parallel_transport, ("auto", "peer_memory", "exchange"))
         rows = self.expert_parallel_rows
         require(rows is None or (isinstance(rows, (int, float)) and rows > 0), "Arguments", "expert_parallel_rows",
                 "None or a positive number, how many times the mean", repr(rows))

@@ -1,6 +1,9 @@
 """Arguments: MegaBlocks' fields and defaults, and what is refused."""
 
+import copy
 import dataclasses
+import inspect
+import pickle
 import types
 
 import pytest
@@ -91,3 +94,43 @@ def test_from_megatron_took_megatrons_fp8_recipe_for_gbmoes():
     assert from_megatron(types.SimpleNamespace(**fields, fp8_recipe="delayed")).fp8_recipe is None
     recipe = Float8BlockScaling()
     assert from_megatron(types.SimpleNamespace(**fields, fp8_recipe=recipe)).fp8_recipe is recipe
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: Arguments(hiden_size=64), "Arguments: hiden_size: expected one of its fields; the nearest is hidden_size"),
+    (lambda: dataclasses.replace(Arguments(), moe_topk=2), "Arguments: moe_topk: expected one of its fields; the nearest is moe_top_k"),
+    (lambda: Arguments(q=1), "Arguments: q: expected one of its fields"),
+    (lambda: Float8BlockScaling(power2_scale=True), "Float8BlockScaling: power2_scale: expected one of its fields; the nearest is"
+                                                    " power_2_scale"),
+])
+def test_a_field_that_does_not_exist_names_the_nearest(make, message):
+    with pytest.raises(TypeError) as raised:
+        make()
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("field, value, near", [
+    ("mlp_type", "swiglu", "glu"), ("mlp_impl", "gb_moe", "gbmoe"), ("engine", "hoper", "hopper"),
+    ("expert_parallel_transport", "peer-memory", "peer_memory"),
+])
+def test_a_choice_that_does_not_exist_names_the_nearest(field, value, near):
+    with pytest.raises(ValueError, match=rf"^Arguments: {field}: expected one of .*, got '{value}'; the nearest is {near}$"):
+        Arguments(**{field: value})
+
+
+def test_a_choice_of_another_type_names_no_nearest():
+    with pytest.raises(ValueError, match=r"got \['mlp'\]$"):
+        Arguments(mlp_type=["mlp"])
+
+
+def test_the_signature_of_arguments_shows_its_fields():
+    parameters = inspect.signature(Arguments).parameters
+    assert list(parameters) == [field.name for field in dataclasses.fields(Arguments)]
+    assert parameters["hidden_size"].default == 1024 and "hidden_size: 'int' = 1024" in str(inspect.signature(Arguments))
+
+
+def test_arguments_can_be_positional_copied_and_pickled():
+    args = Arguments(64, 128)
+    assert (args.hidden_size, args.ffn_hidden_size) == (64, 128)
+    for again in (copy.copy(args), copy.deepcopy(args), pickle.loads(pickle.dumps(args)), dataclasses.replace(args)):
+        assert (type(again), again.hidden_size, again.ffn_hidden_size) == (Arguments, 64, 128)

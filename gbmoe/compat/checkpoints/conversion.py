@@ -11,11 +11,12 @@ from pathlib import Path
 from gbmoe._atomic_files import appears_complete
 from gbmoe.compat.checkpoints import layouts
 from gbmoe.compat.checkpoints.arguments import ARGUMENTS_FILE, Config, as_source
-from gbmoe.compat.checkpoints.files import INDEX, Tensors, check_index, copy_others, read_index, shards, write
+from gbmoe.compat.checkpoints.files import INDEX, Tensors, check_index, copy_others, output_bytes, read_index, shards, write
 
 
 def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to: str, *, experts: str = "fused",
-                       report: Callable[[str], object] = lambda line: None) -> None:
+                       report: Callable[[str], object] = lambda line: None,
+                       progress: Callable[[int, int, str], object] = lambda done, total, what: None) -> None:
     """Write the checkpoint at `source` to `target`, its MoE layers in the other layout.
 
     One tensor of the result is in memory at a time, which may hold the matrices of all experts of a layer; the source is mapped. A
@@ -37,6 +38,7 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
         experts: with to="transformers", as in to_transformers.
         report: called with a line for every file that was written or left out, a line with the Arguments, and lines that begin
             with "warning: ".
+        progress: called before each tensor of the result is made, with the bytes of tensors that are written, those of all, and its name.
 
     Raises:
         ImportError: without the package safetensors.
@@ -65,18 +67,32 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
             _require_free(arguments_file)
         for warning in _warnings(source, to, config, layers):
             report(f"warning: {warning}")
+        begin = _counted(plan, tensors, progress)
         with appears_complete(target) as partial_target:
             if source.is_dir():
                 partial_target.mkdir()
-                _write_folder(source, partial_target, plan, tensors, index, report)
+                _write_folder(source, partial_target, plan, tensors, index, report, begin)
             else:
-                write(partial_target, plan[source], tensors, tensors.metadata(source))
+                write(partial_target, plan[source], tensors, tensors.metadata(source), begin)
                 report(f"wrote {target}")
             if arguments is not None and to == "megablocks":
                 with appears_complete(arguments_file or partial_target / ARGUMENTS_FILE) as partial_file:
                     partial_file.write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
                 report(f"wrote {arguments_file or ARGUMENTS_FILE}")
                 report(f"each MoE layer is gbmoe.dMoE({as_source(arguments)})")
+
+
+def _counted(plan: dict[Path, list[layouts.Output]], tensors: Tensors, progress: Callable[[int, int, str], object]
+             ) -> Callable[[layouts.Output], object]:
+    """A function to be called before each output is made, which calls `progress`."""
+    total, done = sum(output_bytes(output, tensors) for outputs in plan.values() for output in outputs), 0
+
+    def begin(output: layouts.Output) -> None:
+        nonlocal done
+        progress(done, total, output.name)
+        done += output_bytes(output, tensors)
+
+    return begin
 
 
 def _require_free(target: Path) -> None:
@@ -103,9 +119,9 @@ def _warnings(source: Path, to: str, config: Config | None, layers: list[layouts
 
 
 def _write_folder(source: Path, folder: Path, plan: dict[Path, list[layouts.Output]], tensors: Tensors, index: dict | None,
-                  report: Callable[[str], object]) -> None:
+                  report: Callable[[str], object], begin: Callable[[layouts.Output], object]) -> None:
     for path, outputs in plan.items():
-        write(folder / path.name, outputs, tensors, tensors.metadata(path))
+        write(folder / path.name, outputs, tensors, tensors.metadata(path), begin)
         report(f"wrote {path.name}")
     if index is not None:
         weight_map = {output.name: path.name for path, outputs in plan.items() for output in outputs}

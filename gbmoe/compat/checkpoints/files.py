@@ -136,20 +136,27 @@ def copy_others(paths: list[Path], folder: Path, report: Callable[[str], object]
             report(f"left out {path.name}")
 
 
-def write(path: Path, outputs: list[Output], tensors: Tensors, metadata: Mapping[str, str] | None) -> None:
+def output_bytes(output: Output, tensors: Tensors) -> int:
+    """The size of its data in a file."""
+    source = tensors[output.sources[0]]
+    return source.nbytes if output.build is None else math.prod(output.shape) * source.element_size()
+
+
+def write(path: Path, outputs: list[Output], tensors: Tensors, metadata: Mapping[str, str] | None,
+          begin: Callable[[Output], object] = lambda output: None) -> None:
     """Write a safetensors file one tensor after the other; the library can only write tensors that are all in memory.
 
     The format is the header's length in 8 bytes, the header as JSON, padded with spaces to a multiple of 8 bytes, and the data. As
-    in the library's files the widest dtypes come first, so that every tensor is aligned.
+    in the library's files the widest dtypes come first, so that every tensor is aligned. `begin` is called before a tensor is made.
     """
     width_of = {output.name: tensors[output.sources[0]].element_size() for output in outputs}
     outputs = sorted(outputs, key=lambda output: (-width_of[output.name], output.name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for output in outputs:
-        (shape, dtype), size = tensors.signature(output.sources[0]), tensors[output.sources[0]].nbytes
+        (shape, dtype), size = tensors.signature(output.sources[0]), output_bytes(output, tensors)
         if output.build is not None:
-            shape, size = list(output.shape), math.prod(output.shape) * width_of[output.name]
+            shape = list(output.shape)
         header[output.name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -159,6 +166,7 @@ def write(path: Path, outputs: list[Output], tensors: Tensors, metadata: Mapping
     with open(path, "xb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for output in outputs:
+            begin(output)
             _write_bytes(file, output.value(tensors))
         file.flush()
         os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -121,3 +122,13 @@ class Absent(Peer):
 class CrashingImport(Peer):
     def unavailable(self, device):
         os._exit(3)
+
+
+class Slow(Peer):
+    """Starts a program, says which, and takes long."""
+
+    def layer(self, case, weights):
+        child = subprocess.Popen(["sleep", "600"])
+        with open(os.environ["GBMOE_TEST_LOG"], "w") as log:
+            log.write(f"{os.getpid()} {child.pid}\n")
+        time.sleep(600)

@@ -72,7 +72,7 @@ def test_layers_that_no_dmoe_computes_are_refused_by_their_field(model_type, fie
 def test_deepseek_v2_with_groups_and_a_scaling_factor_was_written_without_a_word(saved, tmp_path, capsys):
     config = config_of("deepseek_v2", topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=16.0)
     source = saved(config, block(prefix="model.layers.1.mlp."))
-    assert main(["convert", str(source), str(tmp_path / "target"), "--to", "megablocks"]) == 1
+    assert main(["convert", str(source), str(tmp_path / "target"), "--to", "megablocks"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "topk_method: " in printed.err and "routed_scaling_factor: expected 1, got 16.0" in printed.err
     assert not (tmp_path / "target").exists()
@@ -97,7 +97,7 @@ def test_a_refused_model_type_is_told_what_it_needs(model_type, saved, tmp_path)
 def test_an_unknown_model_type_is_refused_and_the_known_ones_are_named(saved, tmp_path, capsys):
     source = saved(config_of("novel_moe"))
     for to in ("megablocks", "transformers"):
-        assert main(["convert", str(source), str(tmp_path / "target"), "--to", to]) == 1
+        assert main(["convert", str(source), str(tmp_path / "target"), "--to", to]) == 2
         err = capsys.readouterr().err
         assert "model_type: expected one of cohere2_moe, deepseek_v2, " in err and "got 'novel_moe': whether a dMoE computes" in err
     assert not (tmp_path / "target").exists()

@@ -20,34 +20,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write everything that could be read. Return 1, with a message that names it, where a file or a configuration of the suite is
-    missing or broken or a row of gbmoe's is wrong; 2 where the files cannot be joined or written, or none of them holds results."""
+    """Write everything that could be read. Return 2, with a message that names it, where a file is missing or broken, or the files
+    cannot be joined or written; otherwise 1 where a configuration of the suite is missing or a row of gbmoe's is wrong."""
     problem = run_file.make_folder_for("--json", arguments.json)
     if problem:
         return _fail(problem)
     contents, broken = run_file.read_all(_files(arguments.parts))
-    if not contents and any(problem.status == 2 for problem in broken):
-        return _fail(*broken)
-    problems = list(map(str, broken))
-    if contents:
-        try:
-            merged, missing = merge(list(contents.values()), arguments.baseline)
-        except ValueError as error:
-            return _fail(error)
-        problems += [f"no result of {name}" for name in missing] + run_file.faults(merged)
-        if arguments.baseline and all(row["by"] != arguments.baseline for row in merged["rows"]):
-            present = ", ".join(sorted({row["by"] for row in merged["rows"]}))
-            problems.append(f"no row is by {arguments.baseline}: expected one of {present}")
-        try:
-            run_file.write(arguments.json, merged)
-        except OSError as error:
-            return _fail(f"{arguments.json}: {error.strerror}")
-        there = len(merged["configurations"]) - len(missing)
-        print(f"{arguments.json}: {len(merged['rows'])} rows of {there} configurations")
-    else:
-        problems.append("no file holds results, nothing is written")
-    _fail(*problems)
-    return 1 if problems else 0
+    if not contents:
+        return _fail(*broken, "no file holds results, nothing is written")
+    try:
+        merged, missing = merge(list(contents.values()), arguments.baseline)
+    except ValueError as error:
+        return _fail(error)
+    wrong = list(map(str, broken))
+    if arguments.baseline and all(row["by"] != arguments.baseline for row in merged["rows"]):
+        present = ", ".join(sorted({row["by"] for row in merged["rows"]}))
+        wrong.append(f"--baseline: no row is by {arguments.baseline}: expected one of {present}")
+    try:
+        run_file.write(arguments.json, merged)
+    except OSError as error:
+        return _fail(f"{arguments.json}: {error.strerror}")
+    there = len(merged["configurations"]) - len(missing)
+    print(f"{arguments.json}: {len(merged['rows'])} rows of {there} configurations")
+    faults = [f"no result of {name}" for name in missing] + run_file.faults(merged)
+    _fail(*wrong, *faults)
+    return 2 if wrong else 1 if faults else 0
 
 
 def merge(contents: Sequence[dict], baseline: str | None = None) -> tuple[dict, list[str]]:

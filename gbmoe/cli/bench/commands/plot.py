@@ -19,9 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the pictures and print their names; 1 where a file is missing or broken or has nothing to draw, or where a picture of
-    --only is none of theirs; 2 where all that is there to read is broken, where two files are of one suite, and where the pictures
-    cannot be written."""
+    """Write the pictures and print their names. Return 2 where a file is missing or broken, two files are of one suite, a picture of --only
+    is none of theirs, or the pictures cannot be written; otherwise 1 where a file has nothing to draw, and without matplotlib."""
     if not is_importable("matplotlib"):
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
@@ -31,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not contents:
         for problem in problems:
             print(f"gbmoe bench plot: {problem}", file=sys.stderr)
-        return max(problem.status for problem in problems)
+        return 2
     problem = run_file.apart(contents.values())
     if problem:
         print(f"gbmoe bench plot: {one_line(problem)}", file=sys.stderr)
@@ -58,4 +57,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(line)
     for problem in problems:
         print(f"gbmoe bench plot: {problem}", file=sys.stderr)
-    return 1 if problems or idle else 0
+    return 2 if problems else 1 if idle else 0

@@ -27,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write what can be reported; 1 where a file is missing or broken, a row of gbmoe's is wrong, or the README has no
-    place for its part, which is of the first file or of none; 2 where the page cannot be written, and where all that is there
-    to read is broken, or files of one suite are timed in two ways: there is no page then."""
+    """Write what can be reported. Return 2 where a file is missing or broken or cannot be written, or the README has no place for its
+    part, which is of the first file or of none; otherwise 1 where a row of gbmoe's is wrong. There is no page where no file can be read,
+    or files of one suite are timed in two ways."""
     problem = run_file.make_folder_for("--output", arguments.output)
     if problem:
         return _fail(problem)
     contents, broken = run_file.read_all(arguments.files)
-    if not contents and any(problem.status == 2 for problem in broken):
+    if not contents:
         return _fail(*broken)
     problem = run_file.apart(contents.values())
     if problem:
@@ -49,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.readme and first:
         pictures = _pictures(arguments.pictures, arguments.readme.parent)
         problems += _insert(arguments.readme, markdown_page.main_table(first), markdown_page.main_pictures(first, pictures))
-    problems += [fault for content in contents.values() for fault in run_file.faults(content)]
-    _fail(*problems)
-    return 1 if problems else 0
+    faults = [fault for content in contents.values() for fault in run_file.faults(content)]
+    _fail(*problems, *faults)
+    return 2 if problems else 1 if faults else 0
 
 
 def _fail(*problems: object) -> int:

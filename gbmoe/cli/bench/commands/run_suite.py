@@ -148,6 +148,10 @@ def _problem(arguments: argparse.Namespace) -> str | None:
         problem = rank_processes.problem(arguments.suite, device)
         if problem or not rank_processes.is_first():
             return problem
+    if arguments.output and not arguments.list_configs:
+        problem = run_file.make_folder("--output", arguments.output)
+        if problem:
+            return problem
     return run_file.make_folder_for("--json", arguments.json) if arguments.json else None
 
 
@@ -199,7 +203,6 @@ def _run_part(arguments: argparse.Namespace, choice: Choice, configurations: lis
             if tells:
                 print(f"{path} is there already; --force runs its configuration again")
             return _judge(content, tells)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     return _run_and_show(arguments, choice, configurations, [configurations[arguments.config]], path)
 
 
@@ -265,7 +268,11 @@ def _run_and_show(arguments: argparse.Namespace, choice: Choice, configurations:
                       "clocks_at_end": describe_clocks(choice.device)}
             run_file.finish(content)
             if path and tells:  # after each configuration, so that an interrupted run keeps what it has done
-                run_file.write(path, content)
+                try:
+                    run_file.write(path, content)
+                except OSError as error:  # the folder could be written to at first
+                    print(f"gbmoe bench: {path}: {error.strerror}", file=sys.stderr)
+                    return 2
     if tells:
         table_and_progress.print_content(content)
     return _judge(content, tells)

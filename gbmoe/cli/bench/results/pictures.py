@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # and not pyplot, which needs a backend for the whole process and keeps its figures
 
+from gbmoe._atomic_files import appears_complete
 from gbmoe.cli.bench.measurements.base import MOVING
 from gbmoe.cli.bench.results.schema import is_disturbed, timing_of
 from gbmoe.cli.bench.results.table_and_progress import by_kind, measured, without_cap
@@ -37,7 +38,8 @@ def draw(content: dict, folder: Path, only: Collection[str] | None = None) -> li
             for extension, metadata in _METADATA.items():
                 path = folder / f"{content['suite']}-{name}.{extension}"
                 if only is None or path.name in only:
-                    figure.savefig(path, metadata=metadata)
+                    with appears_complete(path, replaces=True) as partial_path:
+                        figure.savefig(partial_path, format=extension, metadata=metadata)
                     written.append(path)
     return written
 

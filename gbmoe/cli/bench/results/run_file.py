@@ -12,6 +12,7 @@ picture or joined file compares the two.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,16 +27,7 @@ from gbmoe.cli.describe_system import describe_clocks, describe_extension, descr
 
 
 class BrokenFile(Exception):
-    """Raised for a file that holds no results; its text, a line, names the file."""
-
-    # The exit status of a command that has no other file to work on.
-    status = 2
-
-
-class UnreadFile(BrokenFile):
-    """Raised for a file that is missing or cannot be read."""
-
-    status = 1
+    """Raised for a file that is missing, cannot be read or holds no results; its text, a line, names the file."""
 
 
 def describe_run(conditions: Conditions, limit_rows: Sequence[dict], **more) -> dict:
@@ -77,12 +69,20 @@ def make_folder_for(option: str, path: Path) -> str | None:
     """Make the folder of a file that is to be written at `path`. Returns why it cannot be written, or None where it can."""
     if path.is_dir():
         return f"{option}: {path} is a directory"
+    if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+        return None
+    return make_folder(option, path.parent)
+
+
+def make_folder(option: str, folder: Path) -> str | None:
+    """Make a folder in which files are to be written. Returns why they cannot be, or None where they can."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: the file system may be read-only, or none for files
     except (FileExistsError, NotADirectoryError):
-        return f"{option}: {path.parent} is not a directory"
+        return f"{option}: {folder} is not a directory"
     except OSError as error:
-        return f"{option}: {path.parent}: {error.strerror}"
+        return f"{option}: {folder}: {error.strerror}"
     return None
 
 
@@ -108,7 +108,7 @@ def read(path: Path) -> dict:
     try:
         content = read_json(path)
     except OSError as error:
-        raise UnreadFile(one_line(f"{path}: {error.strerror}")) from None
+        raise BrokenFile(one_line(f"{path}: {error.strerror}")) from None
     except ValueError as error:
         raise BrokenFile(one_line(f"{path}: {error}")) from None
     problem = misshapen(content)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from gbmoe._importable import is_importable
 from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.progress import time_left
 from gbmoe.cli.text_table import print_table
 
 
@@ -57,7 +58,7 @@ class Progress:
     def __init__(self, total: int):
         self._total, self._done, self._start = total, 0, time.monotonic()
         self._bar = self._task = None
-        if sys.stderr.isatty() and is_importable("rich"):
+        if sys.stderr is not None and sys.stderr.isatty() and is_importable("rich"):
             self._bar, self._task = _rich_bar(total)
 
     def __enter__(self) -> Progress:
@@ -80,8 +81,7 @@ class Progress:
             print(f"[{self._done}/{self._total}{self._left()}] {one_line(row)}", file=sys.stderr, flush=True)
 
     def _left(self) -> str:
-        seconds = (time.monotonic() - self._start) / self._done * (self._total - self._done)
-        return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
+        return time_left(time.monotonic() - self._start, self._done, self._total)
 
 
 def _rich_bar(total: int):

@@ -2,7 +2,8 @@
 
 Processes are forked from a server that has imported torch and has never touched a device (multiprocessing's
 forkserver), so that a new one takes no longer than its CUDA context. One serves a peer for the whole run; after a
-failure the next measurement gets another.
+failure the next measurement gets another. Ctrl-C reaches the parent alone. However the parent ends, a peer's process ends with it, and
+with it the compilers that the peer has started.
 
 Timed in bursts, a measurement is one question. Timed sustained it is several: the process makes a subject ready and keeps it, takes its
 turns with it, and lets go of it; and gbmoe's implementations have such a process, too.
@@ -14,6 +15,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
+from contextlib import suppress
+from multiprocessing import connection as connections, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 
 import torch
@@ -114,6 +118,9 @@ class Worker:
         """End the process."""
         if self._process is None:
             return
+        if self._process.exitcode is None:
+            with suppress(ProcessLookupError):  # it has just begun, and has no group yet
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -128,25 +135,33 @@ class Worker:
             if not self._connection.poll(seconds):
                 raise _Gone(TIMED_OUT, f"no result in {seconds:g} s")
             answer = self._connection.recv()
-        except _Gone:
-            self.stop()
-            raise
         except (EOFError, OSError):
             self._process.join(_END_SECONDS)
             gone = _Gone(CRASHED, self._last_words())
             self.stop()
             raise gone from None
+        except BaseException:  # no answer in time, or Ctrl-C
+            self.stop()
+            raise
         return answer
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
+        _start_server()
         descriptor, self._log = tempfile.mkstemp(prefix="gbmoe-bench-", suffix=".log")
         os.close(descriptor)
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._log, self.peer, self.address))
-        self._process.start()
-        theirs.close()
+        process = context.Process(target=_serve, args=(theirs, self._log, self.peer, self.address))
+        try:
+            process.start()
+        except BaseException:  # Ctrl-C, while the server imports torch
+            self._connection.close()
+            os.unlink(self._log)
+            raise
+        finally:
+            theirs.close()
+        self._process = process
 
     def _last_words(self) -> str:
         code = self._process.exitcode
@@ -158,9 +173,30 @@ class Worker:
         return " | ".join([f"its process {how}", *lines])
 
 
+def _start_server() -> None:
+    """Start the server, unless it runs, with SIGINT blocked in it and in all that it forks."""
+    resource_tracker.ensure_running()  # which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """Wait for the parent's end, and then kill this process with all that it has started."""
+    connections.wait([multiprocessing.parent_process().sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
 def _serve(connection: Connection, log: str, peer: str, address: str | None) -> None:
     """The process: answers until it is killed or the parent is gone. What it prints goes to the log."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    except FileNotFoundError:  # the parent was interrupted before this began
+        return
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     if address is not None:

@@ -57,7 +57,7 @@ def test_the_baseline_may_be_chosen_when_parts_are_joined(tmp_path, capsys, one_
     merged = run_file.read(joined)
     assert merged["baseline"] == "gbmoe-reference"
     assert {row["speedup"] for row in merged["rows"] if row["by"] == "gbmoe-reference"} == {1.0}
-    assert main(["bench", "merge", str(file), "--baseline", "nobody", "--json", str(joined)]) == 1
+    assert main(["bench", "merge", str(file), "--baseline", "nobody", "--json", str(joined)]) == 2
     assert "no row is by nobody: expected one of dense, gbmoe-auto, gbmoe-reference" in capsys.readouterr().err
 
 
@@ -115,7 +115,7 @@ def test_what_is_missing_or_broken_is_named_and_the_rest_joined(tmp_path, capsys
     capsys.readouterr()
     joined = tmp_path / "joined" / "smoke.json"
     joined.parent.mkdir()
-    assert main(["bench", "merge", *map(str, parts), str(tmp_path / "other.json"), "--json", str(joined)]) == 1
+    assert main(["bench", "merge", *map(str, parts), str(tmp_path / "other.json"), "--json", str(joined)]) == 2
     err = capsys.readouterr().err
     for words in (f"{parts[0]}: No such file", f"{parts[2]}: not JSON", "no result of layer/tiny-mlp/uniform",
                   "no result of product/tiny-mlp/skewed",
@@ -123,7 +123,7 @@ def test_what_is_missing_or_broken_is_named_and_the_rest_joined(tmp_path, capsys
         assert words in err
     assert {row["setting"] for row in run_file.read(joined)["rows"]} == {"product/tiny-mlp/equal"}
     joined.unlink()
-    assert main(["bench", "merge", str(parts[0]), "--json", str(joined)]) == 1
+    assert main(["bench", "merge", str(parts[0]), "--json", str(joined)]) == 2
     assert "nothing is written" in capsys.readouterr().err and not joined.exists()
 
 

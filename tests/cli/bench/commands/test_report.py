@@ -80,7 +80,7 @@ def test_one_command_draws_several_files_or_the_pictures_that_are_named(scaling,
     command = ["bench", "plot", str(scaling), str(smoke), "--output", str(tmp_path / "p"), "--only", *names]
     assert main(command) == 0
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == names
-    assert main([*command, "no-such.svg"]) == 1
+    assert main([*command, "no-such.svg"]) == 2
     assert "--only: expected the name of a picture of these files, got no-such.svg" in capsys.readouterr().err
 
 
@@ -137,7 +137,7 @@ def test_nothing_to_draw_and_nothing_to_read(tmp_path, capsys):
     empty = tmp_path / "empty.json"
     run_file.write(empty, content("smoke", [layer_row(moe_shapes.SMOKE_CASES[0], "bmm", outcome="crashed", problem="gone")]))
     assert main(["bench", "plot", str(empty), "--output", str(tmp_path / "p")]) == 1
-    assert main(["bench", "plot", str(tmp_path / "absent.json"), "--output", str(tmp_path / "p")]) == 1
+    assert main(["bench", "plot", str(tmp_path / "absent.json"), "--output", str(tmp_path / "p")]) == 2
     captured = capsys.readouterr()
     assert "nothing to draw" in captured.out and "absent.json: No such file" in captured.err
 
@@ -194,7 +194,7 @@ def test_a_broken_file_is_named_and_the_rest_reported(scaling, tmp_path, capsys)
     broken, page = tmp_path / "broken.json", tmp_path / "page.md"
     broken.write_text("[]")
     files = map(str, (broken, scaling, tmp_path / "absent.json"))
-    assert main(["bench", "report", *files, "--output", str(page)]) == 1
+    assert main(["bench", "report", *files, "--output", str(page)]) == 2
     err, text = capsys.readouterr().err, page.read_text()
     for words in ("broken.json: expected a result file of gbmoe bench", "absent.json: No such file"):
         assert words in err and words in text
@@ -226,15 +226,15 @@ def test_readme_gets_the_main_table_and_two_pictures_and_keeps_the_rest(scaling,
     assert "| gbmoe-auto | bmm | loop |" in text and "crashing" not in text
     assert main(command) == 0 and readme.read_text() == text
     absent = [*command[:2], str(tmp_path / "absent.json"), *command[2:]]  # another file's table must not take its place
-    assert main(absent) == 1 and readme.read_text() == text
-    assert main([*command[:-1], str(tmp_path / "absent.md")]) == 1 and "absent.md: No such file" in capsys.readouterr().err
+    assert main(absent) == 2 and readme.read_text() == text
+    assert main([*command[:-1], str(tmp_path / "absent.md")]) == 2 and "absent.md: No such file" in capsys.readouterr().err
     for written in (["merge", str(scaling), "--json"], ["report", str(scaling), "--output"]):
         assert main(["bench", *written, str(readme / "file")]) == 2
         assert f"{written[-1]}: {readme} is not a directory" in capsys.readouterr().err
         absent = tmp_path / written[0] / "absent" / "file"
         assert main(["bench", *written, str(absent)]) == 0 and absent.exists()
     readme.write_text("no markers")
-    assert main(command) == 1 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
+    assert main(command) == 2 and "expected the lines" in capsys.readouterr().err and readme.read_text() == "no markers"
 
 
 def test_what_cannot_be_written_or_read_is_said_in_a_line(scaling, tmp_path, capsys):
@@ -246,7 +246,7 @@ def test_what_cannot_be_written_or_read_is_said_in_a_line(scaling, tmp_path, cap
         assert main(["bench", *command]) == 2
         line, = capsys.readouterr().err.splitlines()
         assert line == f"gbmoe bench {command[0]}: {command[2]}: {command[3]} is a directory"
-    assert main(["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"), "--readme", str(latin)]) == 1
+    assert main(["bench", "report", str(scaling), "--output", str(tmp_path / "page.md"), "--readme", str(latin)]) == 2
     assert "latin.md: not UTF-8" in capsys.readouterr().err
     pytest.importorskip("matplotlib", reason="pictures need matplotlib, which scripts/test.sh installs")
     for output in (latin, latin / "folder"):
@@ -259,7 +259,7 @@ def test_nothing_but_broken_files_gives_no_page(tmp_path, capsys):
     broken.write_text("[]")
     assert main(["bench", "report", str(broken), "--output", str(page)]) == 2
     assert main(["bench", "merge", str(broken), "--json", str(page)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2 and not page.exists()
+    assert len(capsys.readouterr().err.splitlines()) == 3 and not page.exists()
 
 
 def test_a_readme_may_have_a_place_of_their_own_for_the_pictures(scaling, tmp_path):
