@@ -246,8 +246,9 @@ def test_a_float32_router_in_a_sharded_bfloat16_layer_was_refused(sharded, units
     for rank in range(WORLD):
         (out, gradient), (sharded_out, sharded_gradient) = sharded[1]["float32 router", " ".join(units), rank]
         assert out.dtype == torch.bfloat16 and gradient.dtype == torch.float32
-        assert torch.equal(sharded_out, out)
-        torch.testing.assert_close(sharded_gradient, gradient)
+        # A router.layer that is a unit of its own is called, and its logits keep their dtype.
+        torch.testing.assert_close(sharded_out, out, rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(sharded_gradient, gradient, rtol=1e-2, atol=1e-4)
 
 
 def mine(expected, got, rank):
