@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -359,6 +360,31 @@ def test_host_sizes_asked_for_in_inference_mode_serve_training():
     w = torch.randn(3, 4, 8, requires_grad=True)
     expert_mlp(torch.randn(2, 8), plan, w, w).sum().backward()
     assert bool(w.grad.isfinite().all())
+
+
+@pytest.mark.gpu
+def test_threads_that_build_plans_for_other_numbers_of_experts_took_each_others_shared_memory():
+    """How much dynamic shared memory a kernel may have is a state of the kernel, which each launch set to what it needed itself."""
+    errors = []
+
+    def build(experts, tokens):
+        ids = torch.randint(experts, (tokens, 4), device="cuda", generator=torch.Generator("cuda").manual_seed(experts))
+        first = RoutingPlan.from_experts(ids, experts, check="none").row_of_slot_TK
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(300):
+                    again = RoutingPlan.from_experts(ids, experts, check="none").row_of_slot_TK
+                torch.cuda.current_stream().synchronize()
+            assert torch.equal(first, again)
+        except Exception as error:  # of another thread, which pytest would not see
+            errors.append(f"{experts} experts: {error}")
+
+    threads = [threading.Thread(target=build, args=case) for case in ((256, 64), (1000, 64), (300, 4096), (900, 4096))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 def test_meta_device():

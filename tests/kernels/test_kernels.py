@@ -1,5 +1,7 @@
 """gbmoe.kernels where the choice is between a CUDA kernel and plain PyTorch, and the result is the same in each bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -53,3 +55,14 @@ def test_rows_beyond_two_to_the_31_elements(length):
     kernels.clear_rows_without_slot(slot_of_row, rows_PF)
     assert (~rows_PF.view(torch.bool).any(1)).nonzero().flatten().tolist() == [4, rows - 3]
     assert bool(rows_PF[[0, 5, -4, -2, -1]].all())
+
+
+@pytest.mark.parametrize("found, built, expected", [((8, 0), True, "compute capability 9.0, got cuda:0 of 8.0"),
+                                                    ((9, 0), False, "an extension compiled for 9.0, got one without")])
+def test_float8_kernels_did_nothing_where_they_were_not_compiled(monkeypatch, found, built, expected):
+    kernels._has_float8_kernels.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(hopper_built=lambda: built), raising=False)
+    with pytest.raises(RuntimeError, match=expected):
+        kernels._has_float8_kernels(torch.device("cuda", 0))
+    kernels._has_float8_kernels.cache_clear()

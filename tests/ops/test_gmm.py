@@ -482,3 +482,20 @@ def test_meta_device(sizes_on, trans_a, trans_b):
     assert out.is_meta and tuple(out.shape) == ((2, 8, 4) if trans_a else (6, 4))
     out.sum().backward()
     assert a.grad.is_meta and b.grad.is_meta and a.grad.shape == a.shape and b.grad.shape == b.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [65535, 65536, 70000])
+@pytest.mark.parametrize("engine", ["auto", "hopper", "tensor_core"])
+def test_gradients_of_more_groups_than_a_grid_has_along_y(groups, engine):
+    """Groups without rows are set to zero, by CTAs that lay along y, where 65,535 is the most."""
+    if engines.ENGINES.get(engine) is not None and engines.ENGINES[engine].unavailable(torch.device("cuda")):
+        pytest.skip(engines.ENGINES[engine].unavailable(torch.device("cuda")))
+    sizes = torch.zeros(groups, dtype=torch.int64, device="cuda")
+    sizes[[3, groups - 2]] = 5
+    a, b = (torch.randn(10, 8, device="cuda").bfloat16() for _ in range(2))
+    exact_inputs.poison(a.device)
+    out = gbmoe.gmm(a, b, sizes, trans_a=True, engine=engine)
+    assert torch.allclose(out[3].float(), a[:5].float().t() @ b[:5].float(), atol=0.1)
+    assert torch.allclose(out[groups - 2].float(), a[5:].float().t() @ b[5:].float(), atol=0.1)
+    assert int((out != 0).any((1, 2)).sum()) == 2 and bool(out.isfinite().all())
