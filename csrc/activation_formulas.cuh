@@ -12,7 +12,8 @@
 //   gelu       x * Phi(x), with Phi the normal distribution function, (1 + erf(x / sqrt(2))) / 2
 //   relu       max(x, 0);   relu_squared  max(x, 0)^2;   identity  x
 //
-// NaN stays NaN in all of them.
+// NaN stays NaN in all of them. Values and slopes of finite numbers are finite, unless the square of relu_squared overflows; those of
+// infinities and of NaN are what torch's activations have, so that relu's slope at NaN is 1.
 
 #pragma once
 
@@ -53,9 +54,15 @@ template <int kKind, typename A> __device__ __forceinline__ A sigmoid_argument(A
   if constexpr (kKind == kSilu) return x * scale;
   else return cubic_argument(x, A(kGeluLinear) * scale, A(kGeluCubic) * scale);
 }
-// The slope of gelu_tanh's argument.
+// x^2, but no more than 64^2: for gelu_tanh, whose sigmoid is 0 or 1 from there on, so that what x^2 is multiplied by is 0, and x^2 must
+// not be infinite. That of NaN is 64^2.
+template <typename A> __device__ __forceinline__ A bounded_square(A x) {
+  const A bounded = min(A(fabs(x)), A(64));
+  return bounded * bounded;
+}
+// The slope of gelu_tanh's argument; its factor in the activation's slope is 0 where the bound matters.
 template <typename A> __device__ __forceinline__ A gelu_argument_slope(A x) {
-  return A(kGeluLinear) + A(3) * A(kGeluCubic) * x * x;
+  return A(kGeluLinear) + A(3) * A(kGeluCubic) * bounded_square(x);
 }
 
 // 1 + erf(x / sqrt(2)): twice the normal distribution function.
@@ -70,8 +77,9 @@ template <typename A> struct ValueAndSlope { A value, slope; };
 template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x) {
   if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     const A s = sigmoid<kFast>(sigmoid_argument<kKind>(x, A(1)));
-    if constexpr (kKind == kSilu) return {x * s, s + x * s * (A(1) - s)};
-    else return {x * s, s * (A(1) + x * (A(1) - s) * gelu_argument_slope(x))};
+    const A value = x * s, rise = value * (A(1) - s);
+    if constexpr (kKind == kSilu) return {value, s + rise};
+    else return {value, s + rise * gelu_argument_slope(x)};
   } else if constexpr (kKind == kGelu) {
     const A cdf = A(0.5) * twice_normal_cdf(x);
     return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
@@ -79,7 +87,7 @@ template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAnd
     return {x, A(1)};
   } else {
     const A r = relu(x);
-    if constexpr (kKind == kRelu) return {r, x > A(0) ? A(1) : A(0)};
+    if constexpr (kKind == kRelu) return {r, x <= A(0) ? A(0) : A(1)};
     return {r * r, A(2) * r};
   }
 }
@@ -90,7 +98,11 @@ template <int kKind, int N> __device__ __forceinline__ void activations_at(const
   if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     float s[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = sigmoid_argument<kKind>(x[i], kMinusLog2E);
+    for (int i = 0; i < N; ++i) {
+      if constexpr (kKind == kSilu) s[i] = sigmoid_argument<kSilu>(x[i], kMinusLog2E);
+      // The square is that of the slope, so that bounding it takes no instruction more than two squares would.
+      else s[i] = x[i] * fmaf(static_cast<float>(kGeluCubic) * kMinusLog2E, bounded_square(x[i]), static_cast<float>(kGeluLinear) * kMinusLog2E);
+    }
     fast_sigmoids(s);
 #pragma unroll
     for (int i = 0; i < N; ++i) {

@@ -327,7 +327,10 @@ def _silu(x, slope):
 def _gelu_tanh(x, slope):
     c, cubic = math.sqrt(2 / math.pi), 0.044715
     t = torch.tanh(c * (x + cubic * x**3))
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * cubic * x * x) if slope else 0.5 * x * (1 + t)
+    if not slope:
+        return 0.5 * x * (1 + t)
+    # From |x| = 64 on 1 - t * t is 0, and x * x must not be infinite.
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * cubic * x.clamp(-64, 64).square())
 
 
 def _gelu(x, slope):
@@ -336,7 +339,7 @@ def _gelu(x, slope):
 
 
 def _relu(x, slope):
-    return (x > 0).to(x.dtype) if slope else torch.relu(x)
+    return (~(x <= 0)).to(x.dtype) if slope else torch.relu(x)  # 1 at NaN, as torch's gradient
 
 
 def _relu_squared(x, slope):
