@@ -7,7 +7,7 @@ extras=transformers  # gbmoe/compat/ is tested with the real packages
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 say "installing MegaBlocks"
-"$root/scripts/install_megablocks.sh" "$python"
+"$python" -m gbmoe install-megablocks
 
 processes=$("$python" "$root/scripts/test_processes.py")  # with one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

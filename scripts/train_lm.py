@@ -5,11 +5,12 @@
     torchrun --nproc-per-node 2 scripts/train_lm.py         data parallel: each rank takes a part of every batch
     torchrun --nproc-per-node 2 scripts/train_lm.py --expert-parallel   and has a part of every layer's experts
 
-It writes checkpoint.pt, log.json and loss.png to --out, and resumes from a checkpoint that is there. SIGTERM and SIGUSR1 end
-the run after the current step: it saves and exits with 0. A second SIGTERM, or one before the first step has ended, ends it at once
-with status 143. Faults in the arguments, the text or the checkpoint are reported in one line before the first step, with status 2. If
-a rank dies or hangs, the others end within --timeout with status 1 and name it. A resumed run has bit for bit the losses of an
-uninterrupted one on the same machine with the same numbers of threads and ranks, and with --expert-parallel set or not as before.
+It writes checkpoint.pt, log.json and loss.png to --out, and resumes from a checkpoint that is there. Ctrl-C, SIGTERM and SIGUSR1
+end the run after the current step: it saves and exits, with 130 after Ctrl-C, otherwise with 0. A second Ctrl-C or SIGTERM, or
+one before the first step has ended, ends it at once with status 130 or 143. Faults in the arguments, the text or the checkpoint
+are reported in one line before the first step, with status 2. If a rank dies or hangs, the others end within --timeout with
+status 1 and name it. A resumed run has bit for bit the losses of an uninterrupted one on the same machine with the same numbers
+of threads and ranks, and with --expert-parallel set or not as before.
 
 train_lm_arguments.py has the command line, train_lm_files.py the checkpoint, train_lm_ranks.py the processes that train together, and
 train_lm_signals.py the signals.
@@ -29,6 +30,7 @@ import math
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +45,11 @@ from typing import NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # cuBLAS sums in a fixed order only with a workspace of fixed size; it reads this variable when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+from train_lm_signals import STOPPING, Ended, StopSignals
+
+if __name__ == "__main__":
+    signals = StopSignals()  # before torch is imported, which takes seconds
 
 import torch
 import torch.distributed as dist
@@ -64,7 +71,6 @@ from train_lm_files import (
     replace,
 )
 from train_lm_ranks import Ranks, joined_ranks, own_state, whole_state
-from train_lm_signals import STOPPING, Ended, StopSignals
 
 CLIP_NORM = 1.0
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -333,8 +339,8 @@ def require_same_run(path: Path, saved: dict, given: dict) -> None:
                          " --fresh to start anew")
 
 
-def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> None:
-    """Train from the checkpoint, or from nothing, to --steps or to the first signal."""
+def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> list[str]:
+    """Train from the checkpoint, or from nothing, to --steps or to the first signal. Returns the names of the signals that stopped it."""
     started = time.perf_counter()
     out = Path(args.out)
     with ranks.together():
@@ -381,8 +387,10 @@ def train(args: argparse.Namespace, ranks: Ranks, signals: StopSignals) -> None:
     if step < args.steps:
         who = signals.asked or f"{' and '.join(stopped_by)} to another rank"
         progress.line(f"stopped by {who}: saved {out / CHECKPOINT} after step {step}/{args.steps}; the same command goes on from there")
-    elif ranks.rank == 0:
+        return stopped_by
+    if ranks.rank == 0:
         summarize(log, out)
+    return []
 
 
 # ----------------------------------------------------------------------------------------------------------------- output
@@ -487,12 +495,12 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def main() -> None:
-    signals = StopSignals()
+def main(signals: StopSignals) -> None:
+    stopped_by: list[str] = []
     try:
         args = parse_arguments(__doc__.partition("\n")[0])
         with joined_ranks(args.device, args.timeout) as ranks:
-            train(args, ranks, signals)
+            stopped_by = train(args, ranks, signals)
     except InputError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print("train_lm:", " ".join(str(error).split()), file=sys.stderr, flush=True)
@@ -503,8 +511,8 @@ def main() -> None:
     except Ended as ended:
         os._exit(ended.code)  # SIGTERM waits for nothing
     signals.ignore()
-    leave(0)
+    leave(128 + signal.SIGINT if "SIGINT" in stopped_by else 0)
 
 
 if __name__ == "__main__":
-    main()
+    main(signals)

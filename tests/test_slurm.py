@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -106,10 +107,111 @@ def test_bad_input_says_what_was_expected(arguments, message, tmp_path):
     assert done.returncode == 2 and message in done.stderr and not done.stdout
 
 
-@pytest.mark.parametrize("suite", [name for name, suite in SUITES.items() if not suite.on_ranks])
+@pytest.mark.parametrize("suite", SUITES)
 def test_every_suite_can_be_submitted(suite):
     done = submit_dry(SITES / "partition.sh", "--suite", suite, "--dry-run")
     assert done.returncode == 0 and f" {suite} " in done.stdout, done.stderr
+
+
+def test_a_suite_of_several_ranks_gets_the_gpus_of_a_node(tmp_path):
+    done = submit_dry(SITES / "partition.sh", "--suite", "parallel", "--dry-run")
+    jobs = {line.split()[0]: options(line) for line in done.stdout.splitlines()}
+    assert jobs["bench"]["gres"] == "gpu:h200:8" and jobs["bench"]["cpus-per-task"] == "96", done.stderr
+    assert jobs["build"]["gres"] == "gpu:h200:1" and jobs["train"]["gres"] == "gpu:h200:8"
+    one = tmp_path / "one.sh"
+    one.write_text((SITES / "partition.sh").read_text().replace("gpus_per_node=8", "gpus_per_node=1"))
+    done = submit_dry(one, "--suite", "parallel", "--dry-run")
+    assert done.returncode == 2 and "--suite parallel: expected a site with several GPUs on a node, or none, got 1" in done.stderr
+
+
+def job(script: str, site: Path, run: Path, suite: str, **environment: str) -> str:
+    """What a job prints that Slurm would start; `site` has a python that prints its arguments."""
+    variables = {"SLURM_JOB_NAME": script, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "1"}
+    done = subprocess.run(["bash", SLURM / f"{script}.sbatch", ROOT, site, run, suite, "--quick"], cwd=ROOT, capture_output=True,
+                          text=True, env={**os.environ, **variables, **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("gpus, ranks", [(0, 2), (4, 4)])
+def test_a_suite_of_several_ranks_runs_under_torchrun(gpus, ranks, tmp_path):
+    site = tmp_path / "site.sh"
+    site.write_text(f"cpus_per_gpu=1 gpus_per_node={gpus} python=(echo python)\nactivate() {{ :; }}\n")
+    (tmp_path / "configurations.tsv").write_text("0\tlayer/a\n")
+    device = "cuda" if gpus else "cpu"
+    measured = f"gbmoe bench --suite parallel --device {device} --quick --config 0 --output {tmp_path}/parts"
+    assert f"python -m torch.distributed.run --standalone --nproc-per-node={ranks} -m {measured}\n" in job(
+        "bench", site, tmp_path, "parallel")
+    job("build", site, tmp_path, "parallel")
+    listed = (tmp_path / "configurations.tsv").read_text()
+    assert listed == f"python -m gbmoe bench --suite parallel --device {device} --quick --list-configs\n"
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_compiled_wheel_in_the_environment_was_hidden_by_the_checkout(compiled, tmp_path):
+    """The jobs need nvcc for a checkout, and a node may have none."""
+    installed = tmp_path / "site-packages" / "gbmoe"
+    installed.mkdir(parents=True)
+    for name in ("__init__.py", "__main__.py", *(["_C.so"] if compiled else [])):
+        (installed / name).write_text("print('the installed one')\n" if name == "__main__.py" else "")
+    (tmp_path / "site-packages" / "torch").mkdir()
+    (tmp_path / "site-packages" / "torch" / "__init__.py").write_text("raise SystemExit('the checkout')\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "configurations.tsv").write_text("0\tlayer/a\n")
+    # As site-packages is: after the folders of PYTHONPATH.
+    (tmp_path / "python").write_text(f"""#!{sys.executable}
+import os, sys
+code = "import sys; sys.path.append({str(tmp_path / 'site-packages')!r}); import runpy; "
+script, *rest = sys.argv[1:]
+if script == "-m":
+    code += f"sys.argv = {{rest!r}}; runpy.run_module({{rest[0]!r}}, run_name='__main__', alter_sys=True)"
+else:
+    code += f"sys.path[0] = {{os.path.dirname(script)!r}}; runpy.run_path({{script!r}}, run_name='__main__')"
+os.execv({sys.executable!r}, [{sys.executable!r}, "-S", "-c", code])
+""")
+    (tmp_path / "python").chmod(0o755)
+    site = tmp_path / "site.sh"
+    site.write_text(f"cpus_per_gpu=1 gpus_per_node=0 python=({tmp_path}/python)\nactivate() {{ unset PYTHONPATH; }}\n")
+    if compiled:
+        printed = job("bench", site, tmp_path / "run", "smoke")
+        assert f"== gbmoe is the installed one, compiled with its kernels, in {installed}\n" in printed
+        assert printed.endswith("the installed one\n")
+    else:
+        with pytest.raises(AssertionError, match="the checkout"):
+            job("bench", site, tmp_path / "run", "smoke")
+
+
+def fake_slurm(folder: Path, refused: str) -> dict[str, str]:
+    """An environment with an sbatch that refuses one job, and a scancel that writes down what it is given."""
+    (folder / "sbatch").write_text(f'#!/bin/bash\n[[ $* != *{refused}.sbatch* ]] || {{ echo "no such account" >&2; exit 1; }}\necho 17\n')
+    (folder / "scancel").write_text(f'#!/bin/bash\necho "$@" >{folder}/cancelled\n')
+    for program in ("sbatch", "scancel"):
+        (folder / program).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_without_sbatch_nothing_is_left_behind(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for program in ("bash", "dirname", "realpath", "basename"):
+        (tmp_path / "bin" / program).symlink_to(shutil.which(program))
+    done = subprocess.run(["bash", SLURM / "submit.sh", SITES / "partition.sh", "--run", tmp_path / "a" / "run"], capture_output=True,
+                          text=True, env={**os.environ, "PATH": str(tmp_path / "bin")})
+    assert done.returncode == 2 and done.stderr == ("submit.sh: expected Slurm's sbatch, found none on PATH; --dry-run prints the"
+                                                    " commands\n")
+    assert os.listdir(tmp_path) == ["bin"]
+
+
+@pytest.mark.parametrize("refused", ["build", "bench"])
+def test_a_refused_job_leaves_neither_jobs_nor_folders_behind(refused, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "a").mkdir()
+    environment = fake_slurm(tmp_path / "bin", refused)
+    done = subprocess.run([SLURM / "submit.sh", SITES / "partition.sh", "--run", tmp_path / "a" / "new" / "run"], capture_output=True,
+                          text=True, env=environment)
+    assert done.returncode == 2 and f"no such account\nsubmit.sh: expected sbatch to take the job {refused}" in done.stderr
+    assert os.listdir(tmp_path / "a") == []  # which was there before
+    cancelled = tmp_path / "bin" / "cancelled"
+    assert (cancelled.read_text() if cancelled.exists() else "") == ("" if refused == "build" else "17\n")
 
 
 def test_cdpath_does_not_lead_to_another_checkout(tmp_path):

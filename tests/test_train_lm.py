@@ -45,8 +45,14 @@ def command(*arguments: object) -> dict:
     return {"args": [sys.executable, *map(str, arguments)], "env": environment, "text": True}
 
 
+def ctrl_c_as_on_a_terminal() -> None:
+    """A shell without job control starts processes in the background with SIGINT ignored, and the tests may be one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*arguments: object, launcher: tuple = ()) -> subprocess.Popen:
-    return subprocess.Popen(**command(*launcher, SCRIPT, *SIZES, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(**command(*launcher, SCRIPT, *SIZES, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            preexec_fn=ctrl_c_as_on_a_terminal)
 
 
 def end(process: subprocess.Popen) -> str:
@@ -567,6 +573,53 @@ def test_one_request_that_arrives_twice_still_saves(text, tmp_path):
         printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert f"stopped by SIGTERM: saved {tmp_path / 'checkpoint.pt'} after step " in printed
+
+
+def test_ctrl_c_saves_and_a_second_one_does_not_wait(text, tmp_path):
+    status, printed = interrupt(text, "--out", tmp_path, number=signal.SIGINT, after_step=3)
+    assert status == 130 and f"stopped by SIGINT: saved {tmp_path / 'checkpoint.pt'} after step " in printed
+    saved = len(read_log(tmp_path)["train"])
+    assert 3 <= saved < STEPS
+    with killed_at_the_end(begin(text, "--out", tmp_path / "slow", "--eval-windows", 10**6, until="step 1/")) as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors == "train_lm: ended at once by SIGINT: it came a second time\n"
+    assert not any((tmp_path / "slow").iterdir())
+
+
+def test_ctrl_c_before_the_first_step_has_ended_ends_at_once_with_a_line(text, tmp_path):
+    with killed_at_the_end(begin(text, "--out", tmp_path, *SLOW_STEP, until=" parameters; ")) as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and not any(tmp_path.iterdir())
+    assert errors == "train_lm: ended at once by SIGINT: nothing to save before the first step has ended\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_ends_at_once_with_a_line(number, tmp_path):
+    (tmp_path / "torch").mkdir()
+    started = tmp_path / "started"
+    (tmp_path / "torch" / "__init__.py").write_text(f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)")
+    arguments = command(SCRIPT)
+    arguments["env"]["PYTHONPATH"] = str(tmp_path)
+    with killed_at_the_end(subprocess.Popen(**arguments, stderr=subprocess.PIPE, preexec_fn=ctrl_c_as_on_a_terminal)) as process:
+        while not started.exists():
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors == f"train_lm: ended at once by {number.name}: nothing to save before the first step has ended\n"
+
+
+def test_ctrl_c_under_torchrun_saves_on_all_ranks(text, tmp_path):
+    launcher = (*TORCHRUN, "--redirects", 2, "--log-dir", tmp_path / "logs")
+    out = tmp_path / "out"
+    _, printed = interrupt(text, "--out", out, number=signal.SIGINT, after_step=3, launcher=launcher)
+    assert "stopped by SIGINT: saved" in printed and 3 <= len(read_log(out)["train"]) < STEPS
+    assert not any("Traceback" in said for said in rank_errors(tmp_path / "logs"))
 
 
 def test_sigusr1_before_the_first_step_has_ended_saves_it(text, tmp_path):

@@ -15,7 +15,13 @@ printf '== %(%F %T)T  %s, job %s%s, restart %s, on %s\n' -1 "$SLURM_JOB_NAME" "$
 set +u  # modules and activate scripts read variables that are not set
 activate
 set -u
-export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+# A gbmoe that was installed with its kernels is taken as it is. Otherwise the checkout is, whose kernels are compiled into a cache.
+installed=$("${python[@]}" scripts/slurm/installed_gbmoe.py) || installed=''
+if [[ $installed == compiled:* ]]; then
+  echo "== gbmoe is the installed one, compiled with its kernels, in ${installed#compiled:}"
+else
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus_per_gpu}
 
 # The device is named explicitly, so that a node whose GPU is broken fails instead of measuring its CPU.
@@ -26,5 +32,14 @@ if ((gpus_per_node)); then
 fi
 
 configurations=$run/configurations.tsv  # of the suite: index, tab, name
-gbmoe() { "${python[@]}" -m gbmoe "$@"; }
-bench() { gbmoe bench --suite "$suite" --device "$device" "${bench_options[@]}" "$@"; }
+# From the run's folder: with -m Python looks for modules in the current folder first, which would be the checkout.
+gbmoe() { (cd "$run" && exec "${python[@]}" -m gbmoe "$@"); }
+bench_words=(bench --suite "$suite" --device "$device" "${bench_options[@]}")
+bench() { gbmoe "${bench_words[@]}" "$@"; }
+# A suite that is measured in several processes together runs in one for each GPU of a node, or in two on CPUs.
+if [[ $suite == parallel ]]; then
+  bench() {
+    (cd "$run" && exec "${python[@]}" -m torch.distributed.run --standalone --nproc-per-node="$((gpus_per_node ? gpus_per_node : 2))" \
+      -m gbmoe "${bench_words[@]}" "$@")
+  }
+fi

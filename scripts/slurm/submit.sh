@@ -51,8 +51,8 @@ train_arguments=("${expert_parallel[@]}" "$@")
 
 [[ $site ]] || { usage >&2; fail "expected a site file; examples are in scripts/slurm/sites"; }
 [[ -r $site ]] || fail "expected a site file that can be read, got '$site'"
-[[ $suite =~ ^(smoke|nyu|layers|float8|gemm|permute|scaling|inference|article)$ ]] ||
-  fail "--suite: expected smoke, nyu, layers, float8, gemm, permute, scaling, inference or article, got '$suite'"
+[[ $suite =~ ^(smoke|nyu|layers|float8|gemm|permute|scaling|inference|article|parallel)$ ]] ||
+  fail "--suite: expected smoke, nyu, layers, float8, gemm, permute, scaling, inference, article or parallel, got '$suite'"
 number --tasks "$tasks"
 number --nodes "$nodes"
 for job in ${only//,/ }; do
@@ -67,6 +67,8 @@ for name in every_job gpu_jobs cpu_jobs gpus_per_node cpus_per_gpu python; do
   declare -p "$name" &>/dev/null || fail "expected $site to set $name"
 done
 declare -F activate >/dev/null || fail "expected $site to define the function activate"
+[[ $suite != parallel || $gpus_per_node != 1 ]] || fail "--suite parallel: expected a site with several GPUs on a node, or none, got 1"
+[[ $dry_run ]] || command -v sbatch >/dev/null || fail "expected Slurm's sbatch, found none on PATH; --dry-run prints the commands"
 
 # gpus N: sets `options` to those for N GPUs of a node and the cores that belong to them.
 gpus() {
@@ -75,6 +77,13 @@ gpus() {
 }
 
 declare -A ids=()
+
+# give_up JOB: a job was refused. Those before it are cancelled, and the folders that were made for it removed.
+give_up() {
+  if ((${#ids[@]})); then scancel "${ids[@]}" || true; fi
+  if [[ $made ]]; then (cd "$existing" && rmdir --parents "$made") || true; fi
+  fail "expected sbatch to take the job $1, see above: no job was left in the queue"
+}
 
 # submit JOB LOG DEPENDENCY [options of sbatch]
 submit() {
@@ -92,8 +101,9 @@ submit() {
     printf ' %q' "${command[@]}"
     printf '\n'
   else
-    ids[$job]=$("${command[@]}")
-    ids[$job]=${ids[$job]%%;*}  # a federation adds the cluster's name
+    local id
+    id=$("${command[@]}") || give_up "$job"
+    ids[$job]=${id%%;*}  # a federation adds the cluster's name
     printf '%-5s  %s\n' "$job" "${ids[$job]}"
   fi
 }
@@ -101,10 +111,15 @@ submit() {
 # after CONDITION JOB: prints the dependency on a job, if this command submits it.
 after() { if [[ ${ids[$2]:-} ]]; then echo "$1:${ids[$2]}"; fi; }
 
+existing=$run/logs  # or the nearest folder above it that is there
+while [[ ! -e $existing ]]; do existing=$(dirname "$existing"); done
+made=${run#"$existing/"}/logs
+if [[ $existing == "$run/logs" ]]; then made=''; elif [[ $existing == "$run" ]]; then made=logs; fi
 if [[ ! $dry_run ]]; then mkdir -p "$run/logs"; fi
 gpus 1
 submit build build-%j.log '' "${options[@]}"
 built=$(after afterok build)
+if [[ $suite == parallel && $gpus_per_node -gt 0 ]]; then gpus "$gpus_per_node"; fi
 submit bench bench-%A_%a.log "$built" "${options[@]}" --array="0-$((tasks - 1))"
 submit merge merge-%j.log "$(after afterany bench)" "${cpu_jobs[@]}"
 gpus "$((gpus_per_node ? gpus_per_node : 1))"

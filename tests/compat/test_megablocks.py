@@ -28,7 +28,7 @@ from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("stk") is None:
-    pytest.skip("MegaBlocks is not installed: scripts/install_megablocks.sh", allow_module_level=True)
+    pytest.skip("MegaBlocks is not installed: python -m gbmoe install-megablocks", allow_module_level=True)
 register()
 
 from megablocks import grouped_gemm_util  # noqa: E402
@@ -442,7 +442,7 @@ def test_register_is_idempotent_and_leaves_the_other_implementations():
                                              ("packaging", "packaging")])
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, module, package):
     monkeypatch.setitem(sys.modules, module, None)
-    words = f"expected the package {package}, found no module '{module}'; scripts/install_megablocks.sh"
+    words = f"expected the package {package}, found no module '{module}'; `python -m gbmoe install-megablocks`"
     with pytest.raises(ModuleNotFoundError, match=words) as raised:
         register()
     assert raised.value.name == module

@@ -17,7 +17,7 @@ from gbmoe.testing import exact_inputs
 from tests.compat import skip_where_megablocks_needs_a_gpu
 
 if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("stk") is None:
-    pytest.skip("MegaBlocks is not installed: scripts/install_megablocks.sh", allow_module_level=True)
+    pytest.skip("MegaBlocks is not installed: python -m gbmoe install-megablocks", allow_module_level=True)
 register()
 
 import megablocks.ops as theirs  # noqa: E402

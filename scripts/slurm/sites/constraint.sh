@@ -17,5 +17,6 @@ activate() {
   source "$HOME/venvs/gbmoe/bin/activate"
 }
 
-# The command that runs python there. PYTHONPATH has this checkout, so torch must be installed, but gbmoe need not be.
+# The command that runs python there. torch must be installed. gbmoe need not be: without one that was installed with its kernels
+# compiled, PYTHONPATH has this checkout.
 python=(python)
