@@ -175,6 +175,78 @@ def test_gradients_of_weights_show_what_is_not_finite(device, number, of_left):
     assert torch.isfinite(out[[0, 2]]).all()
 
 
+# Scales of a and b, and the numbers in e4m3 that they scale: the product of the scales leaves float32's range, which that of what they
+# stand for does not; or one scale alone is near an end of it. Factors with many bits show what a subnormal product has lost.
+FAR_SCALES = {"overflow": (1.3 * 2.0**65, 1.7 * 2.0**64, 2.0**-9), "underflow": (1.3 * 2.0**-74, 1.7 * 2.0**-75, 64.0),
+              "large-and-small": (1.3 * 2.0**110, 1.7 * 2.0**-115, 1.0), "small-and-large": (1.3 * 2.0**-115, 1.7 * 2.0**110, 1.0)}
+
+
+def far_numbers(*shape, largest, seed, device):
+    """Non-negative numbers in e4m3, so that sums lose nothing to cancellation, and every fifth line, whose sums are 0, of zeros."""
+    drawn = torch.randint(0, 8, shape, generator=exact_inputs.generator("cpu", seed)).float() * largest
+    drawn[..., ::5, :] = 0
+    return drawn.to(float8.FLOAT8).to(device)
+
+
+def far_scales(*shape, scale, every, device):
+    """1, and the scale for each `every`-th."""
+    scales = torch.ones(shape)
+    scales.view(-1)[::every] = scale
+    return scales.to(device)
+
+
+def assert_near_products(out, exact):
+    """To bfloat16, and to what the tensor cores keep of a sum of 128 terms."""
+    torch.testing.assert_close(out.double().cpu(), exact.cpu(), rtol=0.02, atol=2.0**-133)
+
+
+@DEVICES
+@pytest.mark.parametrize("columns", [384, 208], ids=["many columns", "few columns"])
+@pytest.mark.parametrize("every", [1, 3], ids=["all", "some"])
+@pytest.mark.parametrize("kind", FAR_SCALES)
+def test_the_product_of_two_scales_left_the_range_of_float32(device, kind, every, columns):
+    """0 times infinity was NaN, and a product with a scale of few bits was wrong by some percent."""
+    (of_a, of_b, largest), sizes, inner = FAR_SCALES[kind], [130, 0, 67], 400
+    rows, experts = sum(sizes), len(sizes)
+    a = float8.ScaledRows(far_numbers(rows, inner, largest=largest, seed=1, device=device),
+                          far_scales(rows, 4, scale=of_a, every=every, device=device))
+    b = float8.ScaledWeights(far_numbers(experts, columns, inner, largest=largest, seed=2, device=device),
+                             far_scales(experts, -(-columns // 128), 4, scale=of_b, every=every, device=device))
+    exact_inputs.poison(device)
+    out = torch.full((rows, columns), torch.nan, device=device, dtype=torch.bfloat16)
+    engine_on(device).scaled_product(a, b, torch.tensor(sizes, device=device), out)
+    assert_near_products(out, oracle.product(a.dequantized().double(), b.dequantized().double(), sizes, trans_b=True))
+
+
+@DEVICES
+@pytest.mark.parametrize("every", [1, 3], ids=["all", "some"])
+@pytest.mark.parametrize("kind", FAR_SCALES)
+def test_the_product_of_two_scales_left_the_range_in_gradients_of_weights(device, kind, every):
+    (of_a, of_b, largest), blocks, shape = FAR_SCALES[kind], [2, 0, 1], (144, 272)
+    of_scale = {144: of_a, 272: of_b}
+    a, b = (float8.ScaledKBlocks(far_numbers(sum(blocks), size, 128, largest=largest, seed=size, device=device),
+                                 far_scales(sum(blocks), size, scale=of_scale[size], every=every, device=device),
+                                 torch.tensor([128 * count for count in blocks], dtype=torch.int32, device=device)) for size in shape)
+    exact_inputs.poison(device)
+    out = torch.full((len(blocks), *shape), torch.nan, device=device, dtype=torch.bfloat16)
+    engine_on(device, WITH_WEIGHTS.engine).scaled_weight_gradient(a, b, out)
+    filled = a.filled_rows_E.tolist()
+    assert_near_products(out, oracle.product(*(rows.dequantized().double() for rows in (a, b)), filled, trans_a=True))
+
+
+@DEVICES
+@pytest.mark.parametrize("glu", [True, False], ids=["glu", "mlp"])
+def test_a_product_of_0_by_large_scales_was_nan(device, glu):
+    """The first product of an expert: rows of 3e24 by weights of 3e24 where all terms are 0."""
+    x, w1 = torch.zeros(130, 144, device=device, dtype=torch.bfloat16), torch.zeros(1, 272, 144, device=device, dtype=torch.bfloat16)
+    x[:, 0], w1[0, 0, 1] = 3e24, 3e24
+    sizes = torch.tensor([130], device=device)
+    rows = engines.base.GatheredRows(None, RoutingPlan.from_counts(sizes, 130).slot_map, x)
+    a, h, g = engine_on(device).up(rows, w1, w1 if glu else None, sizes, "identity", True)
+    assert not h.any() and (g is None or not g.any())
+    assert not a.dequantized().any()
+
+
 @DEVICES
 @WEIGHTS
 def test_rows_are_quantized_once_for_all_gradients_of_weights(device, recipe, monkeypatch):

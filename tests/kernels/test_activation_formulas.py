@@ -1,5 +1,5 @@
-"""The formulas of csrc/activation_formulas.cuh, compiled for the CPU, and those of plain_torch, against torch's own activations from one end
-of each dtype's range to the other."""
+"""The formulas of csrc/activation_formulas.cuh, compiled for the CPU, those of plain_torch, and the kernels, against torch's own
+activations from one end of each dtype's range to the other."""
 
 import ctypes
 import shutil
