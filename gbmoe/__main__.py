@@ -5,8 +5,9 @@ import signal
 import sys
 from typing import NoReturn
 
+from gbmoe._interrupted_import import INTERRUPTED
 from gbmoe.cli import main
-from gbmoe.cli.signals import end_waiting_rank
+from gbmoe.cli.signals import end_waiting_rank, say_interrupted
 
 # Of a program that writes to a pipe which nobody reads any more, as a shell shows it.
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -37,6 +38,9 @@ def program() -> NoReturn:
 def _status() -> int:
     try:
         return main()
+    except KeyboardInterrupt as interrupted:
+        say_interrupted(str(interrupted) or "gbmoe")
+        return INTERRUPTED
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 
 import torch
 
-from gbmoe._interrupted_import import INTERRUPTED
 from gbmoe._version import __version__
 from gbmoe.cli import bench, convert, info, install_megablocks, verify
-from gbmoe.cli.signals import ctrl_c_unwinds, say_interrupted
+from gbmoe.cli.signals import ctrl_c_unwinds
 from gbmoe.extension.loader import AHEAD_OF_TIME
 
 _COMMANDS = {
@@ -43,7 +42,12 @@ python -m gbmoe COMMAND --help                                   # options, and 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; `argv` defaults to sys.argv[1:]. Without a command, list them."""
+    """Run one command and return its exit status; `argv` defaults to sys.argv[1:]. Without a command, list them.
+
+    Raises:
+        SystemExit: as argparse does, with status 2, and with 0 after --help; with 143 at SIGTERM, where the command has files to remove.
+        KeyboardInterrupt: at Ctrl-C, with the command's name, after what it had begun is undone. gbmoe/__main__.py makes status 130 of it.
+    """
     command = "gbmoe"
     try:
         with ctrl_c_unwinds():
@@ -58,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = arguments.command
             return arguments.run(arguments)
     except KeyboardInterrupt:
-        say_interrupted(command)
-        return INTERRUPTED
+        raise KeyboardInterrupt(command) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     python = shutil.which(arguments.python)
     if python is None:
         return _fail(f"--python: expected a Python interpreter, found no program {arguments.python}", 2)
+    python = os.path.abspath(python)  # and not what it links to, which is outside the environment
     try:
         with sigterm_unwinds():
             absent, installed = _look(python)

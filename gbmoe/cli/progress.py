@@ -28,7 +28,7 @@ class StatusLine:
     """
 
     def __init__(self, command: str):
-        self._command, self._shown = command, ""
+        self._command, self._shown, self._width = command, "", 0
         # Where stderr is no terminal the first line comes after some seconds, so that a short run prints none.
         self._last = -_BETWEEN_DRAWINGS_S if self._on_terminal() else time.monotonic()
 
@@ -58,9 +58,10 @@ class StatusLine:
 
     def _draw(self, text: str) -> None:
         if self._on_terminal() and text != self._shown:
-            sys.stderr.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
+            # First, so that after an interruption of what follows the line is known to be there.
+            self._shown, self._width = text, max(self._width, len(text))
+            sys.stderr.write(f"\r{text.ljust(self._width)}" + ("" if text else "\r"))
             sys.stderr.flush()
-            self._shown = text
 
     @staticmethod
     def _on_terminal() -> bool:

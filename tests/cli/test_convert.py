@@ -78,6 +78,18 @@ def test_a_job_told_to_end_removes_what_it_wrote(source, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_progress_counts_the_bytes_of_every_tensor(source, tmp_path):
+    said = []
+    checkpoints.convert_checkpoint(source, tmp_path / "target", "megablocks", progress=lambda *what: said.append(what))
+    with open(tmp_path / "target", "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    total = max(entry["data_offsets"][1] for entry in header.values())
+    assert said == [(entry["data_offsets"][0], total, name) for name, entry in
+                    sorted(header.items(), key=lambda item: item[1]["data_offsets"])]
+
+
 def test_the_command_imports_no_package_that_it_may_lack():
     probe = "import sys, gbmoe.cli; assert not {'safetensors', 'transformers', 'numpy'} & (set(sys.modules) - before)"
     subprocess.run([sys.executable, "-c", f"import sys, torch; before = set(sys.modules); {probe}"], check=True)
