@@ -28,7 +28,7 @@ from gbmoe.ops.permute import make_slot_map
 from gbmoe.testing import exact_inputs
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
-OPERATORS = {"gbmoe::route", "gbmoe::routing_plan", "gbmoe::expert_mlp"}
+OPERATORS = {"gbmoe::route_tokens", "gbmoe::routing_plan", "gbmoe::expert_mlp"}
 BACKWARD = {"gbmoe::route_backward", "gbmoe::expert_mlp_backward"}
 
 
@@ -265,6 +265,8 @@ def calls(device, dtype, tokens, top_k):
     yield "route", (logits, top_k, 1.0, True)
     yield "route", (logits, top_k, None, False)
     yield "router_logits", (x, matrix(EXPERTS, HIDDEN), "reference")
+    for engine in (None, "reference"):
+        yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), top_k, 1.0, engine, dtype)
     yield "route_backward", (logits.softmax(-1), ids, logits, weights.to(dtype), None, 1.0, dtype)
     for scale in (None, weights):
         yield "padded_gather", (x, *maps, None, None, scale, scale, False)
@@ -347,7 +349,7 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
 
 
 def autocast_positions(name):
-    return {"gmm": (0, 1), "expert_mlp": (0, 5, 6, 7), "router_logits": (0, 1)}.get(name.removesuffix("_by_host"), ())
+    return {"gmm": (0, 1), "expert_mlp": (0, 5, 6, 7), "router_logits": (0, 1), "route_tokens": (0, 1)}.get(name.removesuffix("_by_host"), ())
 
 
 @contextlib.contextmanager

@@ -82,6 +82,8 @@ def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T):
     x_TH, weight_EH, scores_TE, experts_TK = ctx.saved_tensors
     dtype = torch.promote_types(*ctx.dtypes)
     grad_logits_TE = route_backward(scores_TE, experts_TK, grad_scores_TE, grad_weights_TK, grad_logsumexp_T, ctx.p, dtype)
+    if ctx.dtypes[0] == ctx.dtypes[1]:
+        return *products_of_gradient(grad_logits_TE, x_TH, weight_EH), None, None, None, None
     operands = (None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH))
     grads = products_of_gradient(grad_logits_TE, *operands)
     return *(None if grad is None else grad.to(of) for grad, of in zip(grads, ctx.dtypes)), None, None, None, None

@@ -568,7 +568,7 @@ def test_a_router_of_ones_own_needed_undocumented_attributes(device, impl, share
     exact_layer, _ = make(device, bias=False, mlp_impl="reference", shared_expert=shared_expert)
     exact_layer = exact_layer.double().eval()
     exact_layer.load_state_dict({n: t.double() for n, t in layer.state_dict().items() if "router" not in n}, strict=False)
-    exact_layer.router = SigmoidRouter(lambda *_: (scores.double(), weights.double(), ids))
+    exact_layer.router = SigmoidRouter(lambda *_: (scores.double(), weights.double(), ids)).to(device)
     assert accuracy.relative_error(out, exact_layer(x.double())) < 2e-2
     (out.float().square().sum() + gbmoe.batched_load_balancing_loss(args)).backward()
     gbmoe.clear_load_balancing_loss()
