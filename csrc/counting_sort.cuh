@@ -111,11 +111,10 @@ constexpr int64_t max_experts_in(int64_t shared_bytes) {
 static_assert(max_experts_in(sizeof(FirstRows) + place_shared_ints(100) * sizeof(int)) == 100);
 static_assert(max_experts_in(sizeof(FirstRows) + place_shared_ints(100) * sizeof(int) - 1) == 99);
 
-// The bytes of dynamic shared memory for a launch of `kernel`. More than 32 KB beside the static must be asked for.
-template <typename Kernel> int allow_place_shared(Kernel kernel, int64_t experts) {
-  const int bytes = static_cast<int>(place_shared_ints(experts) * sizeof(int));
-  if (bytes > 32 * 1024) STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  return bytes;
+// The bytes of dynamic shared memory for a launch of kKernel on `device`, which is allowed to have them.
+template <auto kKernel> int place_shared_bytes(int64_t experts, int device) {
+  allow_dynamic_shared_memory<kKernel>(device);
+  return static_cast<int>(place_shared_ints(experts) * sizeof(int));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -275,3 +276,40 @@ def test_meta_device():
         assert plan.num_rows == 64 and plan.slot_of_row_P.is_meta
     with pytest.raises(ValueError, match="RoutingPlan.host_sizes: device: expected one that has the plan's numbers, got meta"):
         RoutingPlan.from_experts(ids, 4, exact=True)
+
+
+@pytest.fixture
+def threads_that_take_turns_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [64, 4096], ids=["one CTA", "many CTAs"])
+def test_threads_with_different_numbers_of_experts_lowered_each_others_limit(threads_that_take_turns_often, tokens):
+    """The limit of a kernel's dynamic shared memory was set to what one launch needed, and another thread's launch failed."""
+    experts, repeats = (256, 1000, 300, 900), 1500
+    ids = [torch.randint(count, (tokens, 2), generator=torch.Generator().manual_seed(count)) for count in experts]
+    expected = [RoutingPlan.from_experts(of, count).slot_of_row_P for of, count in zip(ids, experts)]
+    begin, faults = threading.Barrier(len(experts)), []
+
+    def build(of, count, slot_of_row):
+        try:
+            begin.wait()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                of, slot_of_row = of.cuda(), slot_of_row.cuda()
+                for _ in range(repeats):
+                    last = RoutingPlan.from_experts(of, count, check="none")
+                if not torch.equal(last.slot_of_row_P, slot_of_row):
+                    faults.append(f"{count} experts: another plan")
+        except Exception as error:
+            faults.append(f"{count} experts: {error}")
+
+    threads = [threading.Thread(target=build, args=arguments) for arguments in zip(ids, experts, expected)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults

@@ -1,5 +1,7 @@
 """The functions that operators and engines compute with: CUDA kernels where they are loaded, otherwise plain PyTorch. No autograd.
 
+The kernels that quantise are for compute capability 9.0 alone; on other devices plain PyTorch does it.
+
 The shapes of a SlotMap are not checked. Its entries may hold anything: one outside its range counts as none.
 
 Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows of the plan, Y bytes.
@@ -7,6 +9,7 @@ Shape suffixes: T tokens, K slots a token, H hidden, F ffn hidden, P padded rows
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +23,17 @@ from gbmoe.tuning import permutation
 
 def _kernels_serve(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" and extension.loaded()
+
+
+@functools.cache
+def _has_float8_kernels(device: torch.device) -> bool:
+    # The kernels of csrc/hopper/ are compiled for 9.0 alone; a build for other devices has them without code, and they would write nothing.
+    return torch.cuda.get_device_capability(device) == (9, 0) and torch.ops.gbmoe_cuda.hopper_built()
+
+
+def _float8_kernels_serve(tensor: torch.Tensor) -> bool:
+    """Whether the kernels that quantise run on the tensor's device. Elsewhere plain PyTorch makes the same numbers, to the bit."""
+    return _kernels_serve(tensor) and _has_float8_kernels(tensor.device)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -133,10 +147,10 @@ def activate_backward_scaled(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, ScaledRows, ScaledRows | None]:
     """activate_backward, and quantize_rows of dh and dg: (weight * a, dg, grad_weights, dh in e4m3, dg in e4m3). dh overwrites d.
 
-    One kernel where it is loaded, for bf16 and fp16, multiples of 16 columns, and operands that are aligned to 16 bytes.
+    One kernel where the device has it, for bf16 and fp16, multiples of 16 columns, and operands that are aligned to 16 bytes.
     """
-    if not _kernels_serve(h_PF):
-        a_PF, dg_PF, grad_weights_TK = plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+    if not _float8_kernels_serve(h_PF):
+        a_PF, dg_PF, grad_weights_TK = activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
         scaled_dg = None if dg_PF is None else float8.quantize_rows(dg_PF, power_2_scale)
         return a_PF, dg_PF, grad_weights_TK, float8.quantize_rows(d_PF, power_2_scale), scaled_dg
     a_PF = torch.empty_like(h_PF)
@@ -162,8 +176,8 @@ def activate_backward_k_blocks(
     One kernel where it is loaded, for bf16 and fp16, multiples of 16 columns, operands that are aligned to 16 bytes, and int32 or int64
     sizes on their device.
     """
-    if not _kernels_serve(h_PF):
-        a_PF, dg_PF, grad_weights_TK = plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+    if not _float8_kernels_serve(h_PF):
+        a_PF, dg_PF, grad_weights_TK = activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
         a, dh_blocks = (float8.quantize_k_blocks(t, sizes_E, power_2_scale) for t in (a_PF, d_PF))
         dg_blocks = None if dg_PF is None else float8.quantize_k_blocks(dg_PF, sizes_E, power_2_scale)
         dg = None if dg_PF is None else float8.quantize_rows(dg_PF, power_2_scale)
@@ -195,7 +209,7 @@ def empty_scaled_rows(like: torch.Tensor, rows: int, columns: int) -> ScaledRows
 
 def quantize_rows(x_PK: torch.Tensor, power_2_scale: bool) -> ScaledRows:
     """Rows in e4m3, see gbmoe.float8.quantize_rows; the CUDA kernel, for multiples of 16 columns, where it is loaded."""
-    if not _kernels_serve(x_PK):
+    if not _float8_kernels_serve(x_PK):
         return float8.quantize_rows(x_PK, power_2_scale)
     out = empty_scaled_rows(x_PK, *x_PK.shape)
     torch.ops.gbmoe_cuda.quantize_rows(x_PK.contiguous(), power_2_scale, out.values_PK, out.scales_PC)
@@ -205,8 +219,8 @@ def quantize_rows(x_PK: torch.Tensor, power_2_scale: bool) -> ScaledRows:
 def quantize_gathered(x_TH: torch.Tensor, slots: SlotMap, power_2_scale: bool) -> ScaledRows:
     """gather and quantize_rows, as one kernel where it is loaded; rows behind the last expert may then hold anything. Dense maps only."""
     assert slots.columns_TK is None and slots.counts_T is None
-    if not _kernels_serve(x_TH):
-        return float8.quantize_rows(plain_torch.padded_gather(x_TH, slots)[0], power_2_scale)
+    if not _float8_kernels_serve(x_TH):
+        return float8.quantize_rows(gather(x_TH, slots)[0], power_2_scale)
     out = empty_scaled_rows(x_TH, slots.num_rows, x_TH.size(1))
     torch.ops.gbmoe_cuda.quantize_gathered(x_TH.contiguous(), slots.row_of_slot_TK, slots.slot_of_row_P, power_2_scale, out.values_PK,
                                            out.scales_PC)
@@ -223,7 +237,7 @@ def _empty_k_blocks(like: torch.Tensor, rows: int, sizes_E: torch.Tensor) -> Sca
 def quantize_k_blocks(x_PK: torch.Tensor, sizes_E: torch.Tensor, power_2_scale: bool) -> ScaledKBlocks:
     """Rows in e4m3 for a sum over them, see gbmoe.float8.quantize_k_blocks; the CUDA kernel, for multiples of 16 columns and int32 or int64
     sizes on the device of x, where it is loaded."""
-    if not _kernels_serve(x_PK):
+    if not _float8_kernels_serve(x_PK):
         return float8.quantize_k_blocks(x_PK, sizes_E, power_2_scale)
     out = _empty_k_blocks(x_PK, x_PK.size(0), sizes_E)
     torch.ops.gbmoe_cuda.quantize_k_blocks(x_PK.contiguous(), None, 1, sizes_E, power_2_scale, out.values_BKR, out.scales_BK,
@@ -234,8 +248,8 @@ def quantize_k_blocks(x_PK: torch.Tensor, sizes_E: torch.Tensor, power_2_scale: 
 def quantize_gathered_k_blocks(x_TK: torch.Tensor, slots: SlotMap, sizes_E: torch.Tensor, power_2_scale: bool) -> ScaledKBlocks:
     """gather and quantize_k_blocks, as one kernel where it is loaded. Only for a plan's map, whose slot_of_row_P are the slots."""
     assert slots.columns_TK is None and slots.counts_T is None
-    if not _kernels_serve(x_TK):
-        return float8.quantize_k_blocks(plain_torch.padded_gather(x_TK, slots)[0], sizes_E, power_2_scale)
+    if not _float8_kernels_serve(x_TK):
+        return float8.quantize_k_blocks(gather(x_TK, slots)[0], sizes_E, power_2_scale)
     out = _empty_k_blocks(x_TK, slots.num_rows, sizes_E)
     torch.ops.gbmoe_cuda.quantize_k_blocks(x_TK.contiguous(), slots.slot_of_row_P, slots.top_k, sizes_E, power_2_scale, out.values_BKR,
                                            out.scales_BK, out.filled_rows_E)
@@ -245,7 +259,7 @@ def quantize_gathered_k_blocks(x_TK: torch.Tensor, slots: SlotMap, sizes_E: torc
 def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool, transpose: bool) -> ScaledWeights:
     """A weight in e4m3, with `transpose` as [E,H,F], see gbmoe.float8.quantize_weights; the CUDA kernel, for multiples of 16, where it is
     loaded."""
-    if not _kernels_serve(w_EFH):
+    if not _float8_kernels_serve(w_EFH):
         return float8.quantize_weights(w_EFH, power_2_scale, transpose)
     out = _empty_scaled_weights(w_EFH, transpose)
     results = (None, None, out.values_ENK, out.scales) if transpose else (out.values_ENK, out.scales, None, None)
@@ -260,7 +274,7 @@ def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool, memorie
     `memories`, where given, are what either is written to, uint8 [Y], Y = ScaledWeights.bytes_of.
     """
     out, transposed = (_empty_scaled_weights(w_EFH, transpose, memory_Y) for transpose, memory_Y in zip((False, True), memories))
-    if not _kernels_serve(w_EFH):
+    if not _float8_kernels_serve(w_EFH):
         for to, transpose in ((out, False), (transposed, True)):
             scaled = float8.quantize_weights(w_EFH, power_2_scale, transpose)
             to.values_ENK.copy_(scaled.values_ENK)

@@ -254,6 +254,31 @@ def test_thousands_of_groups(engine_on, layout):
     assert_as_accurate_as(out, baseline, per_group(a.double(), b.double(), sizes, trans_a, trans_b))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("engine", engines.ENGINES)
+def test_more_groups_than_a_grid_has_along_its_second_dimension(engine, layout):
+    """70,000 groups of one row, or of none in every third."""
+    exact_inputs.poison("cuda")
+    reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(f"{engine}: {reason}")
+    trans_a, trans_b = LAYOUTS[layout]
+    sizes = [int(e % 3 > 0) for e in range(70000)]
+    a, b, batch_sizes = operands(sizes, layout, torch.bfloat16, "cuda", inner=16, columns=8)
+    skip_if_refused(engine, a, b, sizes, trans_a, trans_b)
+    exact_inputs.poison("cuda")
+    out = gbmoe.gmm(a, b, batch_sizes, trans_a, trans_b, engine=engine)
+    group_of_row = batch_sizes.nonzero().flatten().cuda()
+    if trans_a:
+        expected = torch.zeros(out.shape, dtype=torch.float64, device="cuda")
+        expected[group_of_row] = a.double().unsqueeze(2) * b.double().unsqueeze(1)
+    else:
+        weights = b.double()[group_of_row]
+        expected = (a.double().unsqueeze(1) @ (weights.transpose(1, 2) if trans_b else weights)).squeeze(1)
+    assert_as_accurate_as(out, expected.to(torch.bfloat16), expected)
+
+
 def test_rows_behind_the_last_group_are_not_touched(device):
     a, b, _ = operands((6, 4), "a@b", torch.float32, device)
     for name, engine in engines.ENGINES.items():
