@@ -77,9 +77,9 @@ template <typename A> struct ValueAndSlope { A value, slope; };
 template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x) {
   if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     const A s = sigmoid<kFast>(sigmoid_argument<kKind>(x, A(1)));
-    const A value = x * s, rise = value * (A(1) - s);
-    if constexpr (kKind == kSilu) return {value, s + rise};
-    else return {value, s + rise * gelu_argument_slope(x)};
+    const A value = x * s;
+    if constexpr (kKind == kSilu) return {value, s + value * (A(1) - s)};
+    else return {value, s + value * ((A(1) - s) * gelu_argument_slope(x))};
   } else if constexpr (kKind == kGelu) {
     const A cdf = A(0.5) * twice_normal_cdf(x);
     return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};

@@ -41,20 +41,33 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
   return value;
 }
-// f(device), which is asked for once per device; 0 is not kept.
+// f(device), which is asked for once per device, or by several threads at the same time; 0 is not kept.
 template <typename F> int once_per_device(int device, const F& f) {
   constexpr int kDevices = 64;  // those beyond are asked every time
   static std::atomic<int> known[kDevices];
   if (device >= kDevices) return f(device);
-  int number = known[device].load(std::memory_order_relaxed);
+  int number = known[device].load(std::memory_order_acquire);
   if (number == 0) {
     number = f(device);
-    known[device].store(number, std::memory_order_relaxed);
+    known[device].store(number, std::memory_order_release);
   }
   return number;
 }
 inline int multiprocessors(int device) {
   return once_per_device(device, [](int of) { return device_attribute(cudaDevAttrMultiProcessorCount, of); });
+}
+
+// Lets launches of kKernel on `device`, the current one, ask for as much dynamic shared memory as a CTA may have beside the kernel's static.
+// That limit is a state of the kernel, in which all threads find it: if a launch set it to what it needs itself, another thread's launch
+// in between would fail.
+template <auto kKernel> void allow_dynamic_shared_memory(int device) {
+  once_per_device(device, [](int of) {
+    cudaFuncAttributes attributes{};
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kKernel));
+    const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, of) - static_cast<int>(attributes.sharedSizeBytes);
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    return 1;
+  });
 }
 
 // In the type that a and b have in common, so that 32 bits stay 32 bits on the device.

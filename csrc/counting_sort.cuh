@@ -111,18 +111,10 @@ constexpr int64_t max_experts_in(int64_t shared_bytes) {
 static_assert(max_experts_in(sizeof(FirstRows) + place_shared_ints(100) * sizeof(int)) == 100);
 static_assert(max_experts_in(sizeof(FirstRows) + place_shared_ints(100) * sizeof(int) - 1) == 99);
 
-// The bytes of dynamic shared memory for a launch of `kernel` on the current device, `device`. More than 32 KB beside the static must be
-// allowed. That is a state of the kernel, which other threads launch for other numbers of experts: so each launch allows the same, what
-// the most experts take.
-template <typename Kernel> int allow_place_shared(Kernel kernel, int64_t experts, int device) {
-  const int bytes = static_cast<int>(place_shared_ints(experts) * sizeof(int));
-  if (bytes > 32 * 1024) {
-    const int most = once_per_device(device, [](int of) {
-      return static_cast<int>(place_shared_ints(max_experts_in(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, of))) * sizeof(int));
-    });
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-  }
-  return bytes;
+// The bytes of dynamic shared memory for a launch of kKernel on `device`, which is allowed to have them.
+template <auto kKernel> int place_shared_bytes(int64_t experts, int device) {
+  allow_dynamic_shared_memory<kKernel>(device);
+  return static_cast<int>(place_shared_ints(experts) * sizeof(int));
 }
 
 }  // namespace

@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
   const PlanOutputs out{data<int>(row_of_slot), data<int>(slot_of_row), data<int>(counts), data<int>(offsets),
                         data<int>(padded_counts), rows, static_cast<int>(align)};
   const cudaStream_t stream = current_stream(ids);
-  const int shared_bytes = allow_place_shared(place_slots_kernel, num_experts, ids.get_device_index());
+  const int shared_bytes = place_shared_bytes<place_slots_kernel>(num_experts, ids.get_device_index());
   const unsigned ctas = static_cast<unsigned>(chunks);
   std::optional<Tensor> counts_by_chunk;
   if (chunks > 1) {

@@ -140,7 +140,7 @@ void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_
     using Entry = decltype(entry);
     const Entry* entries = static_cast<const Entry*>(mask.data_ptr());
     const unsigned ctas = static_cast<unsigned>(chunks);
-    const int shared_bytes = allow_place_shared(place_mask_kernel<Entry>, experts, mask.get_device_index());
+    const int shared_bytes = place_shared_bytes<place_mask_kernel<Entry>>(experts, mask.get_device_index());
     count_mask_kernel<Entry><<<ctas, kThreads, 0, stream>>>(entries, shape, data<int>(counts_by_chunk), out);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     place_mask_kernel<Entry><<<ctas, kThreads, shared_bytes, stream>>>(

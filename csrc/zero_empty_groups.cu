@@ -9,12 +9,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kCtasPerGroup = 16;
 
+// The grid has one dimension, because the others end at 65,535.
 template <typename Size>
 __global__ void __launch_bounds__(kThreads) zero_empty_groups_kernel(uint32_t* out, const Size* sizes, int64_t words) {
-  const unsigned group = blockIdx.x / kCtasPerGroup, cta = blockIdx.x % kCtasPerGroup;
-  if (sizes[group] > 0) return;
-  uint32_t* here = out + group * words;
-  for (int64_t i = cta * kThreads + threadIdx.x; i < words; i += kCtasPerGroup * kThreads) here[i] = 0;
+  const unsigned number = blockIdx.x / kCtasPerGroup, cta = blockIdx.x % kCtasPerGroup;
+  if (sizes[number] > 0) return;
+  uint32_t* group = out + number * words;
+  for (int64_t i = cta * kThreads + threadIdx.x; i < words; i += kCtasPerGroup * kThreads) group[i] = 0;
 }
 
 }  // namespace
@@ -27,10 +28,9 @@ void zero_empty_groups(Tensor sizes, Tensor out) {
   if (out.numel() == 0) return;
   const int64_t bytes = out.numel() / groups * static_cast<int64_t>(out.element_size());
   STD_TORCH_CHECK(bytes % 4 == 0, "zero_empty_groups: expected groups of whole 4-byte words, got ", bytes, " bytes");
-  // Along x alone: there may be 2^31 - 1 CTAs, along y no more than 65,535.
   STD_TORCH_CHECK(groups <= INT32_MAX / kCtasPerGroup, "zero_empty_groups: expected at most ", INT32_MAX / kCtasPerGroup, " groups, got ",
                   groups);
-  const auto grid = static_cast<unsigned>(groups * kCtasPerGroup);
+  const unsigned grid = static_cast<unsigned>(groups) * kCtasPerGroup;
   uint32_t* words = static_cast<uint32_t*>(out.data_ptr());
   if (sizes.scalar_type() == ScalarType::Long) {
     zero_empty_groups_kernel<<<grid, kThreads, 0, current_stream(out)>>>(

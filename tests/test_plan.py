@@ -362,31 +362,6 @@ def test_host_sizes_asked_for_in_inference_mode_serve_training():
     assert bool(w.grad.isfinite().all())
 
 
-@pytest.mark.gpu
-def test_threads_that_build_plans_for_other_numbers_of_experts_took_each_others_shared_memory():
-    """How much dynamic shared memory a kernel may have is a state of the kernel, which each launch set to what it needed itself."""
-    errors = []
-
-    def build(experts, tokens):
-        ids = torch.randint(experts, (tokens, 4), device="cuda", generator=torch.Generator("cuda").manual_seed(experts))
-        first = RoutingPlan.from_experts(ids, experts, check="none").row_of_slot_TK
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(300):
-                    again = RoutingPlan.from_experts(ids, experts, check="none").row_of_slot_TK
-                torch.cuda.current_stream().synchronize()
-            assert torch.equal(first, again)
-        except Exception as error:  # of another thread, which pytest would not see
-            errors.append(f"{experts} experts: {error}")
-
-    threads = [threading.Thread(target=build, args=case) for case in ((256, 64), (1000, 64), (300, 4096), (900, 4096))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 def test_meta_device():
     ids = torch.zeros(5, 2, dtype=torch.int64, device="meta")
     for check in ("auto", "wait", "device", "none"):
@@ -394,3 +369,40 @@ def test_meta_device():
         assert plan.num_rows == 64 and plan.slot_of_row_P.is_meta
     with pytest.raises(ValueError, match="RoutingPlan.host_sizes: device: expected one that has the plan's numbers, got meta"):
         RoutingPlan.from_experts(ids, 4, exact=True)
+
+
+@pytest.fixture
+def threads_that_take_turns_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [64, 4096], ids=["one CTA", "many CTAs"])
+def test_threads_with_different_numbers_of_experts_lowered_each_others_limit(threads_that_take_turns_often, tokens):
+    """The limit of a kernel's dynamic shared memory was set to what one launch needed, and another thread's launch failed."""
+    experts, repeats = (256, 1000, 300, 900), 1500
+    ids = [torch.randint(count, (tokens, 2), generator=torch.Generator().manual_seed(count)) for count in experts]
+    expected = [RoutingPlan.from_experts(of, count).slot_of_row_P for of, count in zip(ids, experts)]
+    begin, faults = threading.Barrier(len(experts)), []
+
+    def build(of, count, slot_of_row):
+        try:
+            begin.wait()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                of, slot_of_row = of.cuda(), slot_of_row.cuda()
+                for _ in range(repeats):
+                    last = RoutingPlan.from_experts(of, count, check="none")
+                if not torch.equal(last.slot_of_row_P, slot_of_row):
+                    faults.append(f"{count} experts: another plan")
+        except Exception as error:
+            faults.append(f"{count} experts: {error}")
+
+    threads = [threading.Thread(target=build, args=arguments) for arguments in zip(ids, experts, expected)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults

@@ -61,9 +61,8 @@ template <typename T, bool kTransposed, EpilogueKind kEpilogue> void launch(
   const int64_t ctas = ceil_div(args.size_n, columns) * tiles_of_rows;
   STD_TORCH_CHECK(ctas <= INT32_MAX, "hopper_few_rows: expected at most 2^31 - 1 tiles, got ", ctas);
   args.stages = stages(args, ctas, on.get_device_index());
-  const auto kernel = few::few_rows_kernel<T, kTransposed, kEpilogue>;
-  // The same in each launch, because it is a state of the kernel, which other threads launch with other numbers of stages.
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostOfCta));
+  constexpr auto kernel = few::few_rows_kernel<T, kTransposed, kEpilogue>;
+  allow_dynamic_shared_memory<kernel>(on.get_device_index());
   launch_early(true, kernel, static_cast<unsigned>(ctas), few::kThreads, args.shared_bytes(), on, maps, args);
 }
 

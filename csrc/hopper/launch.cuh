@@ -84,7 +84,7 @@ template <typename Settings> void launch(const TensorMaps& maps, Arguments args,
   const int ctas = multiprocessors(on.get_device_index()) / Traits::kClusterSize * Traits::kClusterSize;
   if (balancing.workspace) balance<Traits>(args, *balancing.workspace, balancing.splitting, ctas, current_stream(on));
   else args.most_ahead = 0;  // the counter that it needs lies in the workspace
-  STD_CUDA_CHECK(cudaFuncSetAttribute(grouped_gemm_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  allow_dynamic_shared_memory<grouped_gemm_kernel<Traits>>(on.get_device_index());
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {Traits::kClusterSize, 1, 1};

@@ -4,14 +4,8 @@
 // registers of their own, and then added to the tile's sums in fp32, times both scales. For all 256 columns of a wide tile there are not
 // registers for both: each warpgroup multiplies them in two parts, those of a narrow tile in one. While it adds, the tensor cores work
 // for the other one.
-//
-// Both scales are multiplied first, once for all sums of a row that share them. Their product may leave float32's range where what they
-// stand for does not: an infinite one makes NaN of a sum of 0, and a subnormal one has lost bits. Where a product of scales is not a
-// normal number, the sum is multiplied by a's scale and then by b's.
 
 #pragma once
-
-#include <cfloat>
 
 #include "epilogue_scaled.cuh"
 #include "float8.cuh"
@@ -55,66 +49,29 @@ template <typename Traits> struct ScaledMainLoop {
   }
 
  private:
-  // One factor of each of a thread's sums: one number for each of its two rows and each of both runs of 128 columns, aligned to 128, that
-  // a tile's columns lie in.
-  struct Factors {
-    float of_run[2][2], middle[2];  // [run][row]; those of the middle 64 columns of a narrow tile
-
-    __device__ __forceinline__ void set_middle(bool begins_a_run) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) middle[i] = begins_a_run ? of_run[0][i] : of_run[1][i];
-    }
-    // Of sum `i` of part `number`.
-    __device__ __forceinline__ float of(int number, int i) const {
-      const int row = i / 2 % 2;
-      return kParts == 2 ? of_run[number][row] : i / 32 == 1 ? middle[row] : of_run[i / 64][row];
-    }
-  };
-  // The scales of a thread's two rows and of both runs in a k-block, whose scales are at `from` and those of the thread's rows at `of_rows`
-  // in shared memory.
+  // The products of the scales of a thread's two rows and of both runs of 128 columns, aligned to 128, that a tile's columns lie in.
   struct Scales {
-    float of_row[2], of_run[2];
+    float product[2][2], middle[2];  // [run][row]; those of the middle 64 columns of a narrow tile
 
-    __device__ __forceinline__ Scales(uint32_t from, uint32_t of_rows) {
+    // Of a k-block whose scales are at `from`, and those of the thread's rows at `of_rows`, in shared memory.
+    __device__ __forceinline__ void load(uint32_t from, uint32_t of_rows, bool begins_a_run) {
+      float of_row[2], of_run[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         of_row[i] = load_shared_float(of_rows + i * 8 * sizeof(float));
         of_run[i] = load_shared_float(from + (kTileM + i) * sizeof(float));
       }
-    }
-    __device__ __forceinline__ Factors products(bool begins_a_run) const {
-      Factors products;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) products.of_run[i / 2][i % 2] = of_row[i % 2] * of_run[i / 2];
-      products.set_middle(begins_a_run);
-      return products;
+      for (int i = 0; i < 4; ++i) product[i / 2][i % 2] = of_row[i % 2] * of_run[i / 2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) middle[i] = begins_a_run ? product[0][i] : product[1][i];
+    }
+    // Of sum `i` of part `number`.
+    __device__ __forceinline__ float of(int number, int i) const {
+      const int row = i / 2 % 2;
+      return kParts == 2 ? product[number][row] : i / 32 == 1 ? middle[row] : product[i / 64][row];
     }
   };
-  // Whether all products of scales are normal numbers; NaN, of which every path makes NaN, may count as one.
-  static __device__ __forceinline__ bool all_normal(const Factors& products) {
-    const auto& p = products.of_run;
-    const float least = fminf(fminf(fabsf(p[0][0]), fabsf(p[0][1])), fminf(fabsf(p[1][0]), fabsf(p[1][1])));
-    const float most = fmaxf(fmaxf(fabsf(p[0][0]), fabsf(p[0][1])), fmaxf(fabsf(p[1][0]), fabsf(p[1][1])));
-    return least >= FLT_MIN && most <= FLT_MAX;
-  }
-  // Where the product of a row's and a run's scale is not a normal number, multiplies the part's sums by the row's and leaves the run's in
-  // `factors`; elsewhere sums and products stay what they are. Rare: the scales are read again, so that no register is held for it.
-  static __device__ __forceinline__ void multiply_by_rows(
-      float (&part)[kPartSums], int number, const Scales& scales, Factors& factors, bool begins_a_run) {
-    factors = scales.products(begins_a_run);
-    Factors before;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& product = factors.of_run[i / 2][i % 2];
-      const bool normal = fabsf(product) >= FLT_MIN && fabsf(product) <= FLT_MAX;
-      before.of_run[i / 2][i % 2] = normal ? 1.0f : scales.of_row[i % 2];
-      if (!normal) product = scales.of_run[i / 2];
-    }
-    before.set_middle(begins_a_run);
-    factors.set_middle(begins_a_run);
-#pragma unroll
-    for (int i = 0; i < kPartSums; ++i) part[i] *= before.of(number, i);
-  }
 
   // The sums of a tile. Whatever follows the start of a part's products, up to the wait for them, is hidden behind them; what lies between
   // the last addition of a k-block and the first product of the next one is not.
@@ -132,28 +89,22 @@ template <typename Traits> struct ScaledMainLoop {
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
       const uint32_t stage = pipe.stage, of_stage = stage * (Traits::kStageBytes >> 4);
       if (!ready) mbarrier_wait(full + stage * 8, pipe.parity);
-      const uint32_t of_k_block = Shared::scales(shared, stage);
-      Factors factors;
-      bool rare = false;  // in the warp
+      Scales scales;
 #pragma unroll
       for (int number = 0; number < kParts; ++number) {
         float part[kPartSums];
         start_part(part, a + of_stage, b + of_stage + number * 2 * (kSubtileBytes >> 4));
-        if (number == 0) {
-          factors = Scales(of_k_block, of_k_block + row_bytes).products(begins_a_run);
-          rare = __any_sync(kFullWarp, !all_normal(factors));
-        }
+        if (number == 0) scales.load(Shared::scales(shared, stage), Shared::scales(shared, stage) + row_bytes, begins_a_run);
         if (number + 1 == kParts) pipe.template advance<kStages>();
         wgmma_wait<0>();
         fence_accumulators(part);
-        if (rare) multiply_by_rows(part, number, Scales(of_k_block, of_k_block + row_bytes), factors, begins_a_run);
         if (number + 1 == kParts) {
           __syncwarp();  // all lanes have read the scales
           Mma::release(empty + stage * 8);
           ready = mbarrier_test(full + pipe.stage * 8, pipe.parity);
         }
 #pragma unroll
-        for (int i = 0; i < kPartSums; ++i) sum[number * kPartSums + i] += factors.of(number, i) * part[i];
+        for (int i = 0; i < kPartSums; ++i) sum[number * kPartSums + i] += scales.of(number, i) * part[i];
       }
     }
   }

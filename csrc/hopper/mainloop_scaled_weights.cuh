@@ -1,10 +1,9 @@
 // The main loop for gradients of weights of e4m3 operands: in each k-block of 128 rows every column of a and of b has a scale.
 //
 // As in mainloop_scaled.cuh a k-block's products are summed in registers of their own, for 128 columns at a time, and then added to the
-// tile's sums in fp32, times both scales. But here each product of two scales would be that of one number alone, and the product of two
-// scales may leave float32's range where what they stand for does not. So a sum is multiplied by a's scale and then, as it is added, by
-// b's. The scales of a k-block lie side by side in memory, so that TMA brings them with the stage. A warp releases a stage when it has
-// added the products, because it reads scales until then.
+// tile's sums in fp32, times both scales. But here each product of two scales is that of one number alone. The scales of a k-block lie
+// side by side in memory, so that TMA brings them with the stage. A warp releases a stage when it has added the products, because it
+// reads scales until then.
 //
 // Beside the scales of four stages there is room for one epilogue buffer a warp. So a tile is stored by ordinary stores, which have read
 // the buffer when they have been issued; before the next ones a warp would have to wait for TMA.
@@ -48,34 +47,6 @@ template <typename Traits> struct ScaledWeightsMainLoop {
     return pair;
   }
 
-  // Calls add(number of the sum, row, scale of b) for each sum of a half, whose scales of b are at `of_half`; the first ones are loaded.
-  template <typename Add>
-  static __device__ __forceinline__ void for_each_sum(float2 (&ahead)[kAhead], uint32_t of_half, const Add& add) {
-#pragma unroll
-    for (int i = 0; i < kHalfSums / 4; ++i) {  // two columns each of both rows; the next ones are 8 columns on
-      const float2 scale_b = ahead[i % kAhead];
-      if (i + kAhead < kHalfSums / 4) ahead[i % kAhead] = load_scales(of_half + (i + kAhead) * 8 * sizeof(float));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) add(i * 4 + j, j / 2, j % 2 ? scale_b.y : scale_b.x);
-    }
-  }
-
-  // A row's scale, of a. A sum of 128 products of e4m3 is 0 or has a magnitude of 2^-18 to 2^25, so that it stays in range when it is
-  // multiplied by a scale of kLeast to kMost. A scale beyond these is moved towards 1 by a power of two, and the product with b's scale
-  // moved `back`: what leaves the range before that does so in the end, too.
-  struct RowScale {
-    static constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f, kShift = 0x1p64f;
-    float scale, back;
-
-    __device__ __forceinline__ explicit RowScale(float of_a) : scale(of_a), back(1.0f) {
-      if (fabsf(of_a) > kMost) scale = of_a * (1.0f / kShift), back = kShift;
-      else if (fabsf(of_a) < kLeast) scale = of_a * kShift, back = 1.0f / kShift;
-    }
-    static __device__ __forceinline__ bool in_range(float of_a) {
-      return !(fabsf(of_a) > kMost) && (fabsf(of_a) >= kLeast || of_a == 0.0f);
-    }
-  };
-
   // The sums of a tile, zero where nothing is summed.
   static __device__ __forceinline__ void multiply_tile(
       typename Traits::Accumulators& sum, const Tile& tile, int warpgroup, uint32_t shared, PipelineState& pipe) {
@@ -86,13 +57,11 @@ template <typename Traits> struct ScaledWeightsMainLoop {
     const uint32_t of_columns = kTileM * sizeof(float) + threadIdx.x % 4 * 2 * sizeof(float);
 #pragma unroll
     for (int i = 0; i < kHalves * kHalfSums; ++i) sum[i] = 0.0f;
-    const int rows = __shfl_sync(kFullWarp, tile.rows, 0);
 #pragma unroll 1
-    for (int row = 0; row < rows; row += Traits::kBlockK) {
+    for (int row = 0; row < tile.rows; row += Traits::kBlockK) {
       const uint32_t stage = pipe.stage * (Traits::kStageBytes >> 4), scales = Shared::scales(shared, pipe.stage);
       mbarrier_wait(full + pipe.stage * 8, pipe.parity);
-      float scale_a[2];
-      bool rare = false;  // in the warp
+      const float scale_a[2] = {load_shared_float(scales + of_row), load_shared_float(scales + of_row + 8 * sizeof(float))};
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         float part[kHalfSums];
@@ -103,27 +72,20 @@ template <typename Traits> struct ScaledWeightsMainLoop {
           wgmma_float8(part, a + stage + step * 2, b + stage + half * 2 * (kSubtileBytes >> 4) + step * 2, step > 0);
         }
         wgmma_commit();
-        if (half == 0) {
-          scale_a[0] = load_shared_float(scales + of_row), scale_a[1] = load_shared_float(scales + of_row + 8 * sizeof(float));
-          rare = __any_sync(kFullWarp, !RowScale::in_range(scale_a[0]) || !RowScale::in_range(scale_a[1]));
-        }
         const uint32_t of_half = scales + of_columns + half * 128 * sizeof(float);
         float2 ahead[kAhead];
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) ahead[i] = load_scales(of_half + i * 8 * sizeof(float));
         wgmma_wait<0>();
         fence_accumulators(part);
-        if (rare) {
-          const RowScale of_rows[2] = {RowScale(scale_a[0]), RowScale(scale_a[1])};
-          for_each_sum(ahead, of_half, [&](int i, int row, float scale_b) {
-            sum[half * kHalfSums + i] += part[i] * of_rows[row].scale * scale_b * of_rows[row].back;
-          });
-        } else {
-          for_each_sum(ahead, of_half, [&](int i, int row, float scale_b) {
-            // Not written like the sum above: the compiler would make one addition of both, apart from the multiplications.
-            float& to = sum[half * kHalfSums + i];
-            to = fmaf(part[i] * scale_a[row], scale_b, to);
-          });
+#pragma unroll
+        for (int i = 0; i < kHalfSums / 4; ++i) {  // two columns each of both rows; the next ones are 8 columns on
+          const float2 scale_b = ahead[i % kAhead];
+          if (i + kAhead < kHalfSums / 4) ahead[i % kAhead] = load_scales(of_half + (i + kAhead) * 8 * sizeof(float));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            sum[half * kHalfSums + i * 4 + j] += scale_a[j / 2] * (j % 2 ? scale_b.y : scale_b.x) * part[i * 4 + j];
+          }
         }
       }
       __syncwarp();

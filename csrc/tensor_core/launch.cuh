@@ -40,7 +40,7 @@ std::optional<Memory> memory_of(int device);
 // As many CTAs as are at work at the same time.
 template <typename Traits> void launch_instance(const Arguments& args, const Tensor& on) {
   constexpr auto kernel = grouped_gemm_kernel<Traits>;
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+  allow_dynamic_shared_memory<kernel>(on.get_device_index());
   const int ctas = multiprocessors(on.get_device_index()) * Traits::kCtasPerMultiprocessor;
   kernel<<<ctas, Traits::kThreads, Traits::kSharedBytes, current_stream(on)>>>(args);
   STD_CUDA_CHECK(cudaGetLastError());

@@ -138,6 +138,23 @@ def test_down_backward_where_the_activation_is_flat_or_steep(activation):
         torch.testing.assert_close(got[name][:rows].double(), exact[name][:rows], rtol=0.03, atol=1e-3 * float(exact[name].abs().mean()))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu", "identity"])
+def test_down_backward_of_large_numbers_was_nan(activation):
+    """gelu_tanh's slope, whose x^2 is infinite; and relu's at NaN is 1."""
+    inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=False, weights=torch.float32)
+    values = torch.tensor([1.0, 1e10, 1e13, 1e15, 1e18, 1e20, 1e30, 3e38], device=DEVICE)
+    values = torch.cat([values, -values])
+    inputs["h"].copy_(values.repeat(inputs["h"].numel() // len(values) + 1)[:inputs["h"].numel()].view_as(inputs["h"]))
+    rows, exact = sum(SIZES), expected_down_backward(inputs, activation, torch.float64)
+    torch.testing.assert_close(down_backward(inputs, activation)["dh"][:rows].double(), exact["dh"][:rows], rtol=0.03,
+                               atol=1e-3 * float(exact["dh"].abs().mean()))
+    if activation == "relu":
+        inputs["h"].fill_(torch.nan)
+        exact = expected_down_backward({**inputs, "h": torch.ones_like(inputs["h"])}, activation, torch.float64)
+        torch.testing.assert_close(down_backward(inputs, activation)["dh"][:rows].double(), exact["dh"][:rows], rtol=0.03,
+                                   atol=1e-3 * float(exact["dh"].abs().mean()))
+
+
 def test_down_backward_keeps_nan_out_of_rows_without_a_slot():
     inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
     without = inputs["slot_of_row"] < 0
