@@ -26,7 +26,7 @@ def toolkit(tmp_path, monkeypatch):
     devices(monkeypatch, (9, 0))
     monkeypatch.setenv("CUDA_HOME", str(toolkit.home))
     monkeypatch.setenv("GBMOE_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("TORCH_CUDA_ARCH_LIST", "GBMOE_REQUIRE_EXTENSION"):
+    for name in ("TORCH_CUDA_ARCH_LIST", "GBMOE_REQUIRE_EXTENSION", "GBMOE_BUILD", "MAX_JOBS"):
         monkeypatch.delenv(name, raising=False)
     extension.load.cache_clear()
     yield toolkit

@@ -5,6 +5,8 @@ import fcntl
 import os
 import platform
 import pwd
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -72,7 +74,7 @@ def test_those_who_wait_for_the_lock_take_what_was_compiled_meanwhile(toolkit, f
 
     def process():
         start.wait()
-        results.append(loader._load_cached())
+        results.append(loader._load_compiled_now(("9.0",)))
     threads = [threading.Thread(target=process) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -149,3 +151,26 @@ def test_a_file_system_without_locks_is_said_and_does_not_stop_the_build(toolkit
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert extension.load().loaded
     assert "cannot be locked (No locks available): processes that start at the same time may all compile" in capsys.readouterr().err
+
+
+WINDOWS = """
+import os, sys, torch
+sys.modules.update(fcntl=None, pwd=None, resource=None)  # as on Windows, where importing them fails
+for name in ("O_NOFOLLOW", "O_DIRECTORY", "O_CLOEXEC", "O_NONBLOCK", "sched_getaffinity"):
+    delattr(os, name)
+sys.platform = "win32"
+import gbmoe
+from gbmoe import extension
+from gbmoe.cli import main
+x = torch.ones(4, 8)
+assert gbmoe.gmm(x, torch.ones(1, 8, 8), torch.tensor([4])).sum() == 256
+assert extension.status().reason.startswith("no CUDA device")
+sys.exit(main(["build", "--arch", "9.0"]))
+"""
+
+
+def test_without_fcntl_gbmoe_is_imported_and_says_that_nothing_is_compiled():
+    """It was imported at the top, and gbmoe could not be imported on Windows."""
+    done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "gbmoe build: " in done.stderr
