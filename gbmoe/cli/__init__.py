@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from gbmoe.cli import bench, convert, info, verify
+from gbmoe.cli import bench, build, convert, info, verify
 
 _COMMANDS = {
     "info": (info, "versions, device, extension, and each engine or the reason why it cannot run"),
+    "build": (build, "compile the CUDA extension into the cache, where nvcc is; needs no GPU"),
     "verify": (verify, "every operator and engine against float64, in under a minute"),
     "bench": (bench, "time layers, products and permutations, each verified first"),
     "convert": (convert, "MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back"),
