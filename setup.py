@@ -1,60 +1,64 @@
 """Build gbmoe; everything declarative is in pyproject.toml.
 
-The CUDA extension is compiled here when torch is importable during the build (`pip install . --no-build-isolation`), is a
-CUDA build and nvcc is found; otherwise the package is pure Python and compiles csrc/ once, at the first use of a CUDA
-tensor (gbmoe/extension/). GBMOE_REQUIRE_EXTENSION=1 makes a build without the extension fail.
+The CUDA extension is compiled here where torch can be imported during the build (`pip install . --no-build-isolation`) and is built
+for CUDA. If there is no compiler that fits, the build fails and says why. GBMOE_BUILD=0 leaves the extension out, GBMOE_BUILD=1 fails
+wherever it cannot be compiled (gbmoe/extension/install.py). A package without it compiles csrc/ once, by `python -m gbmoe build` or at
+the first use of a CUDA tensor.
 """
 
-import importlib.util
-import os
+import ctypes
+import functools
+import importlib
+import signal
 import sys
+import types
 from pathlib import Path
 
-from setuptools import Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_py import build_py
+import setuptools
 
-ROOT = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("gbmoe_build", ROOT / "gbmoe" / "extension" / "build.py")
-compiler = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = compiler  # dataclasses look their module up there
-_spec.loader.exec_module(compiler)
+ROOT = Path(__file__).resolve().parent
+# The files of gbmoe/extension that need only the standard library, as a package of their own: gbmoe itself imports torch.
+_package = types.ModuleType("gbmoe_extension")
+_package.__path__ = [str(ROOT / "gbmoe" / "extension")]
+sys.modules[_package.__name__] = _package
+install = importlib.import_module("gbmoe_extension.install")
 
+if install.too_old(setuptools.__version__):  # before pyproject.toml is read, and before what an old one lacks is imported
+    raise SystemExit(install.too_old(setuptools.__version__))
 
-def reason_for_no_extension():
-    """None if the extension will be compiled during this build, otherwise the reason why not."""
-    if importlib.util.find_spec("torch") is None:
-        return "torch is not importable during the build; csrc/ is compiled at the first use of a CUDA tensor"
-    return compiler.why_not(compiler.Nvcc.find(), compiler.Torch.imported())
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
 
 
-REASON = reason_for_no_extension()
+@functools.cache
+def decision():
+    return install.decide_here()
+
+
+def end_with_the_frontend():
+    """Let this process end when the frontend that started it (pip, build) is ended, which would leave it compiling."""
+    if sys.platform == "linux" and "setuptools.build_meta" in sys.modules:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class BuildPy(build_py):
     def run(self):
+        if decision().action == install.Action.REFUSE:
+            raise SystemExit(str(decision()))  # because editable installs swallow every Exception
         super().run()
-        if REASON is None:
-            target = Path(self.build_lib) / "gbmoe" / "_C.so"
-            if self.editable_mode:
-                target = ROOT / "gbmoe" / "_C.so"
-            for old in (target, compiler.digest_file(target)):
-                old.unlink(missing_ok=True)
-            try:
-                compiled = compiler.build(ROOT / "csrc", target)
-                compiler.record_sources(target, ROOT / "csrc")
-            except (compiler.CompileError, OSError) as error:  # SystemExit, because editable installs swallow every Exception
-                raise SystemExit(f"gbmoe: the CUDA extension failed to compile:\n{error}") from error
-            print(f"gbmoe: compiled the CUDA extension for {', '.join(compiled)}")
-        elif os.environ.get("GBMOE_REQUIRE_EXTENSION") == "1":
-            raise SystemExit(f"gbmoe: GBMOE_REQUIRE_EXTENSION=1, but the CUDA extension cannot be built: {REASON}")
-        else:
-            print(f"gbmoe: no CUDA extension in this build: {REASON}")
+        target = (ROOT if self.editable_mode else Path(self.build_lib)) / "gbmoe" / "_C.so"
+        if decision().action == install.Action.COMPILE:
+            end_with_the_frontend()
+            install.compile_ahead(ROOT / "csrc", target)
+            return
+        if not self.editable_mode:  # the build folder may have one of an earlier build
+            install.remove(target)
+        print(f"gbmoe: no CUDA extension in this build: {decision().reason}", flush=True)
 
 
-class BinaryIfCompiled(Distribution):
+class BinaryIfCompiled(setuptools.Distribution):
     def has_ext_modules(self):
-        return REASON is None
+        return decision().action == install.Action.COMPILE
 
 
 class WheelForEveryPython(bdist_wheel):
@@ -62,7 +66,7 @@ class WheelForEveryPython(bdist_wheel):
 
     def get_tag(self):
         python, abi, platform = super().get_tag()
-        return ("py3", "none", platform) if REASON is None else (python, abi, platform)
+        return ("py3", "none", platform) if decision().action == install.Action.COMPILE else (python, abi, platform)
 
 
-setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython})
+setuptools.setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython})

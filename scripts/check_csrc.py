@@ -15,7 +15,6 @@ It needs nvcc and torch's headers, and takes some ten minutes with two cores. Th
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gbmoe.extension import build
+from gbmoe.extension.jobs import jobs
 
 # Shared memory of a multiprocessor in KiB ("Technical Specifications per Compute Capability", CUDA C++ Programming Guide). Each CTA takes
 # 1 KiB more than it asks for.
@@ -168,10 +168,10 @@ def main() -> int:
     sources = build.sources(build.source_folder())
     for_all = [source for source in sources if source.parent.name == "tensor_core" or source.name == "few_rows.cu"]
     others = [source for source in sources if source not in for_all]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {arch: [pool.submit(compiler.kernels_of, source, arch) for source in for_all] for arch in architectures}
+    with ThreadPoolExecutor(jobs().count) as pool:
+        by_architecture = {arch: [pool.submit(compiler.kernels_of, source, arch) for source in for_all] for arch in architectures}
         of_files = pool.map(compiler.faults_of_file, others)
-        for architecture, of_architecture in jobs.items():
+        for architecture, of_architecture in by_architecture.items():
             kernels = [kernel for job in of_architecture for kernel in job.result()]
             faults = [f"  {kernel.name}: {fault}" for kernel in kernels for fault in kernel.faults(architecture)]
             wrong += len(faults)

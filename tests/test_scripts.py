@@ -69,6 +69,24 @@ def test_cdpath_does_not_lead_to_another_checkout(environment, tmp_path):
     assert done.stdout == str(root), done.stderr
 
 
+# As where torch is built for CUDA and there is no nvcc: installing with kernels would fail.
+NO_COMPILER = """#!/usr/bin/env bash
+case "$*" in
+  *gbmoe.extension.install) echo "nvcc was not found"; exit 1 ;;
+  *--no-build-isolation*) echo "GBMOE_BUILD=$GBMOE_BUILD" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("asked, installed", [("", True), ("1", False)])
+def test_without_a_compiler_the_scripts_say_so_and_install_without_kernels(environment, tmp_path, asked, installed):
+    (tmp_path / "an environment" / "bin" / "python").write_text(NO_COMPILER)
+    done = subprocess.run(["bash", "-euc", "source scripts/setup_env.sh"], cwd=checkout(tmp_path), capture_output=True, text=True,
+                          env={**environment, "GBMOE_BUILD": asked, "GBMOE_REQUIRE_EXTENSION": ""})
+    assert (done.returncode == 0) == installed and "nvcc was not found" in done.stdout
+    assert ("NO CUDA KERNELS" in done.stdout and done.stdout.endswith("GBMOE_BUILD=0\n")) == installed
+
+
 @pytest.mark.parametrize("cores, gpu_gib, expected", [(2, None, 2), (64, None, 64), (16, 139, 10), (16, 79, 6), (4, 79, 4), (16, 8, 1)])
 def test_processes_of_tests_are_as_many_as_a_gpu_has_memory_for(cores, gpu_gib, expected):
     processes = runpy.run_path(str(SCRIPTS / "test_processes.py"))["processes"]

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 import torch
 
 from gbmoe._version import __version__
-from gbmoe.cli import bench, convert, info, install_megablocks, verify
+from gbmoe.cli import bench, build, convert, info, install_megablocks, verify
 from gbmoe.cli.signals import ctrl_c_unwinds
 from gbmoe.extension.loader import AHEAD_OF_TIME
 
 _COMMANDS = {
     "info": (info, "versions, device, extension, and each engine or the reason why it cannot run"),
+    "build": (build, "compile the CUDA extension into the cache, where nvcc is; needs no GPU"),
     "verify": (verify, "every operator and engine against float64, in under a minute"),
     "bench": (bench, "time layers, products and permutations, each verified first"),
     "convert": (convert, "MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back"),

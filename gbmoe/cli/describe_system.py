@@ -90,18 +90,22 @@ def describe_versions() -> dict:
 
 
 def describe_extension() -> dict:
-    """Whether the CUDA extension is loaded, its file, and the CUDA and torch versions that it was built against."""
+    """Whether the CUDA extension is loaded, its file and architectures, and the CUDA and torch versions that it was built against; else
+    why not, and what helps. Where there is no GPU, the file is the one that would be loaded."""
     status = extension.status()
-    path = status.path
+    path, architectures = status.path, status.architectures
+    if path is None:
+        ready = next(iter(loader.usable()), None)
+        path, architectures = (ready.path, ready.architectures) if ready else (None, ())
     if path is None and loader.AHEAD_OF_TIME.exists():
         path = loader.AHEAD_OF_TIME
-    described = {"loaded": status.loaded, "reason": status.reason, "path": str(path) if path else None,
-                 "compiled": None, "built_against": None}
+    described = {"loaded": status.loaded, "reason": status.reason, "remedy": status.remedy, "note": status.note,
+                 "path": str(path) if path else None, "architectures": list(architectures), "compiled": None, "built_against": None}
     if path is not None:
         # The only trace of the CUDA version in the file is the name of the cuBLAS library that it links.
         cublas = re.search(rb"libcublas\.so\.(\d+)", path.read_bytes())
         target = int(build.TORCH_TARGET_VERSION, 16)
-        described["compiled"] = "ahead of time" if path == loader.AHEAD_OF_TIME else "at first use, into the cache"
+        described["compiled"] = "ahead of time" if path == loader.AHEAD_OF_TIME else "into the cache"
         described["built_against"] = {"cuda_major": int(cublas[1]) if cublas else None,
                                       "torch_at_least": f"{target >> 56}.{target >> 48 & 0xFF}"}
     return described

@@ -50,10 +50,15 @@ def _text(found: dict) -> str:
         "device": f"{machine['device']}: {device}", "CPU": f"{machine['cpu']}, {machine['threads']} threads in use",
         "extension": "loaded" if extension["loaded"] else f"not loaded: {extension['reason']}",
     }
+    if extension["remedy"]:
+        facts["  what helps"] = extension["remedy"]
     if extension["path"]:
         against = extension["built_against"]
         facts["  file"] = f"{extension['path']}, compiled {extension['compiled']}"
         facts["  built against"] = f"CUDA {against['cuda_major'] or 'unknown'}, stable ABI of torch {against['torch_at_least']}"
+        facts["  architectures"] = ", ".join(extension["architectures"]) or "unknown"
+    if extension["note"]:
+        facts["  note"] = extension["note"]
     facts["engines"] = ""
     for name, engine in found["engines"].items():
         facts[f"  {name}"] = "yes" if engine["available"] else f"no: {engine['reason']}"

@@ -38,7 +38,7 @@ class Hopper(OwnKernels):
         if reason is not None:
             return reason
         if not torch.ops.gbmoe_cuda.hopper_built():
-            return "the extension was compiled without sm_90; rebuild it with 9.0 in TORCH_CUDA_ARCH_LIST"
+            return "the extension was compiled without sm_90; compile it: python -m gbmoe build --arch 9.0"
         return None
 
     def refuses_dtype(self, problem):

@@ -32,7 +32,7 @@ class TensorCore(OwnKernels):
             return reason
         index = torch.cuda.current_device() if device.index is None else device.index
         if not torch.ops.gbmoe_cuda.tensor_core_built(index):
-            return f"the extension has no code for this device; rebuild it with {found[0]}.{found[1]} in TORCH_CUDA_ARCH_LIST"
+            return f"the extension has no code for this device; compile it: python -m gbmoe build --arch {found[0]}.{found[1]}"
         return None
 
     def refuses_dtype(self, problem):

@@ -1,25 +1,32 @@
 """The cache of compiled objects: its folder, the name of an object in it, and the lock that is held while one is compiled.
 
 The folder is GBMOE_CACHE_DIR, by default ~/.cache/gbmoe. Users may share a cache that all of them can write to, and may load from
-one that they can only read.
+one that they can only read. An object's name says what it was made of, so that it is found without a compiler:
+
+    gbmoe_C-<digest of its sources>-cu13-x86_64-8.0_9.0+PTX.so
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import hashlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from gbmoe.extension import build
+from gbmoe.extension.architectures import key
+from gbmoe.extension.jobs import Jobs
+from gbmoe.extension.toolkit import CompileError, Nvcc, Torch
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is compiled
+    fcntl = None  # type: ignore[assignment]
 
 
 def _folder() -> Path:
@@ -30,17 +37,38 @@ def _folder() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "gbmoe"
     except RuntimeError as error:
-        raise build.CompileError("no folder for what is compiled: HOME is not set and this user has no passwd entry;"
+        raise CompileError("no folder for what is compiled: HOME is not set and this user has no passwd entry;"
                                  " set GBMOE_CACHE_DIR to a folder") from error
 
 
-def cached_path(nvcc: build.Nvcc, default: tuple[str, ...]) -> Path:
-    """The path of the object of these sources, for this compiler and the architectures `default`, be it compiled already or not."""
-    # The name depends on everything that changes the machine code, so that new sources or a new toolkit never load an old object, and
-    # different machines can share a home directory.
-    facts = (build.source_digest(build.source_folder()), nvcc.version, torch.__version__, platform.machine(),
-             sorted(set(build.architectures(nvcc, default))))
-    return _folder() / f"gbmoe_C-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
+@dataclass(frozen=True)
+class Compiled:
+    """An object that has been compiled, and the architectures that it has code for."""
+    path: Path
+    architectures: tuple[str, ...]
+
+
+def _prefix(cuda_major: int) -> str:
+    # Everything that changes what an object does or where it loads, but for its architectures. Machines of several kinds can share a home.
+    # Neither torch's version nor the compiler's is among it: the ABI is stable, and objects of one CUDA major version are compatible.
+    return f"gbmoe_C-{build.source_digest(build.source_folder())[:16]}-cu{cuda_major}-{platform.machine()}-"
+
+
+def path_for(cuda_major: int, architectures: list[str]) -> Path:
+    """The path of the object of these sources for `architectures`, be it compiled already or not."""
+    return _folder() / f"{_prefix(cuda_major)}{'_'.join(sorted(set(architectures), key=key))}.so"
+
+
+def compiled(cuda_major: int) -> list[Compiled]:
+    """The objects of these sources in the cache, for this CUDA major version and kind of machine. Needs no compiler and writes nothing."""
+    prefix, found = _prefix(cuda_major), []
+    with suppress(OSError, CompileError):  # a folder that cannot be had or read has no objects
+        for name in sorted(os.listdir(_folder())):
+            if name.startswith(prefix) and name.endswith(".so"):
+                architectures = tuple(name[len(prefix):-len(".so")].split("_"))
+                with suppress(CompileError):  # not a name that path_for makes
+                    found.append(Compiled(_folder() / name, tuple(sorted(architectures, key=key))))
+    return found
 
 
 def say(text: str) -> None:
@@ -63,7 +91,7 @@ def _open_lock(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise build.CompileError(f"the lock {path} is a symbolic link, which is not followed: remove it") from error
+        raise CompileError(f"the lock {path} is a symbolic link, which is not followed: remove it") from error
 
 
 @contextmanager
@@ -89,20 +117,27 @@ def identity(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def compile_into(target: Path, default: tuple[str, ...], given_up: tuple[int, int, int] | None, fault: str) -> None:
+def compile_into(target: Path, nvcc: Nvcc, torch: Torch, chosen: list[str], jobs: Jobs, given_up: tuple[int, int, int] | None,
+                 fault: str, tell: Callable[[str], None], report: Callable[[str], None]) -> None:
     """Compile `target` under its lock, unless another process has replaced the file whose identity is `given_up`. `fault` says why that
-    one could not be used."""
+    one could not be used. `tell` gets what is done and how long it takes, `report` a line for each file of csrc/.
+
+    Raises CompileError.
+    """
+    folder = build.source_folder()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_suffix(".lock")):
             if identity(target) not in (None, given_up):
                 return
             if given_up is not None:
-                say(f"compiling again, because {fault}")
-            say(f"compiling its CUDA extension, once, into {target.parent} (about a minute) ...")
+                tell(f"compiling again, because {fault}")
+            seconds = build.estimate(folder, chosen, jobs.count)
+            tell(f"compiling its CUDA extension, once, into {target.parent}, for {', '.join(chosen)}: about {build.duration(seconds)}"
+                 f" with {jobs} ...")
             start = time.monotonic()
-            compiled = build.build(build.source_folder(), target, default)
-            say(f"compiled for {', '.join(compiled)} in {time.monotonic() - start:.0f} s")
+            build.build(folder, target, nvcc, torch, chosen, jobs, report)
+            tell(f"compiled for {', '.join(chosen)} in {build.duration(time.monotonic() - start)}")
     except OSError as error:
-        raise build.CompileError(f"{fault}, and nothing can be compiled into {target.parent}: {error};"
-                                 " set GBMOE_CACHE_DIR to another folder") from error
+        raise CompileError(f"{fault}, and nothing can be compiled into {target.parent}: {error};"
+                           " set GBMOE_CACHE_DIR to another folder") from error

@@ -26,6 +26,7 @@ def test_text_names_versions_device_extension_and_every_engine(capsys):
         assert lines[f"> {dtype}"] == ", ".join(names) != ""
     status = extension.status()
     assert lines["extension"] == ("loaded" if status.loaded else f"not loaded: {status.reason}")
+    assert lines.get("> what helps") == status.remedy
 
 
 def test_json_is_one_object_with_the_same_facts():
@@ -45,13 +46,14 @@ def test_extension_says_what_it_was_built_against(tmp_path, monkeypatch, capsys)
     built = tmp_path / "_C.so"
     built.write_bytes(b"\x7fELF...\0libcublas.so.13\0libtorch_cuda.so\0")
     monkeypatch.setattr(loader, "AHEAD_OF_TIME", built)
-    monkeypatch.setattr(extension, "status", lambda: extension.Status(True, built, None))
+    monkeypatch.setattr(extension, "status", lambda: extension.Status(True, built, None, None, ("8.0", "9.0+PTX"), "a note"))
     described = describe_system.describe_extension()
     assert described["loaded"] and described["path"] == str(built) and described["compiled"] == "ahead of time"
     assert described["built_against"] == {"cuda_major": 13, "torch_at_least": "2.10"}
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert str(built) in out and "CUDA 13, stable ABI of torch 2.10" in out
+    assert "architectures  " in out and "8.0, 9.0+PTX" in out and "a note" in out and described["architectures"] == ["8.0", "9.0+PTX"]
 
 
 def test_an_absent_device_is_refused(capsys):
