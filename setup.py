@@ -7,6 +7,7 @@ tensor (gbmoe/extension/). GBMOE_REQUIRE_EXTENSION=1 makes a build without the e
 
 import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -65,4 +66,8 @@ class WheelForEveryPython(bdist_wheel):
         return ("py3", "none", platform) if REASON is None else (python, abi, platform)
 
 
-setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython})
+# README.md without the links that would be dead on a package index; pyproject.toml says that it is made here.
+description = runpy.run_path(str(ROOT / "scripts" / "description.py"))["of_checkout"](ROOT)
+
+setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython},
+      long_description=description, long_description_content_type="text/markdown")
