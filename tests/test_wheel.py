@@ -74,6 +74,7 @@ def test_the_package_uses_that_description_and_the_version_of_one_file(tmp_path)
     site = Path(importlib.util.find_spec("setuptools").origin).parents[1]
     alone = tmp_path / "alone"
     alone.mkdir()
+    (tmp_path / "out").mkdir()
     for part in [*site.glob("setuptools"), *site.glob("setuptools-*"), *site.glob("_distutils_hack")]:
         (alone / part.name).symlink_to(part)
     made = subprocess.run([sys.executable, "-I", "-S", "-c", write, repr([str(alone)]), str(tree), str(tmp_path / "out")],
