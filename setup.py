@@ -9,6 +9,7 @@ the first use of a CUDA tensor.
 import ctypes
 import functools
 import importlib
+import runpy
 import signal
 import sys
 import types
@@ -69,4 +70,8 @@ class WheelForEveryPython(bdist_wheel):
         return ("py3", "none", platform) if decision().action == install.Action.COMPILE else (python, abi, platform)
 
 
-setuptools.setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython})
+# README.md without the links that would be dead on a package index; pyproject.toml says that it is made here.
+description = runpy.run_path(str(ROOT / "scripts" / "description.py"))["of_checkout"](ROOT)
+
+setuptools.setup(distclass=BinaryIfCompiled, cmdclass={"build_py": BuildPy, "bdist_wheel": WheelForEveryPython},
+                 long_description=description, long_description_content_type="text/markdown")
