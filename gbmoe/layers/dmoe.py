@@ -57,7 +57,8 @@ class ParallelDroplessMLP(torch.nn.Module):
             save_load_balancing_loss((counts_E, scores))
         # To autograd this is not a view. fully_shard gathers the weights for backward in a hook on the result of its unit, and the
         # hook of a view is lost where the caller adds to it in place.
-        out = torch.ops.aten._unsafe_view.default(out_TH, x.shape)
+        # torch.jit.trace records the sizes of a view, but would make those of this operator constants.
+        out = out_TH.view(x.shape) if torch.jit.is_tracing() else torch.ops.aten._unsafe_view.default(out_TH, x.shape)
         if self.bias is None:
             return out
         if not self.args.return_bias:
