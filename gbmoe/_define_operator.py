@@ -201,7 +201,7 @@ def is_watched(*inputs: object) -> bool:
 def refuse_jit_tracing(what: str) -> None:
     """Raise inside torch.jit.trace, for what takes or reads a size as a number of Python's: it would become a constant of the trace, and
     inputs of other sizes would get wrong results without a word."""
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(f"{what} cannot be traced by torch.jit.trace, which would make the sizes of this input constants:"
                                   " use torch.compile or torch.export")
 
