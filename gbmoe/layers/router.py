@@ -10,7 +10,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
-from gbmoe.layers.losses import save_router_logsumexp
+from gbmoe.layers.losses import Source, save_router_logsumexp
 from gbmoe.ops.router_logits import router_logits
 from gbmoe.ops.router_softmax_topk import kernels_take, route
 
@@ -24,13 +24,15 @@ class LearnedRouter(torch.nn.Module):
     are rounded to the layer's dtype, and so may choose other experts where scores are nearly equal.
     """
 
+    _source: Source | None = None  # in modules that were pickled before 0.3
+
     def __init__(self, args: Arguments):
         super().__init__()
         experts, top_k, p = args.moe_num_experts, args.moe_top_k, args.moe_normalize_expert_weights or None
         require(not args.batch_invariant or kernels_take(experts, top_k, p), "dMoE", "batch_invariant",
                 "False where no router kernel takes moe_num_experts, moe_top_k and moe_normalize_expert_weights",
                 f"{experts}, {top_k} and {p}")
-        self.args = args
+        self.args, self._source = args, Source()
         self.layer = torch.nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, dtype=args.dtype, device=args.device)
         args.init_method(self.layer.weight)
 
@@ -56,7 +58,7 @@ class LearnedRouter(torch.nn.Module):
             logits_TE, self.args.moe_top_k, normalize=self.args.moe_normalize_expert_weights or None)
         if self.training and self.args.moe_zloss_weight != 0:
             # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
-            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(logits_TE.dtype))
+            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(logits_TE.dtype), self._source)
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
