@@ -229,7 +229,8 @@ def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor], source: ob
     torch.vmap.
 
     Args:
-        source: any object, the same for each call of a layer, by which forwards of the same layer are known. Without it each call counts as a layer of its own.
+        source: any object, the same for each call of a layer, by which forwards of one layer are known. Without it each call counts as a
+            layer of its own.
     """
     _LOAD_BALANCING_LOSS.append(loss, source)
 
