@@ -87,6 +87,8 @@ def define(
     The call goes to a second operator with the same schema and kernels, whose name ends in `_by_host` and whose tag tells compilers.
 
     `flops` is the formula by which torch.utils.flop_counter counts the operator, for those that multiply matrices.
+
+    An operator with an argument of type SymInt is refused inside torch.jit.trace, which records its numbers as constants.
     """
     name, arguments = schema[: schema.index("(")], schema[schema.index("("):]
     assert "=" not in arguments, schema  # gradients take every argument by position
@@ -128,12 +130,17 @@ def define(
     operator, function = register(name)
     by_host = None if waits is None else register(f"{name}_by_host", torch.Tag.cudagraph_unsafe)[0]
 
+    takes_sizes = "SymInt" in arguments
+
     def call(*inputs):
         if not _is_unseen(inputs):
-            if flops is not None and not torch.compiler.is_compiling():
-                hand_over()
-            if not _REGISTERS_AUTOGRAD and not torch.compiler.is_compiling():
-                _refuse_tangents(operator, inputs)  # torch.library.register_autograd would lose them silently
+            if not torch.compiler.is_compiling():
+                if flops is not None:
+                    hand_over()
+                if not _REGISTERS_AUTOGRAD:
+                    _refuse_tangents(operator, inputs)  # torch.library.register_autograd would lose them silently
+                if takes_sizes:
+                    refuse_jit_tracing(f"gbmoe::{name}")
             if by_host is not None and inputs[0].is_cuda and waits(*inputs):
                 return by_host(*inputs)
             return operator(*inputs)
@@ -201,6 +208,14 @@ def is_watched(*inputs: object) -> bool:
     # meta device have no numbers to compute with.
     return any(isinstance(t, torch.Tensor)
                and (type(t) not in PLAIN or t.is_neg() or t.is_meta or _is_legacy_batchedtensor(t)) for t in inputs)
+
+
+def refuse_jit_tracing(what: str) -> None:
+    """Raise inside torch.jit.trace, for what takes or reads a size as a number of Python's: it would become a constant of the trace, and
+    inputs of other sizes would get wrong results without a word."""
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(f"{what} cannot be traced by torch.jit.trace, which would make the sizes of this input constants:"
+                                  " use torch.compile or torch.export")
 
 
 def may_be_transformed() -> bool:

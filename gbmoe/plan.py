@@ -12,7 +12,7 @@ import torch
 
 from gbmoe import extension
 from gbmoe._checks import as_device, require, require_tensor
-from gbmoe._define_operator import define
+from gbmoe._define_operator import define, refuse_jit_tracing
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
@@ -275,6 +275,8 @@ class RoutingPlan(_Known):
         """
         require_tensor(counts_E, _OF_COUNTS, "counts", rank=1, dtypes=(torch.int32, torch.int64))
         require(counts_E.size(0) >= 1, _OF_COUNTS, "counts", "at least one expert", 0)
+        if isinstance(num_rows, torch.Tensor):  # as sizes are inside torch.jit.trace
+            refuse_jit_tracing(_OF_COUNTS)
         require(isinstance(num_rows, (int, torch.SymInt)), _OF_COUNTS, "num_rows", "an int", type(num_rows).__name__, TypeError)
         require(num_rows >= 0, _OF_COUNTS, "num_rows", "at least 0", num_rows)
         check = _resolved_check(_OF_COUNTS, check, counts_E.device)
@@ -354,6 +356,7 @@ class RoutingPlan(_Known):
 
     def exact(self) -> RoutingPlan:
         """The same plan without the rows behind the last expert. Waits for the device once for each plan."""
+        refuse_jit_tracing("RoutingPlan.exact")
         return self.first_rows(int(self.host_sizes().sum()))
 
     def first_rows(self, rows: int) -> RoutingPlan:

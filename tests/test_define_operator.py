@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 import gbmoe
 from gbmoe import _define_operator, engines
-from gbmoe.compat import transformer_engine  # noqa: F401, registers an operator
+from gbmoe.compat import transformer_engine
+from gbmoe.compat.megablocks import ops as megablocks
 from gbmoe.float8 import quantize_rows, quantize_weights
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
@@ -349,7 +350,8 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
 
 
 def autocast_positions(name):
-    return {"gmm": (0, 1), "expert_mlp": (0, 5, 6, 7), "router_logits": (0, 1), "route_tokens": (0, 1)}.get(name.removesuffix("_by_host"), ())
+    positions = {"gmm": (0, 1), "expert_mlp": (0, 5, 6, 7), "router_logits": (0, 1), "route_tokens": (0, 1)}
+    return positions.get(name.removesuffix("_by_host"), ())
 
 
 @contextlib.contextmanager
@@ -459,6 +461,84 @@ def test_a_scaled_product_was_multiplied_in_the_dtype_of_autocast(device, mode):
     with MODES[mode](place):
         got = product()
     assert torch.equal(got, product()) and bool(got.isfinite().all())
+
+
+# ---------------------------------------------------------------------------------------------------------- torch.jit.trace
+
+
+def traced_functions(device):
+    """Name -> (a function, and its inputs for a number of tokens)."""
+    def ids(tokens):
+        return torch.arange(tokens * TOP_K, device=device).view(tokens, TOP_K) * 3 % (EXPERTS - 1)
+
+    def x(tokens):
+        return torch.randn(tokens, HIDDEN, device=device)
+
+    def rows_and_sizes(tokens):
+        return x(tokens), torch.tensor([tokens - 3, 1, 0, 2], device=device)
+
+    def tokens_and_ids(tokens):
+        return x(tokens), ids(tokens)
+
+    def plan(ids, **options):
+        return gbmoe.RoutingPlan.from_experts(ids, EXPERTS, **options)
+
+    def layer(**fields):
+        torch.manual_seed(0)
+        args = {**dict(hidden_size=HIDDEN, ffn_hidden_size=FFN, moe_num_experts=EXPERTS, moe_top_k=TOP_K, bias=False, fp16=False,
+                       mlp_type="glu", device=device), **fields}
+        return gbmoe.dMoE(Arguments(**args))
+
+    def leading(tokens):
+        return (torch.randn(*{6: (6, 1), 8: (8, 1), 12: (3, 4)}[tokens], HIDDEN, device=device),)
+
+    w = [torch.randn(EXPERTS, FFN, HIDDEN, device=device) for _ in range(3)]
+    return {
+        "dMoE": (layer(), leading),
+        "dMoE with a shared expert": (layer(shared_expert=True, moe_zloss_weight=1e-3), leading),
+        "dMoE with another activation": (layer(activation_fn=torch.nn.functional.mish), leading),
+        "dMoE, uniform": (layer(uniform_expert_assignment=True), leading),
+        "expert_mlp": (lambda x, ids: gbmoe.expert_mlp(x, plan(ids, align=4), *w), tokens_and_ids),
+        "gmm": (lambda x, sizes: gbmoe.gmm(x, w[0], sizes, trans_b=True), rows_and_sizes),
+        "gather and scatter": (lambda x, ids: gbmoe.padded_scatter(gbmoe.padded_gather(x, plan(ids)), plan(ids)), tokens_and_ids),
+        "tiles": (lambda x, ids: plan(ids, align=4).expert_of_tile, tokens_and_ids),
+        "route": (lambda x: route(x[:, :EXPERTS], TOP_K).weights_TK, lambda tokens: (x(tokens),)),
+    }, {
+        "mlp_impl 'bmm'": (layer(mlp_impl="bmm"), leading),
+        "mlp_impl 'reference'": (layer(mlp_impl="reference"), leading),
+        "RoutingPlan.exact": (lambda x, ids: gbmoe.expert_mlp(x, plan(ids, exact=True), *w), tokens_and_ids),
+        "RoutingPlan.from_counts": (lambda x, sizes: gbmoe.grouped_mlp(x, sizes, *w), rows_and_sizes),
+        "gbmoe::mask_rows": (lambda x, ids: transformer_engine.moe_permute(x, ids > 0)[0], tokens_and_ids),
+        "gbmoe::map_slots": (lambda x, ids: transformer_engine.moe_permute(x, ids, map_type="index")[0], tokens_and_ids),
+        "gbmoe::binned_maps": (lambda x, *bins: megablocks.gather(x, *bins, TOP_K), lambda tokens: (x(tokens), *sorted_slots(ids(tokens)))),
+    }
+
+
+def sorted_slots(ids):
+    """(indices, bin_ids, bins), as megablocks.gather takes them."""
+    bin_ids, indices = megablocks.sort(ids.flatten())
+    return indices, bin_ids, megablocks.inclusive_cumsum(megablocks.histogram(ids.flatten(), EXPERTS), 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_returned_other_sizes_in_the_shape_that_it_had_seen(device):
+    for name, (function, inputs) in traced_functions(device)[0].items():
+        first = [t.requires_grad_() if t.is_floating_point() else t for t in inputs(6)]
+        traced = torch.jit.trace(function, tuple(first))  # which compares it with a second trace, made without gradients
+        for tokens in (6, 8, 12):
+            for grad in (False, True):
+                these = [t.requires_grad_(grad) if t.is_floating_point() else t for t in inputs(tokens)]
+                got, expected = traced(*these), function(*these)
+                assert torch.equal(got, expected), (name, tokens)
+                if grad and expected.requires_grad:
+                    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), these[0]) for out in (got, expected)), msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_that_would_make_sizes_constants_is_refused(device):
+    for name, (function, inputs) in traced_functions(device)[1].items():
+        with pytest.raises(NotImplementedError, match=f"{name} cannot be traced by torch.jit.trace, .*: use torch.compile or torch.export"):
+            torch.jit.trace(function, inputs(6), check_trace=False)
 
 
 def private_names():

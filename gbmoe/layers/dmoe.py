@@ -14,7 +14,7 @@ from gbmoe._define_operator import is_watched
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import parallel_experts, prepare
 from gbmoe.layers.expert_weights import ExpertWeights, make_experts
-from gbmoe.layers.losses import save_load_balancing_loss
+from gbmoe.layers.losses import Source, save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
 from gbmoe.parallel.expert_modules import ExpertModule
@@ -31,9 +31,11 @@ class ParallelDroplessMLP(ExpertModule):
     same order, with any number of tokens.
     """
 
+    _source: Source | None = None  # in modules that were pickled before 0.3
+
     def __init__(self, args: Arguments):
         super().__init__()
-        self.args = args
+        self.args, self._source = args, Source()
         self.num_experts, self.top_k = args.moe_num_experts, args.moe_top_k
         prepare(args)
         self.mlp = make_experts(args)
@@ -60,10 +62,11 @@ class ParallelDroplessMLP(ExpertModule):
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")
             out_TH, counts_E = self.mlp(x_TH, plan, expert_weights), plan.counts_E
         if self.training and self.args.moe_loss_weight > 0:
-            save_load_balancing_loss((counts_E, scores))
+            save_load_balancing_loss((counts_E, scores), self._source)
         # To autograd this is not a view. fully_shard gathers the weights for backward in a hook on the result of its unit, and the
         # hook of a view is lost where the caller adds to it in place.
-        out = torch.ops.aten._unsafe_view.default(out_TH, x.shape)
+        # torch.jit.trace records the sizes of a view, but would make those of this operator constants.
+        out = out_TH.view(x.shape) if torch.jit.is_tracing() else torch.ops.aten._unsafe_view.default(out_TH, x.shape)
         if self.bias is None:
             return out
         if not self.args.return_bias:

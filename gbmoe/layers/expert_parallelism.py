@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
+from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe._version import __version__
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
@@ -125,6 +126,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
     """
+    refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
     spread = peer_spread(experts, x_TH, weights_TK, args, where)
     if spread is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gbmoe._checks import require
+from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
@@ -195,6 +196,7 @@ class BmmExperts(ExpertWeights):
 
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+        refuse_jit_tracing("mlp_impl 'bmm'")
         experts, hidden = w1_EFH.size(0), x_TH.size(1)
         capacity = int(plan.padded_counts_E.max()) if plan.num_rows else 0
         # A slot of expert e is at index `row - first row of e` of the expert's C rows; one spare row is for dropped slots.
@@ -220,6 +222,7 @@ class ReferenceExperts(ExpertWeights):
 
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+        refuse_jit_tracing("mlp_impl 'reference'")
         xp_PH = padded_gather(x_TH, plan)
         sizes = plan.host_sizes().tolist()
         y_PH = []

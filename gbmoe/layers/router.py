@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from gbmoe import engines
 from gbmoe._checks import PLAIN, autocast_enabled, require
 from gbmoe.layers.arguments import Arguments
-from gbmoe.layers.losses import save_router_logsumexp
+from gbmoe.layers.losses import Source, save_router_logsumexp
 from gbmoe.ops.route_tokens import route_tokens
 from gbmoe.ops.router_softmax_topk import Routing, kernels_take, route
 
@@ -36,6 +36,8 @@ class LearnedRouter(torch.nn.Module):
     quantised one) is called, and its logits are taken as they come. So is any while hooks are registered for all modules.
     """
 
+    _source: Source | None = None  # in modules that were pickled before 0.3
+
     def __init__(self, args: Arguments):
         super().__init__()
         experts, top_k, p = args.moe_num_experts, args.moe_top_k, args.moe_normalize_expert_weights or None
@@ -44,7 +46,7 @@ class LearnedRouter(torch.nn.Module):
                 f"{experts}, {top_k} and {p}")
         if top_k == 1 and p is not None and experts > 1:
             _warn_that_weights_are_one()
-        self.args = args
+        self.args, self._source = args, Source()
         self.layer = torch.nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, dtype=args.dtype, device=args.device)
         args.init_method(self.layer.weight)
 
@@ -79,7 +81,7 @@ class LearnedRouter(torch.nn.Module):
         (scores_TE, weights_TK, experts_TK, logsumexp_T), dtype = self._route(x.reshape(-1, x.size(-1)))
         if self.training and self.args.moe_zloss_weight != 0:
             # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
-            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(dtype))
+            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(dtype), self._source)
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), dtype=torch.int64, device=experts_TK.device)
             experts_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)

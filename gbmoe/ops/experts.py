@@ -136,7 +136,9 @@ def expert_mlp(
     if name is None:
         return _composed(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
-    save = torch.is_grad_enabled() and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
+    # A trace may be run with gradients also where it was made without, as torch.jit.trace does for its check.
+    records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    save = records and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
     row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
     keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
         may_be_transformed() or any(w is not None and w.requires_grad for w in (w1_EFH, v1_EFH))

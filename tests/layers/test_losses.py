@@ -1,11 +1,18 @@
 """The auxiliary losses, and what the layers keep for them while threads, checkpoints and backward run."""
 
+import contextlib
+import copy
+import gc
+import pickle
 import sys
 import threading
+import warnings
+import weakref
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
@@ -97,9 +104,300 @@ def test_load_balancing_loss():
     layers[0].eval()(x)
     assert len(gbmoe.get_load_balancing_loss()) == 2  # evaluation keeps nothing
     gbmoe.clear_load_balancing_loss()
-    layers[1](x)
-    with pytest.raises(ValueError, match="layers that ran in training since the last clear: expected 2 .* got 1"):
+    with pytest.raises(ValueError, match="layers that ran in training since the last clear: expected each layer once, or 2 .* got 0"):
         gbmoe.batched_load_balancing_loss(args)
+
+
+def sum_of(kept, args):
+    """The loss by its definition, in float64."""
+    total = 0.0
+    for counts_E, scores_TE in kept:
+        tokens, experts = scores_TE.shape
+        mean_E = scores_TE.double().mean(0) if tokens else scores_TE.double().sum(0)
+        total += args.moe_loss_weight * experts / (args.num_layers * max(tokens, 1) * args.moe_top_k) * counts_E.double() @ mean_E
+    return total
+
+
+def check_load_balancing_loss(args, layers, tolerance=1e-6):
+    """The loss of what is kept, and that it trains the routers of `layers` and no others."""
+    kept = gbmoe.get_load_balancing_loss()
+    loss, expected = gbmoe.batched_load_balancing_loss(args), sum_of(kept, args)
+    assert loss.dtype == (torch.float32 if args.moe_lbl_in_fp32 else kept[0][1].dtype)
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance) and loss > 0
+    routers = [layer.router.layer.weight for layer in layers]
+    for got, want in zip(*(torch.autograd.grad(of, routers, retain_graph=True) for of in (loss, expected)), strict=True):
+        torch.testing.assert_close(got, want, rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ran, fields", [
+    (3, dict(num_layers=5, pipeline_model_parallel_size=2)), (2, dict(num_layers=5, pipeline_model_parallel_size=2)),
+    (1, dict(num_layers=5, pipeline_model_parallel_size=2)), (4, dict(num_layers=5, pipeline_model_parallel_size=2)),
+    (2, dict(num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)),
+    (4, dict(num_layers=8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)),
+])
+def test_a_stage_with_another_number_of_layers_than_the_mean_was_refused(device, ran, fields):
+    layers = [make(device, seed=seed, bias=False, **fields)[0] for seed in range(ran)]
+    for layer in layers:
+        layer(torch.randn(6, 1, 32, device=device))
+    check_load_balancing_loss(layers[0].experts.args, layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_layers_with_other_numbers_of_tokens_or_experts_were_refused(device, dtype, in_fp32):
+    tokens = (6, 6, 9, 0, 1)
+    layers = [make(device, seed=seed, bias=False, num_layers=len(tokens), moe_num_experts=experts, moe_lbl_in_fp32=in_fp32)[0].to(dtype)
+              for seed, experts in enumerate((4, 8, 4, 4, 2))]
+    for layer, count in zip(layers, tokens):
+        layer(torch.randn(count, 1, 32, device=device, dtype=dtype))
+    check_load_balancing_loss(layers[0].experts.args, layers, tolerance=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_like_layers_have_the_bits_of_one_product():
+    layers = [make(seed=seed, bias=False, num_layers=3)[0] for seed in range(3)]
+    for layer in layers:
+        layer(torch.randn(20, 1, 32))
+    counts, scores = zip(*gbmoe.get_load_balancing_loss())
+    one = 4 * 0.1 / (3 * 20 * 2) * torch.dot(torch.cat(counts).float(), torch.cat(scores, dim=1).mean(0))
+    assert torch.equal(gbmoe.batched_load_balancing_loss(layers[0].experts.args), one)
+
+
+@pytest.mark.parametrize("how, compiled", [("no_grad", False), ("inference_mode", False), ("eval", False), ("eval and no_grad", False),
+                                           ("no_grad", True), ("eval", True), ("eval and no_grad", True)])
+def test_frozen_lower_layers_took_the_loss_of_the_others_with_them(how, compiled, device):
+    layers = [make(device, seed=seed, bias=False, num_layers=4, moe_zloss_weight=1e-2)[0] for seed in range(4)]
+    for layer in layers[:2]:
+        layer.train("eval" not in how)
+    frozen = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(how.split()[-1], contextlib.nullcontext)
+    args = layers[0].experts.args
+
+    def forward(x):
+        with frozen():
+            x = layers[1](layers[0](x))
+        return layers[3](layers[2](x.clone() if how == "inference_mode" else x))
+
+    if compiled:
+        torch.compiler.reset()
+        forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    forward(torch.randn(5, 1, 32, device=device))
+    assert len(gbmoe.get_load_balancing_loss()) == (2 if "eval" in how else 4)
+    check_load_balancing_loss(args, layers[2:])
+    z_loss = gbmoe.batched_router_zloss(args)
+    assert z_loss.shape == (2 if "eval" in how else 4,) and bool((z_loss > 0).all())
+    assert all(g.abs().max() > 0 for g in torch.autograd.grad(z_loss.sum(), [layer.router.layer.weight for layer in layers[2:]]))
+
+
+def test_a_loss_of_layers_that_all_ran_without_gradients_is_a_value():
+    layer, args = make(bias=False, moe_zloss_weight=1e-2)
+    with torch.no_grad():
+        layer(torch.randn(5, 1, 32))
+    for loss in (gbmoe.batched_load_balancing_loss(args), gbmoe.batched_router_zloss(args).sum()):
+        assert loss > 0 and not loss.requires_grad
+
+
+@pytest.mark.parametrize("trained, frozen", [([2], [0, 1, 3]), ([0, 1, 2], [3])], ids=str)
+def test_some_layers_in_a_reentrant_checkpoint_are_refused_too(trained, frozen):
+    layers = [make(seed=seed, bias=False, num_layers=4)[0] for seed in range(4)]
+    x = torch.randn(5, 1, 32, requires_grad=True)
+    for number, layer in enumerate(layers):
+        x = layer(x) if number not in trained else checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        gbmoe.batched_load_balancing_loss(layers[0].experts.args)
+
+
+def test_a_checkpoint_of_another_library_is_refused_too():
+    """DeepSpeed's and Megatron-LM's are autograd.Functions of their own, which run forward under torch.no_grad."""
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, function, x):
+            with torch.no_grad():
+                return function(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, grad
+
+    layer, args = make(bias=False)
+    Checkpoint.apply(layer, torch.randn(5, 1, 32, requires_grad=True))
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        gbmoe.batched_load_balancing_loss(args)
+
+
+def test_a_compiled_layer_in_a_reentrant_checkpoint_is_refused_too():
+    torch.compiler.reset()
+    layer, args = make(bias=False)
+    checkpoint(torch.compile(layer, backend="aot_eager"), torch.randn(5, 1, 32, requires_grad=True), use_reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        gbmoe.batched_load_balancing_loss(args)
+
+
+@pytest.mark.parametrize("fields", [dict(num_layers=2), dict(num_layers=5, pipeline_model_parallel_size=2),
+                                    dict(num_layers=8, num_layers_per_virtual_pipeline_stage=2)], ids=str)
+def test_a_layer_that_is_kept_twice_because_nobody_cleared_is_named_with_the_call(fields):
+    layers = [make(seed=seed, bias=False, **fields)[0] for seed in (0, 1)]
+    args, x = layers[0].experts.args, torch.randn(5, 1, 32)
+    for steps in (1, 2, 3):
+        for layer in layers:
+            layer(x)
+        if steps == 1:
+            check_load_balancing_loss(args, layers)
+        else:
+            with pytest.raises(ValueError, match=rf"call gbmoe.clear_load_balancing_loss\(\) once a step.* got {2 * steps}, some of the"
+                                                 " same layer"):
+                gbmoe.batched_load_balancing_loss(args)
+
+
+def test_a_layer_that_is_called_for_all_layers_is_no_forgotten_clear():
+    layer, args = make(bias=False, num_layers=3)
+    for tokens in (5, 5, 7):
+        layer(torch.randn(tokens, 1, 32))
+    check_load_balancing_loss(args, [layer])
+    layer(torch.randn(5, 1, 32))
+    with pytest.raises(ValueError, match="got 4, some of the same layer"):
+        gbmoe.batched_load_balancing_loss(args)
+
+
+def test_copies_of_a_layer_are_other_layers():
+    layer, args = make(bias=False, num_layers=1)
+    for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        copied(torch.randn(5, 1, 32))
+    assert gbmoe.batched_load_balancing_loss(args) > 0
+    del layer.experts._source  # as in a module that an older version has pickled
+    layer(torch.randn(5, 1, 32))
+    with pytest.raises(ValueError, match=r"expected each layer once, or 1 in all .* got 4"):
+        gbmoe.batched_load_balancing_loss(args)
+
+
+def test_what_is_kept_does_not_hold_a_layer():
+    layer, _ = make(bias=False)
+    layer(torch.randn(5, 1, 32))
+    weight = weakref.ref(layer.experts.mlp.w1)
+    gbmoe.get_load_balancing_loss()[0][1].detach_()
+    del layer
+    gc.collect()
+    assert weight() is None
+
+
+def test_losses_that_a_user_keeps_without_naming_a_layer():
+    """MegaBlocks' signature. Each counts as a layer of its own: fewer than the arguments say are summed, more are refused."""
+    args = Arguments(num_layers=5, pipeline_model_parallel_size=2, moe_num_experts=4, moe_top_k=1, device="cpu")
+    for forwards in range(1, 5):
+        gbmoe.layers.save_load_balancing_loss((torch.tensor([3, 1, 0, 2]), torch.rand(6, 4)))
+        if forwards <= 3:
+            assert gbmoe.batched_load_balancing_loss(args).item() == pytest.approx(sum_of(gbmoe.get_load_balancing_loss(), args).item())
+    with pytest.raises(ValueError, match=r"expected each layer once, or 2 to 3 in all .*, got 4"):
+        gbmoe.batched_load_balancing_loss(args)
+
+
+@pytest.mark.parametrize("counts, scores, words", [
+    (torch.ones(4, 1), torch.rand(6, 4), r"tokens_per_expert: expected shape \[E\], got \[4, 1\]"),
+    (torch.ones(4), torch.rand(6, 3), r"scores: expected shape \[T, 4\], got \[6, 3\]"),
+    (torch.ones(4), torch.rand(4), r"scores: expected shape \[T, 4\], got \[4\]"),
+])
+def test_losses_of_wrong_shapes(counts, scores, words):
+    gbmoe.layers.save_load_balancing_loss((counts, scores))
+    with pytest.raises(ValueError, match=words):
+        gbmoe.batched_load_balancing_loss(Arguments(device="cpu"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["vmap", "compiled vmap", "export", "strict export", "make_fx", "jit.trace"])
+def test_a_traced_or_transformed_layer_left_dead_tensors_for_the_next_loss(how):
+    torch.compiler.reset()
+    layer, args = make(bias=False, moe_zloss_weight=1e-2)
+    x, weights = torch.randn(3, 5, 1, 32), dict(layer.named_parameters())
+    by_weights = lambda x, w: torch.func.functional_call(layer, w, (x,))  # noqa: E731
+    {"vmap": lambda: torch.vmap(layer)(x), "compiled vmap": lambda: torch.compile(torch.vmap(layer), backend="aot_eager")(x),
+     "export": lambda: torch.export.export(layer, (x,), strict=False),
+     "strict export": lambda: torch.export.export(layer, (x,), strict=True),
+     "make_fx": lambda: make_fx(by_weights, tracing_mode="symbolic")(x, weights),
+     "jit.trace": lambda: torch.jit.trace(layer, x, check_trace=False)}[how]()
+    assert gbmoe.get_load_balancing_loss() == []
+    layer(x)
+    check_load_balancing_loss(args, [layer])
+    assert gbmoe.batched_router_zloss(args).shape == (1,)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["export", "strict export", "make_fx", "jit.trace"])
+def test_a_step_that_is_traced_whole_has_its_losses(how):
+    torch.compiler.reset()
+    layers = [make(seed=seed, bias=False, num_layers=2, moe_zloss_weight=1e-2)[0] for seed in (0, 1)]
+    args = layers[0].experts.args
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(*layers)
+
+        def forward(self, x):
+            return self.layers(x).sum() + gbmoe.batched_load_balancing_loss(args) + gbmoe.batched_router_zloss(args).sum()
+
+    step, x = Step(), torch.randn(5, 1, 32)
+    weights = dict(step.named_parameters())
+    by_weights = lambda x, w: torch.func.functional_call(step, w, (x,))  # noqa: E731
+    traced = {"export": lambda: torch.export.export(step, (x,), strict=False).module(),
+              "strict export": lambda: torch.export.export(step, (x,), strict=True).module(),
+              "make_fx": lambda: lambda x: make_fx(by_weights, tracing_mode="fake")(x, weights)(x, weights),
+              "jit.trace": lambda: torch.jit.trace(step, x, check_trace=False)}[how]()
+    got = traced(x)
+    assert gbmoe.get_load_balancing_loss() == []
+    torch.testing.assert_close(got, step(x))
+
+
+PILES = {"load-balancing loss": (gbmoe.clear_load_balancing_loss, losses._LOAD_BALANCING_LOSS, "gbmoe.batched_load_balancing_loss"),
+         "router's z-loss": (gbmoe.clear_router_zloss, losses._ROUTER_LOGSUMEXP, "gbmoe.batched_router_zloss")}
+
+
+@pytest.mark.parametrize("name", PILES)
+def test_losses_that_nobody_asked_for_piled_up_without_a_word(name, monkeypatch):
+    clear, kept, call = PILES[name]
+    monkeypatch.setattr(kept, "_warned", False)
+    layers = [make(seed=seed, bias=False, moe_zloss_weight=1e-2, moe_loss_weight=0.1)[0] for seed in range(3)]
+    x = torch.randn(2, 1, 32)
+
+    def warned(steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                for _ in range(steps):
+                    for layer in layers:
+                        layer(x)
+        return [str(warning.message) for warning in caught if name in str(warning.message)]
+
+    for _ in range(4):  # so many micro-batches a step are no pile
+        assert warned(100) == []
+        clear()
+    message, = warned(2 * losses._PILE)
+    assert "forwards of one layer" in message and f"call {call}" in message
+    assert warned(2 * losses._PILE) == []  # once
+
+
+def test_a_clear_in_a_graph_is_a_clear_for_layers_that_are_not(monkeypatch):
+    torch.compiler.reset()
+    kept, source = Kept("the test"), losses.Source()
+    clear = torch.compile(lambda x: kept.clear() or x + 1, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            for number in range(100):
+                kept.append(number, source)
+            clear(torch.zeros(1))
+    assert kept.items() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+def test_losses_are_the_same_within_autocast(device, dtype):
+    layers = [make(device, seed=seed, bias=False, num_layers=2, moe_zloss_weight=1e-2)[0].to(dtype) for seed in (0, 1)]
+    args = layers[0].experts.args
+    for tokens in ((6, 6), (6, 8)):
+        gbmoe.clear_load_balancing_loss()
+        for layer, count in zip(layers, tokens):
+            layer(torch.randn(count, 1, 32, device=device, dtype=dtype))
+        for loss in LOSSES.values():
+            with torch.autocast(device.type, dtype=torch.float16):
+                within = loss(args)
+            assert within.dtype == loss(args).dtype and torch.equal(within, loss(args))
 
 
 def test_load_balancing_loss_of_weight_zero_keeps_nothing():

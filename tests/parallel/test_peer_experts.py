@@ -225,6 +225,27 @@ def layers_of_different_shapes_share_the_memory(rank, world):
 
 
 @case
+def memory_that_inference_mode_mapped_serves_training(rank, world):
+    """What is made in inference mode can be written to only within it."""
+    peer_memory.release()
+    layer = Layer(rank, world, [60, 70])
+    leaves = layer.leaves()
+    with torch.inference_mode():
+        layer.forward(leaves)
+    layer.check(layer.run())
+
+
+@case
+def an_autocast_around_backward_changes_no_bit(rank, world):
+    layer = Layer(rank, world, [60, 70], dtype=torch.float32)
+    leaves, expected = layer.leaves(), layer.run()
+    out = layer.forward(leaves)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out.backward(layer.grad[rank])
+    assert all(torch.equal(t.grad, expected[name]) for name, t in leaves.items() if t is not None)
+
+
+@case
 def checkpointed(rank, world):
     layer = Layer(rank, world, [60, 70])
     x, w = layer.x[rank].clone().requires_grad_(), [layer.mine(w).requires_grad_() for w in layer.w]
