@@ -167,9 +167,14 @@ def decisions():
     return run
 
 
+def _in_words(changes: dict) -> str:
+    """Without addresses, because every process of pytest-xdist must have the same names."""
+    return ", ".join(f"{name} {getattr(value, '__name__', value)}" for name, value in changes.items())
+
+
 CASES = {f"a layer in {dtype} with {recipe}": functools.partial(layer, dtype, fp8_recipe=recipe)
          for dtype, recipe in [(torch.float32, None), (torch.float16, RECIPES[1]), *((torch.bfloat16, recipe) for recipe in RECIPES)]}
-CASES |= {f"a layer with {changes}": functools.partial(layer, **changes) for changes in (
+CASES |= {f"a layer with {_in_words(changes)}": functools.partial(layer, **changes) for changes in (
     {"mlp_type": "mlp"}, {"activation_fn": F.mish}, {"moe_jitter_eps": 0.1}, {"uniform_expert_assignment": True},
     {"moe_lbl_in_fp32": True, "moe_zloss_in_fp32": True}, {"shared_expert": True, "shared_expert_hidden_size": 16},
     *({"dtype": dtype, "moe_normalize_expert_weights": p} for p in (0.5, 1, 2, 3, float("inf"))
