@@ -155,7 +155,10 @@ def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engin
     if x_TH.is_meta:
         return plan.padded_counts_E
     dtype = computed_dtype(x_TH)
-    wanted = wants_host_sizes(engine, x_TH.device, dtype, plan.num_rows, *w_EFH.shape, plan.has_host_sizes, allows_tf32(dtype))
+    rows, *shape = plan.num_rows, *w_EFH.shape
+    if torch.jit.is_tracing():  # there sizes are tensors; the choice of an engine is made for those of the trace
+        rows, *shape = map(int, (rows, *shape))
+    wanted = wants_host_sizes(engine, x_TH.device, dtype, rows, *shape, plan.has_host_sizes, allows_tf32(dtype))
     return plan.host_sizes() if wanted else plan.padded_counts_E
 
 

@@ -272,7 +272,8 @@ def test_a_token_s_logits_felt_the_others(engine, dtype, experts, hidden):
     whole = router_logits(x, weight, of)
     assert whole.dtype == torch.float32
     exact = x.double() @ weight.double().t()
-    assert float((whole - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+    # Tensor cores cut off what they add: 1.1e-5 was seen with 7,168 terms. A logit that is rounded to bfloat16 is 2e-3 off.
+    assert float((whole - exact).abs().max()) <= 5e-5 * float(exact.abs().max())
     for number in NUMBERS:
         for part in (slice(number), slice(max(NUMBERS) - number, None)):
             assert torch.equal(router_logits(x[part], weight, of), whole[part]), number
