@@ -37,11 +37,11 @@ def toolkit(tmp_path, monkeypatch):
 def source_tree(tmp_path):
     """A copy to build in, so that no build folder or compiled object of the checkout takes part."""
     tree = tmp_path / "tree"
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "gbmoe", "csrc"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "gbmoe", "csrc", "scripts/description.py"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
-            tree.mkdir(exist_ok=True)
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, tree / name)
     return tree
