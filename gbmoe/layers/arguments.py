@@ -230,7 +230,7 @@ def from_megatron(megatron_args: Any) -> Arguments:
 
     Raises:
         ValueError: naming every option that is set to what the layer cannot do, every pair that contradicts itself, and every option
-            set option that begins with "moe" and is not known.
+            that begins with "moe", is set and is not known.
 
     Example:
         >>> import types
