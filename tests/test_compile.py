@@ -246,7 +246,7 @@ def test_known_activations_stay_one_operator(activation):
     backend, graphs = graphs_of("eager")
     torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(5, 1, HIDDEN))
     operators = [name.split(".")[1] for name in graphs[0] if name.startswith("gbmoe.")]
-    assert operators == ["route", "routing_plan", "expert_mlp"]
+    assert operators == ["route_tokens", "routing_plan", "expert_mlp"]
 
 
 # ---------------------------------------------------------------------------------------------------- what is compiled again
