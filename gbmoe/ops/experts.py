@@ -156,7 +156,8 @@ def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engin
         return plan.padded_counts_E
     dtype = computed_dtype(x_TH)
     rows, *shape = plan.num_rows, *w_EFH.shape
-    if torch.jit.is_tracing():  # there sizes are tensors; the choice of an engine is made for those of the trace
+    # While torch traces, sizes are tensors; the choice of an engine is made for those of the trace.
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
         rows, *shape = map(int, (rows, *shape))
     wanted = wants_host_sizes(engine, x_TH.device, dtype, rows, *shape, plan.has_host_sizes, allows_tf32(dtype))
     return plan.host_sizes() if wanted else plan.padded_counts_E
