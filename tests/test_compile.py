@@ -22,7 +22,7 @@ from gbmoe.compat.megablocks import ops as megablocks
 from gbmoe.extension import loader
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
-from gbmoe.ops.experts import _expert_mlp_backward
+from gbmoe.ops.experts import backward_operator
 from gbmoe.ops.gmm import grouped
 from gbmoe.testing import accuracy, cuda_graphs, exact_inputs
 from tests.conftest import assert_as_accurate_as
@@ -603,7 +603,7 @@ def test_cuda_graphs_of_backward_were_given_sizes_on_the_host():
             x, w, h, y = empty(8, HIDDEN), empty(EXPERTS, FFN, HIDDEN), empty(16, FFN), empty(16, HIDDEN)
             slots, row_slots = empty(8, TOP_K, dtype=torch.int32), empty(16, dtype=torch.int32)
             sizes = empty(EXPERTS, dtype=torch.int64, device=place)
-            _expert_mlp_backward(x, x, None, slots, row_slots, sizes, w, w, None, h, *[empty(0)] * 5, "silu", "auto",
+            backward_operator(x, x, None, slots, row_slots, sizes, w, w, None, h, *[empty(0)] * 5, "silu", "auto", 1.0,
                                  True, False, True, True, False)
             grouped(h, w, sizes, engine="auto")
             grouped(h, y, sizes, True, engine="auto")

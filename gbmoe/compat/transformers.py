@@ -32,8 +32,8 @@ from gbmoe import engines
 from gbmoe._checks import FLOATING, require
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import padded_gather, padded_scatter
-from gbmoe.ops.experts import plan_sizes
 from gbmoe.ops.gmm import computed_dtype, grouped
+from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.plan import RoutingPlan
 
 __all__ = ["experts_forward", "register"]

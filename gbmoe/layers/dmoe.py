@@ -32,12 +32,13 @@ class ParallelDroplessMLP(ExpertModule):
     """
 
     _source: Source | None = None  # in modules that were pickled before 0.3
+    _layer = 0  # its number in the group; likewise
 
     def __init__(self, args: Arguments):
         super().__init__()
         self.args, self._source = args, Source()
         self.num_experts, self.top_k = args.moe_num_experts, args.moe_top_k
-        prepare(args)
+        self._layer = prepare(args)
         self.mlp = make_experts(args)
         if args.bias:
             self.bias = torch.nn.Parameter(torch.zeros(args.hidden_size, device=args.device, dtype=args.dtype))
@@ -56,7 +57,7 @@ class ParallelDroplessMLP(ExpertModule):
         """
         x_TH = x.reshape(-1, x.size(-1))
         if self.args.moe_expert_model_parallelism:
-            out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile)
+            out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile, self._layer)
         else:
             # The router's ids are in range by construction.
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")

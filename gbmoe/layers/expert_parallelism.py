@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from gbmoe._version import __version__
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
-from gbmoe.ops.experts import activation_name
-from gbmoe.ops.gmm import computed_dtype
-from gbmoe.parallel import automatic_chunks, exchange, groups, peer_memory, shadowing
+from gbmoe.ops.activations import activation_name
+from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
+from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, peer_memory, shadowing
 from gbmoe.parallel.arrival import Spread
-from gbmoe.parallel.gradient_scale import ScaleGradient
-from gbmoe.parallel.peer_experts import peer_experts, scales_rows
+from gbmoe.parallel.peer_experts import peer_experts
+from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
 # The arguments that must be the same on all ranks. `engine` and `mlp_impl` may differ.
@@ -33,16 +32,17 @@ _SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_
          "expert_parallel_shadows")
 
 
-def prepare(args: Arguments) -> None:
+def prepare(args: Arguments) -> int:
     """Compare the ranks' arguments and make the process groups of nodes. A layer calls it at construction; collective over the group.
+    Returns the layer's number in the group, by which ranks tell whether they are in the same layer.
 
-    Does nothing without expert parallelism, in a group of one rank, and where torch.distributed is not initialised.
+    Does nothing, and returns 0, without expert parallelism, in a group of one rank, and where torch.distributed is not initialised.
 
     Raises:
         ValueError: on all ranks; it names the arguments that differ, and which ranks have which.
     """
     if not args.moe_expert_model_parallelism or not dist.is_initialized() or dist.get_world_size(args.expert_parallel_group) == 1:
-        return
+        return 0
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend
     values["dtype"], values["fp8_recipe"] = str(args.dtype), str(recipe)
@@ -51,9 +51,10 @@ def prepare(args: Arguments) -> None:
     placement(args)
     if args.expert_parallel_transport != "exchange":
         peer_memory.unavailable(args.expert_parallel_group, torch.device(args.device))
+    return agreement.next_layer(args.expert_parallel_group)
 
 
-def placement(args: Arguments) -> exchange.Placement:
+def placement(args: Arguments) -> Placement:
     """Which rank holds which experts. `args` may be MegaBlocks' own Arguments, which lack gbmoe's additional fields."""
     experts_per_rank, shards = expert_sharding.experts_per_rank(args), expert_sharding.hidden_sharding_degree(args)
     exact = _own(args, "expert_parallel_exact")
@@ -62,7 +63,7 @@ def placement(args: Arguments) -> exchange.Placement:
     shadows = _own(args, "expert_parallel_shadows")
     require(not shadows or shards == 1, "Arguments", "expert_parallel_shadows",
             "0 where ranks share an expert (more ranks than experts)", shadows)
-    return exchange.Placement(
+    return Placement(
         group=args.expert_parallel_group, world=expert_sharding.expert_parallel_world_size(args),
         rank=expert_sharding.expert_parallel_rank(args),
         experts=args.moe_num_experts, experts_per_rank=experts_per_rank, shards=shards,
@@ -76,7 +77,7 @@ def _own(args: Any, name: str) -> Any:
 
 
 def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments,
-                where: exchange.Placement) -> Spread | None:
+                where: Placement) -> Spread | None:
     """How the experts are spread, where rows are pulled from memory that the ranks map from each other; None where they are exchanged.
 
     All ranks decide alike: by their arguments, which are the same, and by what construction found out about the ranks' memory.
@@ -116,46 +117,53 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
 
 
 def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
-                     args: Arguments, meanwhile: Callable[[], None] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                     args: Arguments, meanwhile: Callable[[], None] | None = None, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the layer with experts spread over args.expert_parallel_group; mirrors ParallelMLP.parallel_forward_once.
 
     Ranks of one node that map each other's memory pull rows from it and push sums back; others exchange them. The host waits for the
     device once, for the number of rows, unless args.expert_parallel_rows bounds it. `meanwhile` is called once, before that wait, and
-    may start work for the device.
+    may start work for the device. `layer` is the number that `prepare` gave the layer.
 
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
     """
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
+    trains = _may_train(experts, args)
     spread = peer_spread(experts, x_TH, weights_TK, args, where)
     if spread is not None:
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
-        # Where rows are not scaled, gradients of the parameters are: autocast's weights may be float16, and the parameters float32.
-        rows_scaled = scales_rows(experts.gradient_scale, x_TH.dtype, spread)
-        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH(scaled=not rows_scaled)
+        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH()
+        scale = experts.gradient_scale
+        if not scales_exactly(scale, x_TH.dtype):
+            w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
+            scale = 1.0
         # Autocast may have lowered x's dtype, to which weights are cast.
         out_TH = peer_experts(
             x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
-            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile,
-            experts.gradient_scale if rows_scaled else 1.0)
+            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile, scale)
         return out_TH, counts_E
     if meanwhile is not None:
         meanwhile()
     if _own(args, "expert_parallel_exact"):
         rows = experts.rows_before_weights()
-        return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None)
-    tokens_scaled = isinstance(experts, ExpertWeights) and experts.may_scale_tokens(computed_dtype(x_TH))
-    if not tokens_scaled:
-        return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, scaled=True)
-    scale = experts.gradient_scale
-    x_TH, weights_TK = (ScaleGradient.apply(t, 1 / scale) for t in (x_TH, weights_TK))
-    out_TH, counts_E = _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, scaled=False)
-    return ScaleGradient.apply(out_TH, scale), counts_E
+        return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
+                                                   layer=layer, trains=trains)
+    return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, layer, trains)
 
 
-def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, scaled):
-    """(out [T,H], tokens_per_expert) by torch.distributed's all-to-all; `scaled` as in ExpertWeights.weights_EFH."""
+def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:
+    """Whether computing the experts may give gradients to anything but tokens and router weights: to their parameters, or to what an
+    activation holds that nobody can ask."""
+    activation = args.activation_fn
+    parts = [experts, *([activation] if isinstance(activation, torch.nn.Module) else [])]
+    if any(p.requires_grad for part in parts for p in part.parameters()):
+        return True
+    return not isinstance(activation, torch.nn.Module) and activation_name(activation) is None
+
+
+def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, layer, trains):
+    """(out [T,H], tokens_per_expert) by torch.distributed's all-to-all."""
     matrices = 2 if args.mlp_type == "mlp" else 3
     if not _own(args, "expert_parallel_chunks"):
         where = dataclasses.replace(where, chunks=automatic_chunks.choose(
@@ -163,11 +171,11 @@ def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, sca
     shadows = _own(args, "expert_parallel_shadows")
     if shadows and where.world > 1:
         return shadowing.shadowed_experts_by_exchange(
-            partial(experts.in_chunks, scaled=scaled), x_TH, experts_TK, weights_TK, where, most=shadows,
-            expert_elements=matrices * args.hidden_size * args.ffn_hidden_size)
+            experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,
+            expert_elements=matrices * args.hidden_size * args.ffn_hidden_size, layer=layer, trains=trains)
     if where.chunks == 1:
-        chunks = [experts if scaled else partial(experts, scaled=False)]  # MegaBlocks' own experts take no more than three arguments
+        chunks = [experts]
     else:
-        chunks = experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)], scaled=scaled)
-    return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where)
+        chunks = experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)])
+    return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where, layer=layer, trains=trains)
 

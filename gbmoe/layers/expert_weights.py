@@ -16,9 +16,10 @@ from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
-from gbmoe.ops.experts import activation_name, rows_before_weights
+from gbmoe.ops.activations import activation_name
+from gbmoe.ops.gradient_scale import with_scaled_gradients
+from gbmoe.ops.rows_before_weights import rows_before_weights
 from gbmoe.parallel.expert_modules import ExpertModule
-from gbmoe.parallel.gradient_scale import ScaleGradient, scales_exactly
 from gbmoe.plan import RoutingPlan
 
 
@@ -69,17 +70,10 @@ class ExpertWeights(ExpertModule):
         super().__setstate__(state)
         self.gradient_scale = self.gradient_scale or 1.0  # None in modules that were pickled before 0.2
 
-    def weights_EFH(self, scaled: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(w1, w2, v1 or None) as [E,F,H], local and, if `scaled`, with the gradient scale of expert parallelism. If not, the caller
-        scales their gradients."""
+    def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(w1, w2, v1 or None) as [E,F,H], local. `compute` scales their gradients by gradient_scale."""
         def view(name):
-            weight = getattr(self, name)
-            if scaled and self.gradient_scale != 1:
-                weight = ScaleGradient.apply(weight, self.gradient_scale)
-                if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.computes_by_one_operator():
-                    # A view of a graph's input that leaves the graph is made anew behind it, without the scale.
-                    weight = weight.clone()
-            weight = local_weight(weight)
+            weight = local_weight(getattr(self, name))
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
             require(weight.size(0) == self.rows, "dMoE", name,
                     lambda: f"{self.rows} rows on this rank (fully_shard gathers them only when the module that it was given is"
@@ -87,13 +81,8 @@ class ExpertWeights(ExpertModule):
             return weight.view(self.experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
-    def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, scaled: bool = True) -> torch.Tensor:
-        return self.compute(x_TH, plan, weights_TK, *self.weights_EFH(scaled))
-
-    def computes_by_one_operator(self) -> bool:
-        """Whether `compute` gives the weights to one operator, so that in `forward` no graph of a compiler ends between them and it. (In
-        `in_chunks` one does; but what leaves it are results of split, of which torch keeps the gradient.)"""
-        return False
+    def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        return self.compute(x_TH, plan, weights_TK, *self.weights_EFH())
 
     def stored_weight(self) -> Any:
         """A tensor from which the weights are computed, for its dtype and device: w1 or, where a parametrization or pruning has taken
@@ -106,21 +95,14 @@ class ExpertWeights(ExpertModule):
     def hooks_set_weights(self) -> bool:
         """Whether hooks compute weights when the module is called, as pruning and the older weight_norm have them do. Only in a call
         are such weights those of the step."""
-        return not self.__dict__.keys().isdisjoint(("w1", "w2", "v1"))
+        return "w1" in self.__dict__ or "w2" in self.__dict__ or "v1" in self.__dict__  # as torch.compile can trace it
 
     def _require_no_hooks(self, option: str) -> None:
         require(not self.hooks_set_weights(), "dMoE", "experts.mlp",
                 f"parameters or parametrizations beside {option}, which uses the weights without calling the module",
                 "weights that hooks compute")
 
-    def may_scale_tokens(self, dtype: torch.dtype) -> bool:
-        """Whether the caller may scale gradients of tokens of this dtype instead of those of the weights: they keep their bits, and are
-        fewer. Then so are gradients of what an activation holds, so it must be one that holds nothing. Not where a compiler traces,
-        which fuses what scales the weights' gradients."""
-        return (self.gradient_scale != 1 and scales_exactly(self.gradient_scale, dtype) and not torch.compiler.is_compiling()
-                and activation_name(self.args.activation_fn) is not None and any(w.requires_grad for w in self.parameters(recurse=False)))
-
-    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None, scaled: bool = True,
+    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None,
                   ) -> list[Callable[..., torch.Tensor]]:
         """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
         together the chunks are all experts. With `replicate`, one more for the experts whose weights replicate(w1, w2, v1 or None) gives.
@@ -130,7 +112,7 @@ class ExpertWeights(ExpertModule):
         self._require_no_hooks("expert_parallel_chunks and expert_parallel_shadows")
         sizes = [behind - first for first, behind in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
-        weights = self.weights_EFH(scaled)
+        weights = self.weights_EFH()
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
         if replicate is not None:
             parts.append(replicate(*weights))
@@ -138,7 +120,7 @@ class ExpertWeights(ExpertModule):
 
     def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:
         """A function like forward for one slot a token, which returns rows before they are weighed and uses the weights in the
-        gradients only (gbmoe.ops.experts.rows_before_weights).
+        gradients only (gbmoe.ops.rows_before_weights).
 
         None for implementations where weighing forward's rows afterwards gives the same bits in every gradient.
         """
@@ -168,23 +150,19 @@ def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
 class GroupedExperts(ExpertWeights):
     """mlp_impl='gbmoe': gather, grouped GEMMs, weighted scatter; see gbmoe.ops.expert_mlp."""
 
-    def computes_by_one_operator(self):
-        return activation_name(self.args.activation_fn) is not None
-
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
         return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
                           batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
-                          keep_gathered_rows=self.args.keep_gathered_rows)
+                          keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:
             return None
         self._require_no_hooks("expert_parallel_exact")
-        # weights_EFH is called inside the function, which no compiler traces: a scaled view loses its scale when it leaves a graph.
         return lambda x_TH, plan, weights_T1: rows_before_weights(x_TH, plan, weights_T1, *self.weights_EFH(),
-                                                                  self.args.activation_fn, self.args.experts_engine)
+                                                                  self.args.activation_fn, self.args.experts_engine, self.gradient_scale)
 
 
 class BmmExperts(ExpertWeights):
@@ -197,6 +175,7 @@ class BmmExperts(ExpertWeights):
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
         refuse_jit_tracing("mlp_impl 'bmm'")
+        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(self.gradient_scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
         experts, hidden = w1_EFH.size(0), x_TH.size(1)
         capacity = int(plan.padded_counts_E.max()) if plan.num_rows else 0
         # A slot of expert e is at index `row - first row of e` of the expert's C rows; one spare row is for dropped slots.
@@ -223,6 +202,7 @@ class ReferenceExperts(ExpertWeights):
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
         refuse_jit_tracing("mlp_impl 'reference'")
+        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(self.gradient_scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
         xp_PH = padded_gather(x_TH, plan)
         sizes = plan.host_sizes().tolist()
         y_PH = []

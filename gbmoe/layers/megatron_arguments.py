@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN, Arguments
-from gbmoe.ops.experts import activation_name, relu_squared
+from gbmoe.ops.activations import activation_name, relu_squared
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Arguments))
 _EXPERTS = ("num_experts", "num_moe_experts")

@@ -39,7 +39,7 @@ def expert_mlp(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *_, out_
 
 
 def expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1,
-                        activation, engine, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None, **__) -> int:
+                        activation, engine, scale, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None, **__) -> int:
     # The activation's gradient, which is always computed, dx through w1 and v1, and the weights' gradients.
     products = 1 + (need_x and (1 if v1 is None else 2)) + need_w1 + need_w2 + (v1 is not None and need_v1)
     return products * _product(row_of_slot, slot_of_row, w1)

@@ -14,10 +14,11 @@ such a model needs in training: gradients, clipping and checkpoints.
 """
 
 from gbmoe.parallel.arrival import Spread, check_overflow
-from gbmoe.parallel.exchange import Placement, experts_by_exchange
+from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.groups import Nodes, nodes_of, require_same_on_all_ranks
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.peer_memory import release
+from gbmoe.parallel.placement import Placement
 
 __all__ = ["Nodes", "Placement", "Spread", "check_overflow", "experts_by_exchange", "nodes_of", "peer_experts", "release",
            "require_same_on_all_ranks"]

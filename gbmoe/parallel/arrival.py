@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.engines.base import GatheredRows
-from gbmoe.ops.experts import wants_host_sizes
+from gbmoe.ops.plan_sizes import wants_host_sizes
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions
 from gbmoe.plan import RoutingPlan

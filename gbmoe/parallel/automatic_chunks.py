@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe.parallel import cost_model, groups
-from gbmoe.parallel.exchange import Placement
+from gbmoe.parallel.placement import Placement
 
 # Of each type of device whose speeds are known: elsewhere there is one chunk.
 SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links(peer_memory=False))}

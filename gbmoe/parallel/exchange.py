@@ -13,14 +13,15 @@ for that; a row then travels once to every chunk of every rank that needs it.
 A destination is a rank or, on the trip between nodes, a node.
 
 Shape suffixes: T tokens, K slots a token, N destinations that a token may have, W ranks, R rows sent, S rows received, H hidden,
-C chunks, E experts on this rank, B bytes, X = C + E numbers of a message. In exact mode every slot has a row of its own: U slots of this
+C chunks, E experts on this rank, B bytes, A numbers of a header (gbmoe.parallel.agreement), X = A + C + E numbers of a message. In
+exact mode every slot has a row of its own: U slots of this
 rank's tokens, V slots of this rank's experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,66 +29,16 @@ from torch.autograd.function import once_differentiable
 
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.permute import gather_slots
+from gbmoe.parallel import agreement
+from gbmoe.parallel.agreement import Needs, joined
 from gbmoe.parallel.groups import Nodes, guarded
 from gbmoe.parallel.host_copy import to_host
+from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 
 # The experts of one chunk: (rows [S,H], their plan, router weights [S,K] or None) -> weighted sums [S,H].
 Compute = Callable[[torch.Tensor, RoutingPlan, "torch.Tensor | None"], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which rank holds which experts: this one, `rank` of `world`, holds `experts_per_rank` of `experts`, from `first_expert` on.
-
-    Where there are more ranks than experts, `shards` ranks hold shards of each expert's ffn rows, and a row goes to all of them.
-    Rank r holds shards of the same experts as rank r + world / shards.
-
-    The last `shadows` of each rank's experts are replicas of experts (gbmoe.parallel.shadowing), and the last chunk has these alone.
-    """
-
-    group: dist.ProcessGroup | None
-    world: int
-    rank: int
-    experts: int
-    experts_per_rank: int
-    shards: int
-    nodes: Nodes | None = None
-    chunks: int = 1
-    shadows: int = 0
-
-    @property
-    def first_expert(self) -> int:
-        """The first expert of this rank."""
-        return self.rank % (self.world // self.shards) * self.experts_per_rank
-
-    def bounds(self, chunk: int) -> tuple[int, int]:
-        """The local experts of a chunk: the first, and the one behind the last."""
-        own = self.experts_per_rank - self.shadows
-        if self.shadows and chunk == self.chunks - 1:
-            return own, self.experts_per_rank
-        chunks = self.chunks - (self.shadows > 0)
-        return -(-chunk * own // chunks), -(-(chunk + 1) * own // chunks)
-
-    def with_shadows(self, shadows: int) -> Placement:
-        """The same with so many shadows on each rank, behind its own experts, as one more chunk. Ranks must hold whole experts."""
-        each = self.experts_per_rank + shadows
-        return replace(self, experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
-
-    def keys(self, experts_TK: torch.Tensor) -> torch.Tensor:
-        """The ranks and chunks that compute each token's slots, as rank * chunks + chunk, int32 [T,N]; -1 for an id of no expert."""
-        exists_TK = (experts_TK >= 0) & (experts_TK < self.experts)
-        if self.shadows:
-            local_TK, own = experts_TK % self.experts_per_rank, self.experts_per_rank - self.shadows
-            chunk_TK = torch.where(local_TK < own, local_TK * (self.chunks - 1) // own, self.chunks - 1)
-            key_TK = torch.where(exists_TK, experts_TK // self.experts_per_rank * self.chunks + chunk_TK, -1).int()
-        else:
-            key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
-        if self.shards == 1:
-            return key_TK
-        step = self.world // self.shards * self.chunks
-        return torch.cat([torch.where(key_TK >= 0, key_TK + shard * step, -1) for shard in range(self.shards)], dim=1)
 
 
 def _once(to_TN: torch.Tensor) -> torch.Tensor:
@@ -286,12 +237,14 @@ class _Counts:
 
     sends, receives: rows by chunk and rank. Over several nodes they are by chunk and node, and `inside` has those of the second trip.
     sizes: rows of each local expert, int64 on the CPU.
+    needs: which gradients any rank needs.
     slots: the slots sent to and received from each rank, int64 [W] each, on the CPU; empty over several nodes.
     """
 
     sends: list[list[int]]
     receives: list[list[int]]
     sizes: torch.Tensor
+    needs: Needs
     inside: tuple[list[list[int]], list[list[int]]] | None = None
     slots: tuple[torch.Tensor, ...] = ()
 
@@ -306,40 +259,43 @@ def _lists(counts_WC: torch.Tensor) -> list[list[int]]:
     return counts_WC.t().tolist()
 
 
-def _message(to_ranks: RoutingPlan, plan: RoutingPlan, p: Placement) -> torch.Tensor:
-    """What each rank is told: the rows that go to it, by chunk, and the slots of each of its experts; int32 [W, C + E]."""
+def _message(header_A: torch.Tensor, to_ranks: RoutingPlan, plan: RoutingPlan, p: Placement) -> torch.Tensor:
+    """What each rank is told: the header, the rows that go to it, by chunk, and the slots of each of its experts; int32 [W, X]."""
     slots_WE = plan.counts_E.repeat(p.shards).view(p.world, p.experts_per_rank)
-    return torch.cat([to_ranks.counts_E.view(p.chunks, p.world).t(), slots_WE], dim=1)
+    return torch.cat([header_A.expand(p.world, -1), to_ranks.counts_E.view(p.chunks, p.world).t(), slots_WE], dim=1)
 
 
 def _counts(message_WX: torch.Tensor, p: Placement) -> _Counts:
     """The counts where rows make a single trip."""
     sent, received = to_host(torch.stack([message_WX, _exchange_counts(message_WX, p.group)]), p.group)
-    c = p.chunks
+    received, needs = agreement.checked(received, p.group)
+    sent, c = sent[:, agreement.NUMBERS :], p.chunks
     slots = (sent[:, c:].sum(1), received[:, c:].sum(1))
-    return _Counts(_lists(sent[:, :c]), _lists(received[:, :c]), received[:, c:].sum(0), slots=slots)
+    return _Counts(_lists(sent[:, :c]), _lists(received[:, :c]), received[:, c:].sum(0), needs, slots=slots)
 
 
 def _counts_by_node(message_WX: torch.Tensor, to_nodes: RoutingPlan, p: Placement, nodes: Nodes) -> _Counts:
     """The counts where rows make two trips. This rank hands on, inside its node, the rows that the ranks with its position in every node
-    send to it: the sum of their messages."""
-    c, width = p.chunks, p.chunks + p.experts_per_rank
+    send to it: the sum of their messages, and of their headers the largest of each number."""
+    a, c, x = agreement.NUMBERS, p.chunks, message_WX.size(1)
     rows_NC = to_nodes.counts_E.view(c, nodes.count).t()
-    across = torch.cat([rows_NC, message_WX.view(nodes.count, nodes.size * width)], dim=1)
+    across = torch.cat([rows_NC, message_WX.view(nodes.count, nodes.size * x)], dim=1)
     came = _exchange_counts(across, nodes.across)
-    inside = came[:, c:].sum(0, dtype=torch.int32).view(nodes.size, width)
+    came_NDX = came[:, c:].view(nodes.count, nodes.size, x)
+    inside = torch.cat([came_NDX[:, :, :a].amax(0), came_NDX[:, :, a:].sum(0, dtype=torch.int32)], dim=1)
     handed = _exchange_counts(inside, nodes.inside)
-    parts = (rows_NC, came[:, :c], inside[:, :c], handed)
+    parts = (rows_NC, came[:, :c], inside[:, a : a + c], handed)
     host = to_host(torch.cat([part.flatten() for part in parts]), p.group).split([part.numel() for part in parts])
     sent, received, passed, handed = (flat.view(part.shape) for flat, part in zip(host, parts))
-    return _Counts(_lists(sent), _lists(received), handed[:, c:].sum(0), (_lists(passed), _lists(handed[:, :c])))
+    handed, needs = agreement.checked(handed, p.group)
+    return _Counts(_lists(sent), _lists(received), handed[:, c:].sum(0), needs, (_lists(passed), _lists(handed[:, :c])))
 
 
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
 def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
-                        p: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+                        p: Placement, *, layer: int = 0, trains: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of each token's experts, wherever they are. Every rank of the group must call it, with any number of tokens.
 
     Waits for the device once, for the numbers of rows. Differentiable in x, in the weights, and in whatever the functions of `chunks`
@@ -351,18 +307,21 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         experts_TK: the tokens' experts, ids among all experts, int32 or int64; an id of no expert drops its slot.
         weights_TK: the tokens' router weights.
         p: which rank holds which experts.
+        layer: the layer's number, the same on all ranks (gbmoe.parallel.agreement.next_layer), or 0.
+        trains: whether the functions of `chunks` may differentiate in anything of their own.
 
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
 
     Raises:
+        ValueError: on all ranks, where they make passes of different layers, or in different ways; it says which ranks differ in what.
         RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TN = p.keys(ids_TK)
     to_ranks = _plan_of(key_TN, p.world, p.chunks)
-    message_WX = _message(to_ranks, plan, p)
+    message_WX = _message(agreement.header("exchange", layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p)
     nodes, kept = p.nodes, p.chunks - 1 if p.shadows else None
     if nodes is None:
         counts = _counts(message_WX, p)
@@ -372,7 +331,8 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         counts = _counts_by_node(message_WX, to_nodes, p, nodes)
         trip = _Trip(_cut(to_nodes, _total(counts.sends)), counts.sends, counts.receives, nodes.across, kept)
 
-    slots, rows = trip.slots(ids_TK, weights_TK), trip.rows(x_TH)
+    needs = counts.needs
+    slots, rows = trip.slots(ids_TK, joined(weights_TK, needs.weights)), trip.rows(joined(x_TH, needs.x))
     coming, going = [trip.send(0, rows[0])], []
     for chunk, compute in enumerate(chunks):
         if chunk + 1 < len(chunks):
@@ -388,7 +348,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
             handed = inner.send(0, inner.rows(coming[chunk].wait())[0])
             sums_SH = _compute(compute, chunk, handed, ids_SK, weights_SK, counts, p)
             sums_SH = inner.sums([inner.send_back(0, sums_SH).wait()])
-        going.append(trip.send_back(chunk, sums_SH))
+        going.append(trip.send_back(chunk, joined(sums_SH, needs.any)))
     return trip.sums([sums.wait() for sums in going]), plan.counts_E
 
 
@@ -493,6 +453,7 @@ def __getattr__(name: str):
 
 def _exact_experts_by_exchange(
     compute: Compute, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, p: Placement, *, weighs_later: bool,
+    layer: int = 0, trains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange with the same bits that one process gives: every slot's row comes back, and the token's rank sums them.
 
@@ -503,13 +464,16 @@ def _exact_experts_by_exchange(
         compute: a function of rows with one slot each: (rows [V,H], plan, weights [V,1] or None) -> rows [V,H].
         weighs_later: `compute` is given the weights but returns rows without them, and in backward expects the gradient of the weighed
             rows. Otherwise it is given None.
+        layer, trains: as in experts_by_exchange.
     """
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TK = p.keys(ids_TK)
     to_ranks = _plan_of(key_TK, p.world, 1)
-    counts = _counts(_message(to_ranks, plan, p), p)
-    trip = _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
+    path = "exact exchange" if weighs_later else "exact exchange without gbmoe's kernels"
+    counts = _counts(_message(agreement.header(path, layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p), p)
+    needs, trip = counts.needs, _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
+    x_TH, weights_TK = joined(x_TH, needs.x), joined(weights_TK, needs.weights)
     (_, ids_SK), = trip.slots(ids_TK, weights_TK.detach())
 
     local_SK = ids_SK - p.first_expert
@@ -524,5 +488,5 @@ def _exact_experts_by_exchange(
     x_VH = _OutWhole.apply(x_TH, rows)
     if weighs_later:
         y_VH = compute(x_VH, of_slots, rows.scalars_out(weights_TK))
-        return _BackWeighed.apply(y_VH, weights_TK.detach(), rows), plan.counts_E
-    return rows.back(compute(x_VH, of_slots, None), weights_TK), plan.counts_E
+        return _BackWeighed.apply(joined(y_VH, needs.any), weights_TK.detach(), rows), plan.counts_E
+    return rows.back(joined(compute(x_VH, of_slots, None), needs.any), weights_TK), plan.counts_E

@@ -128,15 +128,21 @@ def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup |
     """
     each: list[Any] = [None] * dist.get_world_size(group)
     guarded(lambda: dist.all_gather_object(each, values, group=group), group, "comparing the arguments")
+    differing = differences(each, group)
+    require(not differing, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differing))
+
+
+def differences(each: list[dict[str, Any]], group: dist.ProcessGroup | None) -> list[str]:
+    """A line for each value that differs between the ranks of a group, which says which ranks have which."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     differing = []
-    for name in values:
+    for name in each[0]:
         having: dict[str, list[int]] = {}
         for rank, theirs in zip(ranks, each):
             having.setdefault(repr(theirs.get(name)), []).append(rank)
         if len(having) > 1:
             differing.append(f"{name} is " + ", ".join(f"{value} on {_named(ranks)}" for value, ranks in having.items()))
-    require(not differing, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differing))
+    return differing
 
 
 def _named(ranks: list[int]) -> str:

@@ -43,6 +43,13 @@ def to_host(numbers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
     return HostCopy(numbers).wait(group)
 
 
+def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A few numbers of the CPU on `device`. The host does not wait for the device."""
+    if device.type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
 def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
     """Wait until `there` says so, shortly before the group's timeout at the longest.
 

@@ -20,9 +20,9 @@ from gbmoe import engines
 from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import scatter
+from gbmoe.ops.gradient_scale import scales_exactly
 from gbmoe.parallel import cost_model
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
-from gbmoe.parallel.gradient_scale import scales_exactly
 from gbmoe.parallel.peer_memory import PeerMemory, of_group
 from gbmoe.slot_map import SlotMap
 

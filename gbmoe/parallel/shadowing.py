@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gbmoe.parallel import automatic_chunks
-from gbmoe.parallel.exchange import Compute, Placement, experts_by_exchange, keys_of_nodes
+from gbmoe.parallel import agreement, automatic_chunks
+from gbmoe.parallel.agreement import Needs, joined
+from gbmoe.parallel.exchange import Compute, experts_by_exchange, keys_of_nodes
 from gbmoe.parallel.groups import guarded
 from gbmoe.parallel.host_copy import to_host
+from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
 _EXCHANGES = 4  # of weights and their gradients, in forward and backward together
@@ -116,8 +118,10 @@ def _overhead(device: torch.device, p: Placement) -> float:
     return _EXCHANGES * (links.exchange_latency + links.network_latency) * links.network
 
 
-def choose(x_TH: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, p: Placement, most: int, expert_bytes: int) -> list[int]:
-    """The experts to shadow in this step, in ascending order, the same on all ranks. Collective; the host waits for the device once.
+def choose(x_TH: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, p: Placement, most: int, expert_bytes: int,
+           header_A: torch.Tensor) -> tuple[list[int], Needs]:
+    """(the experts to shadow in this step, in ascending order, the same on all ranks; which gradients any rank needs). Collective; the host
+    waits for the device once.
 
     It depends on the ranks' ids alone, so that the forward that activation checkpointing repeats chooses the same.
 
@@ -128,17 +132,20 @@ def choose(x_TH: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, p: 
         p: which rank holds which experts.
         most: at most so many experts are chosen.
         expert_bytes: the bytes of an expert's weights, as they travel.
+        header_A: of this pass (gbmoe.parallel.agreement), whose errors it raises.
     """
     candidates_S = _candidates(counts_E, p, most)
     rows_DN = _rows(ids_TK, candidates_S, p)
-    rows_WDN = rows_DN.new_empty(p.world, *rows_DN.shape)
-    guarded(lambda: dist.all_gather(list(rows_WDN), rows_DN, group=p.group), p.group, _WHAT)
-    numbers = to_host(torch.cat([candidates_S.int(), rows_WDN.flatten()]), p.group)
+    message_X = torch.cat([header_A, rows_DN.flatten()])
+    messages_WX = message_X.new_empty(p.world, message_X.size(0))
+    guarded(lambda: dist.all_gather(list(messages_WX), message_X, group=p.group), p.group, _WHAT)
+    numbers = to_host(torch.cat([candidates_S.int(), messages_WX.flatten()]), p.group)
+    rows_WDN, needs = agreement.checked(numbers[candidates_S.size(0) :].view(messages_WX.shape), p.group)
     candidates = numbers[: candidates_S.size(0)].tolist()
     owners = [expert // p.experts_per_rank for expert in candidates]
-    count = fewest_bytes(numbers[len(candidates) :].view(rows_WDN.shape), owners, x_TH.size(1) * x_TH.element_size(), expert_bytes,
+    count = fewest_bytes(rows_WDN.reshape(p.world, *rows_DN.shape), owners, x_TH.size(1) * x_TH.element_size(), expert_bytes,
                          _overhead(x_TH.device, p))
-    return sorted(candidates[:count])
+    return sorted(candidates[:count]), needs
 
 
 # --------------------------------------------------------------------------------------------------------------- weights
@@ -246,7 +253,7 @@ def _ids_with_shadows(ids_TK: torch.Tensor, shadowed: list[int], p: Placement) -
 
 def _shadowed_experts_by_exchange(
     in_chunks: Callable[[list[tuple[int, int]], Replicate | None], list[Compute]], x_TH: torch.Tensor, experts_TK: torch.Tensor,
-    weights_TK: torch.Tensor, p: Placement, *, most: int, expert_elements: int,
+    weights_TK: torch.Tensor, p: Placement, *, most: int, expert_elements: int, layer: int = 0, trains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange, with up to `most` experts on all ranks in the steps in which that pays. Collective, in forward and backward.
 
@@ -259,6 +266,7 @@ def _shadowed_experts_by_exchange(
         x_TH, experts_TK, weights_TK, p: as for experts_by_exchange. Ranks must hold whole experts.
         most: at most so many experts are shadowed.
         expert_elements: the number of elements of an expert's weights.
+        layer, trains: as for experts_by_exchange.
 
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
@@ -268,10 +276,11 @@ def _shadowed_experts_by_exchange(
     """
     counts_E = RoutingPlan.from_experts(experts_TK, p.experts, check="none").counts_E
     ids_TK = experts_TK.int()
-    shadowed = choose(x_TH, ids_TK, counts_E, p, min(most, p.experts), expert_elements * x_TH.element_size())
+    header_A = agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group)
+    shadowed, needs = choose(x_TH, ids_TK, counts_E, p, min(most, p.experts), expert_elements * x_TH.element_size(), header_A)
     bounds = [p.bounds(chunk) for chunk in range(p.chunks)]
     if not shadowed:
-        out_TH, _ = experts_by_exchange(in_chunks(bounds, None), x_TH, experts_TK, weights_TK, p)
+        out_TH, _ = experts_by_exchange(in_chunks(bounds, None), x_TH, experts_TK, weights_TK, p, layer=layer, trains=trains)
         return out_TH, counts_E
     owners = [expert // p.experts_per_rank for expert in shadowed]
     local = [expert - p.first_expert for expert, owner in zip(shadowed, owners) if owner == p.rank]
@@ -279,11 +288,13 @@ def _shadowed_experts_by_exchange(
 
     def replicate(w1_LFH, w2_LFH, v1_LFH):
         matrices = (w1_LFH, w2_LFH) if v1_LFH is None else (w1_LFH, w2_LFH, v1_LFH)
+        # Every rank takes part in backward, also one whose own experts are frozen.
+        matrices = (joined(w1_LFH, needs.experts), *matrices[1:])
         shadows = _Shadows.apply(pieces, x_TH.dtype, *matrices)
         return (*shadows, None) if v1_LFH is None else shadows
 
     out_TH, _ = experts_by_exchange(in_chunks(bounds, replicate), x_TH, _ids_with_shadows(ids_TK, shadowed, p), weights_TK,
-                                    p.with_shadows(len(shadowed)))
+                                    p.with_shadows(len(shadowed)), layer=layer, trains=needs.experts)
     return out_TH, counts_E
 
 

@@ -13,7 +13,7 @@ import gbmoe
 from gbmoe.layers import Arguments, from_megatron, megatron_arguments
 from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN
 from gbmoe.layers.megatron_arguments import REFUSED, TRANSLATED, WITHOUT_EFFECT, quick_gelu
-from gbmoe.ops.experts import activation_name, relu_squared
+from gbmoe.ops.activations import activation_name, relu_squared
 
 # Options of Megatron-Core 0.20's TransformerConfig that concern experts, as it has them when nothing else is asked for than experts.
 CONFIG = dict(

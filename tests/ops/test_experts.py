@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import gbmoe
 from gbmoe import RoutingPlan, engines, kernels
 from gbmoe.kernels import plain_torch
-from gbmoe.ops import experts
-from gbmoe.ops.experts import activation_name
+from gbmoe.ops import composed_experts, local_transport
+from gbmoe.ops.activations import activation_name
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from gbmoe.testing.oracle import ACTIVATIONS as CALLABLES
@@ -812,22 +812,47 @@ def test_preactivations_are_freed_when_they_have_been_used(monkeypatch, retain):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = gbmoe.expert_mlp(leaves[0], plan, leaves[2], leaves[3], leaves[4], weights_TK=leaves[1])
-    scatter = experts.scatter
+    scatter = local_transport.scatter
 
     def watching(*args, **named):
         alive.extend(preactivation() is not None for preactivation in preactivations)
         return scatter(*args, **named)
 
-    monkeypatch.setattr(experts, "scatter", watching)
+    monkeypatch.setattr(local_transport, "scatter", watching)
     torch.autograd.grad(out, leaves, grad, retain_graph=retain)
     assert alive == [retain, retain]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+@pytest.mark.parametrize("scale", [0.25, 1 / 3])
+@pytest.mark.parametrize("activation", ["silu", torch.tanh], ids=["fused", "callable"])
+@pytest.mark.parametrize("in_order", [False, True], ids=["gathered", "in_order"])
+def test_the_scale_of_the_weights_gradients_reaches_no_other_gradient(device, dtype, scale, activation, in_order):
+    tensors, ids, grad = inputs(dtype, device)
+    plan = RoutingPlan.from_experts(ids, 5)
+    if in_order:
+        plan = RoutingPlan.from_counts(torch.tensor([3, 0, 2, 1, 0]), tensors["x"].size(0), device=device)
+        tensors["weights"] = tensors["weights"][:, :1].contiguous()
+
+    def gradients(**changes):
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        out = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_TK=leaves["weights"],
+                               activation=activation, **changes)
+        return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad)))
+
+    plain, scaled = gradients(), gradients(weight_gradient_scale=scale)
+    for name in plain:
+        if name in ("x", "weights"):
+            assert torch.equal(scaled[name], plain[name]), name
+        else:
+            torch.testing.assert_close(scaled[name], plain[name] * scale, msg=name)
 
 
 def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)
     out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
-                                             tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False, False, False)
+                                             tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False, False, False, 1.0)
     assert len(saved) == 6 and all(tensor.numel() == 0 for tensor in saved)
     torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
 
@@ -852,7 +877,7 @@ def test_opcheck(device):
     for keep_rows in (False, True):
         torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
             leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
-            leaves["v1"], "silu", "reference", True, keep_rows, False))
+            leaves["v1"], "silu", "reference", True, keep_rows, False, 1.0))
     rows = exact_inputs.exact_values(plan.num_rows, 8, dtype=torch.float32, device=device, seed=1)
     torch.library.opcheck(torch.ops.gbmoe.clear_rows_without_slot.default, (plan.slot_of_row_P, rows))
 
@@ -1038,7 +1063,7 @@ def test_a_grouped_product_within_anomaly_detection_has_no_undefined_rows(device
     a, b = torch.randn(9, 16, device=device, requires_grad=True), torch.randn(3, 16, 8, device=device, requires_grad=True)
     sizes = torch.tensor([2, 0, 3])
     with anomaly_detection_in_memory_full_of_nan():
-        out = experts._grouped(a, b, sizes.to(device) if device.type == "cuda" else sizes, False, "auto")
+        out = composed_experts._grouped(a, b, sizes.to(device) if device.type == "cuda" else sizes, False, "auto")
         assert bool((out[5:] == 0).all())
         grad, _ = torch.autograd.grad(out.square().sum(), (a, b))
     assert bool((grad[5:] == 0).all()) and bool(grad.isfinite().all())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import gbmoe
 from gbmoe import RoutingPlan, engines, kernels
-from gbmoe.ops import experts
+from gbmoe.ops import local_transport
 from gbmoe.problem import Problem
 from gbmoe.testing import cuda_graphs, exact_inputs
 from gbmoe.testing.oracle import ACTIVATIONS as CALLABLES
@@ -140,7 +140,7 @@ def test_rows_in_expert_order_were_gathered(device, weighted, monkeypatch):
     monkeypatch.setattr(kernels, "gather", gather)
     run(tensors, counts, grad)
     if not weighted:
-        monkeypatch.setattr(experts, "scatter", gather)
+        monkeypatch.setattr(local_transport, "scatter", gather)
         run(tensors, counts, grad)
     run(tensors, counts, grad, torch.tanh)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gbmoe.parallel import automatic_chunks, cost_model
-from gbmoe.parallel.exchange import Placement
+from gbmoe.parallel.placement import Placement
 
 WHERE = Placement(group=None, world=4, rank=0, experts=16, experts_per_rank=4, shards=1)
 

@@ -274,10 +274,11 @@ def compiled(name, device, group):
 
 
 def recorded(function, into):
-    """The function, which appends what it returns to `into`."""
+    """The function, which appends the first of what it returns to `into`."""
     def recording(*args):
-        into.append(function(*args))
-        return into[-1]
+        result = function(*args)
+        into.append(result[0])
+        return result
     return recording
 
 

@@ -5,8 +5,8 @@ import torch
 
 from gbmoe.layers import Arguments, expert_parallelism
 from gbmoe.parallel import automatic_chunks, cost_model, shadowing
-from gbmoe.parallel.exchange import Placement
 from gbmoe.parallel.groups import Nodes
+from gbmoe.parallel.placement import Placement
 
 ROW, EXPERT = 10, 1000
 

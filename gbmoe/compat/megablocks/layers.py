@@ -18,7 +18,7 @@ from gbmoe._checks import require
 from gbmoe.layers.expert_parallelism import parallel_experts
 from gbmoe.layers.expert_weights import local_weight
 from gbmoe.ops import expert_mlp
-from gbmoe.ops.experts import activation_name
+from gbmoe.ops.activations import activation_name
 from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.plan import RoutingPlan
 

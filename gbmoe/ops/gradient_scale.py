@@ -1,4 +1,4 @@
-"""The scale of the gradients of experts' weights: 1 / ranks, so that they are the mean over the ranks' losses."""
+"""The scale of the gradients of experts' weights, such as 1 / ranks, which makes them the mean over the ranks' losses."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ def scales_exactly(scale: float, dtype: torch.dtype) -> bool:
     """Whether gradients of this dtype keep their bits if they are multiplied by `scale` and later divided by it: a power of two changes
     the exponent alone, of which float16 has too few."""
     return math.frexp(scale)[0] == 0.5 and dtype != torch.float16
+
+
+def with_scaled_gradients(scale: float, *weights: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The weights, whose gradients are multiplied by `scale`: a pass over each."""
+    if scale == 1:
+        return list(weights)
+    scaled = [None if w is None else ScaleGradient.apply(w, scale) for w in weights]
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        # A view of a graph's input that leaves the graph is made anew after it, without the scale.
+        return [None if w is None else w.clone() for w in scaled]
+    return scaled

@@ -1,0 +1,207 @@
+"""What a layer's experts compute, forward and backward. It is written here once, for one process and for many.
+
+    forward:   rows -> up -> (h, g saved) -> activation -> down -> sums of each token's rows
+    backward:  gradients of rows -> gradient of the activation -> gradient of w2, of x, of v1 and w1
+
+Where rows come from, and where sums go, is a Transport (gbmoe/ops/local_transport.py), and neither function knows which one it has. Rows
+that an all-to-all brings (gbmoe/parallel/exchange.py) are tokens of the local transport: trips of their own lie before and after it.
+
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan, Y bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.float8 import ScaledWeights
+from gbmoe.ops.gradient_scale import scales_exactly
+
+
+class Transport(ABC):
+    """Brings the rows that these experts compute, and takes their sums to the tokens. One object serves one pass, forward or backward.
+
+    Attributes:
+        dtype: of the tokens.
+        weights_TK: the router weights of the slots whose rows these are, or None where every slot counts once.
+        gives_back_early: whether dx sets out before the gradient of w2 is computed, which then hides its trip. The gradient of w2 first
+            takes less memory, because the rows that it reads are free again before dx is made.
+    """
+
+    dtype: torch.dtype
+    weights_TK: torch.Tensor | None
+    gives_back_early = False
+
+    @abstractmethod
+    def rows(self) -> GatheredRows:
+        """The rows of x, for forward's first products."""
+
+    @abstractmethod
+    def combine(self, y_PH: torch.Tensor) -> torch.Tensor:
+        """Each token's weighted sum of its rows, out [T,H]. It may be computed in the memory of y, which the caller no longer uses."""
+
+    @abstractmethod
+    def gradient_rows(self) -> GatheredRows:
+        """The rows of the gradient of `combine`'s result, unweighted. Called first in backward."""
+
+    @abstractmethod
+    def rows_again(self) -> GatheredRows:
+        """The rows of x once more, for the gradients of w1 and v1."""
+
+    @abstractmethod
+    def ones_TK(self) -> torch.Tensor:
+        """Router weights of one, float32, for the same slots as weights_TK."""
+
+    @abstractmethod
+    def give_back(self, dx_PH: torch.Tensor, factor: float) -> None:
+        """Send the rows of dx on their way: each token gets `factor`, a power of two, times the sum of its rows."""
+
+    @abstractmethod
+    def give_back_router_gradient(self, dweights_TK: torch.Tensor | None) -> None:
+        """Send the gradient of weights_TK on its way."""
+
+    @abstractmethod
+    def arrived(self, need_x: bool, need_weights: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dx [T,H], dweights [T,K]) of this process's tokens, each None where it is not needed. Called last in backward."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are needed."""
+
+    x: bool
+    weights: bool
+    w1: bool
+    w2: bool
+    v1: bool
+
+
+class Weights:
+    """w1, w2 and v1 (None for a plain MLP), each [E,F,H], as the products of one pass take them.
+
+    With `keep`, forward has an engine of float8 prepare a weight for backward's product too, in memory that backward gets as `kept`:
+    uint8 [Y], Y = ScaledWeights.bytes_of, by the weight's name.
+    """
+
+    def __init__(self, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, *, keep: bool = False,
+                 kept: dict[str, torch.Tensor] | None = None):
+        self._of = {"w1": w1_EFH, "w2": w2_EFH, "v1": v1_EFH}
+        self._keep, self.kept = keep, {} if kept is None else kept
+
+    def forward(self, experts: Engine, name: str):
+        """The weight of this name as forward's product takes it, or None."""
+        w_EFH = self._of[name]
+        if w_EFH is None or not self._keep:
+            return w_EFH
+        # As large as the operator's fake says, also where nothing is written: without rows no engine of float8 is asked.
+        self.kept[name] = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
+        return experts.weight_for_both_passes(w_EFH, self.kept[name], name == "w2")
+
+    def backward(self, experts: Engine, name: str):
+        """The weight of this name as backward's product takes it, or None. It is handed out once, so that what was kept is free again as
+        soon as the caller has used it."""
+        w_EFH, kept_Y = self._of.pop(name), self.kept.pop(name, None)
+        return None if w_EFH is None else experts.weight_for_backward(w_EFH, kept_Y, name == "w2")
+
+    def forget(self) -> None:
+        """Free what was kept and not used."""
+        self.kept.clear()
+
+
+class Saved:
+    """h and g (None for a plain MLP), [P,F] each, which backward takes out once, so that their memory is free again as soon as they have
+    been used. The caller must hold no other references to them."""
+
+    def __init__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None):
+        self._h_PF: torch.Tensor | None = h_PF
+        self._g_PF = g_PF
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        h_PF, g_PF = self._h_PF, self._g_PF
+        self._h_PF = self._g_PF = None
+        assert h_PF is not None, "taken twice"
+        return h_PF, g_PF
+
+
+def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, save: bool,
+            ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(out [T,H], h [P,F], g [P,F]); h and g are None unless `save`, and g without v1.
+
+    Args:
+        experts: the engine of all products, as gbmoe.engines.for_experts finds it.
+        sizes_E: the rows of each expert with their padding, on the host or on the device, as the engine wants them.
+        activation: a name in gbmoe.kernels.plain_torch.ACTIVATIONS.
+    """
+    a_PF, h_PF, g_PF = experts.up(t.rows(), weights.forward(experts, "w1"), weights.forward(experts, "v1"), sizes_E, activation, save)
+    y_PH = experts.down(a_PF, weights.forward(experts, "w2"), sizes_E)
+    del a_PF
+    return t.combine(y_PH), h_PF, g_PF
+
+
+def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, need: Needs,
+             scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed; dw1, dw2 and dv1 times `scale`.
+
+    The steps are ordered so that as little memory as possible is in use at a time, and where the transport has a trip to hide, so that
+    products follow it. Of a local transport the peak is the largest of three moments:
+
+    - five [P,F], a 32nd of one, and one [P,H];
+    - two [P,F], one [P,H] (two where an engine cannot accumulate into a product) and two weights' gradients;
+    - one [P,F], one [P,H] and three weights' gradients, or two [P,F] and three weights' gradients where w1's and v1's are made in one GEMM
+      that gathers, so that there is no [P,H] then.
+
+    In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
+    moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
+
+    A power of two scales the router weights of the rows, and with them a, dh and dg, before they are rounded; dx is divided by it where a
+    token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.
+    """
+    w2 = weights.backward(experts, "w2")
+    folds = scale != 1 and scales_exactly(scale, t.dtype)
+    rows_scale, left = (scale, 1.0) if folds else (1.0, scale)
+    dz = t.gradient_rows()
+    weights_TK = t.weights_TK
+    if folds:
+        weights_TK = (t.ones_TK() if weights_TK is None else weights_TK) * scale
+    h_PF, g_PF = saved.take()
+    a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+    del h_PF, g_PF, w2, weights_TK
+    if need.weights:
+        t.give_back_router_gradient(dweights_TK)
+    del dweights_TK
+    dw1 = dw2 = dv1 = None
+
+    if need.x and t.gives_back_early:
+        _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
+        dh = dg = None
+    if need.w2:
+        dw2 = _scaled(experts.weight_gradient(a_PF, dz, sizes_E), left)
+    del a_PF, dz
+    if need.x and not t.gives_back_early:
+        _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
+    del dh, dg
+    weights.forget()
+    if need.w1 or need.v1:
+        x = t.rows_again()
+        both = experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E) if need.w1 and need.v1 and dg_PF is not None else None
+        if both is not None:
+            dw1, dv1 = (_scaled(gradient, left) for gradient in both)
+        else:
+            if need.v1 and dg_PF is not None:
+                dv1 = _scaled(experts.weight_gradient(dg_PF, x, sizes_E), left)
+            del dg_PF
+            if need.w1:
+                dw1 = _scaled(experts.weight_gradient(dh_PF, x, sizes_E), left)
+    return *t.arrived(need.x, need.weights), dw1, dw2, dv1
+
+
+def _give_back_dx(t: Transport, experts: Engine, weights: Weights, dh, dg, sizes_E: torch.Tensor, factor: float) -> None:
+    w1, v1 = weights.backward(experts, "w1"), weights.backward(experts, "v1")
+    t.give_back(experts.up_backward(dh, w1, dg, v1, sizes_E), factor)
+
+
+def _scaled(gradient_EFH: torch.Tensor, scale: float) -> torch.Tensor:
+    return gradient_EFH if scale == 1 else gradient_EFH.mul_(scale)

@@ -1,0 +1,216 @@
+"""What the ranks of a group must agree about in each pass of a layer, and what each must know of the others.
+
+No rank decides alone what another one relies on. Each forward begins with a message to all ranks, in which the numbers of rows travel.
+Its header says which layer this is, how many passes this rank has begun in the group, by which path rows travel, and whether gradients are
+recorded: these must be equal on all ranks. It also says which gradients are needed here, which may differ: a rank takes part in every trip
+that another rank's gradients need. All of it is looked at where the host waits for the numbers of rows anyway.
+
+Shape suffixes: W ranks, N numbers of a header.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gbmoe._define_operator import define
+from gbmoe.parallel import groups
+from gbmoe.parallel.host_copy import to_device
+
+# A header is [-digest, digest, x, weights, experts], int32: the largest of each over all ranks tells whether all digests are equal, and
+# whether any rank needs a gradient.
+NUMBERS = 5
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are needed: of tokens x, of router weights, and of experts' weights."""
+
+    x: bool
+    weights: bool
+    experts: bool
+
+    @property
+    def any(self) -> bool:
+        return self.x or self.weights or self.experts
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What must be equal on all ranks in one pass.
+
+    Attributes:
+        layer: which layer this is, counted in the order of construction, as `next_layer` does; 0 where nobody has counted.
+        path: how rows travel, and in what form.
+        records: whether gradients are recorded (torch.is_grad_enabled()).
+        checkpointed: whether torch.utils.checkpoint will repeat this forward.
+        number: how many passes this rank has begun in the group.
+    """
+
+    layer: int
+    path: str
+    records: bool
+    checkpointed: bool
+    number: int = 0
+
+    def digest(self) -> int:
+        """A positive int32 that differs, but for one case in two thousand million, where any field does."""
+        return (zlib.crc32(repr(self).encode()) & 0x7FFFFFFE) + 1
+
+    def described(self) -> dict[str, Any]:
+        return {"layer": self.layer, "path": self.path, "torch.is_grad_enabled()": self.records,
+                "torch.utils.checkpoint": self.checkpointed, "number of passes begun": self.number}
+
+
+class _Ranks:
+    """The counts of one group on this rank."""
+
+    def __init__(self) -> None:
+        self.layers = self.passes = 0
+        self.pass_: Pass | None = None
+
+
+_RANKS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ranks] = weakref.WeakKeyDictionary()
+
+
+def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    whole: Any = dist.group.WORLD if group is None else group
+    return whole
+
+
+def _of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, _Ranks]:
+    return _whole(group), _RANKS.setdefault(_whole(group), _Ranks())
+
+
+def next_layer(group: dist.ProcessGroup | None) -> int:
+    """The number of a layer that is being made, the same on all ranks: they make their layers in the same order."""
+    _, ranks = _of(group)
+    ranks.layers += 1
+    return ranks.layers
+
+
+def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None) -> list[int]:
+    """Count one more pass of this rank, and return its header."""
+    _, ranks = _of(group)
+    ranks.passes += 1
+    ranks.pass_ = Pass(layer, path, torch.is_grad_enabled(), _is_checkpointed(), ranks.passes)
+    digest = ranks.pass_.digest()
+    return [-digest, digest, int(needs.x), int(needs.weights), int(needs.experts)]
+
+
+def check(header_N: list[int], group: dist.ProcessGroup | None) -> Needs:
+    """Which gradients any rank needs, from the largest of each number of all ranks' headers.
+
+    Raises:
+        ValueError: on all ranks, where their passes differ; it says which ranks differ in what. Then they count their passes alike again,
+            so that a caller that catches it may go on.
+    """
+    least, most, x, weights, experts = header_N
+    if -least != most:
+        _raise(group)
+    return Needs(bool(x), bool(weights), bool(experts))
+
+
+def _raise(group: dist.ProcessGroup | None) -> None:
+    whole, ranks = _of(group)
+    assert ranks.pass_ is not None
+    each: list[Any] = [None] * dist.get_world_size(whole)
+    groups.guarded(lambda: dist.all_gather_object(each, ranks.pass_, group=whole), whole, "comparing the passes")
+    ranks.passes = max(pass_.number for pass_ in each)
+    differing = groups.differences([pass_.described() for pass_ in each], whole)
+    raise ValueError("expert parallelism: expected all ranks of the group to make the same pass of the same layer, in the same order; "
+                     + "; ".join(differing))
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint packs what is saved now, or repeats it. False where this torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None or torch.compiler.is_compiling() else top(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+# ----------------------------------------------------------------------------------------------------- for torch.compile
+#
+# A graph holds no state of Python's, so what it does at each call stands in two operators. It cannot know at trace time which gradients
+# other ranks need, and takes part in all trips; its header says so.
+
+EVERY = Needs(True, True, True)
+
+
+def _named(group_name: str) -> dist.ProcessGroup:
+    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  # what torch's own functional collectives do
+    return resolve(group_name)
+
+
+def _begin(like: torch.Tensor, group_name: str, layer: int, path: str, records: bool) -> torch.Tensor:
+    group = _named(group_name)
+    needs = EVERY if records else Needs(False, False, False)
+    with torch.set_grad_enabled(records):
+        header = begin(layer, path, needs, group)
+    return torch.tensor(header, dtype=torch.int32, device=like.device)
+
+
+def _check(messages: torch.Tensor, group_name: str) -> torch.Tensor:
+    check(messages[:, :NUMBERS].amax(0).tolist(), _named(group_name))
+    return messages[:, NUMBERS:].clone()
+
+
+begin_in_graph = define(
+    "begin_pass(Tensor like, str group_name, int layer, str path, bool records) -> Tensor",
+    reference=_begin, fake=lambda like, *_: like.new_empty(NUMBERS, dtype=torch.int32))
+check_in_graph = define("check_pass(Tensor messages, str group_name) -> Tensor", reference=_check,
+                        fake=lambda messages, _: messages.new_empty(messages.size(0), messages.size(1) - NUMBERS))
+
+
+def header(path: str, layer: int, x_TH: torch.Tensor, weights_TK: torch.Tensor, trains: bool, group: dist.ProcessGroup | None,
+           ) -> torch.Tensor:
+    """Begin a pass: its header, int32 [N] on the device of x. `trains`: whether the experts may have gradients of their own.
+
+    What each row and slot is as it travels belongs to the path: under an autocast of one rank alone rows have another dtype.
+    """
+    path += f" of {x_TH.size(1)} x {x_TH.dtype} a row and {weights_TK.size(1)} x {weights_TK.dtype} router weights a token"
+    records = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():
+        return begin_in_graph(x_TH, _whole(group).group_name, layer, path, records)
+    needs = Needs(*(records and needed for needed in (x_TH.requires_grad, weights_TK.requires_grad, trains)))
+    return to_device(torch.tensor(begin(layer, path, needs, group), dtype=torch.int32, device="cpu"), x_TH.device)
+
+
+def checked(messages_WX: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Needs]:
+    """(the messages without the headers that they begin with, what any rank needs), of messages on the host. Raises as `check` does."""
+    if torch.compiler.is_compiling():
+        records = torch.is_grad_enabled()
+        return check_in_graph(messages_WX, _whole(group).group_name), Needs(records, records, records)
+    needs = check(messages_WX[:, :NUMBERS].amax(0).tolist(), group)
+    return messages_WX[:, NUMBERS:], needs
+
+
+# ------------------------------------------------------------------------------------------- trips that another rank needs
+
+
+_ANCHORS: dict[torch.device, torch.Tensor] = {}
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, anchor):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+def joined(x: torch.Tensor, needed: bool) -> torch.Tensor:
+    """x, which requires a gradient if `needed`, so that this rank takes part in backward's trips. Where x needs none of its own, the
+    gradient ends here."""
+    if not needed or x.requires_grad or not torch.is_grad_enabled():
+        return x
+    if x.device not in _ANCHORS:
+        _ANCHORS[x.device] = torch.zeros((), device=x.device, dtype=torch.float32, requires_grad=True)
+    return _Joined.apply(x, _ANCHORS[x.device])

@@ -1,0 +1,70 @@
+"""Which rank holds which experts, and how rows travel to them.
+
+Shape suffixes: T tokens, K slots a token, N destinations that a token may have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from gbmoe.parallel.groups import Nodes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which experts: this one, `rank` of `world`, holds `experts_per_rank` of `experts`, from `first_expert` on.
+
+    Where there are more ranks than experts, `shards` ranks hold shards of each expert's ffn rows, and a row goes to all of them.
+    Rank r holds shards of the same experts as rank r + world / shards.
+
+    Attributes:
+        nodes: the group's nodes, where the exchange divides it into some.
+        chunks: in how many chunks the exchange computes a rank's experts.
+        shadows: the last `shadows` of each rank's experts are replicas of experts (gbmoe.parallel.shadowing), and the last chunk has these
+            alone.
+    """
+
+    group: dist.ProcessGroup | None
+    world: int
+    rank: int
+    experts: int
+    experts_per_rank: int
+    shards: int
+    nodes: Nodes | None = None
+    chunks: int = 1
+    shadows: int = 0
+
+    @property
+    def first_expert(self) -> int:
+        """The first expert of this rank."""
+        return self.rank % (self.world // self.shards) * self.experts_per_rank
+
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        """The local experts of a chunk: the first, and the one behind the last."""
+        own = self.experts_per_rank - self.shadows
+        if self.shadows and chunk == self.chunks - 1:
+            return own, self.experts_per_rank
+        chunks = self.chunks - (self.shadows > 0)
+        return -(-chunk * own // chunks), -(-(chunk + 1) * own // chunks)
+
+    def with_shadows(self, shadows: int) -> Placement:
+        """The same with so many shadows on each rank, behind its own experts, as one more chunk. Ranks must hold whole experts."""
+        each = self.experts_per_rank + shadows
+        return replace(self, experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
+
+    def keys(self, experts_TK: torch.Tensor) -> torch.Tensor:
+        """The ranks and chunks that compute each token's slots, as rank * chunks + chunk, int32 [T,N]; -1 for an id of no expert."""
+        exists_TK = (experts_TK >= 0) & (experts_TK < self.experts)
+        if self.shadows:
+            local_TK, own = experts_TK % self.experts_per_rank, self.experts_per_rank - self.shadows
+            chunk_TK = torch.where(local_TK < own, local_TK * (self.chunks - 1) // own, self.chunks - 1)
+            key_TK = torch.where(exists_TK, experts_TK // self.experts_per_rank * self.chunks + chunk_TK, -1).int()
+        else:
+            key_TK = torch.where(exists_TK, experts_TK * self.chunks // self.experts_per_rank, -1).int()
+        if self.shards == 1:
+            return key_TK
+        step = self.world // self.shards * self.chunks
+        return torch.cat([torch.where(key_TK >= 0, key_TK + shard * step, -1) for shard in range(self.shards)], dim=1)
