@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
+from gbmoe.parallel import groups
 
 
 def expert_parallel_world_size(args: Arguments) -> int:
-    """The number of ranks that the experts are spread over; 1 without expert parallelism."""
-    return dist.get_world_size(args.expert_parallel_group) if args.moe_expert_model_parallelism else 1
+    """The number of ranks that the experts are spread over; 1 without expert parallelism. Raises ValueError on a rank that is no member
+    of the group."""
+    return groups.world_of(args.expert_parallel_group) if args.moe_expert_model_parallelism else 1
 
 
 def expert_parallel_rank(args: Arguments) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import warnings
@@ -38,6 +39,17 @@ class Nodes:
 _NODES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Nodes | None]] = weakref.WeakKeyDictionary()
 
 
+def world_of(group: dist.ProcessGroup | None, operator: str = "Arguments", argument: str = "expert_parallel_group") -> int:
+    """The number of ranks of a group (None: the default group).
+
+    Raises:
+        ValueError: where this rank is no member of the group. torch.distributed then counts -1 ranks, and its collectives do nothing.
+    """
+    world = dist.get_world_size(group)
+    require(world > 0, operator, argument, "a group of which this rank is a member", "a group of other ranks")
+    return world
+
+
 def ranks_per_node(group: dist.ProcessGroup | None, asked: int | None) -> int | None:
     """Ranks of the group on each of its nodes where there are several nodes with several ranks each, else None.
 
@@ -66,31 +78,48 @@ def ranks_per_node(group: dist.ProcessGroup | None, asked: int | None) -> int | 
 def nodes_of(group: dist.ProcessGroup | None, asked: int | None = None) -> Nodes | None:
     """The group's nodes, or None where it lies on one node or has one rank on each; `asked` is as in ranks_per_node.
 
-    The first call for a group makes the two process groups of its nodes. Every rank of the group, and no other, must make that call:
-    layers do so at construction. The groups are made with use_local_synchronization, as the other ranks of the job take no part.
+    The first call for a group is collective: its ranks compare what each of them takes for its nodes, and make the process groups of
+    the nodes. Every rank of the group, and no other, must make that call: layers do so at construction. The groups are made with
+    use_local_synchronization, as the other ranks of the job take no part. A graph of torch.compile cannot ask: a group of which nothing
+    is known yet has no nodes there.
+
+    Raises:
+        ValueError: where this rank is no member of the group; where `asked` does not divide its ranks; where the caller asks for nodes
+            and their groups cannot be made.
     """
     whole: Any = dist.group.WORLD if group is None else group
+    world = world_of(whole)
     known = _NODES.setdefault(whole, {})
     if asked not in known:
+        if torch.compiler.is_compiling():
+            return None
         size = ranks_per_node(whole, asked)
-        known[asked] = _make(whole, size) if size is not None and _can_be_made(whole, asked) else None
+        # Two ranks have no nodes, nor has a group whose caller says so: there is nothing to compare.
+        may_have = world > 2 if asked is None else size is not None
+        known[asked] = _make(whole, size) if may_have and _can_be_made(whole, asked, size) and size is not None else None
     return known[asked]
 
 
-def _can_be_made(group: dist.ProcessGroup, asked: int | None) -> bool:
-    """Whether the ranks can make the groups of nodes; False, with a warning, where they would wait for each other for ever.
+def _can_be_made(group: dist.ProcessGroup, asked: int | None, size: int | None) -> bool:
+    """Whether the ranks can make the groups of nodes; False, with a warning, where they would wait for each other for ever. Collective.
 
-    torch.distributed names a group by how many groups the rank belongs to already. Ranks that belong to different numbers of groups
-    would look for the same group under different names. Raises ValueError where the caller asked for nodes.
+    Ranks on nodes of different sizes have different LOCAL_WORLD_SIZE, and see different nodes. And torch.distributed names a group by how
+    many groups the rank belongs to already: ranks that belong to different numbers of groups would look for the same group under
+    different names. Raises ValueError where the caller asked for nodes.
     """
-    each: list[Any] = [None] * dist.get_world_size(group)
-    guarded(lambda: dist.all_gather_object(each, len(dist.distributed_c10d._world.pg_names), group=group), group, "finding nodes")
-    if len(set(each)) == 1:
-        return True
-    counts = dict(zip(dist.get_process_group_ranks(group), each))
-    expected = "ranks that all belong to the same number of process groups when the first layer is made, to make the groups of nodes"
-    require(asked is None, "Arguments", "expert_parallel_group", expected, counts)
-    warnings.warn(f"expert parallelism: rows will cross to another node once for each rank there: expected {expected}, got {counts}",
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    each = of_all_ranks_unless_alike((size, len(dist.distributed_c10d._world.pg_names), local), group, "finding nodes")
+    sizes, counts, locals_ = zip(*each) if each is not None else ((), (), ())
+    if len(set(sizes)) <= 1 and (size is None or len(set(counts)) <= 1):
+        return size is not None
+    if len(set(sizes)) > 1:
+        expected, which = "nodes of as many ranks each, by LOCAL_WORLD_SIZE", locals_
+    else:
+        expected = "ranks that all belong to the same number of process groups when the first layer is made, to make the groups of nodes"
+        which = counts
+    got = dict(zip(dist.get_process_group_ranks(group), which))
+    require(asked is None, "Arguments", "expert_parallel_group", expected, got)
+    warnings.warn(f"expert parallelism: rows will cross to another node once for each rank there: expected {expected}, got {got}",
                   RuntimeWarning, stacklevel=2)
     return False
 
@@ -121,22 +150,42 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
 
 
 def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Compare plain values over the ranks of a group. All of its ranks must call it: it is one all_gather_object.
+    """Compare plain values over the ranks of a group, by their repr. Collective: all of its ranks must call it.
 
     Raises:
         ValueError: on every rank; it names each value that differs, and which ranks have which.
     """
-    each: list[Any] = [None] * dist.get_world_size(group)
-    guarded(lambda: dist.all_gather_object(each, values, group=group), group, "comparing the arguments")
+    said = {name: repr(value) for name, value in values.items()}
+    each = of_all_ranks_unless_alike(said, group, "comparing the arguments")
+    if each is None:
+        return
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     differing = []
-    for name in values:
+    for name in dict.fromkeys(name for theirs in each for name in theirs):
         having: dict[str, list[int]] = {}
         for rank, theirs in zip(ranks, each):
-            having.setdefault(repr(theirs.get(name)), []).append(rank)
+            having.setdefault(theirs.get(name, "unknown"), []).append(rank)
         if len(having) > 1:
             differing.append(f"{name} is " + ", ".join(f"{value} on {_named(ranks)}" for value, ranks in having.items()))
-    require(not differing, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differing))
+    require(False, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differing))
+
+
+def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: str) -> list[Any] | None:
+    """None where all ranks of the group bring the same, by its repr; otherwise what each of them brings. Collective.
+
+    Ranks first compare digests, in one reduction of two numbers, which costs the host as little with 4,096 ranks as with two. Only
+    ranks that differ, which all of them see, tell each other what they have.
+    """
+    digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "little")
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    most = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
+    most_of_all, minus_least = most.tolist()
+    if most_of_all == -minus_least:
+        return None
+    each: list[Any] = [None] * dist.get_world_size(group)
+    guarded(lambda: dist.all_gather_object(each, mine, group=group), group, what)
+    return each
 
 
 def _named(ranks: list[int]) -> str:
