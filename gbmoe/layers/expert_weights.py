@@ -107,7 +107,7 @@ class ExpertWeights(ExpertModule):
     def hooks_set_weights(self) -> bool:
         """Whether hooks compute weights when the module is called, as pruning and the older weight_norm have them do. Only in a call
         are such weights those of the step."""
-        return not self.__dict__.keys().isdisjoint(("w1", "w2", "v1"))
+        return any(name in self.__dict__ for name in ("w1", "w2", "v1"))
 
     def _require_no_hooks(self, option: str) -> None:
         require(not self.hooks_set_weights(), "dMoE", "experts.mlp",
