@@ -19,7 +19,7 @@ from gbmoe.parallel import cost_model, groups
 from gbmoe.parallel.exchange import Placement
 
 # Of each type of device whose speeds are known: elsewhere there is one chunk.
-SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links(peer_memory=False))}
+SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links())}
 
 # What was chosen, by group: a layer must not change it between forward and the backward's recomputation, and ranks must agree.
 _CHOSEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, int]] = weakref.WeakKeyDictionary()

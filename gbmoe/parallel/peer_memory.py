@@ -25,6 +25,8 @@ from gbmoe._checks import dtype_name, require
 from gbmoe.parallel import groups
 
 MOST_RANKS = 64  # kMostPeers of csrc/peer_memory.cuh
+# The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_experts.py says why.
+RANKS_WITH_COPY_ENGINES = 4
 _ALIGNMENT = 256
 
 
