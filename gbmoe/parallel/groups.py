@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
+from gbmoe.parallel import roll_call
 
-ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to report that they saw it too
+ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to answer
+_MOST_NAMED = 16  # groups of more ranks are named by their number
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +132,10 @@ def _make(group: dist.ProcessGroup, size: int) -> Nodes:
     node, place = divmod(me, size)
     options: dict[str, Any] = dict(backend=dist.get_backend(group), timeout=_timeout(group), use_local_synchronization=True)
     # All ranks make the group inside the node first: two ranks that made the groups in different orders would wait for one another.
-    inside = dist.new_group(ranks[node * size : (node + 1) * size], **options)
-    across = dist.new_group(ranks[place::size], **options)
+    inside, across = (guarded(functools.partial(dist.new_group, members, **options), group, "making the groups of nodes")
+                      for members in (ranks[node * size : (node + 1) * size], ranks[place::size]))
+    for part in (inside, across):
+        roll_call.make_part_of(part, group)
     return Nodes(size, len(ranks) // size, node, inside, across)
 
 
@@ -180,7 +184,8 @@ def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: 
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
     most = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
-    most_of_all, minus_least = most.tolist()
+    from gbmoe.parallel.host_copy import to_host  # which needs this module
+    most_of_all, minus_least = to_host(most, group).tolist()
     if most_of_all == -minus_least:
         return None
     each: list[Any] = [None] * dist.get_world_size(group)
@@ -199,35 +204,45 @@ class CollectiveFailed(RuntimeError):
 def guarded(collective: Callable[[], Any], group: dist.ProcessGroup | None, what: str = "exchange",
             whose: str = "expert parallelism") -> Any:
     """Call `collective`. Where torch.distributed raises, raise CollectiveFailed, which names the group's ranks and the missing ones."""
-    try:
-        return collective()
-    except RuntimeError as error:  # torch.distributed's errors are subclasses of it
-        raise failure(group, error, what, whose) from error
+    with Waiting(group):
+        try:
+            return collective()
+        except torch.OutOfMemoryError:  # of this rank alone
+            raise
+        except RuntimeError as error:  # torch.distributed's errors are subclasses of it
+            raise failure(group, error, what, whose) from error
+
+
+class Waiting:
+    """`with Waiting(group):` this thread waits for other ranks of the group. Only inside may `failure` be called."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group, self._calls = group, roll_call.of_default_group()
+
+    def __enter__(self) -> None:
+        if self._calls is not None:
+            self._calls.enter(self._group)
+
+    def __exit__(self, *error: object) -> None:
+        if self._calls is not None:
+            self._calls.leave()
 
 
 def failure(group: dist.ProcessGroup | None, why: object, what: str = "exchange", whose: str = "expert parallelism") -> CollectiveFailed:
-    """The error of a rank that got no answer from the others of its group. Asks them, for ROLL_CALL_SECONDS, which of them see it, too."""
+    """The error of a rank that got no answer from the others of its group. Calls the roll of all ranks, for ROLL_CALL_SECONDS."""
     return CollectiveFailed(f"{whose}: {what} with {_who(group)} failed: {why}")
 
 
 def _who(group: dist.ProcessGroup | None) -> str:
     try:
-        group = group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(group)
-        missing = _missing(ranks)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        calls = roll_call.of_default_group()
+        missing = None if calls is None else calls.missing(ROLL_CALL_SECONDS)
     except Exception as error:  # after a failure torch.distributed's own calls may fail in any way
         return f"the ranks of the group (which of them are left cannot be told: {type(error).__name__})"
-    said = f"; {_named(missing)} did not report it, and may have died or hang" if missing else ""
-    return f"{_named(ranks)} of the group (this is rank {dist.get_rank()}{said})"
-
-
-def _missing(ranks: list[int]) -> list[int]:
-    """The ranks that do not report a failure through the store of the process group within ROLL_CALL_SECONDS."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"gbmoe/failed/{dist.get_rank()}", "yes")
-    until = time.monotonic() + ROLL_CALL_SECONDS
-    while True:
-        missing = [rank for rank in ranks if not store.check([f"gbmoe/failed/{rank}"])]
-        if not missing or time.monotonic() > until:
-            return missing
-        time.sleep(0.05)
+    who = _named(ranks) if len(ranks) <= _MOST_NAMED else f"the {len(ranks)} ranks"
+    if missing is None:
+        said = "; which of them are left cannot be told, as the store of the process group does not answer"
+    else:
+        said = f"; {_named(missing)} did not report it, and may have died or hang" if missing else ""
+    return f"{who} of the group (this is rank {dist.get_rank()}{said})"
