@@ -5,11 +5,12 @@
     python scripts/simulate_expert_parallelism.py --shape 16384,2048,768,128,8 --network 90 --skew 0.5 --replicate 4
     python scripts/simulate_expert_parallelism.py --check                      # compare with measurements on two and four GPUs
 
-Each line is forward and backward of one layer on the slowest rank. The formulas are at the top of gbmoe/parallel/cost_model.py.
-Inside a node gbmoe pulls rows from mapped memory, which is in one chunk.
+Each line is forward and backward of one layer on the slowest rank. The formulas are at the top of gbmoe/parallel/cost_model.py, which
+gbmoe itself chooses by, and of expert_parallel_costs.py. Inside a node gbmoe pulls rows from mapped memory, which is in one chunk.
 
 By default a group has at most as many ranks as there are experts, and more ranks form several such groups. --group all spreads
-the experts over all ranks: then several ranks hold shards of the same expert, and a row goes to each of them.
+the experts over all ranks: then several ranks hold shards of the same expert, and a row goes to each of them. Groups over which gbmoe does
+not spread the layer are refused.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+import expert_parallel_costs as costs
+from expert_parallel_costs import Gpu, Links, Shape
+
 from gbmoe.cli.text_table import print_table
+from gbmoe.layers.expert_sharding import sharding
 from gbmoe.parallel import cost_model
-from gbmoe.parallel.cost_model import Gpu, Links, Shape
 from gbmoe.testing.moe_shapes import PARALLEL_CASES
 
 CASES = {case.name: Shape(case.tokens, case.hidden, case.ffn, case.experts, case.top_k) for case in PARALLEL_CASES}
@@ -132,17 +136,45 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("chunks", "replicate"):
         if getattr(arguments, name) < 0:
             parser.error(f"--{name}: expected a number of at least 0, got {getattr(arguments, name)}")
+    for shape in shapes_of(arguments).values():
+        for ranks in arguments.ranks:
+            try:
+                require_possible(shape, ranks, group_of(shape, ranks, arguments), arguments)
+            except ValueError as error:
+                parser.error(f"--ranks {ranks}: {error}")
     return arguments
+
+
+def shapes_of(arguments: argparse.Namespace) -> dict[str, Shape]:
+    """The layers, by name."""
+    return {"the shape": arguments.shape} if arguments.shape else SHAPES
+
+
+def group_of(shape: Shape, ranks: int, arguments: argparse.Namespace) -> int:
+    """How many of the ranks share the experts."""
+    return ranks if arguments.group is None else min(ranks, arguments.group or shape.experts)
+
+
+def require_possible(shape: Shape, ranks: int, group: int, arguments: argparse.Namespace) -> None:
+    """Raise ValueError, as gbmoe does, unless the experts can be spread over groups of so many of the ranks."""
+    if ranks % group:
+        raise ValueError(f"--group: expected a divisor of {ranks} ranks, got {group}")
+    _, shards = sharding(group, shape.experts, shape.ffn)
+    if group > arguments.ranks_per_node and group % arguments.ranks_per_node:
+        raise ValueError(f"--ranks-per-node: expected a divisor of the group's {group} ranks, got {arguments.ranks_per_node}")
+    if arguments.replicate and shards > 1:
+        raise ValueError(f"--replicate: expected 0 where ranks share an expert ({group} ranks, {shape.experts} experts), got"
+                         f" {arguments.replicate}")
 
 
 def simulate(shape: Shape, gpu: Gpu, links: Links, arguments: argparse.Namespace) -> list[list[str]]:
     """The lines of the table, one for each number of ranks."""
     lines = []
     for ranks in arguments.ranks:
-        group = ranks if arguments.group is None else min(ranks, arguments.group or shape.experts)
-        chunks = arguments.chunks or cost_model.best_chunks(shape, gpu, links, group, arguments.skew)
-        replicated = cost_model.best_replicated(shape, gpu, links, group, arguments.skew, chunks, arguments.replicate)
-        cost = cost_model.layer(shape, gpu, links, group, arguments.skew, chunks, replicated)
+        group = group_of(shape, ranks, arguments)
+        chunks = arguments.chunks or costs.best_chunks(shape, gpu, links, group, arguments.skew)
+        replicated = costs.best_replicated(shape, gpu, links, group, arguments.skew, chunks, arguments.replicate)
+        cost = costs.layer(shape, gpu, links, group, arguments.skew, chunks, replicated)
         flops = 6 * shape.matrices * shape.tokens * shape.top_k * shape.hidden * shape.ffn
         times = [f"{seconds * 1e3:.2f}" for seconds in (cost.products, cost.weights, cost.seconds)]
         trips = [f"{number:.2f}" for number in (cost.node_rows, cost.network_rows, cost.imbalance)]
@@ -158,15 +190,15 @@ def comparisons(gpu: Gpu, links: Links) -> list[tuple[str, float, float]]:
     """(name, modelled, measured) for everything that was measured."""
     found = [("barrier, us", links.barrier * 1e6, 9.0)]
     for name, (shape, layers, kernels) in MEASURED.items():
-        loads = cost_model.expert_loads(shape.experts, shape.top_k)
-        trips = cost_model.Trips.of(loads, 2, 2)
+        loads = costs.expert_loads(shape.experts, shape.top_k)
+        trips = costs.Trips.of(loads, 2, 2)
         rows, slots = shape.tokens * trips.to_rank, shape.tokens * shape.top_k
         of_four = replace(links, ranks_per_node=4)
-        seconds = {"two GPUs": cost_model.layer(shape, gpu, links, 2).seconds, "one GPU": cost_model.one_gpu(shape, gpu),
-                   "four GPUs": cost_model.layer(shape, gpu, of_four, 4).seconds,
-                   "four GPUs, exchange": cost_model.layer(shape, gpu, replace(of_four, peer_memory=False), 4).seconds,
-                   "pull": cost_model.pull(shape, links, rows), "push": cost_model.push(shape, links, rows),
-                   "sum of ranks": cost_model.sum_of_ranks(shape, gpu, trips.ranks), "publish": cost_model.publish(shape, gpu),
+        seconds = {"two GPUs": costs.layer(shape, gpu, links, 2).seconds, "one GPU": costs.one_gpu(shape, gpu),
+                   "four GPUs": costs.layer(shape, gpu, of_four, 4).seconds,
+                   "four GPUs, exchange": costs.layer(shape, gpu, replace(of_four, peer_memory=False), 4).seconds,
+                   "pull": costs.pull(shape, links, rows), "push": costs.push(shape, links, rows),
+                   "sum of ranks": costs.sum_of_ranks(shape, gpu, trips.ranks), "publish": costs.publish(shape, gpu),
                    "local gather": cost_model.gather(shape, gpu, slots), "local scatter": cost_model.gather(shape, gpu, slots)}
         found += [(f"{name}, {what}, {unit}", seconds[what] * scale, measured)
                   for unit, scale, each in (("ms", 1e3, layers), ("us", 1e6, kernels)) for what, measured in each.items()]
@@ -201,8 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.check:
         pull = MEASURED_LINKS.pull if arguments.pull == Links().pull else arguments.pull
         return check(gpu, replace(links, ranks_per_node=2, pull=pull))
-    for name, shape in {"the shape": arguments.shape}.items() if arguments.shape else SHAPES.items():
-        one = cost_model.one_gpu(shape, gpu)
+    for name, shape in shapes_of(arguments).items():
+        one = costs.one_gpu(shape, gpu)
         print(f"{name}: {shape.tokens} tokens a rank, hidden {shape.hidden}, ffn {shape.ffn}, {shape.experts} experts, top {shape.top_k};"
               f" all experts on one GPU would take {one * 1e3:.2f} ms")
         print_table([(heading, ">") for heading in HEADINGS], simulate(shape, gpu, links, arguments))

@@ -1,6 +1,7 @@
 """scripts/simulate_expert_parallelism.py: it runs, what it says is near what was measured, and bad input is refused."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "simulate_expert_para
 
 @pytest.fixture(scope="module")
 def script():
+    sys.path.append(str(SCRIPT.parent))  # for the module next to it
     spec = importlib.util.spec_from_file_location("simulate_expert_parallelism", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -71,3 +73,20 @@ def test_bad_input_names_the_option(script, arguments, capsys):
         script.main(arguments)
     assert ended.value.code == 2
     assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ("--shape 1,64,32,60,4 --ranks 8", "--ranks 8: Arguments: moe_num_experts: expected a multiple of 8 ranks, got 60"),
+    ("--shape 1,64,32,8,2 --ranks 12 --group all --ranks-per-node 4",
+     "--ranks 12: Arguments: expert_parallel_group: expected a multiple of 8 ranks, got 12"),
+    ("--shape 1,64,30,8,2 --ranks 32 --group all", "--ranks 32: Arguments: ffn_hidden_size: expected a multiple of 4 shards, got 30"),
+    ("--shape 1,64,32,24,2 --ranks 12", "--ranks 12: --ranks-per-node: expected a divisor of the group's 12 ranks, got 8"),
+    ("--shape 1,64,32,8,2 --ranks 12", "--ranks 12: --group: expected a divisor of 12 ranks, got 8"),
+    ("--shape 1,64,32,8,2 --ranks 16 --group all --replicate 2",
+     "--ranks 16: --replicate: expected 0 where ranks share an expert (16 ranks, 8 experts), got 2")])
+def test_times_were_printed_of_groups_that_gbmoe_refuses(script, arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(arguments.split())
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert printed.err.splitlines()[-1].endswith(words)

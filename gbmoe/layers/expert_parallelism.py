@@ -39,9 +39,10 @@ def prepare(args: Arguments) -> int:
     Does nothing, and returns 0, without expert parallelism, in a group of one rank, and where torch.distributed is not initialised.
 
     Raises:
-        ValueError: on all ranks; it names the arguments that differ, and which ranks have which.
+        ValueError: on all ranks; it names the arguments that differ, and which ranks have which. On a rank that is no member of the
+            group.
     """
-    if not args.moe_expert_model_parallelism or not dist.is_initialized() or dist.get_world_size(args.expert_parallel_group) == 1:
+    if not args.moe_expert_model_parallelism or not dist.is_initialized() or expert_sharding.expert_parallel_world_size(args) == 1:
         return 0
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend

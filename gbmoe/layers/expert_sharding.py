@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
+from gbmoe.parallel import groups
 
 
 def expert_parallel_world_size(args: Arguments) -> int:
-    """The number of ranks that the experts are spread over; 1 without expert parallelism."""
-    return dist.get_world_size(args.expert_parallel_group) if args.moe_expert_model_parallelism else 1
+    """The number of ranks that the experts are spread over; 1 without expert parallelism. Raises ValueError on a rank that is no member
+    of the group."""
+    return groups.world_of(args.expert_parallel_group) if args.moe_expert_model_parallelism else 1
 
 
 def expert_parallel_rank(args: Arguments) -> int:
@@ -21,20 +23,25 @@ def expert_parallel_rank(args: Arguments) -> int:
     return dist.get_rank(args.expert_parallel_group) if args.moe_expert_model_parallelism else 0
 
 
+def sharding(world: int, experts: int, ffn: int) -> tuple[int, int]:
+    """(into how many groups of whole experts `world` ranks divide them, into how many shards each expert's `ffn` rows are divided). Raises
+    ValueError where they do not divide evenly."""
+    degree = min(world, experts)
+    require(experts % degree == 0, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", experts)
+    require(world % degree == 0, "Arguments", "expert_parallel_group", f"a multiple of {degree} ranks", world)
+    shards = world // degree
+    require(ffn % shards == 0, "Arguments", "ffn_hidden_size", f"a multiple of {shards} shards", ffn)
+    return degree, shards
+
+
 def expert_sharding_degree(args: Arguments) -> int:
-    """Into how many groups of whole experts the ranks divide them. Raises ValueError where they do not divide evenly."""
-    degree = min(expert_parallel_world_size(args), args.moe_num_experts)
-    require(args.moe_num_experts % degree == 0, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", args.moe_num_experts)
-    return degree
+    """Into how many groups of whole experts the ranks divide them. Raises ValueError as sharding does."""
+    return sharding(expert_parallel_world_size(args), args.moe_num_experts, args.ffn_hidden_size)[0]
 
 
 def hidden_sharding_degree(args: Arguments) -> int:
-    """Into how many shards each expert's ffn rows are divided. Raises ValueError where they do not divide evenly."""
-    world, experts = expert_parallel_world_size(args), expert_sharding_degree(args)
-    degree = world // experts
-    require(experts * degree == world, "Arguments", "expert_parallel_group", f"a multiple of {experts} ranks", world)
-    require(args.ffn_hidden_size % degree == 0, "Arguments", "ffn_hidden_size", f"a multiple of {degree} shards", args.ffn_hidden_size)
-    return degree
+    """Into how many shards each expert's ffn rows are divided. Raises ValueError as sharding does."""
+    return sharding(expert_parallel_world_size(args), args.moe_num_experts, args.ffn_hidden_size)[1]
 
 
 def experts_per_rank(args: Arguments) -> int:

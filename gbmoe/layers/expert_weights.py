@@ -6,6 +6,7 @@ R = T * K slots.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ class ExpertWeights(ExpertModule):
     def hooks_set_weights(self) -> bool:
         """Whether hooks compute weights when the module is called, as pruning and the older weight_norm have them do. Only in a call
         are such weights those of the step."""
-        return "w1" in self.__dict__ or "w2" in self.__dict__ or "v1" in self.__dict__  # as torch.compile can trace it
+        return any(name in self.__dict__ for name in ("w1", "w2", "v1"))
 
     def _require_no_hooks(self, option: str) -> None:
         require(not self.hooks_set_weights(), "dMoE", "experts.mlp",
@@ -133,18 +134,41 @@ class ExpertWeights(ExpertModule):
                 f" engine={a.experts_engine}")
 
 
-def _initialise(weight: torch.Tensor, args: Arguments, init_method) -> None:
+def _initialise(weight: torch.Tensor, args: Arguments, init_method: Callable[[torch.Tensor], Any]) -> None:
     """Draw the weights of all experts and keep this rank's part, so that a seed gives the same model on any number of ranks."""
     shape = (args.moe_num_experts, args.ffn_hidden_size, args.hidden_size)
     if not args.moe_expert_model_parallelism:
         init_method(weight.view(shape))
         return
-    every_EFH = torch.empty(shape, device=args.device, dtype=args.dtype)
-    init_method(every_EFH)
     first_expert, first_feature = expert_sharding.first_expert(args), expert_sharding.first_feature(args)
-    mine = every_EFH[first_expert : first_expert + expert_sharding.experts_per_rank(args),
-                     first_feature : first_feature + expert_sharding.features_per_rank(args)]
-    weight.copy_(mine.reshape(weight.shape))
+    last_expert = first_expert + expert_sharding.experts_per_rank(args)
+    features = slice(first_feature, first_feature + expert_sharding.features_per_rank(args))
+    if not _draws_one_by_one(init_method, weight, elements=args.ffn_hidden_size * args.hidden_size):
+        every_EFH = torch.empty(shape, device=args.device, dtype=args.dtype)
+        init_method(every_EFH)
+        weight.copy_(every_EFH[first_expert:last_expert, features].reshape(weight.shape))
+        return
+    mine_EFH = weight.view(last_expert - first_expert, -1, args.hidden_size)
+    one_FH = torch.empty(shape[1:], device=args.device, dtype=args.dtype)
+    for expert in range(args.moe_num_experts):  # those of other ranks too: every rank's random numbers are those of one process
+        init_method(one_FH)
+        if first_expert <= expert < last_expert:
+            mine_EFH[expert - first_expert].copy_(one_FH[features])
+
+
+def _draws_one_by_one(init_method: Callable[[torch.Tensor], Any], weight: torch.Tensor, elements: int) -> bool:
+    """Whether experts of so many elements get the same values if they are drawn one after the other as if they are drawn together.
+
+    So do constants. On CPUs so do torch's uniform numbers, one random number for each element in their order, and its normal ones, which
+    are made in blocks of 16. On GPUs the place of an element decides which random number it gets. Every other function may depend on the
+    shape, as xavier_ and orthogonal_ do, or draw again, as trunc_normal_ does.
+    """
+    while isinstance(init_method, functools.partial) and not init_method.args:
+        init_method = init_method.func
+    init = torch.nn.init
+    if init_method in (init.constant_, init.zeros_, init.ones_):
+        return True
+    return weight.device.type == "cpu" and (init_method is init.uniform_ or (init_method is init.normal_ and elements % 16 == 0))
 
 
 class GroupedExperts(ExpertWeights):

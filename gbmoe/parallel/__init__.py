@@ -9,7 +9,7 @@ gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
 
 host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, whether all ranks were given
 the same arguments, and which ranks are missing when a collective fails. gradient_scale.py makes gradients of experts' weights the mean
-over ranks. cost_model.py predicts what each way costs, and automatic_chunks.py chooses the number of chunks by it. training.py has what
+over ranks. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of chunks by it. training.py has what
 such a model needs in training: gradients, clipping and checkpoints.
 """
 

@@ -62,9 +62,11 @@ class Pass:
         """A positive int32 that differs, but for one case in two thousand million, where any field does."""
         return (zlib.crc32(repr(self).encode()) & 0x7FFFFFFE) + 1
 
-    def described(self) -> dict[str, Any]:
-        return {"layer": self.layer, "path": self.path, "torch.is_grad_enabled()": self.records,
-                "torch.utils.checkpoint": self.checkpointed, "number of passes begun": self.number}
+    def described(self) -> dict[str, str]:
+        """Each field in words, as an error shows it."""
+        fields = {"layer": self.layer, "path": self.path, "torch.is_grad_enabled()": self.records,
+                  "torch.utils.checkpoint": self.checkpointed, "number of passes begun": self.number}
+        return {name: repr(value) for name, value in fields.items()}
 
 
 class _Ranks:

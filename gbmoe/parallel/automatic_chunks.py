@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from gbmoe.parallel import cost_model, groups
+from gbmoe.parallel.host_copy import to_host
 from gbmoe.parallel.placement import Placement
 
 # Of each type of device whose speeds are known: elsewhere there is one chunk.
-SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links(peer_memory=False))}
+SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links())}
 
 # What was chosen, by group: a layer must not change it between forward and the backward's recomputation, and ranks must agree.
 _CHOSEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, int]] = weakref.WeakKeyDictionary()
@@ -49,7 +50,7 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         most = torch.tensor([tokens], dtype=torch.int64, device=device)
         groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
         gpu, links = SPEEDS[device.type]
-        shape = cost_model.Shape(max(int(most), 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
+        shape = cost_model.Shape(max(int(to_host(most, group)), 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
         links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else _ranks_per_host(group))
         chosen[key] = cost_model.best_chunks(shape, gpu, links, where.world)
     return chosen[key]

@@ -1,7 +1,7 @@
-"""Predict what a layer with experts spread over ranks costs: rows that cross each link, and seconds, from the speeds of links and GPUs.
+"""Predict what experts that are spread over ranks by an exchange cost in each number of chunks, from the speeds of links and GPUs.
 
-These are pure functions of numbers: nothing here is measured, and nothing runs on a device. scripts/simulate_expert_parallelism.py
-prints their predictions for many ranks, and compares them with measurements on two and four GPUs. Times are those of the slowest rank.
+These are pure functions of numbers: nothing here is measured, and nothing runs on a device. automatic_chunks.py chooses by them.
+scripts/expert_parallel_costs.py goes on from them: mapped memory, uneven loads, experts on all ranks. Times are those of the slowest rank.
 
     rows      A token of k distinct experts out of E has at least one among m of them with the probability
                   reach(m) = 1 - C(E - m, k) / C(E, k),
@@ -14,18 +14,12 @@ prints their predictions for many ranks, and compares them with measurements on 
               where GEMMs leave a share of the multiprocessors to the kernels that move rows. In an exchange inside one node nothing
               overlaps: there c chunks take c (d + m + b). A row then travels once to every chunk of every rank that needs it:
               ranks * c * reach(E / ranks / c) trips a token, at least as many as with one chunk.
-    popular   An expert that is copied to every rank costs a transfer of its weights in forward and one of its gradients in backward.
-              It saves the trips of its rows, and the wait for the one rank that would otherwise compute them all.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-
-_EQUAL = 1e-9  # loads that differ by less count as equal; a load nearer to 1 counts as this far from it
 
 
 @dataclass(frozen=True)
@@ -52,23 +46,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Speeds of one GPU, per second: `flops` of large GEMMs, `bandwidth` of memory in bytes read and written, and `sum_bandwidth` of the
-    kernel that sums rows which other GPUs have written.
+    """Speeds of one GPU, per second: `flops` of large GEMMs, and `bandwidth` of memory in bytes read and written.
 
-    `exposed` is the share of the GEMMs' memory traffic that their arithmetic does not hide, `launch` the seconds that a kernel which
-    moves rows takes beside its bytes, and `layer` the seconds of a pass outside of the experts (the router).
+    `exposed` is the share of the GEMMs' memory traffic that their arithmetic does not hide, and `launch` the seconds that a kernel which
+    moves rows takes beside its bytes.
     """
 
     flops: float = 700e12
     bandwidth: float = 4.1e12
-    sum_bandwidth: float = 2.8e12
     exposed: float = 0.45
     launch: float = 5e-6
-    layer: float = 50e-6
-
-
-# The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_experts.py says why.
-RANKS_WITH_COPY_ENGINES = 4
 
 
 @dataclass(frozen=True)
@@ -77,47 +64,40 @@ class Links:
 
     Attributes:
         ranks_per_node: the number of GPUs that the links inside a node connect.
-        peer_memory: whether ranks of one node map each other's memory.
-        pull: rate at which a kernel reads rows from another rank's memory. A mapping gives it by the bytes of a row; lengths in between
-            are interpolated.
-        push: rate at which a kernel writes rows to another rank's memory.
-        barrier: seconds of a barrier between the ranks of a node, on the device.
-        plan: seconds to collect and sort all ranks' choices, with the host's wait for the number of rows.
         exchange: rate of an all-to-all inside a node, which takes `exchange_latency` seconds beside its bytes.
         network: rate of an all-to-all between nodes, which takes `network_latency` seconds, and `message` for every other node, beside
             its bytes.
-        beside: the most ranks of a node with which backward's tokens and sums travel by the copy engines while GEMMs run.
         moving: the share of the multiprocessors that moves rows while the others compute another chunk.
     """
 
     ranks_per_node: int = 8
-    peer_memory: bool = True
-    pull: float | Mapping[int, float] = 320e9
-    push: float = 345e9
-    barrier: float = 9e-6
-    plan: float = 100e-6
     exchange: float = 325e9
     exchange_latency: float = 75e-6
     network: float = 45e9
     network_latency: float = 30e-6
     message: float = 2e-6
-    beside: int = RANKS_WITH_COPY_ENGINES
     moving: float = 0.1
 
-    def pull_of(self, row_bytes: int) -> float:
-        """The rate at which rows of `row_bytes` bytes are pulled."""
-        if not isinstance(self.pull, Mapping):
-            return self.pull
-        lengths = sorted(self.pull)
-        place = bisect_left(lengths, row_bytes)
-        if place == 0 or place == len(lengths):
-            return self.pull[lengths[min(place, len(lengths) - 1)]]
-        low, high = lengths[place - 1], lengths[place]
-        share = (row_bytes - low) / (high - low)
-        return self.pull[low] * (1 - share) + self.pull[high] * share
 
+@dataclass(frozen=True)
+class Load:
+    """What the busiest rank has to do in a pass.
 
-# ---------------------------------------------------------------------------------------------------------------------- rows
+    Attributes:
+        sent: rows that it sends: one for each token and node where there are several nodes, else for each token and rank.
+        arriving: rows that come for it, its own tokens' among them.
+        crossing: rows that come to its node from others, which it hands on to its neighbours too.
+        rows: rows that it computes.
+        experts: the experts whose weights, or shards of them, it holds.
+        share: the share of these experts' ffn rows that it holds; below 1 where ranks share experts.
+    """
+
+    sent: float
+    arriving: float
+    crossing: float
+    rows: float
+    experts: float
+    share: float
 
 
 def reach(experts: int, held: float, top_k: int) -> float:
@@ -125,104 +105,23 @@ def reach(experts: int, held: float, top_k: int) -> float:
     return 1 - prod(max(experts - held - slot, 0) / (experts - slot) for slot in range(top_k))
 
 
-def expert_loads(experts: int, top_k: int, skew: float = 0.0) -> list[float]:
-    """The mean number of a token's slots that go to each expert, the most popular first. They add up to top_k, and none exceeds 1.
-
-    The load of the r-th expert is proportional to r ** -skew, except where that would exceed 1: a token's experts are distinct.
-    """
-    popularity = [(rank + 1) ** -skew for rank in range(experts)]
-    full = 0  # how many of the first experts every token goes to
-    while True:
-        scale = (top_k - full) / sum(popularity[full:]) if full < experts else 0.0
-        if full >= min(top_k, experts) or scale * popularity[full] <= 1:
-            return [1.0] * full + [scale * share for share in popularity[full:]]
-        full += 1
+def nodes_of(ranks: int, links: Links) -> tuple[int, int]:
+    """(the number of nodes, ranks on each)."""
+    per_node = min(ranks, links.ranks_per_node)
+    return max(ranks // per_node, 1), per_node
 
 
-def reach_of(loads: Sequence[float], held: Collection[int]) -> float:
-    """The probability that a token goes to at least one of the experts `held`, given the loads of all experts.
-
-    Each expert is chosen with the odds load / (1 - load), on condition that as many are chosen as the loads add up to. With equal loads
-    this is reach().
-    """
-    top_k = round(sum(loads))
-    if max(loads) - min(loads) < _EQUAL:
-        return reach(len(loads), len(held), top_k)
-    odds = [load / max(1 - load, _EQUAL) for load in loads]
-    return 1 - _choices([o for expert, o in enumerate(odds) if expert not in held], top_k) / _choices(odds, top_k)
-
-
-def _choices(odds: Sequence[float], count: int) -> float:
-    """The sum, over all ways to choose `count` experts, of the product of their odds."""
-    sums = [1.0] + [0.0] * count
-    for each in odds:
-        for size in range(count, 0, -1):
-            sums[size] += each * sums[size - 1]
-    return sums[count]
-
-
-@dataclass(frozen=True)
-class Trips:
-    """How often a token's row travels, on average, and what the most loaded rank has to do.
-
-    Attributes:
-        ranks: the number of ranks that a token is sent to, its own among them.
-        nodes: the number of nodes that it is sent to, its own among them.
-        to_rank: how often it is sent to the rank that receives most.
-        to_node: how often it is sent to the node that receives most.
-        rows: the rows that the most loaded rank computes, for each token of one rank. Where ranks hold shards of experts, a row of a
-            shard counts as that share of a row.
-    """
-
-    ranks: float
-    nodes: float
-    to_rank: float
-    to_node: float
-    rows: float
-
-    @classmethod
-    def of(cls, loads: Sequence[float], ranks: int, per_node: int, chunks: int = 1, replicated: int = 0) -> Trips:
-        """Count the trips with experts dealt out to ranks and chunks in the order of their popularity.
-
-        Where there are more ranks than experts, a row goes to all ranks that hold a shard of an expert.
-
-        Args:
-            loads: the loads of all experts, see expert_loads.
-            ranks: the number of ranks of the group.
-            per_node: the number of ranks on each node.
-            chunks: the number of chunks in which a rank's experts are computed; a row travels once to each chunk that needs it.
-            replicated: this many of the first experts are on every rank, and no row travels for them.
-        """
-        groups = min(ranks, len(loads))
-        in_node = min(per_node, groups)
-        every_rank = [[_dealt(loads, groups, chunks, rank, chunk, replicated) for chunk in range(chunks)] for rank in range(groups)]
-        even = max(loads) - min(loads) < _EQUAL and not replicated
-        known: dict[int, float] = {}
-
-        def times(places: Sequence[Sequence[set[int]]]) -> float:
-            total = 0.0
-            for of_chunk in zip(*places):
-                held = set().union(*of_chunk)
-                if not even:
-                    total += reach_of(loads, held)
-                    continue
-                if len(held) not in known:
-                    known[len(held)] = reach_of(loads, held)
-                total += known[len(held)]
-            return total
-
-        to_ranks = [times([rank]) for rank in every_rank]
-        to_nodes = [times(every_rank[first : first + in_node]) for first in range(0, groups, in_node)]
-        busiest = max(sum(loads[expert] for expert in set().union(*rank)) for rank in every_rank)
-        nodes = max(ranks // per_node, 1)
-        return cls(sum(to_ranks) * ranks / groups, sum(to_nodes) * nodes / len(to_nodes), max(to_ranks), max(to_nodes), busiest * groups)
-
-
-def _dealt(loads: Sequence[float], groups: int, chunks: int, rank: int, chunk: int, replicated: int) -> set[int]:
-    return {expert for expert in range(rank + groups * chunk, len(loads), groups * chunks) if expert >= replicated}
-
-
-# -------------------------------------------------------------------------------------------------------------------- seconds
+def even_load(shape: Shape, links: Links, ranks: int, chunks: int = 1) -> Load:
+    """The load of every rank where all experts are equally popular."""
+    nodes, per_node = nodes_of(ranks, links)
+    groups = min(ranks, shape.experts)  # ranks that hold different experts; further ones hold shards of the same
+    held = shape.experts / groups / chunks
+    to_rank = chunks * reach(shape.experts, held, shape.top_k)
+    to_node = chunks * reach(shape.experts, held * min(per_node, groups), shape.top_k)
+    share = groups / ranks
+    return Load(sent=shape.tokens * (nodes * to_node if nodes > 1 else ranks * to_rank), arriving=shape.tokens * ranks * to_rank,
+                crossing=shape.tokens * (nodes - 1) * to_node, rows=shape.tokens * shape.top_k / share,
+                experts=shape.experts / groups, share=share)
 
 
 def row_pass(gpu: Gpu, moved: float) -> float:
@@ -244,32 +143,6 @@ def gather(shape: Shape, gpu: Gpu, rows: float, tokens: float | None = None) -> 
     return row_pass(gpu, ((shape.tokens if tokens is None else tokens) + rows) * shape.row_bytes)
 
 
-def one_gpu(shape: Shape, gpu: Gpu) -> float:
-    """Seconds of forward and backward with all experts on the rank's own GPU."""
-    rows = shape.tokens * shape.top_k
-    return 3 * products(shape, gpu, rows, shape.experts) + 5 * gather(shape, gpu, rows) + 2 * gpu.layer
-
-
-def publish(shape: Shape, gpu: Gpu) -> float:
-    """Seconds to copy the tokens to where other ranks may read them."""
-    return row_pass(gpu, 2 * shape.tokens * shape.row_bytes)
-
-
-def pull(shape: Shape, links: Links, rows: float) -> float:
-    """Seconds to read `rows` rows from other ranks of the node and to write them to the rows of their slots."""
-    return rows * shape.row_bytes / links.pull_of(shape.row_bytes)
-
-
-def push(shape: Shape, links: Links, rows: float) -> float:
-    """Seconds to sum the rows of `rows` tokens here and to write the sums to other ranks of the node."""
-    return rows * shape.row_bytes / links.push
-
-
-def sum_of_ranks(shape: Shape, gpu: Gpu, ranks: float) -> float:
-    """Seconds to add up the sums that `ranks` ranks have pushed for each token."""
-    return (ranks + 1) * shape.tokens * shape.row_bytes / gpu.sum_bandwidth
-
-
 def all_to_all(shape: Shape, links: Links, rows: float) -> float:
     """Seconds of an all-to-all in which each GPU sends `rows` rows to others of its node."""
     return links.exchange_latency + rows * shape.row_bytes / links.exchange
@@ -289,144 +162,36 @@ def pipelined(coming: float, computing: float, going: float, chunks: int, moving
     return coming + computing + going + (chunks - 1) * max(coming, computing, going)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What one call of a layer costs on the slowest rank, forward and backward together.
+def exchange(shape: Shape, gpu: Gpu, links: Links, ranks: int, chunks: int, load: Load, computed: float | None = None) -> float:
+    """Seconds of forward and backward where rows are gathered by rank, sent between nodes and inside them, and gathered by expert, and
+    sums go back the same way. Backward does the same, and gathers x by expert once more. What is the same for every number of chunks
+    (counts, plans, the router) is left out.
 
-    Attributes:
-        seconds: all of it.
-        products: the seconds of the GEMMs.
-        weights: the seconds to bring popular experts to all ranks, and their gradients back.
-        network_rows: rows that leave a node, for each token and direction.
-        node_rows: rows that travel inside nodes, for each token and direction.
-        imbalance: rows of the most loaded rank over the mean.
-        chunks: the number of chunks in which a rank's experts are computed.
-        replicated: how many of the most popular experts every rank has.
+    `computed` is the seconds of forward's GEMMs, by default those of the load.
     """
-
-    seconds: float
-    products: float
-    weights: float
-    network_rows: float
-    node_rows: float
-    imbalance: float
-    chunks: int
-    replicated: int
-
-    @property
-    def others(self) -> float:
-        """The seconds beside the GEMMs and the replicated weights: moving rows, waiting, planning."""
-        return self.seconds - self.products - self.weights
-
-
-def layer(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, chunks: int = 1, replicated: int = 0) -> Cost:
-    """The cost of forward and backward of a layer whose experts are spread over `ranks` ranks.
-
-    Args:
-        shape: the layer, with the tokens of one rank.
-        gpu, links: the speeds of each rank's GPU and of its links.
-        ranks: the number of ranks, a multiple of links.ranks_per_node or fewer than it.
-        skew: how unevenly popular the experts are, see expert_loads.
-        chunks: the number of chunks in which each rank computes its experts; reduced to the number of its experts, and to one where rows
-            are pulled from mapped memory.
-        replicated: how many of the most popular experts are on all ranks.
-    """
-    loads = expert_loads(shape.experts, shape.top_k, skew)
-    per_node = min(ranks, links.ranks_per_node)
-    nodes, groups = max(ranks // per_node, 1), min(ranks, shape.experts)
-    by_memory = links.peer_memory and nodes == 1
-    chunks = 1 if by_memory else max(min(chunks, shape.experts // groups), 1)
-    trips = Trips.of(loads, ranks, per_node, chunks, replicated)
-    share = groups / ranks  # of an expert's ffn rows that a rank holds; below 1 where ranks share experts
-    here = _Here(nodes, chunks, trips, rows=shape.tokens * trips.rows / share, arriving=shape.tokens * ranks * trips.to_rank,
-                 crossing=shape.tokens * (nodes - 1) * trips.to_node)
-    staying = sum(loads[:replicated])
-    computed = products(shape, gpu, here.rows, shape.experts / groups, share)
-    if replicated:
-        computed += products(shape, gpu, shape.tokens * staying, replicated)
-    seconds = (_by_peer_memory if by_memory else _by_exchange)(shape, gpu, links, ranks, here, computed)
-    weights = replicas(shape, gpu, links, ranks, replicated)
-    return Cost(seconds + weights, 3 * computed, weights, trips.nodes * (nodes - 1) / nodes, trips.ranks * (per_node - 1) / per_node,
-                (trips.rows + staying) / shape.top_k, chunks, replicated)
-
-
-@dataclass(frozen=True)
-class _Here:
-    """The load of the busiest rank: `rows` it computes, rows `arriving` for it (its own tokens' among them), and rows `crossing` to its
-    node from others, which it hands on to its neighbours too."""
-
-    nodes: int
-    chunks: int
-    trips: Trips
-    rows: float
-    arriving: float
-    crossing: float
-
-
-def _by_peer_memory(shape: Shape, gpu: Gpu, links: Links, ranks: int, here: _Here, computed: float) -> float:
-    """Seconds where rows are pulled and sums pushed. Backward needs x once more: on few ranks copy engines bring it while GEMMs run, and it
-    is gathered from the copy; otherwise it is pulled again."""
-    remote = here.arriving * (ranks - 1) / ranks
-    pulled, pushed = pull(shape, links, remote), push(shape, links, remote)
-    summed = sum_of_ranks(shape, gpu, here.trips.ranks)
-    meet = publish(shape, gpu) + links.barrier
-    both = 2 * (meet + links.barrier + summed) + links.barrier + links.plan + 2 * gpu.layer
-    forward = pulled + computed + pushed
-    if ranks <= links.beside:
-        return both + forward + pulled + 2 * computed + 2 * gather(shape, gpu, here.rows, here.arriving)
-    return both + forward + publish(shape, gpu) + 2 * pulled + 2 * computed + pushed
-
-
-def _by_exchange(shape: Shape, gpu: Gpu, links: Links, ranks: int, here: _Here, computed: float) -> float:
-    """Seconds where rows are gathered by rank, sent between nodes and inside them, and gathered by expert, and sums go back the same
-    way. Backward does the same, and gathers x by expert once more."""
-    nodes, chunks, trips = here.nodes, here.chunks, here.trips
-    per_node = ranks // nodes
-    sent = shape.tokens * (trips.nodes if nodes > 1 else trips.ranks) / chunks
-    trip = gather(shape, gpu, sent, shape.tokens / chunks) + between_nodes(shape, links, here.crossing / chunks, nodes)
+    nodes, per_node = nodes_of(ranks, links)
+    if computed is None:
+        computed = products(shape, gpu, load.rows, load.experts, load.share)
+    trip = gather(shape, gpu, load.sent / chunks, shape.tokens / chunks) + between_nodes(shape, links, load.crossing / chunks, nodes)
     if nodes > 1 and per_node > 1:  # the rank of the node that rows came to hands them on
-        trip += gather(shape, gpu, here.arriving / chunks, sent)
+        trip += gather(shape, gpu, load.arriving / chunks, load.sent / chunks)
     if per_node > 1:
-        trip += all_to_all(shape, links, here.arriving * (per_node - 1) / per_node / chunks)
-    by_expert = gather(shape, gpu, here.rows / chunks, here.arriving / chunks)
+        trip += all_to_all(shape, links, load.arriving * (per_node - 1) / per_node / chunks)
+    by_expert = gather(shape, gpu, load.rows / chunks, load.arriving / chunks)
     forward, backward = computed / chunks + 2 * by_expert, 2 * computed / chunks + 3 * by_expert
     if nodes == 1:
         # What moves rows inside a node are kernels, and a persistent GEMM leaves them no multiprocessor: nothing overlaps.
-        forward, backward = (chunks * (2 * trip + computing) for computing in (forward, backward))
-    else:
-        forward, backward = (pipelined(trip, computing, trip, chunks, links.moving) for computing in (forward, backward))
-    counts = links.exchange_latency + between_nodes(shape, links, 0, nodes)
-    return forward + backward + links.plan + counts + 2 * gpu.layer
+        return sum(chunks * (2 * trip + computing) for computing in (forward, backward))
+    return sum(pipelined(trip, computing, trip, chunks, links.moving) for computing in (forward, backward))
 
 
-def replicas(shape: Shape, gpu: Gpu, links: Links, ranks: int, replicated: int) -> float:
-    """Seconds to bring `replicated` experts to all ranks and to add up their gradients. Broadcast and reduction are pipelined, so that
-    the slowest link carries an expert's bytes once each way."""
-    if not replicated or ranks == 1:
-        return 0.0
-    rate = links.exchange if ranks <= links.ranks_per_node else min(links.exchange, links.network * min(ranks, links.ranks_per_node))
-    latency = links.exchange_latency + (links.network_latency if ranks > links.ranks_per_node else 0.0)
-    moved = replicated * shape.expert_bytes
-    return 2 * (latency + moved / rate) + row_pass(gpu, 3 * moved)
-
-
-# ----------------------------------------------------------------------------------------------------------------------- choices
-
-
-def best_chunks(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, most: int = 8) -> int:
-    """The number of chunks that makes a layer fastest: 1 where overlap gains less than the additional trips of rows cost."""
+def chunk_counts(shape: Shape, ranks: int, most: int = 8) -> list[int]:
+    """The numbers of chunks, `most` at most, that divide each rank's experts evenly."""
     local = max(shape.experts // ranks, 1)
-    candidates = [1, *(chunks for chunks in range(2, min(most, local) + 1) if local % chunks == 0)]
-    return min(candidates, key=lambda chunks: layer(shape, gpu, links, ranks, skew, chunks).seconds)
+    return [chunks for chunks in range(1, min(most, local) + 1) if local % chunks == 0]
 
 
-def best_replicated(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float, chunks: int = 1, most: int = 8) -> int:
-    """How many of the most popular experts to copy to all ranks for the fastest layer: 0 where moving weights costs more than it saves."""
-    return min(range(min(most, shape.experts) + 1), key=lambda count: layer(shape, gpu, links, ranks, skew, chunks, count).seconds)
-
-
-def best(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, most_replicated: int = 0) -> Cost:
-    """The cost with the best number of chunks and, after that, the best number of replicated experts."""
-    chunks = best_chunks(shape, gpu, links, ranks, skew)
-    replicated = best_replicated(shape, gpu, links, ranks, skew, chunks, most_replicated)
-    return layer(shape, gpu, links, ranks, skew, chunks, replicated)
+def best_chunks(shape: Shape, gpu: Gpu, links: Links, ranks: int, most: int = 8) -> int:
+    """The number of chunks that makes an exchange fastest: 1 where overlap gains less than the additional trips of rows cost."""
+    return min(chunk_counts(shape, ranks, most),
+               key=lambda chunks: exchange(shape, gpu, links, ranks, chunks, even_load(shape, links, ranks, chunks)))

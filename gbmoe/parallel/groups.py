@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
+from gbmoe.parallel import roll_call
 
-ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to report that they saw it too
+ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to answer
+_MOST_NAMED = 16  # groups of more ranks are named by their number
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,17 @@ class Nodes:
 # The nodes of each group, kept as long as the group lives: the key is weak, and the value does not refer to the group. The two process
 # groups of a Nodes belong to torch.distributed; destroy_process_group() without arguments ends them together with all others.
 _NODES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Nodes | None]] = weakref.WeakKeyDictionary()
+
+
+def world_of(group: dist.ProcessGroup | None, operator: str = "Arguments", argument: str = "expert_parallel_group") -> int:
+    """The number of ranks of a group (None: the default group).
+
+    Raises:
+        ValueError: where this rank is no member of the group. torch.distributed then counts -1 ranks, and its collectives do nothing.
+    """
+    world = dist.get_world_size(group)
+    require(world > 0, operator, argument, "a group of which this rank is a member", "a group of other ranks")
+    return world
 
 
 def ranks_per_node(group: dist.ProcessGroup | None, asked: int | None) -> int | None:
@@ -66,31 +80,48 @@ def ranks_per_node(group: dist.ProcessGroup | None, asked: int | None) -> int | 
 def nodes_of(group: dist.ProcessGroup | None, asked: int | None = None) -> Nodes | None:
     """The group's nodes, or None where it lies on one node or has one rank on each; `asked` is as in ranks_per_node.
 
-    The first call for a group makes the two process groups of its nodes. Every rank of the group, and no other, must make that call:
-    layers do so at construction. The groups are made with use_local_synchronization, as the other ranks of the job take no part.
+    The first call for a group is collective: its ranks compare what each of them takes for its nodes, and make the process groups of
+    the nodes. Every rank of the group, and no other, must make that call: layers do so at construction. The groups are made with
+    use_local_synchronization, as the other ranks of the job take no part. A graph of torch.compile cannot ask: a group of which nothing
+    is known yet has no nodes there.
+
+    Raises:
+        ValueError: where this rank is no member of the group; where `asked` does not divide its ranks; where the caller asks for nodes
+            and their groups cannot be made.
     """
     whole: Any = dist.group.WORLD if group is None else group
+    world = world_of(whole)
     known = _NODES.setdefault(whole, {})
     if asked not in known:
+        if torch.compiler.is_compiling():
+            return None
         size = ranks_per_node(whole, asked)
-        known[asked] = _make(whole, size) if size is not None and _can_be_made(whole, asked) else None
+        # Two ranks have no nodes, nor has a group whose caller says so: there is nothing to compare.
+        may_have = world > 2 if asked is None else size is not None
+        known[asked] = _make(whole, size) if may_have and _can_be_made(whole, asked, size) and size is not None else None
     return known[asked]
 
 
-def _can_be_made(group: dist.ProcessGroup, asked: int | None) -> bool:
-    """Whether the ranks can make the groups of nodes; False, with a warning, where they would wait for each other for ever.
+def _can_be_made(group: dist.ProcessGroup, asked: int | None, size: int | None) -> bool:
+    """Whether the ranks can make the groups of nodes; False, with a warning, where they would wait for each other for ever. Collective.
 
-    torch.distributed names a group by how many groups the rank belongs to already. Ranks that belong to different numbers of groups
-    would look for the same group under different names. Raises ValueError where the caller asked for nodes.
+    Ranks on nodes of different sizes have different LOCAL_WORLD_SIZE, and see different nodes. And torch.distributed names a group by how
+    many groups the rank belongs to already: ranks that belong to different numbers of groups would look for the same group under
+    different names. Raises ValueError where the caller asked for nodes.
     """
-    each: list[Any] = [None] * dist.get_world_size(group)
-    guarded(lambda: dist.all_gather_object(each, len(dist.distributed_c10d._world.pg_names), group=group), group, "finding nodes")
-    if len(set(each)) == 1:
-        return True
-    counts = dict(zip(dist.get_process_group_ranks(group), each))
-    expected = "ranks that all belong to the same number of process groups when the first layer is made, to make the groups of nodes"
-    require(asked is None, "Arguments", "expert_parallel_group", expected, counts)
-    warnings.warn(f"expert parallelism: rows will cross to another node once for each rank there: expected {expected}, got {counts}",
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    each = of_all_ranks_unless_alike((size, len(dist.distributed_c10d._world.pg_names), local), group, "finding nodes")
+    sizes, counts, locals_ = zip(*each) if each is not None else ((), (), ())
+    if len(set(sizes)) <= 1 and (size is None or len(set(counts)) <= 1):
+        return size is not None
+    if len(set(sizes)) > 1:
+        expected, which = "nodes of as many ranks each, by LOCAL_WORLD_SIZE", locals_
+    else:
+        expected = "ranks that all belong to the same number of process groups when the first layer is made, to make the groups of nodes"
+        which = counts
+    got = dict(zip(dist.get_process_group_ranks(group), which))
+    require(asked is None, "Arguments", "expert_parallel_group", expected, got)
+    warnings.warn(f"expert parallelism: rows will cross to another node once for each rank there: expected {expected}, got {got}",
                   RuntimeWarning, stacklevel=2)
     return False
 
@@ -101,8 +132,10 @@ def _make(group: dist.ProcessGroup, size: int) -> Nodes:
     node, place = divmod(me, size)
     options: dict[str, Any] = dict(backend=dist.get_backend(group), timeout=_timeout(group), use_local_synchronization=True)
     # All ranks make the group inside the node first: two ranks that made the groups in different orders would wait for one another.
-    inside = dist.new_group(ranks[node * size : (node + 1) * size], **options)
-    across = dist.new_group(ranks[place::size], **options)
+    inside, across = (guarded(functools.partial(dist.new_group, members, **options), group, "making the groups of nodes")
+                      for members in (ranks[node * size : (node + 1) * size], ranks[place::size]))
+    for part in (inside, across):
+        roll_call.make_part_of(part, group)
     return Nodes(size, len(ranks) // size, node, inside, across)
 
 
@@ -121,28 +154,48 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
 
 
 def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Compare plain values over the ranks of a group. All of its ranks must call it: it is one all_gather_object.
+    """Compare plain values over the ranks of a group, by their repr. Collective: all of its ranks must call it.
 
     Raises:
         ValueError: on every rank; it names each value that differs, and which ranks have which.
     """
-    each: list[Any] = [None] * dist.get_world_size(group)
-    guarded(lambda: dist.all_gather_object(each, values, group=group), group, "comparing the arguments")
-    differing = differences(each, group)
-    require(not differing, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differing))
+    said = {name: repr(value) for name, value in values.items()}
+    each = of_all_ranks_unless_alike(said, group, "comparing the arguments")
+    if each is not None:
+        require(False, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differences(each, group)))
 
 
-def differences(each: list[dict[str, Any]], group: dist.ProcessGroup | None) -> list[str]:
+def differences(each: list[dict[str, str]], group: dist.ProcessGroup | None) -> list[str]:
     """A line for each value that differs between the ranks of a group, which says which ranks have which."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     differing = []
-    for name in each[0]:
+    for name in dict.fromkeys(name for theirs in each for name in theirs):
         having: dict[str, list[int]] = {}
         for rank, theirs in zip(ranks, each):
-            having.setdefault(repr(theirs.get(name)), []).append(rank)
+            having.setdefault(theirs.get(name, "unknown"), []).append(rank)
         if len(having) > 1:
             differing.append(f"{name} is " + ", ".join(f"{value} on {_named(ranks)}" for value, ranks in having.items()))
     return differing
+
+
+
+def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: str) -> list[Any] | None:
+    """None where all ranks of the group bring the same, by its repr; otherwise what each of them brings. Collective.
+
+    Ranks first compare digests, in one reduction of two numbers, which costs the host as little with 4,096 ranks as with two. Only
+    ranks that differ, which all of them see, tell each other what they have.
+    """
+    digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "little")
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    most = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
+    from gbmoe.parallel.host_copy import to_host  # which needs this module
+    most_of_all, minus_least = to_host(most, group).tolist()
+    if most_of_all == -minus_least:
+        return None
+    each: list[Any] = [None] * dist.get_world_size(group)
+    guarded(lambda: dist.all_gather_object(each, mine, group=group), group, what)
+    return each
 
 
 def _named(ranks: list[int]) -> str:
@@ -156,35 +209,45 @@ class CollectiveFailed(RuntimeError):
 def guarded(collective: Callable[[], Any], group: dist.ProcessGroup | None, what: str = "exchange",
             whose: str = "expert parallelism") -> Any:
     """Call `collective`. Where torch.distributed raises, raise CollectiveFailed, which names the group's ranks and the missing ones."""
-    try:
-        return collective()
-    except RuntimeError as error:  # torch.distributed's errors are subclasses of it
-        raise failure(group, error, what, whose) from error
+    with Waiting(group):
+        try:
+            return collective()
+        except torch.OutOfMemoryError:  # of this rank alone
+            raise
+        except RuntimeError as error:  # torch.distributed's errors are subclasses of it
+            raise failure(group, error, what, whose) from error
+
+
+class Waiting:
+    """`with Waiting(group):` this thread waits for other ranks of the group. Only inside may `failure` be called."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group, self._calls = group, roll_call.of_default_group()
+
+    def __enter__(self) -> None:
+        if self._calls is not None:
+            self._calls.enter(self._group)
+
+    def __exit__(self, *error: object) -> None:
+        if self._calls is not None:
+            self._calls.leave()
 
 
 def failure(group: dist.ProcessGroup | None, why: object, what: str = "exchange", whose: str = "expert parallelism") -> CollectiveFailed:
-    """The error of a rank that got no answer from the others of its group. Asks them, for ROLL_CALL_SECONDS, which of them see it, too."""
+    """The error of a rank that got no answer from the others of its group. Calls the roll of all ranks, for ROLL_CALL_SECONDS."""
     return CollectiveFailed(f"{whose}: {what} with {_who(group)} failed: {why}")
 
 
 def _who(group: dist.ProcessGroup | None) -> str:
     try:
-        group = group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(group)
-        missing = _missing(ranks)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        calls = roll_call.of_default_group()
+        missing = None if calls is None else calls.missing(ROLL_CALL_SECONDS)
     except Exception as error:  # after a failure torch.distributed's own calls may fail in any way
         return f"the ranks of the group (which of them are left cannot be told: {type(error).__name__})"
-    said = f"; {_named(missing)} did not report it, and may have died or hang" if missing else ""
-    return f"{_named(ranks)} of the group (this is rank {dist.get_rank()}{said})"
-
-
-def _missing(ranks: list[int]) -> list[int]:
-    """The ranks that do not report a failure through the store of the process group within ROLL_CALL_SECONDS."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"gbmoe/failed/{dist.get_rank()}", "yes")
-    until = time.monotonic() + ROLL_CALL_SECONDS
-    while True:
-        missing = [rank for rank in ranks if not store.check([f"gbmoe/failed/{rank}"])]
-        if not missing or time.monotonic() > until:
-            return missing
-        time.sleep(0.05)
+    who = _named(ranks) if len(ranks) <= _MOST_NAMED else f"the {len(ranks)} ranks"
+    if missing is None:
+        said = "; which of them are left cannot be told, as the store of the process group does not answer"
+    else:
+        said = f"; {_named(missing)} did not report it, and may have died or hang" if missing else ""
+    return f"{who} of the group (this is rank {dist.get_rank()}{said})"

@@ -57,14 +57,15 @@ def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -
     still call each other.
 
     Raises:
-        CollectiveFailed: naming the ranks that do not report that they wait, too.
+        CollectiveFailed: naming the ranks that do not answer, or do not wait, too.
     """
     timeout = groups.timeout_of(group)
     limit = max(timeout - 2 * groups.ROLL_CALL_SECONDS, timeout / 2)
     begin = time.monotonic()
-    while not there():
-        waited = time.monotonic() - begin
-        if waited > limit:
-            raise groups.failure(group, f"no answer within {limit:.0f} s")
-        if waited > _SPIN_SECONDS:
-            time.sleep(0 if waited < _AWAKE_SECONDS else _PAUSE_SECONDS)
+    with groups.Waiting(group):
+        while not there():
+            waited = time.monotonic() - begin
+            if waited > limit:
+                raise groups.failure(group, f"no answer within {limit:.0f} s")
+            if waited > _SPIN_SECONDS:
+                time.sleep(0 if waited < _AWAKE_SECONDS else _PAUSE_SECONDS)

@@ -21,7 +21,7 @@ from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import scatter
 from gbmoe.ops.gradient_scale import scales_exactly
-from gbmoe.parallel import cost_model
+from gbmoe.parallel import peer_memory
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
 from gbmoe.parallel.peer_memory import PeerMemory, of_group
 from gbmoe.slot_map import SlotMap
@@ -70,7 +70,7 @@ def pull_rows(addresses: torch.Tensor, slots: SlotMap, like_TH: torch.Tensor, ra
     return GatheredRows(None, slots, rows_PH)
 
 
-# Up to cost_model.RANKS_WITH_COPY_ENGINES ranks, copy engines copy whole matrices of tokens while backward's GEMMs run. The GEMMs need
+# Up to peer_memory.RANKS_WITH_COPY_ENGINES ranks, copy engines copy whole matrices of tokens while backward's GEMMs run. The GEMMs need
 # all multiprocessors, and copy engines none. But copy engines also copy the rows that are not needed here: with eight slots a token
 # these are hardly any of another rank's rows where there are two ranks, but a third of them where there are eight.
 
@@ -200,7 +200,7 @@ class _PeerExperts(torch.autograd.Function):
         arrived = Arrived(memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W)
         own = arrived.regions.own
         dx_TH = dweights_TK = dw1 = dw2 = dv1 = None
-        beside = memory.ranks <= cost_model.RANKS_WITH_COPY_ENGINES
+        beside = memory.ranks <= peer_memory.RANKS_WITH_COPY_ENGINES
         tokens_x = _TokensOnTheirWay(memory, arrived, x_TH) if beside and (need_w1 or need_v1) else None
         own["grad"][:tokens].copy_(grad_TH)
         if tokens_x is None and (need_w1 or need_v1):

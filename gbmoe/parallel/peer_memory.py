@@ -25,6 +25,8 @@ from gbmoe._checks import dtype_name, require
 from gbmoe.parallel import groups
 
 MOST_RANKS = 64  # kMostPeers of csrc/peer_memory.cuh
+# The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_experts.py says why.
+RANKS_WITH_COPY_ENGINES = 4
 _ALIGNMENT = 256
 
 
@@ -219,7 +221,8 @@ def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | 
     if known is not None and known[0] is group:
         return known[1]
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (_local_reason(group, device), socket.gethostname()), group=group)
+    mine = (_local_reason(group, device), socket.gethostname())
+    groups.guarded(lambda: dist.all_gather_object(found, mine, group=group), group, "finding out whether ranks can map each other's memory")
     hosts = {host for _, host in found}
     faults = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(found) if reason is not None]
     reason = "; ".join(faults) or (f"the group spans {len(hosts)} hosts" if len(hosts) > 1 else None)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.parallel.expert_modules import Experts, Holder
-from gbmoe.parallel.groups import guarded
+from gbmoe.parallel.groups import guarded, of_all_ranks_unless_alike, world_of
 
 # Parts of a parameter's name that wrappers add and that state dicts leave out.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -73,8 +73,8 @@ def data_parallel(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.D
 
 @torch.no_grad()
 def average_expert_gradients(parameters: Iterable[torch.Tensor], replicas: dist.ProcessGroup) -> None:
-    """Average the experts' gradients, in place, over ranks that hold the same experts; other parameters, and frozen ones, are left
-    alone.
+    """Average the experts' gradients, in place, over ranks that hold the same experts. Other parameters are left alone, and so are frozen
+    ones, also where they still have a gradient of the time before they were frozen.
 
     Jobs of several expert-parallel groups call it after backward. Where one group has all ranks, nothing has to be averaged.
 
@@ -83,17 +83,19 @@ def average_expert_gradients(parameters: Iterable[torch.Tensor], replicas: dist.
         replicas: the group of the ranks with this rank's position in every expert-parallel group; all of them must call this.
 
     Raises:
-        ValueError: where an expert parameter that is not frozen has no gradient, for which other ranks would wait.
+        ValueError: where an expert parameter that is not frozen has no gradient, for which other ranks would wait; on a rank that is no
+            member of the group.
         RuntimeError: where the collective fails; it names the ranks that are missing.
     """
+    world = world_of(replicas, "average_expert_gradients", "replicas")
     experts = Experts()
     for parameter in parameters:
-        if parameter not in experts or (parameter.grad is None and not parameter.requires_grad):
+        if parameter not in experts or not parameter.requires_grad:
             continue
         require(parameter.grad is not None, "average_expert_gradients", "parameters", "gradients of all expert parameters", "none of one")
         gradient: Any = parameter.grad
         guarded(functools.partial(dist.all_reduce, gradient, group=replicas), replicas, "averaging the experts' gradients")
-        gradient /= dist.get_world_size(replicas)
+        gradient /= world
 
 
 @torch.no_grad()
@@ -116,6 +118,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
     Raises:
         RuntimeError: where the norm is not finite and error_if_nonfinite is set; where the collective fails, naming the missing ranks.
+        ValueError: on a rank that is no member of the group, where there are expert parameters.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     experts = Experts()
@@ -124,7 +127,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     if own:
         mine = _norm(own, norm_type, foreach)
         # Gathered rather than summed by an all-reduce, so that every rank adds in the same order.
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        every = [torch.empty_like(mine) for _ in range(world_of(group, "clip_grad_norm_", "group"))]
         guarded(lambda: dist.all_gather(every, mine, group=group), group, "adding the gradients' norms")
         norm = torch.linalg.vector_norm(torch.stack([*every, norm.to(mine)]), norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -223,7 +226,7 @@ def _rows_of(name: str, holder: Holder, module: torch.nn.Module) -> ExpertRows:
         require(hasattr(args, "moe_num_experts") and hasattr(args, "expert_parallel_group"), "expert_rows", "model",
                 f"the layer's Arguments as attribute args of the module of {name}", type(args).__name__)
     group: Any = args.expert_parallel_group or dist.group.WORLD
-    world = dist.get_world_size(group)
+    world = world_of(group)
     experts = min(world, args.moe_num_experts)  # ranks that hold different experts; further ranks hold shards of the same
     shards = world // experts
     if holder.args is not None:
@@ -262,6 +265,9 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     Tensors share their memory with the model and the optimizer. Where ranks share one expert, the DTensors work for checkpoints alone,
     not for collectives such as full_tensor.
 
+    With an optimizer it is collective over the layers' groups: where experts are frozen on some of the ranks, whose optimizer keeps
+    nothing for them, zeros stand for what the other ranks keep, so that all rows are there. load_sharded_state_dict leaves them out.
+
     Args:
         model: a plain model, one in DistributedDataParallel, or one that fully_shard has sharded except for its experts.
         optimizer: the optimizer of its parameters. If it has made no step, its state is made here, as torch's function does.
@@ -278,10 +284,29 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     result: dict[str, Any] = {"model": {n: rows[n].dtensor(t) if n in rows else t for n, t in weights.items()}}
     if optimizer is not None:
         kept: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizer)
+        state: dict[str, dict[str, Any]] = kept["state"]
+        for name, missing in _kept_elsewhere(rows, weights, state).items():
+            zeros = {key: torch.zeros_like(weights[name], dtype=dtype) for key, dtype in missing.items()}
+            state[name] = {**zeros, **state.get(name, {})}
         kept["state"] = {name: {key: _kept(rows[name], weights[name], name, key, value) if name in rows else value
-                                for key, value in values.items()} for name, values in kept["state"].items()}
+                                for key, value in values.items()} for name, values in state.items()}
         result["optimizer"] = kept
     return result
+
+
+def _kept_elsewhere(rows: dict[str, ExpertRows], weights: dict[str, Any], state: dict[str, dict[str, Any]],
+                    ) -> dict[str, dict[str, torch.dtype]]:
+    """What the optimizers of other ranks keep by rows for a tensor of experts, and this rank's does not: dtypes by name and key.
+    Collective over the groups of `rows`."""
+    mine = {name: {key: value.dtype for key, value in state.get(name, {}).items()
+                   if isinstance(value, torch.Tensor) and value.shape == weights[name].shape} for name in rows}
+    missing: dict[str, dict[str, torch.dtype]] = {}
+    for group in dict.fromkeys(of.group for of in rows.values()):
+        here = {name: keys for name, keys in mine.items() if rows[name].group is group}
+        for theirs in of_all_ranks_unless_alike(here, group, "collecting what optimizers keep") or ():
+            for name, keys in theirs.items():
+                missing.setdefault(name, {}).update({key: dtype for key, dtype in keys.items() if key not in mine[name]})
+    return {name: keys for name, keys in missing.items() if keys}
 
 
 def _require_names(rows: dict[str, ExpertRows], weights: dict[str, Any]) -> None:

@@ -1,16 +1,11 @@
-"""The cost model: its closed forms against enumeration of all choices of small layers, its choices where they are beyond doubt."""
+"""What of the cost model gbmoe chooses by; tests/test_expert_parallel_costs.py has what goes on from it."""
 
-from dataclasses import replace
 from itertools import combinations
-from math import inf, prod
+from math import prod
 
 import pytest
 
 from gbmoe.parallel import cost_model
-from gbmoe.parallel.cost_model import Gpu, Links, Shape, Trips
-
-GPU, FINE, COARSE = Gpu(), Shape(4096, 7168, 2048, 256, 8), Shape(8192, 4096, 14336, 8, 2)
-FREE = Links(pull=inf, push=inf, barrier=0, plan=0, exchange=inf, exchange_latency=0, network=inf, network_latency=0, message=0)
 
 
 def expected(loads, top_k, count):
@@ -27,53 +22,6 @@ def test_reach_is_that_of_distinct_experts(experts, held, top_k):
         expected([0.5] * experts, top_k, lambda chosen: any(expert < held for expert in chosen)))
 
 
-@pytest.mark.parametrize("experts, top_k, skew", [(8, 2, 0), (8, 2, 1), (8, 2, 4), (4, 4, 2), (256, 8, 1.5), (3, 2, 50)])
-def test_loads_are_shares_of_a_tokens_slots(experts, top_k, skew):
-    loads = cost_model.expert_loads(experts, top_k, skew)
-    assert len(loads) == experts and sum(loads) == pytest.approx(top_k) and 0 <= loads[-1] and loads[0] <= 1
-    assert loads == sorted(loads, reverse=True)
-    if loads[0] < 1:
-        assert loads[0] / loads[-1] == pytest.approx(experts**skew)
-
-
-def test_reach_of_uneven_loads():
-    loads = cost_model.expert_loads(7, 3, 0.7)
-    for held in ({0}, {2, 5}, {0, 1, 6}, set(), set(range(7))):
-        assert cost_model.reach_of(loads, held) == pytest.approx(expected(loads, 3, lambda chosen: bool(chosen & held)), abs=1e-12)
-
-
-@pytest.mark.parametrize("skew", [0.0, 0.6])
-@pytest.mark.parametrize("ranks, per_node, chunks, replicated", [
-    (2, 2, 1, 0), (4, 4, 1, 0), (4, 2, 1, 0), (4, 2, 2, 0), (2, 1, 4, 0), (8, 2, 1, 0), (4, 2, 1, 3), (8, 4, 1, 8)])
-def test_trips_are_counted_as_rows_travel(skew, ranks, per_node, chunks, replicated):
-    """Expert e is on rank e % ranks, in chunk e // ranks % chunks; rows of one chunk travel once to each rank, and to each node."""
-    loads = cost_model.expert_loads(8, 3, skew)
-    trips = Trips.of(loads, ranks, per_node, chunks, replicated)
-    places = [(expert % ranks, expert // ranks % chunks) for expert in range(8)]
-    travelling = set(range(replicated, 8))
-
-    def of_ranks(chosen):
-        return {places[expert] for expert in chosen & travelling}
-
-    def of_nodes(chosen):
-        return {(rank // per_node, chunk) for rank, chunk in of_ranks(chosen)}
-
-    def most(of, count):
-        return max(expected(loads, 3, lambda chosen: sum(place == at for place, _ in of(chosen))) for at in range(count))
-
-    assert trips.ranks == pytest.approx(expected(loads, 3, lambda chosen: len(of_ranks(chosen))))
-    assert trips.nodes == pytest.approx(expected(loads, 3, lambda chosen: len(of_nodes(chosen))))
-    assert trips.to_rank == pytest.approx(most(of_ranks, ranks)) and trips.to_node == pytest.approx(most(of_nodes, ranks // per_node))
-    busiest = max(sum(loads[expert] for expert in travelling if expert % ranks == rank) for rank in range(ranks))
-    assert trips.rows == pytest.approx(busiest * ranks)
-
-
-def test_a_row_goes_to_all_ranks_that_hold_a_part_of_an_expert():
-    whole, parts = (Trips.of(cost_model.expert_loads(8, 2), ranks, 4) for ranks in (8, 32))
-    assert parts.ranks == pytest.approx(4 * whole.ranks) and parts.nodes == pytest.approx(4 * whole.nodes)
-    assert (parts.to_rank, parts.rows) == pytest.approx((whole.to_rank, whole.rows))
-
-
 @pytest.mark.parametrize("times", [(3, 5, 2), (5, 3, 2), (1, 2, 7), (4, 4, 4)])
 def test_pipelined_is_what_a_schedule_gives(times):
     for chunks in range(1, 6):
@@ -85,47 +33,19 @@ def test_pipelined_is_what_a_schedule_gives(times):
         assert cost_model.pipelined(*times, chunks) == pytest.approx(done)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 16, 64])
-def test_free_links_leave_one_chunk_and_no_replica(ranks):
-    assert cost_model.best_chunks(FINE, GPU, FREE, ranks) == 1
-    assert cost_model.best_replicated(FINE, GPU, Links(), ranks, skew=0.0) == 0
-
-
-def test_slow_links_are_hidden_behind_chunks():
-    links = Links(ranks_per_node=1, network=100e9)
-    chunks = cost_model.best_chunks(FINE, GPU, links, 64)
-    assert chunks > 1
-    one, best = (cost_model.layer(FINE, GPU, links, 64, chunks=count) for count in (1, chunks))
-    assert best.seconds < one.seconds and best.network_rows > one.network_rows
-
-
 def test_a_chunk_has_an_expert_at_least():
-    assert cost_model.best_chunks(COARSE, GPU, Links(), 8) == 1
-    assert cost_model.layer(COARSE, GPU, Links(ranks_per_node=1), 4, chunks=8).chunks == 2
+    assert cost_model.chunk_counts(cost_model.Shape(8192, 4096, 14336, 8, 2), 8) == [1]
+    assert cost_model.chunk_counts(cost_model.Shape(8192, 4096, 14336, 8, 2), 16) == [1]
+    assert cost_model.chunk_counts(cost_model.Shape(8192, 4096, 14336, 48, 2), 4) == [1, 2, 3, 4, 6]
 
 
-def test_popular_experts_are_replicated_where_moving_weights_costs_less_than_moving_tokens():
-    skew, links = 1.0, Links()
-    few, many = (replace(Shape(1, 4096, 2048, 64, 4), tokens=tokens) for tokens in (64, 65536))
-    assert cost_model.best_replicated(few, GPU, links, 16, skew) == 0
-    count = cost_model.best_replicated(many, GPU, links, 16, skew)
-    assert count > 0
-    without, having = (cost_model.layer(many, GPU, links, 16, skew, replicated=n) for n in (0, count))
-    assert having.seconds < without.seconds and having.imbalance < without.imbalance and having.weights > 0 == without.weights
-
-
-def test_costs_grow_with_skew_and_shrink_with_faster_links():
-    seconds = [cost_model.layer(FINE, GPU, Links(), 8, skew).seconds for skew in (0.0, 0.3, 0.6, 0.9)]
-    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
-    seconds = [cost_model.layer(FINE, GPU, Links(network=rate * 1e9), 64).seconds for rate in (400, 100, 50, 25)]
-    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
-
-
-def test_a_rank_with_few_experts_has_fewer_weights_to_read_and_as_many_rows():
-    cost, one = cost_model.layer(FINE, GPU, FREE, 8), cost_model.one_gpu(FINE, GPU)
-    assert cost.products < one and cost.imbalance == pytest.approx(1) and cost.others > 0
-
-
-def test_the_rate_of_a_pull_goes_by_the_length_of_rows():
-    links = Links(pull={4096: 300e9, 8192: 200e9})
-    assert [links.pull_of(length) / 1e9 for length in (16, 4096, 6144, 8192, 10**6)] == [300, 300, 250, 200, 200]
+def test_even_loads_are_those_of_every_choice():
+    """Expert e is on rank e // 2, in chunk e % 2; a row goes once to each chunk of each rank that needs it, and once to each node."""
+    shape, links = cost_model.Shape(1, 4, 4, 8, 3), cost_model.Links(ranks_per_node=2)
+    choices = list(combinations(range(8), 3))
+    for chunks, place in ((1, lambda e: (e // 2, 0)), (2, lambda e: (e // 2, e % 2))):
+        load = cost_model.even_load(shape, links, 4, chunks)
+        trips = sum(sum(place(e)[0] == 0 for e in {place(e): e for e in chosen}.values()) for chosen in choices) / len(choices)
+        nodes = sum(len({(place(e)[0] // 2, place(e)[1]) for e in chosen}) for chosen in choices) / len(choices)
+        assert (load.arriving, load.sent, load.rows) == pytest.approx((4 * trips, nodes, 3))
+        assert load.crossing == pytest.approx(nodes / 2)

@@ -137,8 +137,8 @@ DIFFERING = {
 
 TRANSPORT = "auto"  # of this process; on the CPU an exchange
 # Speeds with which a layer's rows take as long to travel as to be computed, and the number of chunks that they make fastest.
-BALANCED = cost_model.Gpu(flops=1e12, bandwidth=1e12, launch=0, layer=0), cost_model.Links(
-    peer_memory=False, exchange=1e15, exchange_latency=0, network=2e10, network_latency=0, message=0, plan=0, moving=0)
+BALANCED = cost_model.Gpu(flops=1e12, bandwidth=1e12, launch=0), cost_model.Links(
+    exchange=1e15, exchange_latency=0, network=2e10, network_latency=0, message=0, moving=0)
 CHOSEN = 4
 
 

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp, extension
-from gbmoe.parallel import Spread, arrival, check_overflow, cost_model, peer_experts, peer_memory
+from gbmoe.parallel import Spread, arrival, check_overflow, peer_experts, peer_memory
 from gbmoe.parallel.peer_experts import sum_of_ranks
 from gbmoe.testing import cuda_graphs
 
@@ -260,7 +260,7 @@ def more_ranks_than_whole_matrices_are_copied_for(rank, world):
     """As with eight ranks, kernels pull and push rows in backward too."""
     layer = Layer(rank, world, [90, 120])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_model, "RANKS_WITH_COPY_ENGINES", 1)
+        patch.setattr(peer_memory, "RANKS_WITH_COPY_ENGINES", 1)
         layer.check(layer.run())
 
 

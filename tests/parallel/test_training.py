@@ -223,6 +223,40 @@ def save_and_load(case, device, groups, folder):
     return found
 
 
+def saved_where_experts_are_frozen(device, groups, folder):
+    """Save after a step in which rank 1's experts are frozen; load with rank 2's frozen, and with none. Returns what was saved, what was
+    loaded, and for which expert parameters the optimizers then keep something."""
+    def spread_frozen(rank, seed):
+        model = make(TRAININGS["ddp"], device, seed, moe_expert_model_parallelism=True)
+        if dist.get_rank() == rank:
+            model[1].moe.experts.requires_grad_(False)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+    model, optimizer = spread_frozen(1, seed=0)
+    loss_of(model, inputs(0, dist.get_rank(), device))
+    optimizer.step()
+    found = {"saved": whole(model, optimizer)}
+    dcp.save(training.sharded_state_dict(model, optimizer), checkpoint_id=folder)
+    for rank in (2, None):
+        model, optimizer = spread_frozen(rank, seed=1)
+        state = training.sharded_state_dict(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        training.load_sharded_state_dict(state, model, optimizer)
+        found[rank] = whole(model, optimizer), [p in optimizer.state for p in training.expert_parameters(model).values()]
+    return found
+
+
+def averaged(groups):
+    """Gradients of experts, of which one was frozen after backward on this rank and on its replica, after average_expert_gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.expert_model_parallel, parameter.grad = True, torch.full((2,), float(dist.get_rank()))
+    parameters[1].requires_grad_(False)
+    parameters[1].grad = torch.full((2,), 7.0) if dist.get_rank() == 0 else None
+    training.average_expert_gradients(parameters, groups["replicas"])
+    return [p.grad if p.grad is None else p.grad.tolist() for p in parameters]
+
+
 def marks(device):
     """The names of a layer's expert parameters after torch functions that replace parameters."""
     layer = make(TRAININGS["ddp"], device, moe_expert_model_parallelism=True)
@@ -312,6 +346,9 @@ def worker(rank, store, device_type, folder):
     results |= {("knows", put): knows(device, put) for put in PUTS}
     results |= {"under ddp": gradients_under_ddp(device), "marks": marks(device)}
     results |= {"nan": one_rank_with_nan(device), "factored": factored(device)}
+    results["frozen"] = saved_where_experts_are_frozen(device, groups, folder / "frozen")
+    if device_type == "cpu":
+        results["averaged"] = averaged(groups)
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -423,3 +460,29 @@ def test_what_cannot_be_told_to_be_of_all_experts_is_not_saved(ran):
     for result in ran[2]:
         assert result["factored"] == ("sharded_state_dict: optimizer: expected column of 1.moe.experts.mlp.w1 to be a scalar or of the"
                                       " parameter's shape [64, 16], got [16]")
+
+
+def test_a_checkpoint_with_experts_frozen_on_one_rank_was_not_saved(ran):
+    """Its optimizer keeps nothing for them, and torch refused moments of which rows are missing."""
+    experts = [f"1.moe.experts.mlp.{name} {key}" for name in ("w1", "w2", "v1") for key in ("exp_avg", "exp_avg_sq")]
+    for rank, result in enumerate(ran[2]):
+        found = result["frozen"]
+        saved = found["saved"]
+        for key in experts:
+            assert [bool(part.any()) for part in saved[key].chunk(WORLD)] == [True, False, True, True]
+        for frozen in (2, None):
+            loaded, kept = found[frozen]
+            assert kept == [rank != frozen] * 3
+            for key in [*experts, *(f"1.moe.experts.mlp.{name}" for name in ("w1", "w2", "v1"))]:
+                expected = saved[key].clone()
+                if key in experts and frozen is not None:
+                    expected.chunk(WORLD)[frozen].zero_()
+                assert torch.equal(loaded[key], expected), key
+
+
+def test_gradients_of_experts_that_were_frozen_after_backward_were_averaged(ran):
+    """A rank that still had one waited for a rank that had none."""
+    for rank, result in enumerate(ran[2]):
+        if "averaged" in result:
+            mean = [(rank % 2 + rank % 2 + 2) / 2] * 2
+            assert result["averaged"] == [mean, [7.0, 7.0] if rank == 0 else None, mean]

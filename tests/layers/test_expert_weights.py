@@ -1,0 +1,73 @@
+"""How a rank's experts get their first values: those that one process with all experts gives them, without room for all experts."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gbmoe.layers import Arguments, expert_weights
+
+init = torch.nn.init
+EXPERTS, FFN = 6, 8
+FILLING = {"normal": partial(init.normal_, std=0.3), "nested": partial(partial(init.normal_, mean=1.0), std=2.0),
+           "uniform": partial(init.uniform_, a=-1.0, b=2.0), "constant": partial(init.constant_, val=0.5), "zeros": init.zeros_,
+           "ones": init.ones_, "normal, without arguments": init.normal_}
+OTHERS = {"xavier": init.xavier_normal_, "xavier, uniform": partial(init.xavier_uniform_, gain=2.0), "orthogonal": init.orthogonal_,
+          "truncated": partial(init.trunc_normal_, std=0.02), "kaiming": init.kaiming_uniform_,
+          "a function": lambda w: w.copy_(torch.arange(w.numel(), dtype=torch.float64, device="cpu").view(w.shape))}
+
+
+def drawn(monkeypatch, method, dtype, hidden, rank, world):
+    """What a rank's weights become, the random number after them, and the most elements that were made room for at once."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
+    args = Arguments(hidden_size=hidden, ffn_hidden_size=FFN, moe_num_experts=EXPERTS, fp16=False, device="cpu",
+                     moe_expert_model_parallelism=world > 1)
+    monkeypatch.setattr(Arguments, "dtype", dtype)
+    shards = max(world // EXPERTS, 1)
+    weight = torch.full((EXPERTS * FFN // min(world, EXPERTS) // shards, hidden), torch.nan, dtype=dtype, device="cpu")
+    torch.manual_seed(5)
+    room, empty = [0], torch.empty
+
+    def counted(shape, **options):
+        room.append(torch.Size(shape).numel())
+        return empty(shape, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", counted)
+        expert_weights._initialise(weight, args, method)
+    return weight, torch.rand(3, dtype=torch.float64, device="cpu"), max(room)
+
+
+def assert_the_same(monkeypatch, method, dtype, hidden, world):
+    """Compare all ranks with one process; the elements that ranks made room for."""
+    rows = EXPERTS * FFN
+    whole, after, _ = drawn(monkeypatch, method, dtype, hidden, 0, 1)
+    degree = min(world, EXPERTS)
+    by_rank = whole.view(degree, EXPERTS // degree, world // degree, -1, hidden).transpose(1, 2)
+    rooms = set()
+    for rank in range(world):
+        mine, next_numbers, room = drawn(monkeypatch, method, dtype, hidden, rank, world)
+        assert torch.equal(mine, by_rank[rank % degree, rank // degree].reshape(rows // world, hidden))
+        assert torch.equal(next_numbers, after)
+        rooms.add(room)
+    return rooms
+
+
+@pytest.mark.parametrize("world", [2, 6, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FILLING)
+def test_each_rank_drew_all_experts_to_keep_its_own(monkeypatch, name, dtype, world):
+    assert assert_the_same(monkeypatch, FILLING[name], dtype, 6, world) == {FFN * 6}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_depends_on_the_shape_of_all_experts_draws_them_together(monkeypatch, name):
+    assert assert_the_same(monkeypatch, OTHERS[name], torch.float32, 6, 3) == {EXPERTS * FFN * 6}
+
+
+def test_normal_numbers_are_drawn_together_where_experts_are_no_multiple_of_sixteen(monkeypatch):
+    """torch makes them in blocks of 16, the last of which overlaps the one before it."""
+    assert assert_the_same(monkeypatch, init.normal_, torch.float32, 5, 3) == {EXPERTS * FFN * 5}
+    assert assert_the_same(monkeypatch, init.uniform_, torch.float32, 5, 3) == {FFN * 5}
