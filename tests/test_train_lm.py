@@ -246,28 +246,34 @@ def test_experts_spread_over_ranks_have_the_same_losses_and_are_resumed_on_any_n
     assert [t.shape for t in spread["model"].values()] == [t.shape for t in whole["model"].values()]
 
 
-def test_a_rank_that_dies_or_hangs_is_named_by_the_other(text, tmp_path):
-    """Without torchrun, which would end the other itself. Both faults side by side: each takes its time."""
+def test_a_rank_that_dies_or_hangs_is_named_by_the_others(text, tmp_path):
+    """Without torchrun, which would end the others itself. Both faults side by side: each takes its time."""
+    ranks, dying = {signal.SIGKILL: 4, signal.SIGSTOP: 2}, {signal.SIGKILL: 2, signal.SIGSTOP: 1}
     with contextlib.ExitStack() as stack:
-        pairs = {}
-        for number in (signal.SIGKILL, signal.SIGSTOP):
+        groups = {}
+        for number, world in ranks.items():
             with socket.create_server(("127.0.0.1", 0)) as server:
                 port = server.getsockname()[1]
             out = tmp_path / number.name
             arguments = command(SCRIPT, *SIZES, text, "--expert-parallel", "--timeout", 10, "--steps", 10**6, "--out", out)
-            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            pairs[number] = [stack.enter_context(killed_at_the_end(subprocess.Popen(
+            place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            groups[number] = [stack.enter_context(killed_at_the_end(subprocess.Popen(
                 **{**arguments, "env": arguments["env"] | place | {"RANK": str(rank)}}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)))
-                for rank in (0, 1)]
-        for number, (first, second) in pairs.items():
+                for rank in range(world)]
+        for number, processes in groups.items():
+            first = processes[0]
             while not first.stdout.readline().startswith("step 3/"):
                 assert first.poll() is None, first.communicate()[1]
-            second.send_signal(number)
-        for first, _ in pairs.values():
-            _, errors = first.communicate(timeout=60)
-            assert first.returncode == 1
-            said = errors.splitlines()[-1]
-            assert "with ranks 0, 1 of the group (this is rank 0; rank 1 did not report it, and may have died or hang) failed: " in said
+            processes[dying[number]].send_signal(number)
+        for number, processes in groups.items():
+            every, gone = ", ".join(map(str, range(ranks[number]))), dying[number]
+            for rank, process in enumerate(processes):
+                if rank != gone:
+                    _, errors = process.communicate(timeout=60)
+                    assert process.returncode == 1
+                    said = errors.splitlines()[-1]
+                    assert (f"with ranks {every} of the group (this is rank {rank}; rank {gone} did not report it, and may have died or"
+                            " hang) failed: ") in said
 
 
 def test_an_overflow_in_an_expert_of_one_rank_reaches_all(monkeypatch):

@@ -7,10 +7,10 @@ are pulled. Everywhere else exchange.py moves rows through torch.distributed's a
 shadowing.py copies popular experts to all ranks for a step in which less then travels.
 gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
 
-host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, whether all ranks were given
-the same arguments, and which ranks are missing when a collective fails. gradient_scale.py makes gradients of experts' weights the mean
-over ranks. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of chunks by it. training.py has what
-such a model needs in training: gradients, clipping and checkpoints.
+host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, and whether all ranks were
+given the same arguments; roll_call.py, which ranks are missing when a collective fails. gradient_scale.py makes gradients of
+experts' weights the mean over ranks. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of
+chunks by it. training.py has what such a model needs in training: gradients, clipping and checkpoints.
 """
 
 from gbmoe.parallel.arrival import Spread, check_overflow

@@ -36,7 +36,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -64,13 +64,16 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return _RANKS_OF_WHOLE.get(whole) or dist.get_process_group_ranks(whole)
 
 
-@dataclass
 class _Waiting:
-    """A thread's stay in a collective. `failed` is set when it asks who is missing; `told` when `missing` is known."""
-    group: dist.ProcessGroup | None
-    failed: float | None = None  # the seconds of the call that it makes
-    missing: list[int] | None = None
-    told: threading.Event = field(default_factory=threading.Event)
+    """A thread's stay in a collective. When it asks who is missing it sets `told`, an event that is set when `missing` is known."""
+
+    __slots__ = ("group", "missing", "seconds", "told")
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group = group
+        self.missing: list[int] | None = None
+        self.seconds = 0.0  # that ranks have to answer
+        self.told: threading.Event | None = None
 
 
 @dataclass
@@ -139,7 +142,7 @@ class RollCall:
         if me is None or self.thread is None:
             return None
         self._failed = True
-        me.failed = seconds
+        me.seconds, me.told = seconds, threading.Event()
         self._wake.set()
         if not self._lost:
             me.told.wait(seconds + _SPARE_SECONDS + (_LINGER_SECONDS if self.rank == 0 else 0.0))
@@ -182,7 +185,8 @@ class RollCall:
         if self._server is not None:
             self._server.leave()
         for waiting in self._waiting_now():
-            waiting.told.set()
+            if waiting.told is not None:
+                waiting.told.set()
 
     def _waiting_now(self) -> list[_Waiting]:
         return list(self._waiting.copy().values())
@@ -192,7 +196,7 @@ class RollCall:
             self._server.require()
         asking = []
         for waiting in self._waiting_now():
-            if waiting.failed is None or waiting.told.is_set():
+            if waiting.told is None or waiting.told.is_set():
                 continue
             if waiting.missing is None:
                 asking.append(waiting)
@@ -201,7 +205,7 @@ class RollCall:
                 self._tell(waiting)
         self._look_for_calls()
         if asking and self._call is None:
-            self._store.set(f"gbmoe/call/{self._latest + 1}", str(asking[0].failed))
+            self._store.set(f"gbmoe/call/{self._latest + 1}", str(asking[0].seconds))
             self._look_for_calls()
         if not self._failed and self._reported:
             self._report(0)
@@ -229,7 +233,7 @@ class RollCall:
         if not call.said_to_wait and (waiting or self._failed):
             self._store.set(f"gbmoe/call/{call.number}/waits/{self.rank}", "1")
             call.said_to_wait = True
-        if self._failed and any(one.failed is not None for one in waiting):
+        if self._failed and any(one.told is not None for one in waiting):
             self._report(call.number)
         over = time.monotonic() >= call.until
         if over:
@@ -248,7 +252,7 @@ class RollCall:
                 continue
             if missing:
                 self._known = time.monotonic(), missing
-            if one.failed is not None:
+            if one.told is not None:
                 one.missing = missing
                 told.append(one)
             elif missing and set(missing) <= set(silent).intersection(ranks):
@@ -265,7 +269,8 @@ class RollCall:
         call = f"gbmoe/call/{self._latest}"
         while time.monotonic() < until and self._store.add(f"{call}/known", 0) < self._store.add(f"{call}/answers", 0):
             self._stop.wait(self._period / 4)
-        one.told.set()
+        if one.told is not None:
+            one.told.set()
 
     def _missing(self, call: int, silent: list[int], ranks: Sequence[int], over: bool) -> list[int] | None:
         """Who is missing in a collective of `ranks`, given who does not answer; None where more answers may come."""

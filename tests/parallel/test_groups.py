@@ -108,3 +108,18 @@ def test_the_group_of_a_non_member_was_a_type_error_about_weak_references(ran):
 
 def test_gradients_on_a_rank_outside_of_the_group_were_divided_by_minus_one(ran):
     assert [found["gradient"] for found in ran] == [[3.0, 3.0]] * WORLD
+
+
+def test_memory_that_runs_out_in_a_collective_was_taken_for_missing_ranks():
+    def fails():
+        raise torch.OutOfMemoryError("too little")
+
+    with pytest.raises(torch.OutOfMemoryError, match="too little"):
+        groups.guarded(fails, None)
+
+
+def test_a_large_group_is_named_by_its_size(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    for world, words in ((3, "ranks 0, 1, 2 of"), (4096, "the 4096 ranks of")):
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, world=world: list(range(world)))
+        assert f"exchange with {words} the group (this is rank 3; which of them are left cannot be told" in str(groups.failure(None, "no"))

@@ -72,7 +72,7 @@ def one_after_another(rank, folder):
     groups.ROLL_CALL_SECONDS = 1.0
     alive, found = list(range(8)), []
     for what, dying, changes in STEPS:
-        group = dist.new_group(alive, use_local_synchronization=True, timeout=timedelta(seconds=4))
+        group = dist.new_group(alive, use_local_synchronization=True, timeout=timedelta(seconds=3))
         layer = make(expert_parallel_group=group, moe_num_experts=len(alive), **changes)
         act = acting(what, layer, group)
         if rank in dying:
