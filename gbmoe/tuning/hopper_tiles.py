@@ -176,7 +176,7 @@ def up_gemm(device: Device, rows: int, inner: int, ffn: int, glu: bool, *, gathe
 
     In a GLU half of a tile's columns are w1's and half are v1's. Where b is far larger than the L2 (64 tiles along N and more) a
     short last panel would read all of b for few rows, at the speed of memory: panels of equal height avoid it
-    (docs/notes/hopper-panel-height.md). With up to six tiles along N low panels are 1.7 % faster. A tile counter pays for two
+    (docs/notes/hopper-panel-height.md). With up to six tiles along N low panels are faster (memory-traffic.md). A tile counter pays for two
     waves of sums of 2,048 terms and more, and for shorter ones in large GEMMs (schedule-tile-counter.md).
     """
     tiles_n = ceil_div(ffn, _up_tile(glu))
