@@ -38,13 +38,12 @@ class Device(NamedTuple):
     l2_bytes: int
     capability: tuple[int, int]
 
-    @classmethod
-    def of(cls, device: torch.device) -> Device:
+    @staticmethod
+    def of(device: torch.device) -> Device:
         """What torch says of a CUDA device, asked once. Any other device has no kernel that is chosen here, and counts as
         FITTED_ON."""
-        if device.type != "cuda":
-            return FITTED_ON
-        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+        # Asked for each launch. An operand's device has an index; what "cuda" alone means may change, and is not kept.
+        return _found(device if device.index is not None else _current(device))
 
     def tiles(self, fitted: float) -> float:
         """How many tiles, or CTAs, are as many for each multiprocessor as `fitted` were."""
@@ -74,7 +73,13 @@ class Device(NamedTuple):
 FITTED_ON = Device(132, 60 << 20, (9, 0))
 
 
+def _current(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
 @functools.cache
-def _of_cuda(index: int) -> Device:
-    found = torch.cuda.get_device_properties(index)
+def _found(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return FITTED_ON
+    found = torch.cuda.get_device_properties(device)
     return Device(found.multi_processor_count, found.L2_cache_size, (found.major, found.minor))

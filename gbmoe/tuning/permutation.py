@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from gbmoe.tuning.device import Device
 
 # Where a token's row is written to several slots, each thread copies two vectors (of 16 bytes, if these divide the row) of rows
@@ -10,6 +12,7 @@ from gbmoe.tuning.device import Device
 SHORT_ROW = 256
 
 
+@functools.cache
 def most_chunks(device: Device) -> int:
     """In how many chunks a plan, and the row map of a mask, sort slots or tokens at most, with a CTA for each: 128 on an H200, so
     that all run at once. Every CTA reads the counts of all chunks, so that more chunks do not always take less time."""

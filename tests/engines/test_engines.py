@@ -103,7 +103,7 @@ def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, f
 
 def pretend_gpu(monkeypatch, capability):
     """Make the engines answer as on such a GPU, where the extension is loaded and has code for it."""
-    device_module._of_cuda.cache_clear()
+    device_module._found.cache_clear()
     engines.forget()
     major, minor = capability
     properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=132, L2_cache_size=50 << 20)
@@ -120,7 +120,7 @@ def pretend_gpu(monkeypatch, capability):
 @pytest.fixture
 def forgotten():
     yield
-    device_module._of_cuda.cache_clear()
+    device_module._found.cache_clear()
     engines.forget()
 
 

@@ -19,17 +19,17 @@ def two_gpus(monkeypatch):
     """An H100 PCIe, which is the current device, and an A100; the list holds which were asked about."""
     asked = []
 
-    def properties(index):
-        asked.append(index)
-        found = (H100_PCIE, A100)[index]
+    def properties(device):
+        asked.append(device.index)
+        found = (H100_PCIE, A100)[device.index]
         return SimpleNamespace(multi_processor_count=found.multiprocessors, L2_cache_size=found.l2_bytes,
                                major=found.capability[0], minor=found.capability[1])
 
-    module._of_cuda.cache_clear()
+    module._found.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield asked
-    module._of_cuda.cache_clear()
+    module._found.cache_clear()
 
 
 def test_each_gpu_is_asked_once(two_gpus):
