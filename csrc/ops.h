@@ -23,7 +23,7 @@ void cublas_grouped(
 void zero_empty_groups(Tensor sizes, Tensor out);
 
 // routing_plan.cu; the exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
-// ids int32 or int64 [T,K]; most_chunks is tuning.permutation.MOST_CHUNKS; returns row_of_slot, slot_of_row, counts, offsets,
+// ids int32 or int64 [T,K]; most_chunks is tuning.permutation.most_chunks; returns row_of_slot, slot_of_row, counts, offsets,
 // padded_counts
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
     Tensor ids, int64_t num_experts, int64_t align, int64_t rows, int64_t most_chunks);
@@ -94,7 +94,7 @@ void activate_backward(
     Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights);
 
 // hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device.
-// tile_n, cluster_m, cluster_n, panel and even_panels are fields of tuning.grouped_gemm.GemmConfig; min_k_blocks, split_cost,
+// tile_n, cluster_m, cluster_n, panel and even_panels are fields of tuning.hopper_tiles.GemmConfig; min_k_blocks, split_cost,
 // most_splits and even are min_k_blocks, cost, most and even of its SplitConfig.
 bool hopper_built();
 // The bytes of a workspace, which may hold anything before it is used. `splits_per_sm`, 0 to 4: the number of tiles' partial sums
@@ -185,7 +185,7 @@ void hopper_scaled_up(
     bool bfloat16, Tensor a, Tensor scales_a, std::optional<Tensor> h, std::optional<Tensor> g);
 
 // tensor_core/; compute capability 8.0 and later, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_m,
-// tile_n and panel are fields of tuning.grouped_gemm.TensorCoreConfig.
+// tile_n and panel are fields of tuning.tensor_core_tiles.TensorCoreConfig.
 //
 // Whether the extension has code for this device (its index)
 bool tensor_core_built(int64_t device);

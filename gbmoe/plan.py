@@ -16,6 +16,7 @@ from gbmoe._define_operator import define, refuse_jit_tracing
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
+from gbmoe.tuning.device import Device
 
 _OF_EXPERTS = "RoutingPlan.from_experts"
 _OF_COUNTS = "RoutingPlan.from_counts"
@@ -77,7 +78,8 @@ def _routing_plan_cuda(experts, num_experts, align, check):
         return _routing_plan_reference(experts, num_experts, align, check)
     _check_values(experts, num_experts, align, check)
     rows = plain_torch.padded_rows(experts.numel(), num_experts, align)
-    return torch.ops.gbmoe_cuda.routing_plan(experts.contiguous(), num_experts, align, rows, permutation.MOST_CHUNKS)
+    most_chunks = permutation.most_chunks(Device.of(experts.device))
+    return torch.ops.gbmoe_cuda.routing_plan(experts.contiguous(), num_experts, align, rows, most_chunks)
 
 
 _routing_plan = define(

@@ -1,4 +1,4 @@
-// How a GEMM is divided among CTAs, as gbmoe/tuning/grouped_gemm.py chose it. Nothing is chosen here; launches only check that
+// How a GEMM is divided among CTAs, as gbmoe/tuning/hopper_tiles.py chose it. Nothing is chosen here; launches only check that
 // there is an instance for the choice.
 
 #pragma once

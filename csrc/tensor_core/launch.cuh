@@ -7,7 +7,7 @@
 
 namespace gbmoe::tensor_core {
 
-// The fields of tuning.grouped_gemm.TensorCoreConfig, under its names.
+// The fields of tuning.tensor_core_tiles.TensorCoreConfig, under its names.
 struct Tiling {
   int64_t tile_m, tile_n, panel;
 };

@@ -35,7 +35,7 @@ template <int kM, int kN, int kWarpM, int kWarpN, int kStagesOfSmall, int kStage
   static constexpr int kTileM = kM, kTileN = kN, kWarpTileM = kWarpM, kWarpTileN = kWarpN;
   static constexpr int stages(Memory memory) { return memory == Memory::kLarge ? kStagesOfLarge : kStagesOfSmall; }
 };
-// The tiles that there are instances of, under the names of tuning.grouped_gemm.
+// The tiles that there are instances of, under the names of tuning.tensor_core_tiles.
 using WideTile = TileShape<128, 256, 64, 64, 4, 3>;    // 256 threads, 96 or 144 KiB of shared memory: one CTA on a multiprocessor
 using SquareTile = TileShape<128, 128, 64, 64, 3, 2>;  // 128 threads, 48 or 64 KiB: two CTAs on a multiprocessor
 using LowTile = TileShape<64, 128, 32, 64, 4, 3>;      // 128 threads, 48 or 72 KiB, for groups of few rows

@@ -34,6 +34,7 @@ from gbmoe.kernels import map_slots
 from gbmoe.ops.permute import FLOAT8, gather_slots, make_slot_map, scatter_slots
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
+from gbmoe.tuning.device import Device
 
 __all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
            "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
@@ -71,7 +72,7 @@ def _mask_rows_kernel(mask_TE, pad_offsets_E, rows):
         return torch.empty(shape, dtype=torch.int32, device=mask_TE.device)
 
     map_TM, slots = new(tokens, 2 * experts + 1), None if rows is None else (new(tokens, experts), new(rows))
-    counts_by_chunk = new(permutation.MOST_CHUNKS, experts)
+    counts_by_chunk = new(permutation.most_chunks(Device.of(mask_TE.device)), experts)
     torch.ops.gbmoe_cuda.mask_row_map(mask_TE.contiguous(), pad_offsets_E, counts_by_chunk, map_TM, *(slots or (None, None)))
     return map_TM, *(slots or (new(0), new(0)))
 

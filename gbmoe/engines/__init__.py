@@ -1,6 +1,6 @@
 """The engines, and the choice of one.
 
-`engine="auto"` takes the first engine in the order of tuning.engine_order that is available and does not refuse the operands, or
+`engine="auto"` takes the first engine in the order of gbmoe/tuning/engine_order.py that is available and does not refuse the operands, or
 `reference` where there is none. A name forces that engine, and raises where it cannot compute the product.
 """
 
@@ -17,13 +17,13 @@ from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.float8 import Float8, Float8Hopper, Float8Reference
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
-from gbmoe.engines.own_kernels import capability
 from gbmoe.engines.plain_torch import Reference
 from gbmoe.engines.tensor_core import TensorCore, TensorCoreBatchInvariant
 from gbmoe.engines.torch_grouped import TorchGrouped
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.problem import Problem, allows_tf32, known
-from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning.device import Device
+from gbmoe.tuning.engine_order import engine_order
 
 ENGINES: dict[str, Engine] = {e.name: e for e in (
     Hopper(), HopperBatchInvariant(), TensorCore(), TensorCoreBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
@@ -68,14 +68,14 @@ def _unavailable(engine: str, device: torch.device) -> str | None:
     return _named(engine, device).unavailable(device)
 
 
-def _capability(device: torch.device) -> tuple[int, int] | None:
+def _device_fields(device: torch.device) -> tuple | None:
     # A graph may be compiled for CUDA where there is no GPU.
-    return capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+    return tuple(Device.of(device)) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 # torch.compile calls these functions instead of tracing them, because the answer may need the extension to be built and loaded. The
 # attribute is what torch.compiler.assume_constant_result sets; calling that would add a second to the import.
-_unavailable._dynamo_marked_constant = _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_unavailable._dynamo_marked_constant = _device_fields._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _MEMORIES: list[Any] = []
@@ -136,7 +136,8 @@ def _select(engine: str, *of_problem) -> Engine:
             of_recipe = ", that of a gbmoe.Float8BlockScaling," if engine in FLOAT8_ENGINES else ""
             raise ValueError(f"gmm: engine {engine!r}{of_recipe} cannot serve this product: {reason}")
         return chosen
-    for name in tuning.engine_order(problem, _capability(problem.device)):
+    fields = _device_fields(problem.device)  # as a tuple, because a graph can use no property of what is made outside of it
+    for name in engine_order(problem, None if fields is None else Device(*fields)):
         candidate = ENGINES[name]
         if _unavailable(name, problem.device) is None and candidate.refuses(problem) is None:
             return candidate

@@ -22,7 +22,8 @@ from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, Sc
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import result_shape
-from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning import float8_tiles
+from gbmoe.tuning.device import Device
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _NORMAL = torch.finfo(torch.float32)
@@ -208,7 +209,7 @@ class Float8Hopper(Float8):
 
     def scaled_product(self, a, b, sizes, out, a2=None, b2=None):
         rows, inner = a.values_PK.shape
-        config = tuning.scaled_rows_gemm(rows, inner * (1 if a2 is None else 2), out.size(1))
+        config = float8_tiles.rows_gemm(Device.of(out.device), rows, inner * (1 if a2 is None else 2), out.size(1))
         second = (None,) * 4 if a2 is None else (a2.values_PK, a2.scales_PC, b2.values_ENK, b2.scales)
         sizes = device_sizes(sizes, out.device)
         torch.ops.gbmoe_cuda.hopper_scaled_rows(
@@ -217,7 +218,7 @@ class Float8Hopper(Float8):
         return out
 
     def scaled_weight_gradient(self, a, b, out):
-        config, rows_E = tuning.scaled_weight_gradient_gemm(), a.filled_rows_E
+        config, rows_E = float8_tiles.weight_gradient_gemm(Device.of(out.device)), a.filled_rows_E
         torch.ops.gbmoe_cuda.hopper_scaled_weights(
             a.values_BKR, a.scales_BK, b.values_BKR, b.scales_BK, rows_E, config.panel, workspace(out, rows_E, config), out)
         return out
@@ -229,7 +230,7 @@ class Float8Hopper(Float8):
         a = kernels.empty_scaled_rows(like, *shape)
         h_PF = w1.new_rows(shape[0]) if save else None
         g_PF = w1.new_rows(shape[0]) if save and v1 is not None else None
-        config = tuning.scaled_up_gemm(*rows.values_PK.shape, shape[1], v1 is not None)
+        config = float8_tiles.up_gemm(Device.of(like.device), *rows.values_PK.shape, shape[1], v1 is not None)
         sizes = device_sizes(sizes_E, like.device)
         torch.ops.gbmoe_cuda.hopper_scaled_up(
             rows.values_PK, rows.scales_PC, w1.values_ENK, w1.scales, *((None, None) if v1 is None else (v1.values_ENK, v1.scales)), sizes,

@@ -14,10 +14,12 @@ from gbmoe import kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, capability, few_rows_linear
+from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
-from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
+from gbmoe.tuning.device import Device
+from gbmoe.tuning.hopper_tiles import GemmConfig
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -31,7 +33,7 @@ class Hopper(OwnKernels):
         reason = why_not_cuda(device)
         if reason is not None:
             return reason
-        found = capability(device)
+        found = Device.of(device).capability
         if found != (9, 0):
             return f"runs on compute capability 9.0, this device has {found[0]}.{found[1]}"
         reason = why_no_extension()  # asked after the capability, so that no other GPU builds the extension for this engine
@@ -45,38 +47,39 @@ class Hopper(OwnKernels):
         return None if problem.dtype in _DTYPES else f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
 
     def has_few_rows(self, rows, groups):
-        return tuning.few_rows_on_hopper(rows, groups)
+        return groups_of_few_rows.few_rows_on_hopper(rows, groups)
 
-    def pads_columns(self, rows, columns):
-        return not self._is_few_rows_linear(rows, 1, columns)
+    def pads_columns(self, device, rows, columns):
+        return not self._is_few_rows_linear(device, rows, 1, columns)
 
-    def _is_few_rows_linear(self, rows: int, groups: int, columns: int) -> bool:
+    def _is_few_rows_linear(self, device: Device, rows: int, groups: int, columns: int) -> bool:
         """Whether few_rows_linear computes a @ b.T of one group: few rows and columns, where no sum may be split or rows are very few."""
-        return groups == 1 and tuning.few_rows_linear(rows, columns) and (self.batch_invariant or self.has_few_rows(rows, groups))
+        return groups == 1 and groups_of_few_rows.few_rows_linear(device, rows, columns) and (
+            self.batch_invariant or self.has_few_rows(rows, groups))
 
     def rows_gemm(self, a, b, a2, b2, sizes, trans_b, out):
-        rows, groups, columns = a.size(0), b.size(0), out.size(1)
-        if a2 is None and trans_b and self._is_few_rows_linear(rows, groups, columns):
+        device, rows, groups, columns = Device.of(a.device), a.size(0), b.size(0), out.size(1)
+        if a2 is None and trans_b and self._is_few_rows_linear(device, rows, groups, columns):
             few_rows_linear(a, b[0], sizes, out)
             return
         unrounded = out.dtype != a.dtype
         if a2 is None and not unrounded and self.has_few_rows(rows, groups):
             HOPPER_FEW_ROWS.gemm(a, b, sizes, trans_b, out)
             return
-        if a2 is None and (self.batch_invariant or unrounded) and tuning.low_tiles_of_one_group(rows, groups, columns):
-            tensor_core.launch_rows(tuning.TENSOR_CORE_LOW, a, b, None, None, sizes, trans_b, out)
+        if a2 is None and (self.batch_invariant or unrounded) and tensor_core_tiles.few_low_tiles(device, rows, groups, columns):
+            tensor_core.launch_rows(tensor_core_tiles.rows_gemm(device, rows, groups, columns), a, b, None, None, sizes, trans_b, out)
             return
         inner = a.size(1) * (1 if a2 is None else 2)
         if unrounded:
-            config = tuning.unrounded_rows_gemm(rows, inner, columns)
+            config = hopper_tiles.unrounded_rows_gemm(device, rows, inner, columns)
         else:
-            config = tuning.rows_gemm(rows, groups, inner, columns, splits=not self.batch_invariant)
+            config = hopper_tiles.rows_gemm(device, rows, groups, inner, columns, splits=not self.batch_invariant)
         launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
         assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
         sizes = device_sizes(sizes, a.device)
-        config = tuning.weight_gradient_gemm(a.size(0), *out.shape, gathered=False)
+        config = hopper_tiles.weight_gradient_gemm(Device.of(a.device), a.size(0), *out.shape, gathered=False)
         split = config.split
         torch.ops.gbmoe_cuda.hopper_weights(
             a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
@@ -98,7 +101,7 @@ class Hopper(OwnKernels):
         return super().down(a_PF, w2_EFH, sizes_E)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
-        return not tuning.always_gathers_in_up(ffn, activation, token_bytes)
+        return not gathering.always_gathers_in_up(ffn, activation, token_bytes)
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
         config = _config(dz, w2_EFH.size(1), g_PF is not None, activation)
@@ -120,7 +123,7 @@ class Hopper(OwnKernels):
 
     def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E):
         config, slots, (num_rows, ffn) = _config(rows, left_PF.size(1)), rows.slots, left_PF.shape
-        if not config.gather_two_weight_gradients or not tuning.rows_pay_for_two(num_rows, sizes_E.numel(), ffn):
+        if not config.gather_two_weight_gradients or not gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn):
             return None
         return two_weight_gradients_gemm_gathered(
             left_PF, left2_PF, aligned(rows.tokens_TH), slots.slot_of_row_P, slots.top_k, sizes_E)
@@ -144,13 +147,13 @@ class HopperBatchInvariant(Hopper):
 _HOPPER = Hopper()
 
 
-def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> tuning.ExpertsConfig:
+def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> gathering.LayerConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
     if rows.are_gathered or rows.tokens_TH is None:
-        config = tuning.experts(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
+        config = gathering.layer_config(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
         return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
     padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
-    return tuning.experts(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
+    return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
 
 
 def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
@@ -172,13 +175,13 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     gathered = slot_of_row_P is not None
-    config = tuning.up_gemm(a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
-                            padded=gathered and _padded(slot_of_row_P, x, top_k))
+    config = hopper_tiles.up_gemm(Device.of(x.device), a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
+                                  padded=gathered and _padded(slot_of_row_P, x, top_k))
     launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
 
-def launch_up(config: tuning.GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
+def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
     index = plain_torch.ACTIVATION_INDEX[activation]
     tiling, memory = (config.cluster_n, config.panel, config.even_panels, config.most_ahead), workspace(x, sizes, config)
@@ -192,7 +195,7 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
     torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
-                                              tuning.GATHERED_ROWS.panel, product_PF)
+                                              hopper_tiles.gathered_rows_gemm(Device.of(x_TH.device)).panel, product_PF)
     return product_PF
 
 
@@ -212,8 +215,8 @@ def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x
     sizes = device_sizes(sizes, x_TH.device)
     out_EFH = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1))
     out2_EFH = None if a2_PF is None else torch.empty_like(out_EFH)
-    config = tuning.weight_gradient_gemm(a_PF.size(0), *out_EFH.shape, gathered=True, padded=_padded(slot_of_row_P, x_TH, top_k),
-                                         two=a2_PF is not None)
+    config = hopper_tiles.weight_gradient_gemm(Device.of(a_PF.device), a_PF.size(0), *out_EFH.shape, gathered=True,
+                                               padded=_padded(slot_of_row_P, x_TH, top_k), two=a2_PF is not None)
     split = config.split
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
         a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a_PF, sizes, config),
@@ -231,14 +234,14 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dweights_TK = weights_TK.new_zeros(weights_TK.shape)
         weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
-    config = tuning.down_backward_gemm(h_PF.size(1))
+    config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
         dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
         config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 
-def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
+def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
     split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
@@ -246,7 +249,7 @@ def launch_rows(config: tuning.GemmConfig, a, b, a2, b2, sizes, trans_b, out) ->
         workspace(a, sizes, config), split.min_k_blocks, split.cost, split.most, out)
 
 
-def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: tuning.GemmConfig) -> torch.Tensor | None:
+def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig) -> torch.Tensor | None:
     """Memory for the tile counter and the partial sums of split-K, or None where the GEMM uses neither."""
     if not config.tile_counter:
         return None

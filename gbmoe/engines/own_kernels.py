@@ -5,8 +5,6 @@ Shape suffixes: P rows of all groups, E groups (experts), H hidden, F ffn hidden
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from gbmoe._checks import require
@@ -14,15 +12,10 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem, known, result_shape
-from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning import groups_of_few_rows
+from gbmoe.tuning.device import Device
 
 _MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a tile may reach some hundreds beyond the last one
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
 
 
 class OwnKernels(Engine):
@@ -47,9 +40,9 @@ class OwnKernels(Engine):
 
     def has_few_rows(self, rows: int, groups: int) -> bool:
         """Whether the kernels for groups of few rows compute an m-grouped GEMM of forward."""
-        return tuning.few_rows(rows, groups)
+        return groups_of_few_rows.few_rows(rows, groups)
 
-    def pads_columns(self, rows: int, columns: int) -> bool:
+    def pads_columns(self, device: Device, rows: int, columns: int) -> bool:
         """Whether `linear` pads weights to a multiple of 8 columns, which tiles need."""
         return True
 
@@ -85,7 +78,7 @@ class OwnKernels(Engine):
         """Without a tensor of sizes, which would be one kernel more in each call; and without padding in the kernels for few rows."""
         require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
         rows, columns = x.size(0), weight.size(0)
-        pads = columns % 8 and self.pads_columns(rows, columns)
+        pads = columns % 8 and self.pads_columns(Device.of(x.device), rows, columns)
         weight_NK = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8)) if pads else weight
         out = x.new_empty(rows, weight_NK.size(0), dtype=torch.float32)
         self.rows_gemm(aligned(x), aligned(weight_NK).unsqueeze(0), None, None, None, True, out)

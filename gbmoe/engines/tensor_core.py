@@ -9,10 +9,12 @@ import torch
 
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
-from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels, capability
+from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
-from gbmoe.tuning import grouped_gemm as tuning
+from gbmoe.tuning import tensor_core_tiles as tiles
+from gbmoe.tuning.device import Device
+from gbmoe.tuning.tensor_core_tiles import TensorCoreConfig
 
 
 class TensorCore(OwnKernels):
@@ -24,7 +26,7 @@ class TensorCore(OwnKernels):
         reason = why_not_cuda(device)
         if reason is not None:
             return reason
-        found = capability(device)
+        found = Device.of(device).capability
         if found < (8, 0):
             return f"runs on compute capability 8.0 and later, this device has {found[0]}.{found[1]}"
         reason = why_no_extension()
@@ -47,10 +49,10 @@ class TensorCore(OwnKernels):
         if a2 is None and out.dtype == a.dtype != torch.float32 and self.has_few_rows(rows, groups):
             FEW_ROWS.gemm(a, b, sizes, trans_b, out)
             return
-        launch_rows(tuning.tensor_core_rows_gemm(rows, groups, out.size(1)), a, b, a2, b2, sizes, trans_b, out)
+        launch_rows(tiles.rows_gemm(Device.of(a.device), rows, groups, out.size(1)), a, b, a2, b2, sizes, trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
-        launch_weight_gradient(tuning.tensor_core_weight_gradient_gemm(*out.shape), a, b, sizes, out, accumulate)
+        launch_weight_gradient(tiles.weight_gradient_gemm(Device.of(a.device), *out.shape), a, b, sizes, out, accumulate)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         """The activation in the epilogue; in float32 composed, because the epilogue's approximations are for results of 16 bits."""
@@ -92,25 +94,26 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
     a_PF = x_PH.new_empty(x_PH.size(0), w1_EFH.size(1))
     h_PF = torch.empty_like(a_PF) if save else None
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-    launch_up(tuning.tensor_core_up_gemm(a_PF.size(0), w1_EFH.size(0)), x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF)
+    config = tiles.up_gemm(Device.of(x_PH.device), a_PF.size(0), w1_EFH.size(0))
+    launch_up(config, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
 
-def launch_up(config: tuning.TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
+def launch_up(config: TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, into a, h and g; h and g may be None."""
     torch.ops.gbmoe_cuda.tensor_core_up(
         x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_torch.ACTIVATION_INDEX[activation],
         config.tile_m, config.tile_n, config.panel, a_PF, h_PF, g_PF)
 
 
-def launch_rows(config: tuning.TensorCoreConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
+def launch_rows(config: TensorCoreConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], in a given configuration. With trans_b and without a2
     out may be float32, to which nothing is rounded."""
     torch.ops.gbmoe_cuda.tensor_core_rows(
         a, b, a2, b2, device_sizes(sizes, a.device), trans_b, config.tile_m, config.tile_n, config.panel, out)
 
 
-def launch_weight_gradient(config: tuning.TensorCoreConfig, a, b, sizes, out, accumulate: bool = False) -> None:
+def launch_weight_gradient(config: TensorCoreConfig, a, b, sizes, out, accumulate: bool = False) -> None:
     """out[e] = a[rows of e].T @ b[rows of e] in a given configuration; `accumulate` adds it to out, which is float32 then."""
     torch.ops.gbmoe_cuda.tensor_core_weights(
         a, b, device_sizes(sizes, a.device), config.tile_m, config.tile_n, config.panel, accumulate, out)

@@ -1,9 +1,19 @@
 """How the threads of the padded gather share a row, and how many CTAs share the sort of a plan."""
 
-# Where a token's row is written to several slots, each thread copies two vectors (of 16 bytes, if these divide the row) of rows that
-# have at most this many vectors, and four of longer rows. Measured from 128 to 896 vectors.
+from __future__ import annotations
+
+import functools
+
+from gbmoe.tuning.device import Device
+
+# Where a token's row is written to several slots, each thread copies two vectors (of 16 bytes, if these divide the row) of rows
+# that have at most this many vectors, and four of longer rows. Measured on an H200 from 128 to 896 vectors; it is about what one
+# thread does.
 SHORT_ROW = 256
 
-# A plan, and the row map of a mask, sort slots or tokens in at most this many chunks, with a CTA for each. Every CTA reads the counts of
-# all chunks, so that more chunks do not always take less time.
-MOST_CHUNKS = 128
+
+@functools.cache
+def most_chunks(device: Device) -> int:
+    """In how many chunks a plan, and the row map of a mask, sort slots or tokens at most, with a CTA for each: 128 on an H200, so
+    that all run at once. Every CTA reads the counts of all chunks, so that more chunks do not always take less time."""
+    return max(1, int(device.tiles(128)))

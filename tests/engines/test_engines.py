@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from gbmoe import engines
-from gbmoe.engines import hopper, own_kernels, tensor_core
+from gbmoe.engines import hopper, tensor_core
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
+from gbmoe.tuning import device as device_module
+from gbmoe.tuning.device import Device
+from tests.tuning import cards
 
 CPU = torch.device("cpu")
 
@@ -100,9 +103,12 @@ def test_auto_loops_over_few_large_groups_only_where_nobody_waits(monkeypatch, f
 
 def pretend_gpu(monkeypatch, capability):
     """Make the engines answer as on such a GPU, where the extension is loaded and has code for it."""
-    own_kernels.capability.cache_clear()
+    device_module._found.cache_clear()
     engines.forget()
+    major, minor = capability
+    properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(tensor_core, "why_no_extension", lambda: None)
     monkeypatch.setattr(hopper, "why_no_extension", lambda: None)
@@ -114,7 +120,7 @@ def pretend_gpu(monkeypatch, capability):
 @pytest.fixture
 def forgotten():
     yield
-    own_kernels.capability.cache_clear()
+    device_module._found.cache_clear()
     engines.forget()
 
 
@@ -130,6 +136,55 @@ def test_auto_chooses_by_compute_capability(monkeypatch, forgotten, capability, 
     assert engines.select("auto", Problem(torch.device("cuda", 0), dtype, 32768, 8, 4096, 14336, False)).name == name
     if dtype != torch.float32:  # one engine for all of a layer's products, so that its fused steps are used
         assert engines.for_experts("auto", x_TH, 32768, w1_EFH, sizes_E).name == name
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Configurations that engines launch, instead of kernels, of bfloat16 tensors without memory."""
+    configs = []
+    for module in (hopper, tensor_core):
+        monkeypatch.setattr(module, "launch_rows", lambda config, *_: configs.append(config))
+    return configs
+
+
+def launch_rows(engine, rows, groups, inner, columns):
+    a, b, out = (torch.empty(shape, dtype=torch.bfloat16, device="meta")
+                 for shape in ((rows, inner), (groups, inner, columns), (rows, columns)))
+    engines.ENGINES[engine].rows_gemm(a, b, None, None, torch.empty(groups, dtype=torch.int32, device="meta"), False, out)
+
+
+@pytest.mark.parametrize("engine, device, problem, tile_n", [
+    ("hopper_batch_invariant", cards.H100, (512, 8, 14336, 4096), 256), ("hopper_batch_invariant", cards.H200, (512, 8, 14336, 4096), 256),
+    ("hopper_batch_invariant", cards.H100_PCIE, (512, 8, 14336, 4096), 128), ("tensor_core", cards.H100, (14000, 1, 512, 256), 128),
+    ("tensor_core", cards.A100, (14000, 1, 512, 256), 256), ("tensor_core", cards.L40S, (17000, 1, 512, 256), 128),
+    ("tensor_core", cards.H200, (17000, 1, 512, 256), 256)])
+def test_tiles_are_those_of_the_gpu_that_has_the_operands(monkeypatch, launched, engine, device, problem, tile_n):
+    """All were given an H200's."""
+    monkeypatch.setattr(Device, "of", lambda of: device)
+    launch_rows(engine, *problem)
+    assert [config.tile_n for config in launched] == [tile_n]
+
+
+@pytest.mark.parametrize("device, name", [(cards.A100, "tensor_core"), (cards.H100_PCIE, "hopper"), (cards.B200, "torch")],
+                         ids=cards.card_id)
+def test_a_graph_has_the_engine_that_auto_chooses_outside_of_one(monkeypatch, forgotten, device, name):
+    """torch.compile traces the choice, but for what is asked of the device."""
+    def constant(function):
+        function._dynamo_marked_constant = True
+        return function
+
+    torch.compiler.reset()  # what was asked of another device is a constant of graphs of the same code
+    engines.forget()
+    monkeypatch.setattr(engines, "_device_fields", constant(lambda of: tuple(device)))
+    monkeypatch.setattr(engines, "_unavailable", constant(lambda engine, of: "no" if engine == "hopper" != name else None))
+
+    def named(x):
+        problem = Problem(torch.device("cuda", 0), torch.bfloat16, x.size(0), 8, 4096, 14336, False)
+        return x + len(engines.select("auto", problem).name)
+
+    compiled = torch.compile(named, fullgraph=True, dynamic=True, backend="eager")
+    for rows in (32768, 4096):
+        assert int(named(torch.zeros(rows))[0]) == int(compiled(torch.zeros(rows))[0]) == len(name)
 
 
 def test_auto_takes_tensor_core_on_hopper_where_tf32_is_allowed(monkeypatch, forgotten):

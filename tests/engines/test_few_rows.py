@@ -13,7 +13,7 @@ from gbmoe.kernels import plain_torch
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs
-from gbmoe.tuning.grouped_gemm import TENSOR_CORE_LOW
+from gbmoe.tuning.tensor_core_tiles import LOW
 from tests.conftest import assert_as_accurate_as, dtype_id
 from tests.engines.test_tensor_core import device, device_named, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
 
@@ -65,7 +65,7 @@ def test_rows(few, dtype, trans_b):
                 few.op("gemm")(a, b, on_device, trans_b, bool(reads_early), out)
             assert_as_accurate_as(outs[0][:rows], baseline.to(dtype), exact, f"{sizes} of {inner} x {columns}")
             if few is HOPPER_FEW_ROWS:
-                tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, trans_b, outs[2])
+                tensor_core.launch_rows(LOW, a, b, None, None, on_device, trans_b, outs[2])
             for out in outs[1:]:
                 assert torch.equal(outs[0][:rows], out[:rows]) and bool(out[rows:].isnan().all())
 
@@ -88,7 +88,7 @@ def test_turns_sum_in_the_order_of_a_tile(device, dtype, rows, inner):  # noqa: 
     a, b = numbers_that_cancel(device, dtype, rows, inner, 1, 24)
     on_device, outs = torch.tensor([rows], device=device), [poisoned(rows, 24, dtype=dtype, device=device) for _ in range(3)]
     own_kernels.few_rows_linear(a, b[0], None, outs[0])
-    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, True, outs[1])
+    tensor_core.launch_rows(LOW, a, b, None, None, on_device, True, outs[1])
     FEW_ROWS.gemm(a, b, on_device, True, outs[2])
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
 
@@ -104,7 +104,7 @@ def test_hopper_sums_in_the_order_of_a_tile(few, dtype, inner, trans_b):
     b = b if trans_b else b.transpose(1, 2).contiguous()
     sizes, outs = torch.tensor([3, 0, 70, 4], device=device), [poisoned(77, 200, dtype=dtype, device=device) for _ in range(2)]
     few.gemm(a, b, sizes, trans_b, outs[0])
-    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, sizes, trans_b, outs[1])
+    tensor_core.launch_rows(LOW, a, b, None, None, sizes, trans_b, outs[1])
     assert torch.equal(*outs)
 
 
@@ -119,7 +119,7 @@ def test_linear(device, dtype, on_cpu, on_gpu):  # noqa: F811
     for size in (rows, rows - 6, 1):
         outs = [poisoned(rows, columns, dtype=dtype, device=device) for _ in range(2)]
         own_kernels.few_rows_linear(x, weight, torch.tensor([size], device=device), outs[0])
-        tensor_core.launch_rows(TENSOR_CORE_LOW, x, weight[None], None, None, torch.tensor([size], device=device), True, outs[1])
+        tensor_core.launch_rows(LOW, x, weight[None], None, None, torch.tensor([size], device=device), True, outs[1])
         assert torch.equal(outs[0][:size], outs[1][:size]) and bool(outs[0][size:].isnan().all())
 
 
@@ -136,7 +136,7 @@ def test_linear_in_float32(device, dtype, on_cpu, on_gpu):  # noqa: F811
     assert torch.equal(out[:rows].to(dtype), rounded) and not torch.equal(out[:rows], rounded.float()) and bool(out[rows:].isnan().all())
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -columns % 8))
     of_tile = poisoned(rows, padded.size(0), dtype=torch.float32, device=device)
-    tensor_core.launch_rows(TENSOR_CORE_LOW, x, padded[None], None, None, None, True, of_tile)
+    tensor_core.launch_rows(LOW, x, padded[None], None, None, None, True, of_tile)
     assert torch.equal(of_tile[:, :columns], out[:rows])
 
 

@@ -9,8 +9,9 @@ from gbmoe import RoutingPlan, engines, expert_mlp, kernels
 from gbmoe.engines import hopper
 from gbmoe.kernels import gather, plain_torch
 from gbmoe.testing import exact_inputs
-from gbmoe.tuning import grouped_gemm as tuning
-from gbmoe.tuning.grouped_gemm import NARROW, SQUARE, WIDE, GemmConfig
+from gbmoe.tuning import gathering, hopper_tiles
+from gbmoe.tuning.device import Device
+from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WHOLE, WIDE, GemmConfig
 from tests.conftest import assert_as_accurate_as, dtype_id
 
 pytestmark = pytest.mark.gpu
@@ -265,7 +266,7 @@ def test_up_of_many_tiles(hidden, ffn, activation, glu):
     v1 = values(len(sizes), ffn, hidden, number=3, scale=scale) if glu else None
     exact_inputs.poison(DEVICE)
     a, h, g = hopper.up_gemm(x, None, 1, w1, v1, torch.tensor(sizes, dtype=torch.int32, device=DEVICE), activation, True)
-    assert tuning.up_gemm(sum(sizes), hidden, ffn, glu).tile_counter == (hidden != 72)
+    assert hopper_tiles.up_gemm(Device.of(x.device), sum(sizes), hidden, ffn, glu).tile_counter == (hidden != 72)
     for name, weights, got in (("h", w1, h), ("g", v1, g)):
         if weights is None:
             continue
@@ -316,7 +317,7 @@ def test_products_that_gather(dtype, sizes, hidden, ffn, top_k):
 
 
 # Of an expert's first GEMM: in single CTAs rows are copied, in pairs TMA loads them line by line.
-GATHERING = (tuning.GATHERED_ROWS, GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True),
+GATHERING = (GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True),
              GemmConfig(WIDE, cluster_n=2, panel=3, even_panels=True),
              GemmConfig(WIDE, cluster_n=2, panel=2, tile_counter=True, most_ahead=1))
 
@@ -358,17 +359,17 @@ def test_weights_that_gather_have_the_same_bits_in_every_cluster(monkeypatch, si
     x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, hidden, ffn, top_k)
     on_device, rows = torch.tensor(sizes, dtype=torch.int32, device=DEVICE), torch.full((len(slots), hidden), float("nan")).to(x)
     rows[:sum(sizes)] = gathered
-    config = tuning.weight_gradient_gemm(len(slots), len(sizes), ffn, hidden, gathered=True)
-    split = [tuning.WHOLE] if sum(sizes) < 1000 else [tuning.WHOLE, config.split]  # where sums are split depends on the tiles
+    config = hopper_tiles.weight_gradient_gemm(Device.of(x.device), len(slots), len(sizes), ffn, hidden, gathered=True)
+    split = [WHOLE] if sum(sizes) < 1000 else [WHOLE, config.split]  # where sums are split depends on the tiles
     want = HOPPER.gmm(a, rows, on_device, True, False)
     for clusters in ((1, 1), (2, 1), (1, 2)):
         for splitting in split:
             choice = replace(config, cluster_m=clusters[0], cluster_n=clusters[1], split=splitting)
-            monkeypatch.setattr(tuning, "weight_gradient_gemm", lambda *_, **__: choice)
+            monkeypatch.setattr(hopper_tiles, "weight_gradient_gemm", lambda *_, **__: choice)
             exact_inputs.poison(DEVICE)
             got = hopper.weight_gradient_gemm_gathered(a, x, slots, top_k, on_device)
             assert_as_accurate_as(got, *expected_weights(a, gathered, sizes, torch.bfloat16), f"{clusters}, {splitting}")
-            if splitting is tuning.WHOLE and len(split) == 1:
+            if splitting is WHOLE and len(split) == 1:
                 assert torch.equal(got, want), clusters
 
 
@@ -380,16 +381,16 @@ def test_two_weight_gradients_of_one_gemm_are_those_of_two(monkeypatch, sizes, h
     x, gathered, slots, _, a = gathered_inputs(torch.bfloat16, sizes, hidden, ffn, top_k)
     a2, on_device = drawn(torch.bfloat16, 6)(*a.shape, number=1), torch.tensor(sizes, dtype=torch.int32, device=DEVICE)
     a2[sum(sizes):] = float("nan")
-    real = tuning.weight_gradient_gemm
+    real = hopper_tiles.weight_gradient_gemm
     for clusters in ((1, 2), (2, 1), (1, 1)):
         def choice(*of, clusters=clusters, **more):
-            return replace(real(*of, **more), cluster_m=clusters[0], cluster_n=clusters[1], split=tuning.WHOLE)
-        monkeypatch.setattr(tuning, "weight_gradient_gemm", choice)
+            return replace(real(*of, **more), cluster_m=clusters[0], cluster_n=clusters[1], split=WHOLE)
+        monkeypatch.setattr(hopper_tiles, "weight_gradient_gemm", choice)
         exact_inputs.poison(DEVICE)
         got = hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device)
         for left, gradient in zip((a, a2), got):
             assert torch.equal(gradient, hopper.weight_gradient_gemm_gathered(left, x, slots, top_k, on_device)), clusters
-    monkeypatch.setattr(tuning, "weight_gradient_gemm", real)
+    monkeypatch.setattr(hopper_tiles, "weight_gradient_gemm", real)
     exact_inputs.poison(DEVICE)
     for left, gradient in zip((a, a2), hopper.two_weight_gradients_gemm_gathered(a, a2, x, slots, top_k, on_device)):
         assert_as_accurate_as(gradient, *expected_weights(left, gathered, sizes, torch.bfloat16), "with sums that are split")
@@ -567,8 +568,8 @@ def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
     plan = RoutingPlan.from_experts(ids, 1)
     rows, _ = gather(x, plan.slot_map._replace(slot_of_row_P=plan.slot_of_row_P[:8].clone()))
     assert torch.equal(rows[:6], x[picked])
-    assert tuning.experts(hidden, 256, True, "silu", x[:1000].nbytes, False) == tuning.ExpertsConfig(True, True, True, True, True)
-    assert tuning.experts(hidden, 256, True, "silu", x.nbytes, False) == tuning.ExpertsConfig(False, False, False, False, True)
+    assert gathering.layer_config(hidden, 256, True, "silu", x[:1000].nbytes, False) == gathering.LayerConfig(True, True, True, True, True)
+    assert gathering.layer_config(hidden, 256, True, "silu", x.nbytes, False) == gathering.LayerConfig(False, False, False, False, True)
     with pytest.raises(RuntimeError, match="expected less than 64 GiB to gather from"):
         hopper.rows_gemm_gathered(x, plan.slot_of_row_P[:8], 1, x[:64].unsqueeze(0), plan.padded_counts_E)
 

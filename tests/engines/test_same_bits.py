@@ -11,8 +11,8 @@ from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
-from gbmoe.tuning import grouped_gemm as tuning
-from gbmoe.tuning.grouped_gemm import NARROW, SQUARE, TENSOR_CORE_LOW, TENSOR_CORE_SQUARE, TENSOR_CORE_WIDE, WIDE, GemmConfig
+from gbmoe.tuning import tensor_core_tiles
+from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WIDE, GemmConfig
 from tests.conftest import dtype_id
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +22,8 @@ OF_HOPPER = (GemmConfig(WIDE), GemmConfig(WIDE, tile_counter=True), GemmConfig(W
              GemmConfig(SQUARE, ping_pong=True), GemmConfig(SQUARE, cluster_n=2, ping_pong=True),
              GemmConfig(SQUARE, cluster_m=2, ping_pong=True, tile_counter=True))
 OF_HOPPER_UP = (GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2, panel=2, even_panels=True, tile_counter=True))
-OF_TENSOR_CORE = (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE, TENSOR_CORE_LOW)
-OF_TENSOR_CORE_UP = (TENSOR_CORE_WIDE, TENSOR_CORE_LOW)
+OF_TENSOR_CORE = (tensor_core_tiles.WIDE, tensor_core_tiles.SQUARE, tensor_core_tiles.LOW)
+OF_TENSOR_CORE_UP = (tensor_core_tiles.WIDE, tensor_core_tiles.LOW)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
         for config in OF_HOPPER_UP:
             hopper.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))
         if activation in ("silu", "gelu_tanh"):
-            for config in (tuning.GATHERED_ROWS, *(config for config in OF_HOPPER_UP if config.cluster_n == 2)):
+            for config in (GemmConfig(WIDE), *(config for config in OF_HOPPER_UP if config.cluster_n == 2)):
                 hopper.launch_up(config, tokens, token_of_row.int(), 1, w1, v1, sizes, activation, *outs(("gathered inside", config)))
     return results
 
@@ -159,7 +159,7 @@ def test_the_first_gemm_with_its_activation(device, dtype, activation, glu):
         w1, v1 = (hard_numbers("normal", len(SIZES), ffn, inner, dtype=dtype, device=device, seed=seed) / 16 for seed in (2, 3))
         results = first_gemms(tokens, token_of_row, w1, v1 if glu else None, sizes, activation)
         for name, got in results.items():
-            for one, other in zip(got, results[TENSOR_CORE_WIDE]):
+            for one, other in zip(got, results[tensor_core_tiles.WIDE]):
                 assert torch.equal(bits(one), bits(other)), (kind, name)
 
 

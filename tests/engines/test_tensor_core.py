@@ -12,8 +12,8 @@ from gbmoe import engines
 from gbmoe.engines import tensor_core
 from gbmoe.kernels import plain_torch
 from gbmoe.testing import cuda_graphs, exact_inputs
-from gbmoe.tuning import grouped_gemm as tuning
-from gbmoe.tuning.grouped_gemm import TENSOR_CORE_LOW, TENSOR_CORE_SQUARE, TENSOR_CORE_WIDE, TensorCoreConfig
+from gbmoe.tuning.device import FITTED_ON
+from gbmoe.tuning.tensor_core_tiles import LOW, SQUARE, WIDE, TensorCoreConfig, rows_gemm
 from tests.conftest import assert_as_accurate_as, dtype_id
 from tests.engines import emulated_gpu
 
@@ -22,7 +22,7 @@ SIZES = [130, 0, 1, 64, 65, 128, 17, 300]
 GROUPS = {"cuda": [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [0, 9, 0], [0] * 5],
           "cpu": [[70, 0, 1, 129, 0]]}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
-TILES = {"wide": TENSOR_CORE_WIDE, "square": TENSOR_CORE_SQUARE, "low": TENSOR_CORE_LOW}
+TILES = {"wide": WIDE, "square": SQUARE, "low": LOW}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def poisoned(*shape, dtype, device):
 
 
 @pytest.mark.parametrize("rows, inner, columns", [(1, 8, 8), (70, 72, 24), (300, 136, 264)])
-@pytest.mark.parametrize("config", [tuning.TENSOR_CORE_LOW, tuning.TENSOR_CORE_SQUARE, tuning.TENSOR_CORE_WIDE], ids=str)
+@pytest.mark.parametrize("config", [LOW, SQUARE, WIDE], ids=str)
 def test_without_sizes_one_group_has_all_rows(device, config, rows, inner, columns):
     a, b = (drawn(*shape, dtype=torch.bfloat16, device=device, seed=1) for shape in ((rows, inner), (1, columns, inner)))
     results = []
@@ -167,8 +167,8 @@ def test_more_groups_than_a_warp_has_lanes(device):
     on_device, draw = torch.tensor(sizes, device=device), functools.partial(drawn, dtype=torch.bfloat16, device=device)
     a, b, right = draw(sum(sizes), 8, seed=1), draw(len(sizes), 8, 16, seed=2), draw(sum(sizes), 16, seed=3)
     out, gradient = (poisoned(*shape, dtype=a.dtype, device=device) for shape in ((sum(sizes), 16), (len(sizes), 8, 16)))
-    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, on_device, False, out)
-    tensor_core.launch_weight_gradient(TENSOR_CORE_SQUARE, a, right, on_device, gradient)
+    tensor_core.launch_rows(LOW, a, b, None, None, on_device, False, out)
+    tensor_core.launch_weight_gradient(SQUARE, a, right, on_device, gradient)
     for name, got, each in (("rows", out, lambda x, y, w: x @ w), ("gradient", gradient, lambda x, y, w: x.t() @ y)):
         exact, baseline = ([each(*(t.to(wide) for t in of_group)) for of_group in zip(a.split(sizes), right.split(sizes), b)]
                            for wide in (torch.float64, torch.float32))
@@ -224,7 +224,7 @@ def test_sizes_beyond_the_rows_stay_inside_of_every_tensor(device, sizes):
         guarded = torch.full((rows + 512, 136), 7.0, dtype=a.dtype, device=device)
         tensor_core.launch_rows(tile, a, b, None, None, sizes, False, guarded[:rows])
         assert bool((guarded[rows:] == 7).all())
-    for tile in (TENSOR_CORE_WIDE, TENSOR_CORE_SQUARE):
+    for tile in (WIDE, SQUARE):
         out = torch.full((sizes.numel() + 1, 72, 136), 7.0, dtype=a.dtype, device=device)
         tensor_core.launch_weight_gradient(tile, a, right, sizes, out[:-1])
         assert bool((out[-1] == 7).all())
@@ -233,7 +233,7 @@ def test_sizes_beyond_the_rows_stay_inside_of_every_tensor(device, sizes):
 def test_float32_is_rounded_to_tf32_to_nearest(device):
     a, b, sizes = torch.randn(64, 32, device=device), torch.randn(2, 32, 16, device=device), torch.tensor([30, 34], device=device)
     out = torch.empty(64, 16, device=device)
-    tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, sizes, False, out)
+    tensor_core.launch_rows(LOW, a, b, None, None, sizes, False, out)
 
     def to_tf32(t):
         return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
@@ -313,5 +313,5 @@ def test_a_tile_without_an_instance_is_refused():
     with pytest.raises(RuntimeError, match="tensor_core_rows: no kernel has tiles of 32 x 32"):
         tensor_core.launch_rows(TensorCoreConfig(32, 32), a, b, None, None, torch.tensor([8]), False, torch.empty_like(a))
     with pytest.raises(RuntimeError, match="tensor_core_rows: out has another dtype than the result"):  # b is not [E,N,K]
-        tensor_core.launch_rows(TENSOR_CORE_LOW, a, b, None, None, torch.tensor([8]), False, torch.empty_like(a, dtype=torch.float32))
-    assert tuning.tensor_core_rows_gemm(8, 1, 8) == TENSOR_CORE_LOW
+        tensor_core.launch_rows(LOW, a, b, None, None, torch.tensor([8]), False, torch.empty_like(a, dtype=torch.float32))
+    assert rows_gemm(FITTED_ON, 8, 1, 8) == LOW
