@@ -12,7 +12,7 @@ import torch
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import is_watched
 from gbmoe.layers.arguments import Arguments
-from gbmoe.layers.expert_parallelism import parallel_experts, prepare
+from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
 from gbmoe.layers.expert_weights import ExpertWeights, make_experts
 from gbmoe.layers.losses import Source, save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
@@ -32,13 +32,13 @@ class ParallelDroplessMLP(ExpertModule):
     """
 
     _source: Source | None = None  # in modules that were pickled before 0.3
-    _layer = 0  # its number in the group; likewise
+    _prepared = Prepared()  # likewise
 
     def __init__(self, args: Arguments):
         super().__init__()
         self.args, self._source = args, Source()
         self.num_experts, self.top_k = args.moe_num_experts, args.moe_top_k
-        self._layer = prepare(args)
+        self._prepared = prepare(args)
         self.mlp = make_experts(args)
         if args.bias:
             self.bias = torch.nn.Parameter(torch.zeros(args.hidden_size, device=args.device, dtype=args.dtype))
@@ -57,7 +57,7 @@ class ParallelDroplessMLP(ExpertModule):
         """
         x_TH = x.reshape(-1, x.size(-1))
         if self.args.moe_expert_model_parallelism:
-            out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile, self._layer)
+            out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile, self._prepared)
         else:
             # The router's ids are in range by construction.
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")

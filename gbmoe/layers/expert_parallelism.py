@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from gbmoe._version import __version__
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
+from gbmoe.layers.same_activation import require_same_activation
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, peer_memory, shadowing
@@ -26,33 +27,53 @@ from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
-# The arguments that must be the same on all ranks. `engine` and `mlp_impl` may differ.
+# The arguments that must be the same on all ranks, as activation_fn must be the same function. `engine` and `mlp_impl` may differ.
 _SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_type", "bias", "dtype", "expert_parallel_exact",
          "expert_parallel_ranks_per_node", "expert_parallel_chunks", "expert_parallel_transport", "expert_parallel_rows",
          "expert_parallel_shadows")
 
 
-def prepare(args: Arguments) -> int:
-    """Compare the ranks' arguments and make the process groups of nodes. A layer calls it at construction; collective over the group.
-    Returns the layer's number in the group, by which ranks tell whether they are in the same layer.
+class Prepared(NamedTuple):
+    """What ranks have agreed about when a layer was made.
 
-    Does nothing, and returns 0, without expert parallelism, in a group of one rank, and where torch.distributed is not initialised.
+    Attributes:
+        layer: the layer's number in the group, by which ranks tell whether they are in the same layer; 0 where nobody has counted.
+        maps: whether all ranks can compute with rows that they pull from each other's memory.
+    """
+
+    layer: int = 0
+    maps: bool = True
+
+
+UNPREPARED = Prepared()
+
+def prepare(args: Arguments) -> Prepared:
+    """Compare the ranks' arguments and make the process groups of nodes. A layer calls it at construction; collective over the group.
+
+    Does nothing without expert parallelism, in a group of one rank, and where torch.distributed is not initialised.
 
     Raises:
         ValueError: on all ranks; it names the arguments that differ, and which ranks have which. On a rank that is no member of the
             group.
     """
     if not args.moe_expert_model_parallelism or not dist.is_initialized() or expert_sharding.expert_parallel_world_size(args) == 1:
-        return 0
+        return Prepared()
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend
     values["dtype"], values["fp8_recipe"] = str(args.dtype), str(recipe)
     values.update({"device type": torch.device(args.device).type, "gbmoe's version": __version__})
     groups.require_same_on_all_ranks(values, args.expert_parallel_group)
     placement(args)
-    if args.expert_parallel_transport != "exchange":
-        peer_memory.unavailable(args.expert_parallel_group, torch.device(args.device))
-    return agreement.next_layer(args.expert_parallel_group)
+    require_same_activation(args)
+    maps, exchanges = True, args.expert_parallel_transport == "exchange"
+    if not exchanges and peer_memory.unavailable(args.expert_parallel_group, torch.device(args.device)) is None:
+        mine = args.mlp_impl == "gbmoe" and activation_name(args.activation_fn) is not None
+        alike = groups.of_all_ranks_unless_alike(mine, args.expert_parallel_group, "choosing a transport") is None
+        maps = mine and alike
+        require(maps or args.expert_parallel_transport == "auto", "Arguments", "expert_parallel_transport",
+                "'auto' or 'exchange' where a rank has another mlp_impl, or an activation without a kernel",
+                repr(args.expert_parallel_transport))
+    return Prepared(agreement.next_layer(args.expert_parallel_group), maps)
 
 
 def placement(args: Arguments) -> Placement:
@@ -78,7 +99,7 @@ def _own(args: Any, name: str) -> Any:
 
 
 def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments,
-                where: Placement) -> Spread | None:
+                where: Placement, prepared: Prepared) -> Spread | None:
     """How the experts are spread, where rows are pulled from memory that the ranks map from each other; None where they are exchanged.
 
     All ranks decide alike: by their arguments, which are the same, and by what construction found out about the ranks' memory.
@@ -87,7 +108,7 @@ def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
         ValueError: where args.expert_parallel_transport asks for mapped memory and it cannot be used; it says why.
     """
     transport = _own(args, "expert_parallel_transport")
-    if transport == "exchange":
+    if transport == "exchange" or not prepared.maps:
         return None
     reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
     require(reason is None or transport == "auto", "Arguments", "expert_parallel_transport",
@@ -118,12 +139,13 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
 
 
 def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
-                     args: Arguments, meanwhile: Callable[[], None] | None = None, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+                     args: Arguments, meanwhile: Callable[[], None] | None = None, prepared: Prepared = UNPREPARED,
+                     ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the layer with experts spread over args.expert_parallel_group; mirrors ParallelMLP.parallel_forward_once.
 
     Ranks of one node that map each other's memory pull rows from it and push sums back; others exchange them. The host waits for the
     device once, for the number of rows, unless args.expert_parallel_rows bounds it. `meanwhile` is called once, before that wait, and
-    may start work for the device. `layer` is the number that `prepare` gave the layer.
+    may start work for the device. `prepared` is what `prepare` returned for the layer.
 
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
@@ -131,7 +153,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
     trains = _may_train(experts, args)
-    spread = peer_spread(experts, x_TH, weights_TK, args, where)
+    spread = peer_spread(experts, x_TH, weights_TK, args, where, prepared)
     if spread is not None:
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
         w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH()
@@ -149,8 +171,8 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     if _own(args, "expert_parallel_exact"):
         rows = experts.rows_before_weights()
         return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
-                                                   layer=layer, trains=trains)
-    return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, layer, trains)
+                                                   layer=prepared.layer, trains=trains)
+    return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, prepared.layer, trains)
 
 
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:
