@@ -25,7 +25,6 @@ from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.measurements.link import COMBINE, DISPATCH, LinkMeasurement
 from gbmoe.cli.bench.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
 from gbmoe.cli.bench.measurements.permutation import SKEWS, PermutationMeasurement
-from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.describe_system import refusal
 from gbmoe.float8 import Float8BlockScaling
@@ -35,8 +34,6 @@ from gbmoe.testing.moe_shapes import MoeCase
 # The alignments of the permutation suite: 16 is what FP8 GEMMs need, 128 what the Hopper kernel needs.
 _ALIGNMENTS = (16, 128)
 _STEPS = ("plan", "gather", "padded_gather", "plan+gather", "scatter", "scatter-backward")
-# The memory of the article's GPU.
-ARTICLE_GIB = 16
 _EXPERTS = ("bmm", "loop", "torch-grouped", "torch-grouped-compiled", "grouped_gemm", "megablocks-grouped",
             "megablocks-sparse", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm",
             "scattermoe", "sonicmoe")
@@ -46,7 +43,7 @@ _EXPERTS = ("bmm", "loop", "torch-grouped", "torch-grouped-compiled", "grouped_g
 class Choice:
     """What takes part, and on which device: the named engines (None: every engine that can compute the case) and the named peers.
 
-    `memory_limit`, in GiB, caps every measurement that has no cap of its own. `shapes` are layers in place of the suite's, which are
+    `memory_limit`, in GiB, caps every measurement. `shapes` are layers in place of the suite's, which are
     not scaled down.
     """
     device: torch.device
@@ -82,18 +79,16 @@ class Choice:
         return [*(("gbmoe", name) for name in names), *((name, None) for name in peers.of_kind(kind, self.peers))]
 
 
-def _layer(choice: Choice, case: MoeCase, routings=("uniform",), computations=(FORWARD, TRAINING),
-           **fields) -> list[Measurement]:
-    return [LayerMeasurement(case, *way, routing, computation, **fields)
+def _layer(choice: Choice, case: MoeCase, routings=("uniform",), computations=(FORWARD, TRAINING)) -> list[Measurement]:
+    return [LayerMeasurement(case, *way, routing, computation)
             for routing in routings for way in choice.ways(case, "layer") for computation in computations]
 
 
-def _products(choice: Choice, case: MoeCase, routings=("equal", "skewed"),
-              computations=("forward", "weight-gradient")) -> list[Measurement]:
+def _products(choice: Choice, case: MoeCase) -> list[Measurement]:
     ways = choice.ways(case, "product")
     return [ProductMeasurement(case, *way, routing, computation)
-            for routing in routings for way in ([*ways, ("dense", None)] if routing == "equal" else ways)
-            for computation in computations]
+            for routing in ("equal", "skewed") for way in ([*ways, ("dense", None)] if routing == "equal" else ways)
+            for computation in ("forward", "weight-gradient")]
 
 
 def _smoke(choice: Choice) -> list[Measurement]:
@@ -153,18 +148,6 @@ def _permute(choice: Choice) -> list[Measurement]:
     return measurements
 
 
-def _article(choice: Choice) -> list[Measurement]:
-    measurements = []
-    for case in map(choice.case, moe_shapes.NYU_CASES):
-        measurements += _layer(choice, case, computations=(FORWARD,))
-        measurements += _layer(choice, case, memory_limit=ARTICLE_GIB, timed=False)
-    measurements += _products(choice, choice.case(moe_shapes.NYU_SPLIT_CASE), ("equal", "uneven"), ("forward",))
-    for case in map(choice.case, moe_shapes.NYU_LOSS_CASES):
-        measurements += [TrainingMeasurement(case, *way, "uniform", "one step", timed=False)
-                         for way in choice.ways(case, "training")]
-    return measurements
-
-
 def _parallel(choice: Choice) -> list[Measurement]:
     measurements: list[Measurement] = []
     rivals = [*(("gbmoe", "auto", transport) for transport in (ONE_GPU, *TRANSPORTS)),
@@ -201,10 +184,7 @@ class Suite:
     def configurations(self, choice: Choice) -> list[Configuration]:
         """The configurations to run, in an order that depends on nothing but the suite."""
         measurements = self.measurements(choice)
-        if choice.memory_limit:
-            measurements = [replace(m, memory_limit=m.memory_limit or choice.memory_limit) for m in measurements]
-        # With --memory-limit, a suite's rows with a limit of their own may equal its other rows: one of each name is kept.
-        return configurations(list({m.name: m for m in reversed(measurements)}.values())[::-1])
+        return configurations([replace(m, memory_limit=choice.memory_limit) for m in measurements])
 
 
 # Bursts: of a few tokens it is the cold cache that counts, and smoke is for any machine.
@@ -213,7 +193,7 @@ _IN_BURSTS_ALONE: dict[str, Any] = {"timing_on_cuda": BURSTS, "timings": (BURSTS
 
 SUITES = {
     "smoke": Suite("small layers and products, for any machine", _smoke, ("bmm", "loop"), needs_cuda=False, **_IN_BURSTS),
-    "nyu": Suite("the article's cases", _nyu, _EXPERTS),
+    "nyu": Suite("the cases of an article from NYU: plain MLPs of few experts", _nyu, _EXPERTS),
     "layers": Suite("layers of known models, evenly and unevenly routed, or those of --shape", _layers, _EXPERTS, takes_shapes=True),
     "gemm": Suite("single grouped GEMMs, each engine, equal and skewed groups", _gemm,
                   ("bmm", "loop", "grouped_gemm")),
@@ -224,8 +204,6 @@ SUITES = {
     "scaling": Suite("how cost grows with experts, tokens and hidden size, each alone", _scaling,
                      ("bmm", "torch-grouped", "megablocks-grouped", "scattermoe")),
     "inference": Suite("few tokens, with and without a CUDA graph", _inference, _EXPERTS, **_IN_BURSTS),
-    "article": Suite("the article's findings, each with a verdict", _article,
-                     ("bmm", "grouped_gemm", "megablocks-grouped", "megablocks-sparse"), **_IN_BURSTS_ALONE),
     "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel,
                       ("megablocks-grouped", "ligercute"),
                       baseline=f"gbmoe-{ONE_GPU}", uses_engines=False, on_ranks=True, timings=(SUSTAINED,)),

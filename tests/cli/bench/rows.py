@@ -1,9 +1,6 @@
 """Rows and files of runs that never happened, to test the code that reads them."""
 
-from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
-from gbmoe.testing import moe_shapes
 
 RUN = {
     "machine": {"device": "cuda", "name": "NVIDIA H200", "driver": "580"}, "clocks": None, "extension": {},
@@ -30,17 +27,6 @@ def layer_row(case, by, seconds=None, computation="forward", memory_limit=None, 
     implementation, _, engine = by.partition("-") if by.startswith("gbmoe-") else (by, "", "")
     measurement = LayerMeasurement(case, implementation, engine or None, "uniform", computation, memory_limit)
     return row(measurement, seconds, **more)
-
-
-def product_row(by, routing, seconds):
-    implementation, _, engine = by.partition("-")
-    return row(ProductMeasurement(moe_shapes.NYU_SPLIT_CASE, implementation, engine or None, routing, "forward"), seconds)
-
-
-def losses_row(by, losses):
-    implementation, _, engine = by.partition("-")
-    measurement = TrainingMeasurement(moe_shapes.NYU_LOSS_CASES[0], implementation, engine or None, "uniform", "one step")
-    return row(measurement, losses=losses)
 
 
 def content(suite, rows, **more):

@@ -73,8 +73,6 @@ def merge(contents: Sequence[dict], baseline: str | None = None) -> tuple[dict, 
     if baseline:
         merged["baseline"] = baseline
         run_file.finish(merged)
-    else:
-        run_file.add_findings(merged)
     return merged, run_file.missing(merged)
 
 

@@ -67,7 +67,7 @@ class Measurement(ABC):
     """One row of a suite: a shape, what computes it (an implementation and, for gbmoe's own, an engine), how tokens or
     rows are spread over the experts, and which computation it is.
 
-    `memory_limit` is the most device memory it may take, in GiB. A measurement that is not `timed` is only verified.
+    `memory_limit` is the most device memory it may take, in GiB.
     """
 
     case: MoeCase
@@ -76,7 +76,6 @@ class Measurement(ABC):
     routing: str
     computation: str
     memory_limit: float | None = None
-    timed: bool = True
 
     kind: ClassVar[str]
 

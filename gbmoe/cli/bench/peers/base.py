@@ -63,10 +63,10 @@ class Prepared:
 
 
 class Peer:
-    """An adapter. `kinds` names what it computes: "layer", "parallel" (a layer over several ranks), "training" (what a layer
-    learns), "product", "permutation"."""
+    """An adapter. `kinds` names what it computes: "layer", "parallel" (a layer over several ranks), "product",
+    "permutation"."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("layer", "training")
+    kinds: ClassVar[tuple[str, ...]] = ("layer",)
 
     def unavailable(self, device: torch.device) -> str | None:
         """None if the peer can be used on `device`, otherwise the reason why not."""

@@ -49,7 +49,7 @@ def _import_reason(device: torch.device) -> str | None:
 
 
 class _MegaBlocks(Peer):
-    kinds = ("layer", "training", "parallel")
+    kinds = ("layer", "parallel")
     impl: str
 
     def about(self):

@@ -1,4 +1,4 @@
-"""The rows of result files as Markdown: the machine, a main table for each kind of measurement, findings, pictures, and every row.
+"""The rows of result files as Markdown: the machine, a main table for each kind of measurement, pictures, and every row.
 
 The main table has a line for each shape and routing, and a column for each implementation: the rate of forward and, where it was
 measured, of forward with backward. A word stands in the place of a missing rate; the reasons follow the table.
@@ -26,8 +26,8 @@ def page(contents: Sequence[dict], pictures: Sequence[str], problems: Sequence[s
              " section names: in bursts, or sustained. Figures of the two are not compared."]
     parts += [f"**Missing:** {problem}" for problem in problems]
     for content in contents:
-        parts += [f"## {content['suite']}", *_conditions(content), *_missing(content), *_findings(content), *_main_tables(content),
-                  *_failures(content), *_images(_of_suite(pictures, content)), *(_all_rows(content) if every_row else ())]
+        parts += [f"## {content['suite']}", *_conditions(content), *_missing(content), *_main_tables(content), *_failures(content),
+                  *_images(_of_suite(pictures, content)), *(_all_rows(content) if every_row else ())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -100,16 +100,6 @@ def _missing(content: dict) -> list[str]:
     return [f"**Not run:** {len(names)} of {len(content['configurations'])} configurations: {', '.join(names)}."] if names else []
 
 
-def _findings(content: dict) -> list[str]:
-    found = content.get("findings")
-    if not found:
-        return []
-    text = ("What the article found, and whether it is so here. Shares of passed cases are of those up to the article's"
-            " largest, (64,1024,4224,8,3); what failed is named beyond that, too.")
-    lines = [[finding["article"], f"**{finding['verdict']}**", finding["measured"]] for finding in found]
-    return ["### Findings", text, _table([("the article", "<"), ("verdict", "<"), ("measured", "<")], lines)]
-
-
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -126,7 +116,7 @@ def _main_tables(content: dict, short: bool = False) -> list[str]:
     implementations without any time."""
     parts = []
     for kind, rows in table_and_progress.by_kind(table_and_progress.without_cap(table_and_progress.measured(content))).items():
-        if kind == "training" or not any(row.get("median") for row in rows):
+        if not any(row.get("median") for row in rows):
             continue
         names = list(dict.fromkeys(row["by"] for row in rows))
         if short:

@@ -2,8 +2,7 @@
 
     {"suite", "baseline", "configurations": [every name of the suite's list],
      "runs": [{machine, versions, clocks, extension, limits, dtype, seed, time, what was left out, ...}],
-     "rows": [{..., "run": which of the runs}],
-     "findings": [of the suite article]}
+     "rows": [{..., "run": which of the runs}]}
 
 The rows of a file are timed in one way, sustained or in bursts ("timing"; those of older files have none and are bursts), and no page,
 picture or joined file compares the two.
@@ -20,7 +19,6 @@ from pathlib import Path
 from gbmoe._atomic_files import one_line, read_json, write_text
 from gbmoe._checks import dtype_name
 from gbmoe.cli.bench.measurements.base import SEED
-from gbmoe.cli.bench.results import article_findings
 from gbmoe.cli.bench.results.schema import misshapen, timing_of
 from gbmoe.cli.bench.running.verify_and_time import Conditions
 from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
@@ -47,21 +45,13 @@ def _without_folder(extension: dict) -> dict:
 
 
 def finish(content: dict) -> dict:
-    """Add "speedup" to the rows: over the baseline's row in the same contest of the same run, or None where there is none. Add the
-    article's findings to its suite."""
+    """Add "speedup" to the rows: over the baseline's row in the same contest of the same run, or None where there is none."""
     rows = content["rows"]
     base = {(row["run"], row["contest"]): row["median"] for row in rows
             if row.get("median") and row["by"] == content["baseline"]}
     for row in rows:
         median, reference = row.get("median"), base.get((row["run"], row["contest"]))
         row["speedup"] = reference / median if median and reference else None
-    return add_findings(content)
-
-
-def add_findings(content: dict) -> dict:
-    """Add the article's findings, if the suite is `article`."""
-    if content["suite"] == "article":
-        content["findings"] = [finding.describe() for finding in article_findings.findings(content)]
     return content
 
 

@@ -118,7 +118,7 @@ _RATES = {"flops": _SOME.or_null(), "tflops": _POSITIVE.or_null(), "bytes": _COU
           "of_limit": _POSITIVE.or_null(), "bound_by": _WORD.or_null()}
 _PASS = _Record({"median": _POSITIVE}, {"quartiles": _ListOf(_POSITIVE, 2), **_RATES})
 _MEASURED = {
-    "name": _WORD, "setting": _WORD, "contest": _WORD, "kind": _one_of("layer", "product", "permutation", "link", "training"),
+    "name": _WORD, "setting": _WORD, "contest": _WORD, "kind": _one_of("layer", "product", "permutation", "link"),
     "case": _WORD, "tokens": _COUNT, "hidden": _COUNT, "ffn": _COUNT, "experts": _COUNT, "top_k": _COUNT, "mlp_type": _WORD,
     "routing": _WORD, "computation": _FILE_WORD, "by": _WORD, "implementation": _WORD, "engine": _WORD.or_null(),
     "memory_limit": _POSITIVE.or_null(), "dtype": _WORD, "verified": _FLAG,
@@ -127,7 +127,7 @@ _MEASURED = {
 _PERHAPS = {
     "align": _COUNT.or_null(), "median": _POSITIVE.or_null(), "quartiles": _ListOf(_POSITIVE, 2), **_RATES, "forward": _PASS,
     "backward": _PASS, "extra_peak_bytes": _NUMBER.or_null(), "speedup": _POSITIVE.or_null(), "imbalance": _NUMBER,
-    "losses": _ListOf(_NUMBER, 2), "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE.or_null(),
+    "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE.or_null(),
 }
 _ROW = _Record({**_MEASURED, "run": _COUNT}, _PERHAPS)
 _RUN = _Record({
@@ -137,7 +137,6 @@ _RUN = _Record({
     "limit_rows": _ListOf(_Record(_MEASURED, _PERHAPS)), "configurations": _ListOf(_WORD), "peers": _MapOf(_TEXT),
     "peers_left_out": _MapOf(_TEXT), "engines_left_out": _MapOf(_TEXT),
 }, {"ranks": _SOME, "sustained": _LINE, "energy_left_out": _TEXT.or_null()})
-_FINDINGS = _ListOf(_Record(dict.fromkeys(("article", "verdict", "measured"), _TEXT), {}))
 _HEAD = {"suite": _FILE_WORD, "baseline": _WORD, "configurations": _ListOf(_WORD)}
 # The fields that a row with a median must have, if only as null.
 _OF_A_MEDIAN = ("quartiles", "flops", "tflops", "bytes", "terabytes", "of_limit", "bound_by", "extra_peak_bytes", "speedup")
@@ -152,7 +151,7 @@ def misshapen(content: object) -> str | None:
         return f"without {', '.join(lacking)}"
     entries = [(f"{what} {number}", kind, entry) for what, kind in (("run", _RUN), ("row", _ROW))
                for number, entry in enumerate(content[f"{what}s"])]
-    head = [(name, kind, content[name]) for name, kind in {**_HEAD, "findings": _FINDINGS}.items() if name in content]
+    head = [(name, kind, content[name]) for name, kind in _HEAD.items()]
     fault = _first([*entries, *head])
     if fault:
         return f"whose {fault}"
@@ -195,6 +194,4 @@ def _half_measured(row: dict) -> list[str]:
         never_null += ["terabytes"] if row["kind"] in MOVING else ["flops", "tflops"]
     if shared:
         never_null.append("bound_by")
-    if row["kind"] == "training" and row["outcome"] in (VERIFIED, WRONG):
-        never_null.append("losses")
     return absent + [name for name in never_null if row.get(name) is None and name not in absent]

@@ -125,7 +125,6 @@ _COLUMNS = (
     ("x {baseline}", ">", "speedup", lambda row: f"{row['speedup']:.2f}"),
     ("extra peak MiB", ">", "extra_peak_bytes", lambda row: f"{row['extra_peak_bytes'] / 2**20:.0f}"),
     ("largest/mean expert", ">", "imbalance", lambda row: f"{row['imbalance']:.2f}"),
-    ("losses", ">", "losses", lambda row: " -> ".join(f"{loss:.6f}" for loss in row["losses"])),
     ("", "<", "problem", lambda row: f"{row['outcome']}: {row['problem']}"),
 )
 
@@ -173,8 +172,6 @@ def print_content(content: dict) -> None:
         for what in ("engine", "peer"):
             for name, reason in run[f"{what}s_left_out"].items():
                 print(f"{what} {name} left out: {reason}")
-    for finding in content.get("findings", ()):
-        print(f"{finding['verdict'].upper()}: {finding['article']} {finding['measured']}")
 
 
 def measured(content: dict) -> list[dict]:

@@ -233,7 +233,7 @@ def _make_ready(peer: str, measurement: Measurement, conditions: Conditions) -> 
     _Ready.subject, _Ready.calls = None, 2
     with few_threads(device):
         row, subject = verify(measurement, conditions)
-        if subject is None or not measurement.timed:
+        if subject is None:
             forget(device)
             return row, None
         try:

@@ -71,7 +71,7 @@ class ProcessRunner:
             if worker is not None:
                 rows[measurement.name], moved = worker.make_ready(measurement)
                 row = _naming_whose_memory(rows[measurement.name], rivals)
-                if row["verified"] and measurement.timed:
+                if row["verified"]:
                     rivals.append(_Rival(measurement, worker, row, moved))
         for turn in range(self.effort.rounds):
             for rival in rotated(rivals, turn):

@@ -50,7 +50,7 @@ def measure(measurement: Measurement, conditions: Conditions) -> dict:
     device = conditions.device
     row, subject = verify(measurement, conditions)
     try:
-        if subject is not None and measurement.timed:
+        if subject is not None:
             row |= _times(measurement, subject, conditions)
     except Exception as error:
         row |= {"verified": False} | failure(error, device)

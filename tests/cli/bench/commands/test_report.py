@@ -272,11 +272,3 @@ def test_a_readme_may_have_a_place_of_their_own_for_the_pictures(scaling, tmp_pa
     first, _, second = readme.read_text().partition("Between.")
     assert first == f"{PICTURES_BEGIN}\n![scaling forward speedup](pictures/scaling-forward-speedup.svg)\n{PICTURES_END}\n\n"
     assert "| gbmoe-auto | bmm | loop |" in second and "![" not in second and "STALE" not in second
-
-
-def test_findings_are_on_the_page(tmp_path):
-    finding = {"article": "A is faster than B.", "verdict": "does not reproduce", "measured": "0.50 times | 3 cases"}
-    file, page = tmp_path / "article.json", tmp_path / "page.md"
-    run_file.write(file, content("article", [layer_row(moe_shapes.NYU_CASES[0], "bmm", 1e-3)], findings=[finding]))
-    assert main(["bench", "report", str(file), "--output", str(page)]) == 0
-    assert "| A is faster than B. | **does not reproduce** | 0.50 times \\| 3 cases |" in page.read_text()

@@ -169,7 +169,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_done(bench, tmp_path, monkeypa
     assert content["runs"][0]["configurations"] == done and {row["setting"] for row in content["rows"]} == set(done)
 
 
-@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "gemm", "permute", "scaling", "inference", "article"])
+@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "gemm", "permute", "scaling", "inference"])
 def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     monkeypatch.setattr(run_suite, "default_device", lambda: CPU)
     assert main(["bench", "--suite", suite]) == 2
@@ -280,7 +280,7 @@ def test_a_sustained_run_is_complete(bench, one_case, tmp_path, capsys):
 
 @pytest.mark.parametrize("place, timing, suites", [
     ("cuda", "sustained", ("layers", "float8", "gemm", "nyu", "scaling", "parallel")),
-    ("cuda", "bursts", ("permute", "inference", "smoke", "article")),
+    ("cuda", "bursts", ("permute", "inference", "smoke")),
     ("cpu", "sustained", ("parallel",)), ("cpu", "bursts", ("layers", "gemm", "smoke", "permute")),
 ])
 def test_how_suites_are_timed(place, timing, suites):
