@@ -52,11 +52,6 @@ NYU_CASES = tuple(_nyu(*case) for case in (
     (32, 512, 512, 8, 4),     # on which MegaBlocks' Triton kernels failed
     (64, 1024, 4224, 8, 3),   # the largest before 16 GB ran out
 ))
-# The uneven split that ran faster than the even one at (64, 1024, 512, 8, 8); as printed, 200 rows short of that case's 524,288.
-NYU_UNEVEN_SPLIT = (130759, 78925, 35368, 90425, 1433, 120455, 64589, 2134)
-NYU_SPLIT_CASE = _nyu(64, 1024, 512, 8, 8)
-NYU_TRITON_CASE, NYU_LARGEST_CASE = _nyu(32, 512, 512, 8, 4), _nyu(64, 1024, 4224, 8, 3)
-NYU_LOSS_CASES = (_nyu(16, 1024, 512, 8, 2), NYU_TRITON_CASE)
 
 # The layers that the peers are measured on: GLUs of known models, and two plain MLPs.
 LAYER_CASES = (

@@ -1,9 +1,9 @@
 """Rows and files of runs that never happened, to test the code that reads them."""
 
-from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
+import re
+from itertools import takewhile
+
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
-from gbmoe.testing import moe_shapes
 
 RUN = {
     "machine": {"device": "cuda", "name": "NVIDIA H200", "driver": "580"}, "clocks": None, "extension": {},
@@ -12,6 +12,21 @@ RUN = {
     "limits": {"flops": 7e14, "bytes": 4e12}, "limit_rows": [],
     "peers": {"loop": "loop 1.0"}, "peers_left_out": {"sonicmoe": "it is | not here"}, "engines_left_out": {},
 }
+
+
+# How far a rate that is derived from fields of a file may be from the file's: each of them has six digits.
+ROUNDED = 2e-5
+
+
+def printed(out):
+    """The lines of the printed tables, each as its cells by heading. A table ends with its shapes in words."""
+    lines, found = out.splitlines(), []
+    for number, rule in enumerate(lines):
+        if re.fullmatch("-+(  -+)+", rule):
+            spans = [match.span() for match in re.finditer("-+", rule)]
+            rows = takewhile(lambda line: not re.match(r"\S+: ", line), lines[number + 1 :])
+            found += [{lines[number - 1][slice(*span)].strip(): row[slice(*span)].strip() for span in spans} for row in rows]
+    return found
 
 
 def row(measurement, seconds=None, outcome="verified", problem=None, speedup=None, **more):
@@ -30,17 +45,6 @@ def layer_row(case, by, seconds=None, computation="forward", memory_limit=None, 
     implementation, _, engine = by.partition("-") if by.startswith("gbmoe-") else (by, "", "")
     measurement = LayerMeasurement(case, implementation, engine or None, "uniform", computation, memory_limit)
     return row(measurement, seconds, **more)
-
-
-def product_row(by, routing, seconds):
-    implementation, _, engine = by.partition("-")
-    return row(ProductMeasurement(moe_shapes.NYU_SPLIT_CASE, implementation, engine or None, routing, "forward"), seconds)
-
-
-def losses_row(by, losses):
-    implementation, _, engine = by.partition("-")
-    measurement = TrainingMeasurement(moe_shapes.NYU_LOSS_CASES[0], implementation, engine or None, "uniform", "one step")
-    return row(measurement, losses=losses)
 
 
 def content(suite, rows, **more):

@@ -17,7 +17,7 @@ from gbmoe.cli.bench.measurements.layer import PEER_TOLERANCE
 from gbmoe.cli.bench.peers.base import Prepared
 from gbmoe.testing import accuracy, oracle
 from gbmoe.testing.exact_inputs import generator
-from gbmoe.testing.moe_shapes import NYU_UNEVEN_SPLIT, MoeCase
+from gbmoe.testing.moe_shapes import MoeCase
 
 # The most rows (beside each group's first and last) and the most columns that are compared with the oracle.
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 512, 64
@@ -28,7 +28,7 @@ _SKEW = 0.5
 class ProductMeasurement(Measurement):
     """One grouped GEMM: "forward" a[M,H] @ b[E][H,F], or the "weight-gradient" a[M,H].T @ b[M,F] of each group.
 
-    Groups are "equal", "skewed", or "uneven" as the article's split into eight. The implementation "dense" is one product of all rows.
+    Groups are "equal" or "skewed". The implementation "dense" is one product of all rows.
     """
 
     kind = "product"
@@ -45,11 +45,7 @@ class ProductMeasurement(Measurement):
 
 
 def group_sizes(case: MoeCase, routing: str) -> list[int]:
-    """Rows of each expert. They sum to the case's slots, except for the article's split, which leaves some out. Skewed sizes are in a
-    fixed random order."""
-    if routing == "uneven":
-        scale = max(1, sum(NYU_UNEVEN_SPLIT) // case.slots)  # above 1 where the case is scaled down
-        return [size // scale for size in NYU_UNEVEN_SPLIT]
+    """Rows of each expert, which sum to the case's slots. Skewed sizes are in a fixed random order."""
     skew = _SKEW if routing == "skewed" else 0.0
     share_E = torch.arange(1, case.experts + 1, dtype=torch.float64, device="cpu").pow(-skew)
     ends_E = (share_E.cumsum(0) / share_E.sum() * case.slots).round().long()

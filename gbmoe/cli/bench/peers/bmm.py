@@ -11,7 +11,7 @@ from gbmoe.cli.bench.peers.base import Peer, Prepared
 
 
 class Bmm(Peer):
-    kinds = ("layer", "training", "product")
+    kinds = ("layer", "product")
 
     def layer(self, case, weights):
         return dropless_layer(case, weights, mlp_impl="bmm")

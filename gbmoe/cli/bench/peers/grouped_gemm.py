@@ -33,7 +33,7 @@ class _Experts(SeparateWeights):
 
 
 class GroupedGemm(Peer):
-    kinds = ("layer", "training", "product")
+    kinds = ("layer", "product")
 
     def unavailable(self, device):
         # The extension is asked for, too: under the package's name gbmoe.compat.grouped_gemm may be registered.

@@ -10,7 +10,7 @@ from gbmoe.testing import oracle
 
 
 class Loop(Peer):
-    kinds = ("layer", "training", "product")
+    kinds = ("layer", "product")
 
     def layer(self, case, weights):
         return dropless_layer(case, weights, mlp_impl="reference")

@@ -15,7 +15,7 @@ from gbmoe.cli.bench.measurements.base import Configuration, Measurement
 from gbmoe.cli.bench.peers import PEERS
 from gbmoe.cli.bench.running.peer_process import Worker
 from gbmoe.cli.bench.running.repeat import Sustained
-from gbmoe.cli.bench.running.sustained_timer import of_rounds, rotated
+from gbmoe.cli.bench.running.timing_statistics import of_rounds, rotated
 from gbmoe.cli.bench.running.turn import Turn
 from gbmoe.cli.bench.running.verify_and_time import OUT_OF_MEMORY, Conditions, all_rates
 
@@ -71,7 +71,7 @@ class ProcessRunner:
             if worker is not None:
                 rows[measurement.name], moved = worker.make_ready(measurement)
                 row = _naming_whose_memory(rows[measurement.name], rivals)
-                if row["verified"] and measurement.timed:
+                if row["verified"]:
                     rivals.append(_Rival(measurement, worker, row, moved))
         for turn in range(self.effort.rounds):
             for rival in rotated(rivals, turn):

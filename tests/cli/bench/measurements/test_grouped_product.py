@@ -34,5 +34,3 @@ def test_group_sizes_sum_to_the_slots():
         equal, skewed = group_sizes(case, "equal"), group_sizes(case, "skewed")
         assert sum(equal) == sum(skewed) == case.slots
         assert set(equal) == {case.slots // case.experts} and max(skewed) > 2 * min(skewed)
-    assert tuple(group_sizes(moe_shapes.NYU_SPLIT_CASE, "uneven")) == moe_shapes.NYU_UNEVEN_SPLIT
-    assert len(group_sizes(moe_shapes.scaled_down(moe_shapes.NYU_SPLIT_CASE), "uneven")) == 8

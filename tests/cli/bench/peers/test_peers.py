@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from gbmoe.cli.bench import peers
-from gbmoe.cli.bench.measurements import training_loss
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.measurements.training_loss import TrainingMeasurement
 from gbmoe.cli.bench.running.cold_cache_timer import QUICK
 from gbmoe.cli.bench.running.peer_process import Worker
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
@@ -48,26 +46,10 @@ def test_products(name, computation):
     assert row_of(ProductMeasurement(MLP, name, None, "skewed", computation))["verified"]
 
 
-@pytest.mark.parametrize("name", ON_CPU[:3])
-def test_what_is_learned(name):
-    row = row_of(TrainingMeasurement(GLU, name, None, "uniform", "one step", timed=False))
-    assert row["verified"], row["problem"]
-    before, after = row["losses"]
-    assert after < before and "median" not in row
-
-
-@pytest.mark.parametrize("losses", [[float("nan"), 0.9], [1.0, float("nan")], [1.0, float("inf")]])
-def test_a_loss_that_is_no_number_is_an_error(losses, monkeypatch):
-    """A peer's loss was NaN: comparisons with it must not pass, and it must not end the run because JSON cannot hold it."""
-    monkeypatch.setattr(training_loss, "_losses", lambda *_: losses)
-    row = row_of(TrainingMeasurement(GLU, "bmm", None, "uniform", "one step", timed=False))
-    assert row["outcome"] == "error" and "loss holds NaN or infinity" in row["problem"] and "losses" not in row
-
-
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_every_peer_can_be_loaded_and_says_what_it_needs(name):
     peer = peers.load(name)
-    assert set(peer.kinds) <= {"layer", "parallel", "training", "product", "permutation"}
+    assert set(peer.kinds) <= {"layer", "parallel", "product", "permutation"}
     if name not in ON_CPU:
         assert peer.unavailable(CPU) == "runs on CUDA devices only, not on cpu"
 
