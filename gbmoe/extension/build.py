@@ -32,9 +32,10 @@ __all__ = ["DEFAULT_ARCHITECTURES", "CompileError", "Nvcc", "Torch", "architectu
 
 # The oldest torch whose stable ABI has all that csrc/ uses (2.10), in the encoding of TORCH_TARGET_VERSION.
 TORCH_TARGET_VERSION = "0x020a000000000000"
-# Seconds of one core that a file takes on average: without kernels, and more for each architecture (nvcc 13.0, a server's core that has
-# nothing else to do). Files of hopper/ have their kernels once, those of tensor_core/ from 8.0 on.
-_SECONDS = {"": (6.0, 2.5), "tensor_core": (5.0, 20.0), "hopper": (0.0, 21.0)}
+# Seconds of one core that a file takes: without kernels, and more for each architecture (nvcc 13.0, a server's core that has nothing else to
+# do). Files are named, or else of a folder, whose average it is. Those of hopper/ have their kernels once, those of tensor_core/ from 8.0 on.
+_SECONDS = {"router_forward.cu": (5.0, 95.0), "router_backward.cu": (4.0, 16.0), "": (2.0, 5.0), "tensor_core": (5.0, 25.0),
+            "hopper": (0.0, 21.0)}
 _LINK_SECONDS = 3.0
 
 
@@ -184,7 +185,7 @@ def duration(seconds: float) -> str:
 def _seconds(source: Path, chosen: list[str]) -> float:
     if source.parent.name == "hopper":
         return sum(_SECONDS["hopper"]) if _has_hopper(chosen) else sum(_SECONDS[""])
-    base, architecture = _SECONDS.get(source.parent.name, _SECONDS[""])
+    base, architecture = _SECONDS.get(source.name) or _SECONDS.get(source.parent.name) or _SECONDS[""]
     with_kernels = [part for part in chosen if source.parent.name != "tensor_core" or part[0] != "7"]
     return base + architecture * (len(with_kernels) + sum(part.endswith("+PTX") for part in with_kernels) / 4)
 
