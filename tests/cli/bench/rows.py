@@ -11,6 +11,10 @@ RUN = {
 }
 
 
+# How far a rate that is derived from fields of a file may be from the file's: each of them has six digits.
+ROUNDED = 2e-5
+
+
 def row(measurement, seconds=None, outcome="verified", problem=None, speedup=None, **more):
     """A verified row with `seconds` as its median, or one without a time."""
     found = measurement.describe() | {"dtype": "bfloat16", "verified": outcome == "verified", "outcome": outcome,

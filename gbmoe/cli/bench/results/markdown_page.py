@@ -191,7 +191,7 @@ def _failures(content: dict) -> list[str]:
     for row in content["rows"]:
         if not row["verified"]:
             outcome = "-" if row["outcome"] == "left out" else row["outcome"]
-            reasons.setdefault((row["by"], outcome, row["problem"] or ""), []).append(row["contest"])
+            reasons.setdefault((row["by"], outcome, row.get("problem") or ""), []).append(row["contest"])
     lines = [f"- {by}, {outcome}: {problem} ({where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''})"
              for (by, outcome, problem), where in reasons.items()]
     return ["Without a time:\n\n" + "\n".join(lines)] if lines else []

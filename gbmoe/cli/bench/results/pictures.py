@@ -53,12 +53,13 @@ def _figures(content: dict) -> Iterator[tuple[str, Figure]]:
             same = [row for row in rows if row["computation"] == computation]
             timed = [row for row in same if row.get("median")]
             label = prefix + computation.replace(", ", "-").replace(" ", "-").replace("+", "-and-").replace("_", "-")
-            if any(row[rate] for row in timed):
+            if any(row.get(rate) for row in timed):
                 yield f"{label}-speed", _speed_bars(content, same, rate)
-            if any(row["extra_peak_bytes"] for row in timed):
+            if any(row.get("extra_peak_bytes") for row in timed):
                 yield f"{label}-memory", _memory_bars(content, same)
-            if sum(row["speedup"] is not None for row in timed) > 1:
-                yield f"{label}-speedup", _heat_map(content, [row for row in timed if row["speedup"] is not None])
+            compared = [row for row in timed if row.get("speedup") is not None]
+            if len(compared) > 1:
+                yield f"{label}-speedup", _heat_map(content, compared)
             if content["suite"] == "scaling" and timed:
                 yield f"{label}-growth", _growth(content, timed)
 
@@ -199,7 +200,7 @@ def _growth(content: dict, rows: Sequence[dict]) -> Figure:
             if curve:
                 axes_of_sweep.plot(*zip(*curve), label=name, **style)
         any_row = [next(iter(found.values())) for found in points]
-        least = [(row[size], row["median"] * row["of_limit"] * 1e3) for row in any_row if row["of_limit"]]
+        least = [(row[size], row["median"] * row["of_limit"] * 1e3) for row in any_row if row.get("of_limit")]
         if least:
             axes_of_sweep.plot(*zip(*least), color="black", linestyle=":", linewidth=1.2, label="limit")
         axes_of_sweep.set_xscale("log", base=2)

@@ -4,17 +4,22 @@
      "runs": [{machine, versions, clocks, extension, limits, dtype, seed, time, what was left out, ...}],
      "rows": [{..., "run": which of the runs}]}
 
+Of a row only fields that are known are written: one that is absent is null. Numbers that were measured or derived have six significant
+digits, far more than two runs have in common; counts are whole.
+
 The rows of a file are timed in one way, sustained or in bursts ("timing"; those of older files have none and are bursts), and no page,
 picture or joined file compares the two.
 """
 
 from __future__ import annotations
 
+import decimal
 import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from gbmoe._atomic_files import one_line, read_json, write_text
 from gbmoe._checks import dtype_name
@@ -22,6 +27,10 @@ from gbmoe.cli.bench.measurements.base import SEED
 from gbmoe.cli.bench.results.schema import misshapen, timing_of
 from gbmoe.cli.bench.running.verify_and_time import Conditions
 from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
+
+# Of numbers that were measured or derived. In this mode of rounding a number that is rounded again, to fewer digits, is what it would be
+# without the first: pages do not depend on whether their rows were in a file.
+_SIX_DIGITS = decimal.Context(prec=6, rounding=decimal.ROUND_05UP)
 
 
 class BrokenFile(Exception):
@@ -78,8 +87,18 @@ def make_folder(option: str, folder: Path) -> str | None:
 
 def write(path: Path, content: dict) -> None:
     """Write `content` to `path`, whole or not at all. A row is a line."""
-    fields = ",\n".join(f"{_compact(name)}:{_a_line_each(value)}" for name, value in content.items())
+    fields = ",\n".join(f"{_compact(name)}:{_a_line_each(value)}" for name, value in _as_written(content).items())
     write_text(path, f"{{\n{fields}\n}}\n")
+
+
+def _as_written(value: Any, in_row: bool = False) -> Any:
+    """The value with rounded numbers, and rows without the fields that are null."""
+    if isinstance(value, float):
+        return float(_SIX_DIGITS.create_decimal(repr(value)))
+    if isinstance(value, dict):
+        return {name: _as_written(each, in_row or name in ("rows", "limit_rows")) for name, each in value.items()
+                if not in_row or each is not None}
+    return [_as_written(each, in_row) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _a_line_each(value: object) -> str:
@@ -140,7 +159,7 @@ def missing(content: dict) -> list[str]:
 
 def faults(content: dict) -> list[str]:
     """A line for each of gbmoe's own rows, and each limit, that is wrong."""
-    return [f"{row['name']}: {row['problem']}" for row in wrong(content)]
+    return [f"{row['name']}: {row.get('problem') or row['outcome']}" for row in wrong(content)]
 
 
 def wrong(content: dict) -> list[dict]:

@@ -1,6 +1,7 @@
 """What a result file must hold. It is checked once, when a file is read, so that all code after that can rely on the types.
 
-Fields that no code computes with, and fields that a later version may add, can hold anything.
+A row has no fields that are null; one that an older version wrote counts as absent where it is null. Fields that no code computes with,
+and fields that a later version may add, can hold anything.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class _MapOf:
 
 @dataclass(frozen=True)
 class _Record:
-    """An object that has all of `fields`, and may have those of `optional`, each of the right kind."""
+    """An object that has all of `fields`, and may have those of `optional`, each of the right kind. An optional one that is null is as
+    if it were absent."""
     fields: Mapping[str, object]
     optional: Mapping[str, object]
 
@@ -75,8 +77,8 @@ class _Record:
         lacking = self.lacking(value)
         if lacking:
             return f" is without {', '.join(lacking)}"
-        kinds = {**self.fields, **self.optional}
-        return _first((f".{name}", kind, value[name]) for name, kind in kinds.items() if name in value)
+        given = {name: kind for name, kind in self.optional.items() if value.get(name) is not None}
+        return _first((f".{name}", kind, value[name]) for name, kind in {**self.fields, **given}.items())
 
     def lacking(self, value: object) -> list[str]:
         return [name for name in self.fields if not isinstance(value, dict) or name not in value]
@@ -114,32 +116,29 @@ _SOME = _Kind("a count above 0", lambda value: _COUNT.holds(value) and value > 0
 _NUMBER = _Kind("a number", _is_number)
 _POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value >= _SMALLEST)
 
-_RATES = {"flops": _SOME.or_null(), "tflops": _POSITIVE.or_null(), "bytes": _COUNT.or_null(), "terabytes": _POSITIVE.or_null(),
-          "of_limit": _POSITIVE.or_null(), "bound_by": _WORD.or_null()}
-_PASS = _Record({"median": _POSITIVE}, {"quartiles": _ListOf(_POSITIVE, 2), **_RATES})
+_RATES = {"quartiles": _ListOf(_POSITIVE, 2), "flops": _SOME, "tflops": _POSITIVE, "bytes": _COUNT, "terabytes": _POSITIVE,
+          "of_limit": _POSITIVE, "bound_by": _WORD}
+_PASS = _Record({"median": _POSITIVE}, _RATES)
 _MEASURED = {
     "name": _WORD, "setting": _WORD, "contest": _WORD, "kind": _one_of("layer", "product", "permutation", "link"),
     "case": _WORD, "tokens": _COUNT, "hidden": _COUNT, "ffn": _COUNT, "experts": _COUNT, "top_k": _COUNT, "mlp_type": _WORD,
-    "routing": _WORD, "computation": _FILE_WORD, "by": _WORD, "implementation": _WORD, "engine": _WORD.or_null(),
-    "memory_limit": _POSITIVE.or_null(), "dtype": _WORD, "verified": _FLAG,
-    "outcome": _one_of(VERIFIED, WRONG, ERROR, CRASHED, TIMED_OUT, OUT_OF_MEMORY, LEFT_OUT), "problem": _TEXT.or_null(),
+    "routing": _WORD, "computation": _FILE_WORD, "by": _WORD, "implementation": _WORD, "dtype": _WORD, "verified": _FLAG,
+    "outcome": _one_of(VERIFIED, WRONG, ERROR, CRASHED, TIMED_OUT, OUT_OF_MEMORY, LEFT_OUT),
 }
 _PERHAPS = {
-    "align": _COUNT.or_null(), "median": _POSITIVE.or_null(), "quartiles": _ListOf(_POSITIVE, 2), **_RATES, "forward": _PASS,
-    "backward": _PASS, "extra_peak_bytes": _NUMBER.or_null(), "speedup": _POSITIVE.or_null(), "imbalance": _NUMBER,
-    "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE.or_null(),
+    "engine": _WORD, "memory_limit": _POSITIVE, "problem": _TEXT, "align": _COUNT, "median": _POSITIVE, **_RATES, "forward": _PASS,
+    "backward": _PASS, "extra_peak_bytes": _NUMBER, "speedup": _POSITIVE, "imbalance": _NUMBER,
+    "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE,
 }
 _ROW = _Record({**_MEASURED, "run": _COUNT}, _PERHAPS)
 _RUN = _Record({
-    "machine": _Record({"name": _LINE, "device": _WORD}, {"driver": _LINE.or_null()}),
+    "machine": _Record({"name": _LINE, "device": _WORD}, {"driver": _LINE}),
     "versions": _Record({"torch": _LINE, "gbmoe": _LINE, "commit": _LINE.or_null(), "dirty": _FLAG.or_null()}, {}),
     "dtype": _WORD, "seed": _COUNT, "time": _LINE, "limits": _Record(dict.fromkeys(("flops", "bytes"), _POSITIVE.or_null()), {}),
     "limit_rows": _ListOf(_Record(_MEASURED, _PERHAPS)), "configurations": _ListOf(_WORD), "peers": _MapOf(_TEXT),
     "peers_left_out": _MapOf(_TEXT), "engines_left_out": _MapOf(_TEXT),
-}, {"ranks": _SOME, "sustained": _LINE, "energy_left_out": _TEXT.or_null()})
+}, {"ranks": _SOME, "sustained": _LINE, "energy_left_out": _TEXT})
 _HEAD = {"suite": _FILE_WORD, "baseline": _WORD, "configurations": _ListOf(_WORD)}
-# The fields that a row with a median must have, if only as null.
-_OF_A_MEDIAN = ("quartiles", "flops", "tflops", "bytes", "terabytes", "of_limit", "bound_by", "extra_peak_bytes", "speedup")
 
 
 def misshapen(content: object) -> str | None:
@@ -169,7 +168,7 @@ def misshapen(content: object) -> str | None:
 
 def timing_of(row: dict) -> str:
     """How a row is timed; rows of older files do not say, and are bursts."""
-    return row.get("timing", BURSTS)
+    return row.get("timing") or BURSTS
 
 
 # How far the quartiles of an undisturbed row lie apart at most, as a part of the median. Sustained, they are quartiles of rounds of many
@@ -188,10 +187,9 @@ def is_disturbed(row: dict) -> bool:
 def _half_measured(row: dict) -> list[str]:
     """The fields that this row lacks, given those that it has."""
     timed, shared = row.get("median") is not None, row.get("of_limit") is not None
-    absent = [name for name in _OF_A_MEDIAN if timed and name not in row]
-    never_null = []
+    needed = ["quartiles"] if timed else []
     if shared or (timed and row["kind"] in ("layer", "product")):
-        never_null += ["terabytes"] if row["kind"] in MOVING else ["flops", "tflops"]
+        needed += ["terabytes"] if row["kind"] in MOVING else ["flops", "tflops"]
     if shared:
-        never_null.append("bound_by")
-    return absent + [name for name in never_null if row.get(name) is None and name not in absent]
+        needed.append("bound_by")
+    return [name for name in needed if row.get(name) is None]

@@ -39,13 +39,13 @@ def joules(row: dict) -> str:
 def one_line(row: dict) -> str:
     """A row as a line of the progress log."""
     if not row["verified"]:
-        return f"{row['name']}: {row['outcome'].upper()}: {row['problem']}"
+        return f"{row['name']}: {row['outcome'].upper()}: {row.get('problem') or 'no reason is known'}"
     found = ["verified"]
     if row.get("median") is not None:
         found.append(f"{duration(row['median'], row['kind'])} {unit(row['kind'])}")
-        if row["tflops"] is not None:
+        if row.get("tflops") is not None:
             found.append(f"{row['tflops']:#.3g} TFLOP/s")
-        if row["terabytes"] is not None:
+        if row.get("terabytes") is not None:
             found.append(f"{_bandwidth(row)} {bandwidth_unit(row['kind'])}")
         if row.get("joules") is not None:
             found.append(f"{joules(row)} J")
@@ -181,7 +181,7 @@ def measured(content: dict) -> list[dict]:
 
 def without_cap(rows: Sequence[dict]) -> list[dict]:
     """The rows without a memory limit, or all rows where all have one."""
-    return [row for row in rows if not row["memory_limit"]] or list(rows)
+    return [row for row in rows if not row.get("memory_limit")] or list(rows)
 
 
 def left_out(content: dict) -> dict[tuple[str, str], list[str]]:
@@ -189,7 +189,7 @@ def left_out(content: dict) -> dict[tuple[str, str], list[str]]:
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for row in content["rows"]:
         if row["outcome"] == "left out":
-            reasons.setdefault((row["by"], row["problem"]), {})[row["setting"]] = None
+            reasons.setdefault((row["by"], row.get("problem") or ""), {})[row["setting"]] = None
     return {key: list(settings) for key, settings in reasons.items()}
 
 

@@ -7,7 +7,8 @@ from gbmoe import RoutingPlan, kernels, plan
 from gbmoe.cli.bench.measurements import permutation
 from gbmoe.kernels import plain_torch
 from gbmoe.testing import moe_shapes
-from tests.cli.bench.commands.test_run_suite import TIMES, assert_no_time
+from tests.cli.bench.commands.test_run_suite import assert_no_time
+from tests.cli.bench.rows import ROUNDED
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ def permute_suite(bench, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_permute_is_complete(dtype, permute_suite, capsys):
     status, content, rows = permute_suite(dtype, "all" if dtype == "bf16" else "none")
-    assert status == 0, [row["problem"] for row in rows.values() if row["problem"]]
+    assert status == 0, [row["problem"] for row in rows.values() if "problem" in row]
     run, = content["runs"]
     assert set(run["peers_left_out"]) == ({"megablocks", "transformer_engine"} if dtype == "bf16" else set())
     assert not run["engines_left_out"]
@@ -34,14 +35,14 @@ def test_permute_is_complete(dtype, permute_suite, capsys):
     expected |= {f"16384x2048-e128k8-small/{step}/gbmoe" for step in routed if step.endswith("/plan")}
     assert set(rows) == {f"permutation/{name}" for name in expected} and len(content["rows"]) == len(rows)
     copy, = (row for row in run["limit_rows"] if row["computation"] == "copy")
-    assert copy["verified"] and run["limits"]["bytes"] == pytest.approx(copy["bytes"] / copy["median"])
+    assert copy["verified"] and run["limits"]["bytes"] == pytest.approx(copy["bytes"] / copy["median"], rel=ROUNDED)
     for row in rows.values():
-        assert row["verified"] and row["problem"] is None and row["error"] <= row["limit"] and TIMES <= set(row)
+        assert row["verified"] and "problem" not in row and row["error"] <= row["limit"] and {"median", "quartiles"} <= set(row)
         if row["computation"] == "plan":
-            assert row["bytes"] is row["terabytes"] is row["of_limit"] is None
+            assert not {"bytes", "terabytes", "of_limit"} & set(row)
         else:
             bound = row["bytes"] / (copy["bytes"] / copy["median"])
-            assert row["bytes"] > 0 and row["of_limit"] == pytest.approx(bound / row["median"])
+            assert row["bytes"] > 0 and row["of_limit"] == pytest.approx(bound / row["median"], rel=ROUNDED)
     assert "median us" in capsys.readouterr().out
 
 
@@ -130,4 +131,4 @@ def test_no_bound_from_a_wrong_copy(permute_suite, capsys, monkeypatch):
     status, content, rows = permute_suite()
     assert status == 1 and "FAIL: permutation/copy/none/copy/torch: out: relative error" in capsys.readouterr().out
     assert content["runs"][0]["limits"]["bytes"] is None
-    assert all(row["verified"] and row["of_limit"] is None for row in rows.values())
+    assert all(row["verified"] and "of_limit" not in row for row in rows.values())
