@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the package as users get it: builds sdist and wheel, and installs each into a new environment without a checkout, with every
-# extra. There it imports gbmoe and runs `gbmoe info`, `gbmoe verify` and `pip check`. Needs no GPU.
+# extra. There it imports gbmoe and runs `gbmoe info`, `gbmoe verify`, `gbmoe bench` and `pip check`. Needs no GPU.
 #
 #   GBMOE_PYTHON, GBMOE_TORCH   as in setup_env.sh
 set -euo pipefail
@@ -38,6 +38,10 @@ files >wheel.files
 for needed in gbmoe/py.typed gbmoe/csrc/register.cpp gbmoe/csrc/hopper/grouped_gemm.cuh; do
   grep -qx "$needed" wheel.files || { echo "package.sh: expected $needed in the wheel" >&2; exit 1; }
 done
+tar -tf "$sdist" >sdist.files
+grep -q '/benchmarks/__init__\.py$' sdist.files || { echo "package.sh: expected benchmarks/ in the sdist" >&2; exit 1; }
+"$python" -m zipfile -l "$wheel" >everything.files
+if grep '^benchmarks/' everything.files; then echo "package.sh: expected no benchmarks/ in the wheel" >&2; exit 1; fi
 check() {
   "$python" - <<'PY'
 import pathlib, sys
@@ -46,6 +50,10 @@ assert pathlib.Path(gbmoe.__file__).is_relative_to(sys.prefix), gbmoe.__file__
 PY
   "$python" -m gbmoe info
   "$python" -m gbmoe verify
+  "$python" -m gbmoe bench --shape 64,32,48,4,2 --device cpu --quick --peers bmm --json mine.json
+  status=0
+  "$python" -m gbmoe bench --suite layers || status=$?
+  ((status == 2)) || { echo "package.sh: expected status 2 of a suite that a wheel has not, got $status" >&2; exit 1; }
 }
 check
 

@@ -116,7 +116,7 @@ def test_links_of_pages_lead_somewhere():
 TEXTS = (".md", ".py", ".cu", ".cuh", ".h", ".cpp", ".sh", ".sbatch", ".toml", ".yml")
 # What a build, a run or another package has under such a path.
 MADE = re.compile(r"gbmoe/(_C\.so|csrc/|failed/)|docs/_build/")
-PATH = re.compile(r"(?<![\w/.-])(?:gbmoe|csrc|scripts|tests|docs|results)/[\w./-]*[\w/]")
+PATH = re.compile(r"(?<![\w/.-])(?:benchmarks|gbmoe|csrc|scripts|tests|docs|results)/[\w./-]*[\w/]")
 
 
 def kept_files():

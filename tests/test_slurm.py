@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from gbmoe.cli.bench.suites import SUITES
+from benchmarks.suites import SUITES
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 
 # One process of pytest-xdist: one cluster, and one apt-get where programs are missing.
@@ -152,8 +152,9 @@ def test_a_compiled_wheel_in_the_environment_was_hidden_by_the_checkout(compiled
     """The jobs need nvcc for a checkout, and a node may have none."""
     installed = tmp_path / "site-packages" / "gbmoe"
     installed.mkdir(parents=True)
+    main = "import os; print('the installed one, with benchmarks/ of', os.environ.get('GBMOE_CHECKOUT'))\n"  # no wheel has any
     for name in ("__init__.py", "__main__.py", *(["_C.so"] if compiled else [])):
-        (installed / name).write_text("print('the installed one')\n" if name == "__main__.py" else "")
+        (installed / name).write_text(main if name == "__main__.py" else "")
     (tmp_path / "site-packages" / "torch").mkdir()
     (tmp_path / "site-packages" / "torch" / "__init__.py").write_text("raise SystemExit('the checkout')\n")
     (tmp_path / "run").mkdir()
@@ -175,7 +176,7 @@ os.execv({sys.executable!r}, [{sys.executable!r}, "-S", "-c", code])
     if compiled:
         printed = job("bench", site, tmp_path / "run", "smoke")
         assert f"== gbmoe is the installed one, compiled with its kernels, in {installed}\n" in printed
-        assert printed.endswith("the installed one\n")
+        assert printed.endswith(f"the installed one, with benchmarks/ of {ROOT}\n")
     else:
         with pytest.raises(AssertionError, match="the checkout"):
             job("bench", site, tmp_path / "run", "smoke")

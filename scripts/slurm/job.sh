@@ -19,6 +19,7 @@ set -u
 installed=$("${python[@]}" scripts/slurm/installed_gbmoe.py) || installed=''
 if [[ $installed == compiled:* ]]; then
   echo "== gbmoe is the installed one, compiled with its kernels, in ${installed#compiled:}"
+  export GBMOE_CHECKOUT=$root  # whose benchmarks/ no wheel has
 else
   export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 fi

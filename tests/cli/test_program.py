@@ -205,7 +205,7 @@ def test_ctrl_c_ends_ranks_that_wait_for_others(tmp_path):
                    "MASTER_PORT": "0"}
     script = """
 import sys
-from gbmoe.cli.bench.running import rank_processes
+from benchmarks.running import rank_processes
 joined = rank_processes.joined
 def said(*arguments):
     print("waits", flush=True)
@@ -269,12 +269,12 @@ def test_an_error_of_the_user_has_status_2_and_a_line(words, tmp_path, capsys):
 
 
 def test_a_folder_that_becomes_unwritable_meanwhile_ends_the_benchmark_with_status_2(tmp_path, monkeypatch, capsys):
-    from gbmoe.cli.bench.results import run_file
+    from gbmoe.cli.bench import result_file
 
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_file, "write", full)
+    monkeypatch.setattr(result_file, "write", full)
     assert main(["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--timing", "bursts", "--engines", "reference", "--peers",
                  "none", "--config", "0", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"gbmoe bench: {tmp_path / 'smoke-0000.json'}: No space left on device"

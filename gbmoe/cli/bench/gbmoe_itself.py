@@ -1,4 +1,4 @@
-"""gbmoe's own side of every measurement: its layer with any mlp_impl and engine, its grouped GEMM, its permutation."""
+"""gbmoe's own side of measurements: its layer with any mlp_impl and engine, and its grouped GEMM."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from functools import partial
 
 import torch
 
-from gbmoe import RoutingPlan, engines, kernels
-from gbmoe.cli.bench.peers.base import Layer, Permutation, Prepared, Weights
+from gbmoe import engines
+from gbmoe.cli.bench.peers.base import Layer, Prepared, Weights
 from gbmoe.layers import Arguments, dMoE
-from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.testing.moe_shapes import MoeCase
 
 
@@ -57,32 +56,3 @@ def grouped_product(engine: str, a: torch.Tensor, b: torch.Tensor, sizes: Sequen
     on_host = engine in engines.ENGINES and engines.ENGINES[engine].needs_host_sizes
     sizes_E = torch.tensor(sizes, dtype=torch.int64, device="cpu" if on_host else a.device)
     return Prepared(partial(engines.product, a, b, sizes_E, trans_a=trans_a, engine=engine))
-
-
-class PlannedPermutation(Permutation):
-    """gbmoe's plan, gather and scatter."""
-
-    _MAPS = ("row_of_slot_TK", "slot_of_row_P", "counts_E", "offsets_E1", "padded_counts_E")
-
-    def __init__(self, ids_TK: torch.Tensor, experts: int, align: int):
-        self._build = partial(RoutingPlan.from_experts, ids_TK, experts, align=align, check="none")
-        self._plan = self._build()
-        self.rows = self._plan.num_rows
-
-    def plan(self) -> Prepared:
-        return Prepared(self._build, lambda plan: {name: getattr(plan, name) for name in self._MAPS})
-
-    def gather(self, x_TH):
-        return Prepared(partial(kernels.gather, x_TH, self._plan.slot_map), lambda out: out[0])
-
-    def padded_gather(self, x_TH):
-        return Prepared(partial(padded_gather, x_TH, self._plan))
-
-    def plan_and_gather(self, x_TH):
-        return Prepared(lambda: padded_gather(x_TH, self._build()))
-
-    def scatter(self, y_PH, weights_TK):
-        return Prepared(partial(padded_scatter, y_PH, self._plan, weights_TK))
-
-    def scatter_backward(self, grad_TH, y_PH, weights_TK):
-        return Prepared(partial(kernels.scatter_backward, grad_TH, y_PH, self._plan.slot_map, weights=weights_TK))

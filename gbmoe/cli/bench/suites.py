@@ -1,42 +1,29 @@
-"""The suites: which shapes, who computes them, and how they are routed."""
+"""Suites: which shapes, who computes them, and how they are routed. Here are those that a wheel has; benchmarks/suites.py has more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from gbmoe import engines
 from gbmoe.cli.bench import peers
-from gbmoe.cli.bench.measurements.base import (
-    FORWARD,
-    GRAPH,
-    MICRO_BATCHES,
-    TRAINING,
-    Configuration,
-    Measurement,
-    configurations,
-)
-from gbmoe.cli.bench.measurements.float8_layer import Float8LayerMeasurement
+from gbmoe.cli.bench.measurements.base import FORWARD, TRAINING, Configuration, Measurement, configurations
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.measurements.link import COMBINE, DISPATCH, LinkMeasurement
-from gbmoe.cli.bench.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
-from gbmoe.cli.bench.measurements.permutation import SKEWS, PermutationMeasurement
+from gbmoe.cli.bench.running.processes import OneProcess
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.describe_system import refusal
-from gbmoe.float8 import Float8BlockScaling
 from gbmoe.testing import moe_shapes
 from gbmoe.testing.moe_shapes import MoeCase
 
-# The alignments of the permutation suite: 16 is what FP8 GEMMs need, 128 what the Hopper kernel needs.
-_ALIGNMENTS = (16, 128)
-_STEPS = ("plan", "gather", "padded_gather", "plan+gather", "scatter", "scatter-backward")
-_EXPERTS = ("bmm", "loop", "torch-grouped", "torch-grouped-compiled", "grouped_gemm", "megablocks-grouped",
-            "megablocks-sparse", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm",
-            "scattermoe", "sonicmoe")
+# Those that compute a whole layer.
+EXPERTS = ("bmm", "loop", "torch-grouped", "torch-grouped-compiled", "grouped_gemm", "megablocks-grouped",
+           "megablocks-sparse", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm",
+           "scattermoe", "sonicmoe")
+# The suite whose layers --shape names, where it names no suite.
+OF_SHAPES = "layers"
 
 
 @dataclass(frozen=True)
@@ -79,12 +66,14 @@ class Choice:
         return [*(("gbmoe", name) for name in names), *((name, None) for name in peers.of_kind(kind, self.peers))]
 
 
-def _layer(choice: Choice, case: MoeCase, routings=("uniform",), computations=(FORWARD, TRAINING)) -> list[Measurement]:
+def of_layer(choice: Choice, case: MoeCase, routings=("uniform",), computations=(FORWARD, TRAINING)) -> list[Measurement]:
+    """Whole layers of one shape, by all that take part."""
     return [LayerMeasurement(case, *way, routing, computation)
             for routing in routings for way in choice.ways(case, "layer") for computation in computations]
 
 
-def _products(choice: Choice, case: MoeCase) -> list[Measurement]:
+def of_products(choice: Choice, case: MoeCase) -> list[Measurement]:
+    """Grouped GEMMs of one shape, by all that take part, and the dense product of as many rows."""
     ways = choice.ways(case, "product")
     return [ProductMeasurement(case, *way, routing, computation)
             for routing in ("equal", "skewed") for way in ([*ways, ("dense", None)] if routing == "equal" else ways)
@@ -92,72 +81,12 @@ def _products(choice: Choice, case: MoeCase) -> list[Measurement]:
 
 
 def _smoke(choice: Choice) -> list[Measurement]:
-    layers = [m for case in moe_shapes.SMOKE_CASES for m in _layer(choice, case)]
-    return layers + _products(choice, moe_shapes.SMOKE_CASES[-1])
+    layers = [m for case in moe_shapes.SMOKE_CASES for m in of_layer(choice, case)]
+    return layers + of_products(choice, moe_shapes.SMOKE_CASES[-1])
 
 
-def _nyu(choice: Choice) -> list[Measurement]:
-    return [m for case in moe_shapes.NYU_CASES for m in _layer(choice, choice.case(case))]
-
-
-def _layers(choice: Choice) -> list[Measurement]:
-    cases = choice.shapes or map(choice.case, moe_shapes.LAYER_CASES)
-    return [m for case in cases for m in _layer(choice, case, ("uniform", "skewed"))]
-
-
-def _float8(choice: Choice) -> list[Measurement]:
-    default, of_weights = Float8BlockScaling(), Float8BlockScaling(float8_weight_gradients=True)
-    recipes = {FORWARD: (None, default), TRAINING: (None, default, of_weights, Float8BlockScaling(keep_weights=False)),
-               MICRO_BATCHES: (None, default, of_weights)}
-    return [Float8LayerMeasurement(case, "gbmoe", "auto", "uniform", computation, recipe=recipe)
-            for case in choice.shapes or map(choice.case, moe_shapes.FLOAT8_CASES)
-            for computation, of_computation in recipes.items() for recipe in of_computation]
-
-
-def _gemm(choice: Choice) -> list[Measurement]:
-    return [m for case in moe_shapes.GEMM_CASES for m in _products(choice, choice.case(case))]
-
-
-def _scaling(choice: Choice) -> list[Measurement]:
-    measurements = []
-    for case in dict.fromkeys(case for sweep in moe_shapes.SCALING_CASES.values() for case in sweep):
-        if choice.device.type != "cuda":
-            case = replace(case, name=f"{case.name}-small", tokens=max(16, case.tokens // 256),
-                           hidden=case.hidden // 32, ffn=case.ffn // 32)
-        measurements += _layer(choice, case)
-    return measurements
-
-
-def _inference(choice: Choice) -> list[Measurement]:
-    measurements = []
-    for case in moe_shapes.INFERENCE_CASES:
-        measurements += _layer(choice, replace(choice.case(case), tokens=case.tokens), computations=(FORWARD, GRAPH))
-    return measurements
-
-
-def _permute(choice: Choice) -> list[Measurement]:
-    measurements = []
-    for case in moe_shapes.PLAN_CASES:
-        whole, case = case in moe_shapes.PERMUTE_CASES, choice.case(case)
-        if whole:
-            measurements += [PermutationMeasurement(case, "gbmoe", None, "random", computation)
-                             for computation in ("route", "route-backward")]
-        by_all, steps = ("gbmoe", *peers.of_kind("permutation", choice.peers)), _STEPS if whole else _STEPS[:1]
-        measurements += [PermutationMeasurement(case, by, None, routing, step, align=align)
-                         for routing in SKEWS for align in _ALIGNMENTS for by in by_all for step in steps]
-    return measurements
-
-
-def _parallel(choice: Choice) -> list[Measurement]:
-    measurements: list[Measurement] = []
-    rivals = [*(("gbmoe", "auto", transport) for transport in (ONE_GPU, *TRANSPORTS)),
-              *((name, None, None) for name in peers.of_kind("parallel", choice.peers))]
-    cases = [(choice.case(case), routing) for case in moe_shapes.PARALLEL_CASES for routing in ("uniform", "skewed")]
-    for case, routing in cases:
-        measurements += [ParallelLayerMeasurement(case, by, engine, routing, computation, transport=transport)
-                         for computation in (FORWARD, TRAINING) for by, engine, transport in rivals]
-    return measurements + [LinkMeasurement(case, "gbmoe", None, routing, trip, transport=transport)
-                           for case, routing in cases for trip in (DISPATCH, COMBINE) for transport in TRANSPORTS[1:]]
+def _layers_of_shapes(choice: Choice) -> list[Measurement]:
+    return [m for case in choice.shapes for m in of_layer(choice, case, ("uniform", "skewed"))]
 
 
 @dataclass(frozen=True)
@@ -170,12 +99,13 @@ class Suite:
     baseline: str = "bmm"
     needs_cuda: bool = True
     uses_engines: bool = True
-    # Whether it runs in all processes of torchrun together.
-    on_ranks: bool = False
+    processes: OneProcess = OneProcess()
     timing_on_cuda: str = SUSTAINED
     timings: tuple[str, ...] = (BURSTS, SUSTAINED)
-    # Whether it can measure a user's own layers.
+    dtype: str | None = None  # unless another one is asked for
+    # Whether it can measure a user's own layers, and whether it has no others.
     takes_shapes: bool = False
+    of_shapes_alone: bool = False
 
     def timing(self, device: torch.device) -> str:
         """How it is timed unless something else is asked: on a CPU in bursts, where it can be."""
@@ -187,24 +117,8 @@ class Suite:
         return configurations([replace(m, memory_limit=choice.memory_limit) for m in measurements])
 
 
-# Bursts: of a few tokens it is the cold cache that counts, and smoke is for any machine.
-_IN_BURSTS: dict[str, Any] = {"timing_on_cuda": BURSTS}
-_IN_BURSTS_ALONE: dict[str, Any] = {"timing_on_cuda": BURSTS, "timings": (BURSTS,)}
-
 SUITES = {
-    "smoke": Suite("small layers and products, for any machine", _smoke, ("bmm", "loop"), needs_cuda=False, **_IN_BURSTS),
-    "nyu": Suite("the cases of an article from NYU: plain MLPs of few experts", _nyu, _EXPERTS),
-    "layers": Suite("layers of known models, evenly and unevenly routed, or those of --shape", _layers, _EXPERTS, takes_shapes=True),
-    "gemm": Suite("single grouped GEMMs, each engine, equal and skewed groups", _gemm,
-                  ("bmm", "loop", "grouped_gemm")),
-    "float8": Suite("layers with float8 recipes, beside bf16", _float8, (), baseline="gbmoe-auto", uses_engines=False,
-                    takes_shapes=True),
-    "permute": Suite("plan, router operator, gather and scatter, each against what a copy of its bytes takes", _permute,
-                     ("megablocks", "transformer_engine"), baseline="megablocks", uses_engines=False, **_IN_BURSTS_ALONE),
-    "scaling": Suite("how cost grows with experts, tokens and hidden size, each alone", _scaling,
-                     ("bmm", "torch-grouped", "megablocks-grouped", "scattermoe")),
-    "inference": Suite("few tokens, with and without a CUDA graph", _inference, _EXPERTS, **_IN_BURSTS),
-    "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel,
-                      ("megablocks-grouped", "ligercute"),
-                      baseline=f"gbmoe-{ONE_GPU}", uses_engines=False, on_ranks=True, timings=(SUSTAINED,)),
+    # In bursts, because it is for any machine.
+    "smoke": Suite("small layers and products, for any machine", _smoke, ("bmm", "loop"), needs_cuda=False, timing_on_cuda=BURSTS),
+    OF_SHAPES: Suite("layers of --shape, evenly and unevenly routed", _layers_of_shapes, EXPERTS, takes_shapes=True, of_shapes_alone=True),
 }

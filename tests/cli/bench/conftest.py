@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gbmoe.cli import main
-from gbmoe.cli.bench.commands import run_suite
+from gbmoe.cli.bench import command
+from gbmoe.cli.bench.running import processes
 from gbmoe.cli.bench.running.cold_cache_timer import Effort
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.verify_and_time import few_threads
@@ -17,8 +18,8 @@ from gbmoe.testing import moe_shapes
 def quick(monkeypatch):
     """--quick is two repetitions, or two rounds of some; and one thread, as a run on the CPU has: a busy machine must not slow this down a
     hundredfold."""
-    monkeypatch.setattr(run_suite, "QUICK", Effort(0, 2, 2))
-    monkeypatch.setattr(run_suite, "IN_TURNS_QUICK", Sustained(1e-4, 2))
+    monkeypatch.setattr(command, "QUICK", Effort(0, 2, 2))
+    monkeypatch.setattr(processes, "IN_TURNS_QUICK", Sustained(1e-4, 2))
     with few_threads(torch.device("cpu")):
         yield
 

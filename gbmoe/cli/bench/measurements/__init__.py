@@ -1,1 +1,1 @@
-"""What `gbmoe bench` measures, one file for each kind of row."""
+"""What `gbmoe bench` measures, one file for each kind of row; benchmarks/measurements has more."""

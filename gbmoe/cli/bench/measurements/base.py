@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ FORWARD, TRAINING, GRAPH = "forward", "forward+backward", "forward, CUDA graph"
 MICRO_BATCHES = "forward+backward, four micro-batches"
 # The kinds of measurements that move bytes and take microseconds; the others compute and take milliseconds.
 MOVING = ("permutation", "link")
+_Function = TypeVar("_Function", bound=Callable)
 
 
 class Refusal(Exception):
@@ -138,6 +140,23 @@ def configurations(measurements: Sequence[Measurement]) -> list[Configuration]:
     for measurement in measurements:
         by_setting.setdefault(measurement.setting, []).append(measurement)
     return [Configuration(name, tuple(together)) for name, together in by_setting.items()]
+
+
+# ----------------------------------------------------------------------------------------------------------------- kept
+
+_KEPT: list[Any] = []
+
+
+def kept(function: _Function) -> _Function:
+    """A function whose last result is kept for the next row, which is often given the same arguments."""
+    _KEPT.append(lru_cache(maxsize=1)(function))
+    return _KEPT[-1]
+
+
+def forget_kept() -> None:
+    """Free what is kept for the next row."""
+    for function in _KEPT:
+        function.cache_clear()
 
 
 # -------------------------------------------------------------------------------------------------------------- samples

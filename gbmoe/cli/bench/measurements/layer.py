@@ -10,7 +10,7 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, S 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -24,6 +24,7 @@ from gbmoe.cli.bench.measurements.base import (
     Measurement,
     Refusal,
     Subject,
+    kept,
     random_values,
     require_finite,
     sample,
@@ -124,7 +125,7 @@ class LayerInputs:
         return accuracy.Verdict("router's choice", behind, rounding)
 
 
-@lru_cache(maxsize=1)
+@kept
 def layer_inputs(case: MoeCase, routing: str, device: torch.device, dtype: torch.dtype) -> LayerInputs:
     """Tokens, gradient and weights, drawn from SEED so that outputs and logits have a standard deviation near one."""
     draw = partial(random_values, dtype=dtype, device=device)

@@ -1,4 +1,5 @@
-"""The peers that gbmoe is compared with, an adapter in one file each. `PEERS` says where each adapter is."""
+"""The peers that gbmoe is compared with, an adapter in one file each. `PEERS` says where each adapter is; benchmarks/peers
+adds those that only its suites ask for."""
 
 from __future__ import annotations
 
@@ -14,14 +15,11 @@ PEERS = {
     "grouped_gemm": "gbmoe.cli.bench.peers.grouped_gemm:GroupedGemm",
     "megablocks-grouped": "gbmoe.cli.bench.peers.megablocks:MegaBlocksGrouped",
     "megablocks-sparse": "gbmoe.cli.bench.peers.megablocks:MegaBlocksSparse",
-    "megablocks": "gbmoe.cli.bench.peers.megablocks:MegaBlocksKernels",
     "transformers-eager": "gbmoe.cli.bench.peers.transformers:Eager",
     "transformers-batched_mm": "gbmoe.cli.bench.peers.transformers:BatchedMm",
     "transformers-grouped_mm": "gbmoe.cli.bench.peers.transformers:GroupedMm",
     "scattermoe": "gbmoe.cli.bench.peers.scattermoe:ScatterMoe",
     "sonicmoe": "gbmoe.cli.bench.peers.sonicmoe:SonicMoe",
-    "ligercute": "gbmoe.cli.bench.peers.ligercute:LigerCute",
-    "transformer_engine": "gbmoe.cli.bench.peers.transformer_engine:TransformerEngine",
 }
 
 

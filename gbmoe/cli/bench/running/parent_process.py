@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gbmoe.cli.bench.measurements.base import FORWARD, Configuration, Measurement
+from gbmoe.cli.bench.measurements.copy import CopyMeasurement
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
-from gbmoe.cli.bench.measurements.permutation import PermutationMeasurement
 from gbmoe.cli.bench.peers import PEERS
 from gbmoe.cli.bench.roofline import Limits
 from gbmoe.cli.bench.running.peer_process import Worker
@@ -82,7 +82,7 @@ def measure_limits(conditions: Conditions, row_of: Callable[[Measurement], dict]
     on_gpu = conditions.device.type == "cuda"
     edge, tokens = (8192, 2**20) if on_gpu else (512, 2**13)  # the copy's buffer has 4 GiB in bf16 on a GPU, a 128th elsewhere
     dense = ProductMeasurement(MoeCase(f"dense-{edge}", edge, edge, edge, 1, 1), "dense", None, "equal", FORWARD)
-    copy = PermutationMeasurement(MoeCase("copy", tokens, 2048, 0, 1, 1), "torch", None, "none", "copy")
+    copy = CopyMeasurement(MoeCase("copy", tokens, 2048, 0, 1, 1), "torch", None, "none", "copy")
     rows = [row_of(dense), row_of(copy)]
     rates = [row[field] * 1e12 if row["verified"] else None for row, field in zip(rows, ("tflops", "terabytes"))]
     return Limits(*rates), rows

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import checkout, peers
 from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Subject
 from gbmoe.cli.bench.running.energy import EnergyCounter, counter_of
 from gbmoe.cli.bench.running.repeat import clock_of
@@ -199,6 +199,7 @@ def _serve(connection: Connection, log: str, peer: str, address: str | None) -> 
     threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    checkout.benchmarks()  # whose measurements may be asked for
     if address is not None:
         peers.PEERS[peer] = address
     while True:

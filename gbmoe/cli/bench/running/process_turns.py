@@ -15,7 +15,7 @@ from gbmoe.cli.bench.measurements.base import Configuration, Measurement
 from gbmoe.cli.bench.peers import PEERS
 from gbmoe.cli.bench.running.peer_process import Worker
 from gbmoe.cli.bench.running.repeat import Sustained
-from gbmoe.cli.bench.running.sustained_timer import of_rounds, rotated
+from gbmoe.cli.bench.running.timing_statistics import of_rounds, rotated
 from gbmoe.cli.bench.running.turn import Turn
 from gbmoe.cli.bench.running.verify_and_time import OUT_OF_MEMORY, Conditions, all_rates
 

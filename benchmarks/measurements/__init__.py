@@ -1,0 +1,1 @@
+"""What only the suites of this folder measure, one file for each kind of row."""
