@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from benchmarks.results import reading
-from benchmarks.results.schema import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.bench import table
 from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MOVING, TRAINING
+from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 
 # The computations that share a cell in the main table, in this order.
@@ -117,7 +117,7 @@ def _main_tables(content: dict, short: bool = False) -> list[str]:
     """A heading and a table for each kind of measurement that has rates. A short table omits the engines that `auto` chooses from, and
     implementations without any time."""
     parts = []
-    for kind, rows in table.by_kind(table.without_cap(table.measured(content))).items():
+    for kind, rows in table.by_kind(reading.without_cap(table.measured(content))).items():
         if not any(row.get("median") for row in rows):
             continue
         names = list(dict.fromkeys(row["by"] for row in rows))
@@ -158,7 +158,7 @@ def _lines(rows: Sequence[dict]) -> dict[tuple[str, str, str], list[dict]]:
     for row in rows:
         shared = any(_shares_a_cell(row, computation) for computation in _TOGETHER)
         step = "" if shared else row["computation"] + (f", align {row['align']}" if row.get("align") else "")
-        lines.setdefault((table.shape(row), row["routing"], step), []).append(row)
+        lines.setdefault((_shape(row), row["routing"], step), []).append(row)
     return lines
 
 
@@ -202,6 +202,51 @@ def _failures(content: dict) -> list[str]:
 def _all_rows(content: dict) -> list[str]:
     parts = []
     for kind, rows in table.by_kind(table.measured(content)).items():
-        every = _table(*table.table(rows, content["baseline"]))
+        every = _table(*_every_field(rows, content["baseline"]))
         parts.append(f"<details><summary>All rows: {kind}</summary>\n\n{every}\n\n</details>")
     return parts
+
+
+def _shape(row: dict) -> str:
+    """The case and its sizes."""
+    sizes = "x".join(str(row[key]) for key in ("tokens", "hidden", "ffn") if row[key])
+    return f"{row['case']} {sizes} e{row['experts']}k{row['top_k']}"
+
+
+def _times(row: dict, part: str | None = None) -> str:
+    timing = row[part] if part else row
+    return table.duration(timing["median"], row["kind"])
+
+
+# For each column: its heading, its alignment, the key without which a row's cell is empty, and the text of the cell.
+_COLUMNS = (
+    ("case TxH[xF]", "<", "case", _shape),
+    ("routing", "<", "routing", lambda row: row["routing"]),
+    ("align", ">", "align", lambda row: str(row["align"])),
+    ("computation", "<", "computation", lambda row: row["computation"]),
+    ("GiB at most", ">", "memory_limit", lambda row: f"{row['memory_limit']:g}"),
+    ("by", "<", "by", lambda row: row["by"]),
+    ("verified", "<", "verified", lambda row: "yes" if row["verified"] else "NO"),
+    ("median {unit}", ">", "median", _times),
+    ("quartiles {unit}", ">", "quartiles",
+     lambda row: " - ".join(table.duration(end, row["kind"]) for end in row["quartiles"])),
+    ("forward {unit}", ">", "forward", lambda row: _times(row, "forward")),
+    ("backward {unit}", ">", "backward", lambda row: _times(row, "backward")),
+    ("TFLOP/s", ">", "tflops", lambda row: f"{row['tflops']:#.3g}"),
+    ("{bandwidth}", ">", "terabytes", table.bandwidth),
+    ("of limit", ">", "of_limit", lambda row: f"{row['of_limit']:.0%} {row['bound_by']}"),
+    ("J", ">", "joules", table.joules),
+    ("x {baseline}", ">", "speedup", lambda row: f"{row['speedup']:.2f}"),
+    ("extra peak MiB", ">", "extra_peak_bytes", lambda row: f"{row['extra_peak_bytes'] / 2**20:.0f}"),
+    ("largest/mean expert", ">", "imbalance", lambda row: f"{row['imbalance']:.2f}"),
+    ("", "<", "problem", lambda row: f"{row['outcome']}: {row['problem']}"),
+)
+
+
+def _every_field(rows: Sequence[dict], baseline: str) -> tuple[list[tuple[str, str]], list[list[str]]]:
+    """(headings with their alignment, cells) for rows of one kind, with all columns that have any value."""
+    kind = rows[0]["kind"]
+    names = {"unit": table.unit(kind), "bandwidth": table.bandwidth_unit(kind), "baseline": baseline}
+    shown = [column for column in _COLUMNS if any(row.get(column[2]) is not None for row in rows)]
+    headings = [(heading.format(**names), align) for heading, align, *_ in shown]
+    return headings, [["-" if row.get(key) is None else cell(row) for _, _, key, cell in shown] for row in rows]

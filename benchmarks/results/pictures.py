@@ -14,11 +14,12 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # and not pyplot, which needs a backend for the whole process and keeps its figures
 
-from benchmarks.results.schema import is_disturbed, timing_of
+from benchmarks.results.reading import without_cap
 from gbmoe._atomic_files import appears_complete
 from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.bench.result_file import is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import BURSTS
-from gbmoe.cli.bench.table import by_kind, measured, without_cap
+from gbmoe.cli.bench.table import by_kind, measured
 from gbmoe.testing.moe_shapes import SCALING_CASES
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#999999")

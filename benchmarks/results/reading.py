@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results.schema import misshapen, timing_of
+from benchmarks.results.schema import misshapen
 from gbmoe._atomic_files import one_line, read_json
+from gbmoe.cli.bench.result_file import timing_of
 
 
 class BrokenFile(Exception):
@@ -57,3 +58,8 @@ def missing(content: dict) -> list[str]:
     """The suite's configurations that no run of the content has finished."""
     done = {name for run in content["runs"] for name in run["configurations"]}
     return [name for name in content["configurations"] if name not in done]
+
+
+def without_cap(rows: Sequence[dict]) -> list[dict]:
+    """The rows without a memory limit, or all rows where all have one."""
+    return [row for row in rows if not row.get("memory_limit")] or list(rows)

@@ -13,6 +13,7 @@ from typing import Any
 
 from gbmoe._atomic_files import one_line
 from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.bench.result_file import timing_of
 from gbmoe.cli.bench.running.verify_and_time import (
     BURSTS,
     CRASHED,
@@ -165,24 +166,6 @@ def misshapen(content: Any) -> str | None:
         if lacking:
             return f"whose row {number} is without {', '.join(lacking)}"
     return None
-
-
-def timing_of(row: dict) -> str:
-    """How a row is timed; rows of older files do not say, and are bursts."""
-    return row.get("timing") or BURSTS
-
-
-# How far the quartiles of an undisturbed row lie apart at most, as a part of the median. Sustained, they are quartiles of rounds of many
-# calls, which differ by 1 to 3 %; in bursts, of single calls.
-SPREAD_AT_MOST = {SUSTAINED: 0.04, BURSTS: 0.25}
-
-
-def is_disturbed(row: dict) -> bool:
-    """True where a row's time may be that of the host, or of whatever else ran: see SPREAD_AT_MOST."""
-    if row.get("median") is None:
-        return False
-    lower, upper = row["quartiles"]
-    return upper - lower > SPREAD_AT_MOST[timing_of(row)] * row["median"]
 
 
 def _half_measured(row: dict) -> list[str]:

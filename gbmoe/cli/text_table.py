@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from gbmoe._importable import is_importable
 
 
+def has_frames() -> bool:
+    """Whether tables are drawn with frames: then they are three characters wider a column, and one, otherwise two between columns."""
+    return sys.stdout.isatty() and is_importable("rich")
+
+
 def print_table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of cells under `columns`, which are (heading, alignment) pairs; the alignment is "<" or ">"."""
+    """Print rows of cells under `columns`, which are (heading, alignment) pairs; the alignment is "<" or ">". A cell may have lines."""
     rows = [tuple(row) for row in rows]
-    if sys.stdout.isatty() and is_importable("rich"):
+    if has_frames():
         _print_rich(columns, rows)
         return
     headings = tuple(heading for heading, _ in columns)
-    widths = [max(map(len, cells)) for cells in zip(headings, *rows)]
+    widths = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in zip(headings, *rows)]
     rule = tuple("-" * width for width in widths)
     for row in (headings, rule, *rows):
-        print("  ".join(f"{cell:{align}{width}}" for cell, (_, align), width in zip(row, columns, widths)).rstrip())
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            print("  ".join(f"{cell:{align}{width}}" for cell, (_, align), width in zip(line, columns, widths)).rstrip())
 
 
 def _print_rich(columns, rows) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from gbmoe._atomic_files import write_text
 from gbmoe._checks import dtype_name
 from gbmoe.cli.bench.measurements.base import SEED
-from gbmoe.cli.bench.running.verify_and_time import Conditions
+from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED, Conditions
 from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
 
 # Of numbers that were measured or derived. In this mode of rounding a number that is rounded again, to fewer digits, is what it would be
@@ -117,3 +117,21 @@ def wrong(content: dict) -> list[dict]:
     ours = [row for row in content["rows"] if row["implementation"] == "gbmoe"]
     return [row for row in ours if row["outcome"] not in ("verified", "left out", "out of memory")] + [
         row for run in content["runs"] for row in run["limit_rows"] if not row["verified"]]
+
+
+def timing_of(row: dict) -> str:
+    """How a row is timed; rows of older files do not say, and are bursts."""
+    return row.get("timing") or BURSTS
+
+
+# How far the quartiles of an undisturbed row lie apart at most, as a part of the median. Sustained, they are quartiles of rounds of many
+# calls, which differ by 1 to 3 %; in bursts, of single calls.
+SPREAD_AT_MOST = {SUSTAINED: 0.04, BURSTS: 0.25}
+
+
+def is_disturbed(row: dict) -> bool:
+    """True where a row's time may be that of the host, or of whatever else ran: see SPREAD_AT_MOST."""
+    if row.get("median") is None:
+        return False
+    lower, upper = row["quartiles"]
+    return upper - lower > SPREAD_AT_MOST[timing_of(row)] * row["median"]

@@ -1,7 +1,11 @@
-"""What a run prints: its progress on stderr, and a table."""
+"""What a run prints: its progress on stderr, and tables of its rows, which the result file has in full.
+
+A table has at most WIDTH columns of text and fits the terminal; each of its columns has one unit, which its heading names.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -9,9 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gbmoe._importable import is_importable
-from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.bench.measurements.base import MICRO_BATCHES, MOVING
+from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.progress import time_left
-from gbmoe.cli.text_table import print_table
+from gbmoe.cli.text_table import has_frames, print_table
+
+WIDTH = 120
 
 
 def duration(seconds: float, kind: str) -> str:
@@ -28,7 +35,8 @@ def bandwidth_unit(kind: str) -> str:
     return "GB/s" if kind == "link" else "TB/s"
 
 
-def _bandwidth(row: dict) -> str:
+def bandwidth(row: dict) -> str:
+    """The bytes of a second."""
     return f"{row['terabytes'] * (1e3 if row['kind'] == 'link' else 1):#.3g}"
 
 
@@ -47,7 +55,7 @@ def one_line(row: dict) -> str:
         if row.get("tflops") is not None:
             found.append(f"{row['tflops']:#.3g} TFLOP/s")
         if row.get("terabytes") is not None:
-            found.append(f"{_bandwidth(row)} {bandwidth_unit(row['kind'])}")
+            found.append(f"{bandwidth(row)} {bandwidth_unit(row['kind'])}")
         if row.get("joules") is not None:
             found.append(f"{joules(row)} J")
     return f"{row['name']}: " + ", ".join(found)
@@ -105,80 +113,113 @@ def _rich_bar(total: int):
     return bar, bar.add_task("", total=total)
 
 
-def shape(row: dict) -> str:
-    """The case and its sizes."""
-    sizes = "x".join(str(row[key]) for key in ("tokens", "hidden", "ffn") if row[key])
-    return f"{row['case']} {sizes} e{row['experts']}k{row['top_k']}"
+# ------------------------------------------------------------------------------------------------------------------ tables
 
 
-def _times(row: dict, part: str | None = None) -> str:
-    timing = row[part] if part else row
-    return duration(timing["median"], row["kind"])
+def _time(row: dict) -> str:
+    """The time, or how the row ended without one."""
+    if row.get("median") is None:
+        return row["outcome"]
+    return duration(row["median"], row["kind"]) + ("?" if is_disturbed(row) else "")
 
 
 # For each column: its heading, its alignment, the key without which a row's cell is empty, and the text of the cell.
 _COLUMNS = (
-    ("case TxH[xF]", "<", "case", shape),
+    ("shape", "<", "case", lambda row: row["case"]),
     ("routing", "<", "routing", lambda row: row["routing"]),
     ("align", ">", "align", lambda row: str(row["align"])),
-    ("computation", "<", "computation", lambda row: row["computation"]),
-    ("GiB at most", ">", "memory_limit", lambda row: f"{row['memory_limit']:g}"),
-    ("by", "<", "by", lambda row: row["by"]),
-    ("verified", "<", "verified", lambda row: "yes" if row["verified"] else "NO"),
-    ("median {unit}", ">", "median", _times),
-    ("quartiles {unit}", ">", "quartiles",
-     lambda row: " - ".join(duration(end, row["kind"]) for end in row["quartiles"])),
-    ("forward {unit}", ">", "forward", lambda row: _times(row, "forward")),
-    ("backward {unit}", ">", "backward", lambda row: _times(row, "backward")),
+    ("{what}", "<", "computation", lambda row: "four micro-batches" if row["computation"] == MICRO_BATCHES else row["computation"]),
+    ("who", "<", "by", lambda row: row["by"]),
+    ("{unit}", ">", "outcome", _time),
     ("TFLOP/s", ">", "tflops", lambda row: f"{row['tflops']:#.3g}"),
-    ("{bandwidth}", ">", "terabytes", _bandwidth),
-    ("of limit", ">", "of_limit", lambda row: f"{row['of_limit']:.0%} {row['bound_by']}"),
-    ("J", ">", "joules", joules),
+    ("{bandwidth}", ">", "terabytes", bandwidth),
+    ("% of limit", ">", "of_limit", lambda row: f"{100 * row['of_limit']:.0f}"),
+    ("limit", "<", "bound_by", lambda row: row["bound_by"]),
     ("x {baseline}", ">", "speedup", lambda row: f"{row['speedup']:.2f}"),
-    ("extra peak MiB", ">", "extra_peak_bytes", lambda row: f"{row['extra_peak_bytes'] / 2**20:.0f}"),
-    ("largest/mean expert", ">", "imbalance", lambda row: f"{row['imbalance']:.2f}"),
-    ("", "<", "problem", lambda row: f"{row['outcome']}: {row['problem']}"),
+    ("peak GiB", ">", "extra_peak_bytes", lambda row: f"{row['extra_peak_bytes'] / 2**30:.3f}"),
+    ("J", ">", "joules", joules),
 )
+# What is left out, in this order, where not all of it fits; and what is then broken into lines.
+_EXPENDABLE = ("bound_by", "joules", "extra_peak_bytes", "speedup", "of_limit")
+_FOLDED = ("case", "computation", "by")
+_NARROWEST = 8  # of what is broken into lines
 
 
-# The columns that are left out, in this order, where a terminal is too narrow for all. The result file has them.
-_EXPENDABLE = ("imbalance", "terabytes", "quartiles", "forward", "backward", "extra_peak_bytes", "verified", "of_limit")
+def table(rows: Sequence[dict], baseline: str, width: int = WIDTH) -> tuple[list[tuple[str, str]], list[list[str]]]:
+    """(headings with their alignment, cells) for rows of one kind, in `width` columns of text.
 
-
-def table(rows: Sequence[dict], baseline: str, width: int | None = None) -> tuple[list[tuple[str, str]], list[list[str]]]:
-    """(headings with their alignment, cells) for rows of one kind. Columns without any value are left out, and so are further ones where
-    the table would be wider than `width`."""
-    shown = [column for column in _COLUMNS if any(row.get(column[2]) is not None for row in rows)]
-    for key in _EXPENDABLE:
+    Columns without any value are left out. Where the others do not fit, _EXPENDABLE ones are left out, too, and then cells get several
+    lines.
+    """
+    moving = rows[0]["kind"] in MOVING
+    shown = [column for column in _COLUMNS if any(row.get(column[2]) is not None for row in rows)
+             and (moving or column[2] != "terabytes")]  # of layers and products, the rate of operations says it
+    for key in (*_EXPENDABLE, None):
         headings, cells = _filled(shown, rows, baseline)
-        if width is None or _width(headings, cells) <= width:
-            break
+        if _width(headings, cells) <= width:
+            return headings, cells
         shown = [column for column in shown if column[2] != key]
-    return _filled(shown, rows, baseline)
+    places = [place for place, column in enumerate(shown) if column[2] in _FOLDED]
+    limits = {place: max(len(line[place]) for line in cells) for place in places}
+    while _width(headings, cells) > width and max(limits.values()) > _NARROWEST:
+        widest = max(limits, key=limits.__getitem__)
+        limits[widest] -= 1
+        cells = [[_folded(cell, limits.get(place, len(cell))) for place, cell in enumerate(line)] for line in cells]
+    return headings, cells
 
 
 def _filled(columns, rows, baseline) -> tuple[list[tuple[str, str]], list[list[str]]]:
     kind = rows[0]["kind"]
-    names = {"unit": unit(kind), "bandwidth": bandwidth_unit(kind), "baseline": baseline}
+    names = {"unit": unit(kind), "bandwidth": bandwidth_unit(kind), "baseline": baseline, "what": "step" if kind in MOVING else "pass"}
     headings = [(heading.format(**names), align) for heading, align, *_ in columns]
     return headings, [["-" if row.get(key) is None else cell(row) for _, _, key, cell in columns] for row in rows]
 
 
 def _width(headings, cells) -> int:
-    """The width of the table with a frame around each cell."""
-    return sum(max(map(len, column)) + 3 for column in zip([heading for heading, _ in headings], *cells)) + 1
+    """The width of the table as it is printed."""
+    columns = zip([heading for heading, _ in headings], *cells)
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    return sum(widths) + (3 * len(widths) + 1 if has_frames() else 2 * (len(widths) - 1))
+
+
+def _folded(cell: str, limit: int) -> str:
+    """The text in lines of at most `limit` characters, broken after a sign between words where there is one."""
+    lines = [""]
+    for word in re.findall(r"[^-+_, ]*[-+_, ]*", cell.replace("\n", "")):
+        for piece in [word[start : start + limit] for start in range(0, len(word), limit)]:
+            if len(lines[-1]) + len(piece) > limit and lines[-1]:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(lines)
+
+
+def sizes(row: dict) -> str:
+    """The row's shape in words."""
+    ffn = f", ffn {row['ffn']}" if row["ffn"] else ""
+    of_layer = {"glu": ", GLU", "mlp": ", plain MLP"}.get(row["mlp_type"], "") if row["kind"] == "layer" else ""
+    return f"{row['tokens']} tokens, hidden {row['hidden']}{ffn}, {row['experts']} experts, top {row['top_k']}{of_layer}"
 
 
 def print_content(content: dict) -> None:
-    """Print the rows in a table for each kind, the limits, and what was left out."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Print the rows in a table for each kind, its shapes in words, why rows have no time, the limits, and what was left out."""
+    width = min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     for rows in by_kind(measured(content)).values():
         print_table(*table(rows, content["baseline"], width))
+        for case, words in {row["case"]: sizes(row) for row in rows}.items():
+            print(f"{case}: {words}")
+        if any(map(is_disturbed, rows)):
+            print(f"? was disturbed: its quartiles lie more than {100 * SPREAD_AT_MOST[timing_of(rows[0])]:.0f} % of the median apart")
+        for cap in {row["memory_limit"]: None for row in rows if row.get("memory_limit")}:
+            print(f"each had at most {cap:g} GiB of device memory")
+        for row in rows:
+            if not row["verified"]:
+                what = ", ".join([row["case"], row["routing"], row["computation"], row["by"]])
+                print(f"{what}: {row['outcome']}: {row.get('problem') or 'no reason is known'}")
     for (by, problem), settings in left_out(content).items():
         print(f"{by} left out: {problem}: {', '.join(settings)}")
     for run in content["runs"]:
-        for row in run["limit_rows"]:
-            print(f"limit: {one_line(row)}")
+        for row, what in zip(run["limit_rows"], ("dense product", "copy")):
+            print(f"limit: a {what}: {one_line(row).partition(': ')[2]}")
         if run.get("energy_left_out"):
             print(f"energy left out: {run['energy_left_out']}")
         for what in ("engine", "peer"):
@@ -189,11 +230,6 @@ def print_content(content: dict) -> None:
 def measured(content: dict) -> list[dict]:
     """The rows without those whose implementation is not made for the case."""
     return [row for row in content["rows"] if row["outcome"] != "left out"]
-
-
-def without_cap(rows: Sequence[dict]) -> list[dict]:
-    """The rows without a memory limit, or all rows where all have one."""
-    return [row for row in rows if not row.get("memory_limit")] or list(rows)
 
 
 def left_out(content: dict) -> dict[tuple[str, str], list[str]]:

@@ -1,5 +1,8 @@
 """Rows and files of runs that never happened, to test the code that reads them."""
 
+import re
+from itertools import takewhile
+
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 
 RUN = {
@@ -13,6 +16,17 @@ RUN = {
 
 # How far a rate that is derived from fields of a file may be from the file's: each of them has six digits.
 ROUNDED = 2e-5
+
+
+def printed(out):
+    """The lines of the printed tables, each as its cells by heading. A table ends with its shapes in words."""
+    lines, found = out.splitlines(), []
+    for number, rule in enumerate(lines):
+        if re.fullmatch("-+(  -+)+", rule):
+            spans = [match.span() for match in re.finditer("-+", rule)]
+            rows = takewhile(lambda line: not re.match(r"\S+: ", line), lines[number + 1 :])
+            found += [{lines[number - 1][slice(*span)].strip(): row[slice(*span)].strip() for span in spans} for row in rows]
+    return found
 
 
 def row(measurement, seconds=None, outcome="verified", problem=None, speedup=None, **more):
