@@ -53,7 +53,22 @@ NYU_CASES = tuple(_nyu(*case) for case in (
     (64, 1024, 4224, 8, 3),   # the largest before 16 GB ran out
 ))
 
-# The layers that the peers are measured on: GLUs of known models, and two plain MLPs.
+# Layers of models of 2026, as transformers 5.24 and Automodel 0.7 have them. Of DeepSeek-V4.1 the top-k is V4's; of Kimi-K3 these are the
+# experts alone, which work on half of its hidden size. With all experts on one GPU, forward and backward of DeepSeek-V4-Pro and of
+# Kimi-K3 take more than 100 GB.
+NEWER_CASES = (
+    MoeCase("deepseek-v4-flash", 8192, 4096, 2048, 256, 6, "glu"),
+    MoeCase("deepseek-v4-pro", 4096, 7168, 3072, 384, 6, "glu"),
+    MoeCase("deepseek-v4.1", 8192, 5120, 2304, 384, 6, "glu"),
+    MoeCase("qwen3.8-flash-next", 16384, 2560, 640, 512, 10, "glu"),
+    MoeCase("minimax-m3", 8192, 6144, 3072, 128, 4, "glu"),
+    MoeCase("glm5-next", 8192, 4096, 2048, 288, 8, "glu"),
+    MoeCase("kimi-k3", 8192, 3584, 3072, 896, 16, "glu"),
+    MoeCase("gpt-oss-120b", 8192, 2880, 2880, 128, 4, "glu"),
+)
+
+# The layers that the peers are measured on: GLUs of known models, and two plain MLPs. Results name configurations by their index, so new
+# ones follow.
 LAYER_CASES = (
     MoeCase("mixtral", 8192, 4096, 14336, 8, 2, "glu"),
     MoeCase("olmoe", 16384, 2048, 1024, 64, 8, "glu"),
@@ -62,6 +77,7 @@ LAYER_CASES = (
     MoeCase("wide", 32768, 4096, 1024, 128, 8, "glu"),
     MoeCase("megablocks", 16384, 1024, 4096, 64, 1),
     MoeCase("nyu-512", 65536, 512, 2048, 8, 8),
+    *NEWER_CASES,
 )
 
 # Those that are measured with float8 recipes.

@@ -1,8 +1,11 @@
 """Layers: what a row's numbers are, and that samples find what is wrong."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from gbmoe import engines
 from gbmoe.cli.bench.measurements import layer
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement, layer_inputs
@@ -22,6 +25,31 @@ def test_flops_are_those_of_the_products():
     assert LayerMeasurement(case, "bmm", None, "uniform", "forward+backward").flops() == 3 * forward.flops()
     assert LayerMeasurement(case, "bmm", None, "uniform", "forward, CUDA graph").flops() == forward.flops()
     assert ProductMeasurement(case, "bmm", None, "equal", "forward").flops() == 2 * 10 * 2 * 3 * 5
+
+
+@pytest.mark.parametrize("case", moe_shapes.NEWER_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_of_newer_models_are_right(case, dtype):
+    """Up to 896 experts and top 16; most experts have no token here."""
+    row = measure(LayerMeasurement(moe_shapes.scaled_down(case), "gbmoe", "auto", "skewed", "forward+backward"),
+                  Conditions(CPU, dtype, QUICK))
+    assert row["verified"], row["problem"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", moe_shapes.NEWER_CASES, ids=lambda case: case.name)
+def test_on_a_gpu_layers_of_newer_models_are_right(case):
+    """Their widths, of which 640, 2,304 and 2,880 are no multiples of 256, and top-k, with experts that fit beside other processes."""
+    device, few = torch.device("cuda", torch.cuda.current_device()), replace(case, tokens=1024, experts=2 * case.top_k)
+    for engine in (name for name, reason in engines.availability(device).items() if reason is None):
+        row = measure(LayerMeasurement(few, "gbmoe", engine, "skewed", "forward+backward"), Conditions(device, torch.bfloat16, QUICK))
+        assert row["verified"], (engine, row["problem"])
+
+
+def test_newer_models_are_in_the_suite_after_the_layers_that_results_name():
+    names = [case.name for case in moe_shapes.LAYER_CASES]
+    assert names[:7] == ["mixtral", "olmoe", "qwen3", "fine", "wide", "megablocks", "nyu-512"]
+    assert len(set(names)) == len(names) == 15 and moe_shapes.LAYER_CASES[7:] == moe_shapes.NEWER_CASES
 
 
 def test_a_skewed_router_prefers_some_experts():
