@@ -310,7 +310,7 @@ for line in sys.stdin:
         signal.alarm(60)
         for number, name in ((1, "printed"), (2, "errors")):
             os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.exit(main())
+        sys.exit(main(None))
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 

@@ -17,13 +17,13 @@ by then.
 
 Keys in the store, of the call n = 1, 2, ...:
 
-    gbmoe/call/n             how many seconds ranks have to answer
-    gbmoe/call/n/answers     how many ranks have answered
-    gbmoe/call/n/here/r      rank r has answered
-    gbmoe/call/n/waits/r     rank r waits in a collective, or has seen one fail
-    gbmoe/call/n/known       how many ranks have drawn their conclusion
-    gbmoe/failed/r           the last call in which rank r saw a collective fail; 0 once it has gone on
-    gbmoe/there/r            rank r has a thread that answers
+    gbmoe_call/n             how many seconds ranks have to answer
+    gbmoe_call/n/answers     how many ranks have answered
+    gbmoe_call/n/here/r      rank r has answered
+    gbmoe_call/n/waits/r     rank r waits in a collective, or has seen one fail
+    gbmoe_call/n/known       how many ranks have drawn their conclusion
+    gbmoe_failed/r           the last call in which rank r saw a collective fail; 0 once it has gone on
+    gbmoe_there/r            rank r has a thread that answers
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RollCall:
         self._survived = 0     # the last call before this process went on after a failure
         self._named: set[int] = set()  # who was missing then
         self._latest = 0       # the last call that was seen
-        self._reported = 0     # what gbmoe/failed of this rank says
+        self._reported = 0     # what gbmoe_failed of this rank says
         self._call: _Call | None = None
         self._known: tuple[float, list[int]] | None = None  # when a call last found ranks missing, and which
         self._lost = False     # the store does not answer
@@ -170,8 +170,8 @@ class RollCall:
 
     def _answer_calls(self) -> None:
         try:
-            self._store.set(f"gbmoe/there/{self.rank}", "1")
-            while self._store.check([f"gbmoe/call/{self._latest + 1}"]):  # calls of ranks that were faster, or of another default group
+            self._store.set(f"gbmoe_there/{self.rank}", "1")
+            while self._store.check([f"gbmoe_call/{self._latest + 1}"]):  # calls of ranks that were faster, or of another default group
                 self._latest += 1
                 self._answer(self._latest)
             while not self._stop.is_set() and dist.group.WORLD is self.group():
@@ -205,7 +205,7 @@ class RollCall:
                 self._tell(waiting)
         self._look_for_calls()
         if asking and self._call is None:
-            self._store.set(f"gbmoe/call/{self._latest + 1}", str(asking[0].seconds))
+            self._store.set(f"gbmoe_call/{self._latest + 1}", str(asking[0].seconds))
             self._look_for_calls()
         if not self._failed and self._reported:
             self._report(0)
@@ -214,34 +214,34 @@ class RollCall:
 
     def _report(self, call: int) -> None:
         if self._reported != call:
-            self._store.set(f"gbmoe/failed/{self.rank}", str(call))
+            self._store.set(f"gbmoe_failed/{self.rank}", str(call))
             self._reported = call
 
     def _look_for_calls(self) -> None:
-        while self._store.check([f"gbmoe/call/{self._latest + 1}"]):
+        while self._store.check([f"gbmoe_call/{self._latest + 1}"]):
             number = self._latest + 1
-            seconds = float(self._store.get(f"gbmoe/call/{number}"))
+            seconds = float(self._store.get(f"gbmoe_call/{number}"))
             self._answer(number)
             self._call, self._latest = _Call(number, time.monotonic() + seconds), number
 
     def _answer(self, number: int) -> None:
-        self._store.set(f"gbmoe/call/{number}/here/{self.rank}", "1")
-        self._store.add(f"gbmoe/call/{number}/answers", 1)
+        self._store.set(f"gbmoe_call/{number}/here/{self.rank}", "1")
+        self._store.add(f"gbmoe_call/{number}/answers", 1)
 
     def _collect(self, call: _Call) -> None:
         waiting = self._waiting_now()
         if not call.said_to_wait and (waiting or self._failed):
-            self._store.set(f"gbmoe/call/{call.number}/waits/{self.rank}", "1")
+            self._store.set(f"gbmoe_call/{call.number}/waits/{self.rank}", "1")
             call.said_to_wait = True
         if self._failed and any(one.told is not None for one in waiting):
             self._report(call.number)
         over = time.monotonic() >= call.until
         if over:
             self._call = None
-        if self._store.add(f"gbmoe/call/{call.number}/answers", 0) >= self.world:
+        if self._store.add(f"gbmoe_call/{call.number}/answers", 0) >= self.world:
             silent: list[int] = []
         elif over:
-            silent = self._lacking(f"gbmoe/call/{call.number}/here", range(self.world))
+            silent = self._lacking(f"gbmoe_call/{call.number}/here", range(self.world))
         else:
             return
         told = []
@@ -258,7 +258,7 @@ class RollCall:
             elif missing and set(missing) <= set(silent).intersection(ranks):
                 one.missing = missing  # why this collective will fail, too
         if over:
-            self._store.add(f"gbmoe/call/{call.number}/known", 1)
+            self._store.add(f"gbmoe_call/{call.number}/known", 1)
         for one in told:
             self._tell(one)
 
@@ -266,7 +266,7 @@ class RollCall:
         """Let the thread go on whose collective failed, with which its process may end. If the store ends with it, others first have to
         know what it knows."""
         until = time.monotonic() + (_LINGER_SECONDS if self._keeper and self.rank == 0 and one.missing else 0.0)
-        call = f"gbmoe/call/{self._latest}"
+        call = f"gbmoe_call/{self._latest}"
         while time.monotonic() < until and self._store.add(f"{call}/known", 0) < self._store.add(f"{call}/answers", 0):
             self._stop.wait(self._period / 4)
         if one.told is not None:
@@ -279,7 +279,7 @@ class RollCall:
         if gone:
             here = [rank for rank in gone if rank in ranks]
             return self._surely(here or [rank for rank in gone if rank not in self._named] or gone)
-        waits = f"gbmoe/call/{call}/waits"
+        waits = f"gbmoe_call/{call}/waits"
         if not over and not self._store.check([f"{waits}/{rank}" for rank in ranks]):
             return None
         elsewhere = [rank for rank in self._lacking(waits, ranks) if rank not in silent]
@@ -288,12 +288,12 @@ class RollCall:
 
     def _failed_in(self, rank: int) -> int:
         """The call in which a rank that does not answer saw a collective fail; 0 where it saw none, or went on."""
-        key = f"gbmoe/failed/{rank}"
+        key = f"gbmoe_failed/{rank}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _surely(self, gone: list[int]) -> list[int]:
         """Those that once had a thread which answers. The others may not have come so far."""
-        return [rank for rank in gone if self._store.check([f"gbmoe/there/{rank}"])] or gone
+        return [rank for rank in gone if self._store.check([f"gbmoe_there/{rank}"])] or gone
 
     def _lacking(self, prefix: str, ranks: Sequence[int]) -> list[int]:
         """The ranks without a key. Asks for many at once, as hardly any are without."""
