@@ -206,11 +206,11 @@ def test_ctrl_c_ends_ranks_that_wait_for_others(tmp_path):
     script = """
 import sys
 from benchmarks.running import rank_processes
-joined = rank_processes.joined
+joined = rank_processes.Ranks.joined
 def said(*arguments):
     print("waits", flush=True)
     return joined(*arguments)
-rank_processes.joined = said
+rank_processes.Ranks.joined = said
 from gbmoe.__main__ import program
 program()
 """

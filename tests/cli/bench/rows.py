@@ -15,7 +15,7 @@ RUN = {
 
 
 # How far a rate that is derived from fields of a file may be from the file's: each of them has six digits.
-ROUNDED = 2e-5
+ROUNDED = 5e-5
 
 
 def printed(out):
