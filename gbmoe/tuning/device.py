@@ -29,10 +29,7 @@ class Device(NamedTuple):
     """A GPU, as far as choices depend on it. A tuple, because it is a key of every cache of choices, and a tuple's hash takes no
     Python.
 
-    Attributes:
-        multiprocessors: how many it has; of a MIG instance, how many that has.
-        l2_bytes: the size of its L2 cache.
-        capability: its compute capability.
+    `multiprocessors`, of a MIG instance those that it has; `l2_bytes`, the size of the L2 cache; `capability`, the compute capability.
     """
     multiprocessors: int
     l2_bytes: int
