@@ -403,7 +403,7 @@ def test_whether_rows_are_kept_is_found_while_tracing(monkeypatch, function, ffn
     kept = []
 
     def backend(module, inputs):
-        kept.extend(node.args[-2] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
+        kept.extend(node.args[-3] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
         return module.forward
 
     monkeypatch.setattr(type(engines.ENGINES["reference"]), "gathers_before_up", type(engines.ENGINES["hopper"]).gathers_before_up,
@@ -484,13 +484,13 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
         (ops.plan_of_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.bounded_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True, True,
-                          False)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False, False)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True, False)),
+                          False, 1.0)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False, False, 1.0)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True, False, 1.0)),
         (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, *[x.new_empty(0)] * 4, "silu",
-                                   "auto", True, True, True, True, False)),
+                                   "auto", 1.0, True, True, True, True, False)),
         (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, matrix(rows, HIDDEN),
-                                   *[x.new_empty(0)] * 3, "silu", "auto", True, True, True, True, False)),
+                                   *[x.new_empty(0)] * 3, "silu", "auto", 1.0, True, True, True, True, False)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 

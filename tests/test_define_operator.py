@@ -296,7 +296,8 @@ def calls(device, dtype, tokens, top_k):
         for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"),
                                                   (w, False, weights, "gelu")):
             for keep_rows in (False, True):
-                yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save, keep_rows, False)
+                yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save, keep_rows, False,
+                                              1.0)
             needs = (save, slot_weights is not None, True, save, v is not None)
             g = h.new_empty(0) if v is None else h
             none = h.new_empty(0)
@@ -344,7 +345,8 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
             assert result.storage_offset() == fake.storage_offset() == 0, what
             assert result.untyped_storage().nbytes() == fake.untyped_storage().nbytes(), what
             assert storages.count(result.untyped_storage()._cdata) == 1, what
-    assert seen == own_operators()
+    of_ranks = {"gbmoe::begin_pass", "gbmoe::check_pass"}  # which need a process group; tests/parallel/test_agreement.py compiles them
+    assert seen == own_operators() - of_ranks
 
 
 # ------------------------------------------------------------------------------------------------------------ ambient modes

@@ -49,7 +49,7 @@ class ExpertWeights(ExpertModule):
         parallel = args.moe_expert_model_parallelism
         # With expert parallelism a rank's experts see the tokens of all ranks. Their gradients are scaled to the mean over ranks, which
         # data parallelism would give.
-        self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else 1.0
+        self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else 1
         # The order in which MegaBlocks draws them, after those of an MLP that it makes first and drops.
         methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
         if args.mlp_type == "glu":
@@ -69,7 +69,7 @@ class ExpertWeights(ExpertModule):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self.gradient_scale = self.gradient_scale or 1.0  # None in modules that were pickled before 0.2
+        self.gradient_scale = self.gradient_scale or 1  # None in modules that were pickled before 0.2
 
     def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(w1, w2, v1 or None) as [E,F,H], local. `compute` scales their gradients by gradient_scale."""

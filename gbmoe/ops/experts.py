@@ -35,7 +35,7 @@ def expert_mlp(
     x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
-    keep_gathered_rows: bool = False, weight_gradient_scale: float = 1.0,
+    keep_gathered_rows: bool = False, weight_gradient_scale: float = 1,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -92,7 +92,7 @@ def expert_mlp(
     if name is None or not scales_exactly(scale, computed_dtype(x_TH)):
         # Outside of the operator, where under autocast a gradient of float16 has become one of float32.
         w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
-        scale = 1.0
+        scale = 1
     if name is None:
         return composed_experts(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
     tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)

@@ -122,7 +122,7 @@ def _gmm_kernel(a, b, batch_sizes, trans_a, trans_b, engine, fills):
     out = engines.product(a, b, batch_sizes, trans_a, trans_b, engine=engine)
     if not fills and not trans_a and torch.is_anomaly_enabled():
         # Rows that nobody reads are not written. Anomaly detection reads them, and takes what their memory held for a gradient.
-        rows = torch.arange(out.size(0), device=out.device)
+        rows = torch.arange(out.size(0), dtype=torch.int64, device=out.device)
         out.masked_fill_((rows >= batch_sizes.sum().to(out.device)).unsqueeze(1), 0)
     return out
 

@@ -38,7 +38,7 @@ class _RowsBeforeWeights(torch.autograd.Function):
 
 
 def rows_before_weights(x_TH: torch.Tensor, plan: RoutingPlan, weights_T1: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
-                        v1_EFH: torch.Tensor | None, activation: str | Callable, engine: str, weight_gradient_scale: float = 1.0,
+                        v1_EFH: torch.Tensor | None, activation: str | Callable, engine: str, weight_gradient_scale: float = 1,
                         ) -> torch.Tensor:
     """expert_mlp with one slot a token, without weighing: the caller weighs the rows where it sums them, in expert_mlp's order.
 
@@ -54,7 +54,7 @@ def rows_before_weights(x_TH: torch.Tensor, plan: RoutingPlan, weights_T1: torch
     scale = weight_gradient_scale
     if not scales_exactly(scale, computed_dtype(x_TH)):
         w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
-        scale = 1.0
+        scale = 1
     x_TH, w1_EFH, w2_EFH = (t.to(computed_dtype(t)) for t in (x_TH, w1_EFH, w2_EFH))
     v1_EFH = None if v1_EFH is None else v1_EFH.to(computed_dtype(v1_EFH))
     # In a Function's forward needs_input_grad says nothing of no_grad.
