@@ -73,6 +73,7 @@ def prepare(args: Arguments) -> Prepared:
         require(maps or args.expert_parallel_transport == "auto", "Arguments", "expert_parallel_transport",
                 "'auto' or 'exchange' where a rank has another mlp_impl, or an activation without a kernel",
                 repr(args.expert_parallel_transport))
+    agreement.make_anchor(torch.device(args.device))
     return Prepared(agreement.next_layer(args.expert_parallel_group), maps)
 
 

@@ -38,7 +38,8 @@ class ExpertWeights(ExpertModule):
     """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints.
 
     forward(x_TH, plan, weights_TK or None) -> out_TH is the weighted sum of each token's experts. Subclasses compute it for given
-    weights: compute(x_TH, plan, weights_TK or None, w1_EFH, w2_EFH, v1_EFH or None).
+    weights: compute(x_TH, plan, weights_TK or None, w1_EFH, w2_EFH, v1_EFH or None), and scale the gradients of these weights by
+    gradient_scale (gbmoe.ops.gradient_scale).
     """
 
     compute: Callable[..., torch.Tensor]

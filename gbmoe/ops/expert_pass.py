@@ -1,4 +1,4 @@
-"""What a layer's experts compute, forward and backward. It is written here once, for one process and for many.
+"""What a layer's experts compute, forward and backward.
 
     forward:   rows -> up -> (h, g saved) -> activation -> down -> sums of each token's rows
     backward:  gradients of rows -> gradient of the activation -> gradient of w2, of x, of v1 and w1
@@ -27,13 +27,10 @@ class Transport(ABC):
     Attributes:
         dtype: of the tokens.
         weights_TK: the router weights of the slots whose rows these are, or None where every slot counts once.
-        gives_back_early: whether dx sets out before the gradient of w2 is computed, which then hides its trip. The gradient of w2 first
-            takes less memory, because the rows that it reads are free again before dx is made.
     """
 
     dtype: torch.dtype
     weights_TK: torch.Tensor | None
-    gives_back_early = False
 
     @abstractmethod
     def rows(self) -> GatheredRows:
@@ -64,8 +61,8 @@ class Transport(ABC):
         """Send the gradient of weights_TK on its way."""
 
     @abstractmethod
-    def arrived(self, need_x: bool, need_weights: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(dx [T,H], dweights [T,K]) of this process's tokens, each None where it is not needed. Called last in backward."""
+    def arrived(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(dx [T,H], dweights [T,K]) of this process's tokens, each None where it was not given back. Called last in backward."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,8 @@ class Weights:
         return None if w_EFH is None else experts.weight_for_backward(w_EFH, kept_Y, name == "w2")
 
     def forget(self) -> None:
-        """Free what was kept and not used."""
+        """Free what was not used."""
+        self._of.clear()
         self.kept.clear()
 
 
@@ -145,8 +143,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
              scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweights, dw1, dw2, dv1), each None where it is not needed; dw1, dw2 and dv1 times `scale`.
 
-    The steps are ordered so that as little memory as possible is in use at a time, and where the transport has a trip to hide, so that
-    products follow it. Of a local transport the peak is the largest of three moments:
+    The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
+    moments:
 
     - five [P,F], a 32nd of one, and one [P,H];
     - two [P,F], one [P,H] (two where an engine cannot accumulate into a product) and two weights' gradients;
@@ -160,7 +158,9 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.
     """
     w2 = weights.backward(experts, "w2")
-    folds = scale != 1 and scales_exactly(scale, t.dtype)
+    scales = scale != 1 and (need.w1 or need.w2 or need.v1)
+    # float16 has too few exponents for a bit to be kept.
+    folds = scales and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
     rows_scale, left = (scale, 1.0) if folds else (1.0, scale)
     dz = t.gradient_rows()
     weights_TK = t.weights_TK
@@ -174,13 +174,10 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     del dweights_TK
     dw1 = dw2 = dv1 = None
 
-    if need.x and t.gives_back_early:
-        _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
-        dh = dg = None
     if need.w2:
         dw2 = _scaled(experts.weight_gradient(a_PF, dz, sizes_E), left)
     del a_PF, dz
-    if need.x and not t.gives_back_early:
+    if need.x:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
     del dh, dg
     weights.forget()
@@ -195,7 +192,7 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
             del dg_PF
             if need.w1:
                 dw1 = _scaled(experts.weight_gradient(dh_PF, x, sizes_E), left)
-    return *t.arrived(need.x, need.weights), dw1, dw2, dv1
+    return *t.arrived(), dw1, dw2, dv1
 
 
 def _give_back_dx(t: Transport, experts: Engine, weights: Weights, dh, dg, sizes_E: torch.Tensor, factor: float) -> None:

@@ -65,8 +65,9 @@ def expert_mlp(
             inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose rows are kept
             anyway. Where forward would gather inside its first product, or has few rows an expert, it gathers only for this. Where
             `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was not measured.
-        weight_gradient_scale: the gradients of w1, w2 and v1 are multiplied by it, and no other. A power of two costs nothing, but for
-            float16 and a callable without a kernel; then, and with other values, it costs a pass over those gradients.
+        weight_gradient_scale: the gradients of w1, w2 and v1 are multiplied by it, and no other. A power of two costs a few small
+            launches, and for rows in expert order a pass over them; with other values, for float16 and for a callable without a kernel it
+            costs a pass over those gradients.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -91,7 +92,7 @@ def expert_mlp(
     scale = weight_gradient_scale
     if name is None or not scales_exactly(scale, computed_dtype(x_TH)):
         # Outside of the operator, where under autocast a gradient of float16 has become one of float32.
-        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
+        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
     if name is None:
         return composed_experts(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
@@ -188,8 +189,9 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, sc
     of_forward = Saved(saved[8], None if v1 is None else saved[9])
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[10] if saved[10].dim() == 2 else None)
     of_pass = Weights(w1, w2, v1, kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[11:]) if kept_Y.numel()})
-    saved.clear()
     experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
+    saved.clear()
+    del x, weights, w1, w2, v1  # copies that autocast made of weights are held by nothing else
     return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, need, scale)
 
 

@@ -26,12 +26,13 @@ def scales_exactly(scale: float, dtype: torch.dtype) -> bool:
     return math.frexp(scale)[0] == 0.5 and dtype != torch.float16
 
 
-def with_scaled_gradients(scale: float, *weights: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """The weights, whose gradients are multiplied by `scale`: a pass over each."""
+def with_scaled_gradients(scale: float, *weights: torch.Tensor | None, one_operator: bool = False) -> list[torch.Tensor | None]:
+    """The weights, whose gradients are multiplied by `scale`: a pass over each. `one_operator`: the caller gives them to one operator, so
+    that no graph of a compiler ends between them and it."""
     if scale == 1:
         return list(weights)
     scaled = [None if w is None else ScaleGradient.apply(w, scale) for w in weights]
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not one_operator:
         # A view of a graph's input that leaves the graph is made anew after it, without the scale.
         return [None if w is None else w.clone() for w in scaled]
     return scaled

@@ -62,7 +62,7 @@ class LocalTransport(Transport):
     def give_back_router_gradient(self, dweights_TK: torch.Tensor | None) -> None:
         self._dweights_TK = dweights_TK
 
-    def arrived(self, need_x: bool, need_weights: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def arrived(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self._dx_TH, self._dweights_TK
 
     def _gathered(self, tokens_TH: torch.Tensor) -> GatheredRows:

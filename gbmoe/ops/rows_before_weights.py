@@ -53,7 +53,7 @@ def rows_before_weights(x_TH: torch.Tensor, plan: RoutingPlan, weights_T1: torch
     check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_T1)
     scale = weight_gradient_scale
     if not scales_exactly(scale, computed_dtype(x_TH)):
-        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
+        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH, one_operator=True)  # type: ignore[assignment]
         scale = 1
     x_TH, w1_EFH, w2_EFH = (t.to(computed_dtype(t)) for t in (x_TH, w1_EFH, w2_EFH))
     v1_EFH = None if v1_EFH is None else v1_EFH.to(computed_dtype(v1_EFH))

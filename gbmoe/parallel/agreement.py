@@ -22,9 +22,10 @@ from gbmoe._define_operator import define
 from gbmoe.parallel import groups
 from gbmoe.parallel.host_copy import to_device
 
-# A header is [-digest, digest, x, weights, experts], int32: the largest of each over all ranks tells whether all digests are equal, and
-# whether any rank needs a gradient.
-NUMBERS = 5
+# A header is [-digest, digest, x, weights, experts, checkpointed, not checkpointed], int32: the largest of each over all ranks tells
+# whether all digests are equal, whether any rank needs a gradient, and whether some ranks repeat this forward and others do not. A
+# compiled rank does not know that, and says neither.
+NUMBERS = 7
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,20 @@ class Pass:
         layer: which layer this is, counted in the order of construction, as `next_layer` does; 0 where nobody has counted.
         path: how rows travel, and in what form.
         records: whether gradients are recorded (torch.is_grad_enabled()).
-        checkpointed: whether torch.utils.checkpoint will repeat this forward.
+        checkpointed: whether torch.utils.checkpoint will repeat this forward; None in a graph of a compiler.
         number: how many passes this rank has begun in the group.
     """
 
     layer: int
     path: str
     records: bool
-    checkpointed: bool
+    checkpointed: bool | None
     number: int = 0
 
     def digest(self) -> int:
-        """A positive int32 that differs, but for one case in two thousand million, where any field does."""
-        return (zlib.crc32(repr(self).encode()) & 0x7FFFFFFE) + 1
+        """An int32 that differs, but for one case in two thousand million, where any field does but for `checkpointed`."""
+        compared = self.layer, self.path, self.records, self.number
+        return zlib.crc32(repr(compared).encode()) & 0x7FFFFFFF
 
     def described(self) -> dict[str, str]:
         """Each field in words, as an error shows it."""
@@ -96,13 +98,14 @@ def next_layer(group: dist.ProcessGroup | None) -> int:
     return ranks.layers
 
 
-def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None) -> list[int]:
+def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None, in_graph: bool = False) -> list[int]:
     """Count one more pass of this rank, and return its header."""
     _, ranks = _of(group)
     ranks.passes += 1
-    ranks.pass_ = Pass(layer, path, torch.is_grad_enabled(), _is_checkpointed(), ranks.passes)
+    checkpointed = None if in_graph else _is_checkpointed()
+    ranks.pass_ = Pass(layer, path, torch.is_grad_enabled(), checkpointed, ranks.passes)
     digest = ranks.pass_.digest()
-    return [-digest, digest, int(needs.x), int(needs.weights), int(needs.experts)]
+    return [-digest, digest, *map(int, (needs.x, needs.weights, needs.experts, checkpointed is True, checkpointed is False))]
 
 
 def check(header_N: list[int], group: dist.ProcessGroup | None) -> Needs:
@@ -112,8 +115,8 @@ def check(header_N: list[int], group: dist.ProcessGroup | None) -> Needs:
         ValueError: on all ranks, where their passes differ; it says which ranks differ in what. Then they count their passes alike again,
             so that a caller that catches it may go on.
     """
-    least, most, x, weights, experts = header_N
-    if -least != most:
+    least, most, x, weights, experts, checkpointed, not_checkpointed = header_N
+    if -least != most or (checkpointed and not_checkpointed):
         _raise(group)
     return Needs(bool(x), bool(weights), bool(experts))
 
@@ -153,8 +156,8 @@ def _begin(like: torch.Tensor, group_name: str, layer: int, path: str, records: 
     group = _named(group_name)
     needs = EVERY if records else Needs(False, False, False)
     with torch.set_grad_enabled(records):
-        header = begin(layer, path, needs, group)
-    return torch.tensor(header, dtype=torch.int32, device=like.device)
+        header = begin(layer, path, needs, group, in_graph=True)
+    return to_device(torch.tensor(header, dtype=torch.int32, device="cpu"), like.device)
 
 
 def _check(messages: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -164,7 +167,8 @@ def _check(messages: torch.Tensor, group_name: str) -> torch.Tensor:
 
 begin_in_graph = define(
     "begin_pass(Tensor like, str group_name, int layer, str path, bool records) -> Tensor",
-    reference=_begin, fake=lambda like, *_: like.new_empty(NUMBERS, dtype=torch.int32))
+    reference=_begin, fake=lambda like, *_: like.new_empty(NUMBERS, dtype=torch.int32),
+    waits=lambda *_: True)  # no replay of a CUDA graph counts a pass
 check_in_graph = define("check_pass(Tensor messages, str group_name) -> Tensor", reference=_check,
                         fake=lambda messages, _: messages.new_empty(messages.size(0), messages.size(1) - NUMBERS))
 
@@ -195,7 +199,16 @@ def checked(messages_WX: torch.Tensor, group: dist.ProcessGroup | None) -> tuple
 # ------------------------------------------------------------------------------------------- trips that another rank needs
 
 
-_ANCHORS: dict[torch.device, torch.Tensor] = {}
+_ANCHORS: dict[tuple, torch.Tensor] = {}  # by type and index of the device
+
+
+def make_anchor(device: torch.device) -> None:
+    """Make what `joined` needs on a device. Not within a trace, where a compiler takes no new tensor that requires a gradient."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type != "meta" and (device.type, device.index) not in _ANCHORS:
+        with torch.inference_mode(False):
+            _ANCHORS[device.type, device.index] = torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
 
 
 class _Joined(torch.autograd.Function):
@@ -213,6 +226,6 @@ def joined(x: torch.Tensor, needed: bool) -> torch.Tensor:
     gradient ends here."""
     if not needed or x.requires_grad or not torch.is_grad_enabled():
         return x
-    if x.device not in _ANCHORS:
-        _ANCHORS[x.device] = torch.zeros((), device=x.device, dtype=torch.float32, requires_grad=True)
-    return _Joined.apply(x, _ANCHORS[x.device])
+    if not torch.compiler.is_compiling():
+        make_anchor(x.device)
+    return _Joined.apply(x, _ANCHORS[x.device.type, x.device.index])

@@ -339,16 +339,16 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
             coming.append(trip.send(chunk + 1, rows[chunk + 1]))  # while this chunk computes
         weights_SK, ids_SK = slots[chunk]
         if nodes is None or counts.inside is None or chunk == kept:
-            sums_SH = _compute(compute, chunk, coming[chunk], ids_SK, weights_SK, counts, p)
+            sums_SH = joined(_compute(compute, chunk, coming[chunk], ids_SK, weights_SK, counts, p), needs.any)
         else:
             sends, receives = ([by_chunk[chunk]] for by_chunk in counts.inside)
             to_ranks = _plan_of(_of_ranks_inside(ids_SK, chunk, p, nodes), nodes.size, 1)
             inner = _Trip(_cut(to_ranks, _total(sends)), sends, receives, nodes.inside)
             (weights_SK, ids_SK), = inner.slots(ids_SK, weights_SK)
             handed = inner.send(0, inner.rows(coming[chunk].wait())[0])
-            sums_SH = _compute(compute, chunk, handed, ids_SK, weights_SK, counts, p)
+            sums_SH = joined(_compute(compute, chunk, handed, ids_SK, weights_SK, counts, p), needs.any)  # before its inner trip
             sums_SH = inner.sums([inner.send_back(0, sums_SH).wait()])
-        going.append(trip.send_back(chunk, joined(sums_SH, needs.any)))
+        going.append(trip.send_back(chunk, sums_SH))
     return trip.sums([sums.wait() for sums in going]), plan.counts_E
 
 

@@ -45,7 +45,7 @@ class _FusedExperts(ExpertModule):
         scaled = self.scale_grad(weight)
         one_operator = activation_name(self.args.activation_fn) is not None
         if torch.compiler.is_compiling() and torch.is_grad_enabled() and scaled is not weight and not one_operator:
-            scaled = scaled.clone()  # as in ExpertWeights.weights_EFH: the activation may end the graph
+            scaled = scaled.clone()  # as in with_scaled_gradients: the activation may end the graph
         return local_weight(scaled).view(shape)
 
 
