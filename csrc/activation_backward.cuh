@@ -35,24 +35,26 @@ __device__ __forceinline__ ActivationOperands<T, N> load_operands(
 
 template <typename A> struct GradientsOfOne { A a, dh, dg; };
 
-// Of one number of each operand, before it is rounded; its share of <a, d> is added to the row's. `gate` is 1 without g.
+// Of one number of each operand, before it is rounded; its share of <a, d> is added to the row's. g counts where there is a gate.
 template <int kKind, typename T, typename A = accumulate_t<T>>
-__device__ __forceinline__ GradientsOfOne<A> activation_gradient(Row<A>& of, A h, A gate, A d) {
-  const ValueAndSlope<A> act = activation_at<kKind, sizeof(T) == 2>(h);
-  of.dot += act.value * gate * d;
-  return {of.weight * act.value * gate, of.weight * d * act.slope * gate, of.weight * d * act.value};
+__device__ __forceinline__ GradientsOfOne<A> activation_gradient(Row<A>& of, A h, bool gated, A g, A d, const ActivationOf& activation) {
+  const ValueAndSlope<A> act = activation_at<kKind, sizeof(T) == 2>(h, activation);
+  const ValueAndSlope<A> gate = gated ? gate_at<kKind>(g, activation) : ValueAndSlope<A>{A(1), A(1)};
+  of.dot += act.value * gate.value * d;
+  const A of_g = of.weight * d * act.value;
+  return {of.weight * act.value * gate.value, of.weight * d * act.slope * gate.value, changes_gate(kKind) ? of_g * gate.slope : of_g};
 }
 
 // A vector's share of <a, d> is added to the row's. Without a slot the results are zeros, whatever the operands hold.
 template <int kKind, typename T, int N>
 __device__ __forceinline__ ActivationGradients<T, N> activation_gradients(
-    Row<accumulate_t<T>>& of, const ActivationOperands<T, N>& operands, bool gated) {
+    Row<accumulate_t<T>>& of, const ActivationOperands<T, N>& operands, bool gated, const ActivationOf& activation) {
   using A = accumulate_t<T>;
   Vector<T, N> a, dh, dg;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const GradientsOfOne<A> result = activation_gradient<kKind, T>(
-        of, widen(operands.h.element[i]), gated ? widen(operands.g.element[i]) : A(1), widen(operands.d.element[i]));
+        of, widen(operands.h.element[i]), gated, widen(operands.g.element[i]), widen(operands.d.element[i]), activation);
     a.element[i] = narrow<T>(result.a);
     dh.element[i] = narrow<T>(result.dh);
     dg.element[i] = narrow<T>(result.dg);

@@ -12,19 +12,50 @@
 //   gelu       x * Phi(x), with Phi the normal distribution function, (1 + erf(x / sqrt(2))) / 2
 //   relu       max(x, 0);   relu_squared  max(x, 0)^2;   identity  x
 //
+// Two have constants, and change the gate that they are multiplied by, too:
+//
+//   clamped_silu  y * sigmoid(alpha * y) with y = min(x, limit);    gate  min(max(g, -gate_limit), gate_limit) + gate_offset
+//   situ          beta * tanh(x / beta) * sigmoid(x);               gate  gate_limit * tanh(g / gate_limit)
+//
 // NaN stays NaN in all of them. Values and slopes of finite numbers are finite, unless the square of relu_squared overflows; those of
 // infinities and of NaN are what torch's activations have, so that relu's slope at NaN is 1.
 
 #pragma once
 
 #include <cfloat>
+#include <cmath>
+#include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "approximations.cuh"
 
 namespace gbmoe {
 
-enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity };
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kReluSquared, kIdentity, kClampedSilu, kSitu };
+
+// An activation with its constants; those of situ lie in alpha (its beta) and in gate_limit. In double too, for layers in fp64.
+struct ActivationOf {
+  int kind;
+  float alpha, limit, gate_limit, gate_offset;
+  double wide[4];
+
+  template <typename A> __device__ __forceinline__ A constant(int i) const {
+    if constexpr (sizeof(A) == 8) return wide[i];
+    else return i == 0 ? alpha : i == 1 ? limit : i == 2 ? gate_limit : gate_offset;
+  }
+};
+// `constants` are alpha, limit, gate_limit and gate_offset, or none.
+inline ActivationOf activation_of(int64_t kind, const std::vector<double>& constants) {
+  ActivationOf of{static_cast<int>(kind), 1.0f, INFINITY, INFINITY, 0.0f, {1.0, INFINITY, INFINITY, 0.0}};
+  float* const narrow[] = {&of.alpha, &of.limit, &of.gate_limit, &of.gate_offset};
+  for (size_t i = 0; i < constants.size() && i < 4; ++i) {
+    of.wide[i] = constants[i];
+    *narrow[i] = static_cast<float>(constants[i]);
+  }
+  return of;
+}
+constexpr bool changes_gate(int kind) { return kind == kClampedSilu || kind == kSitu; }
 
 // --------------------------------------------------------------------------------------------------- what formulas are made of
 
@@ -74,8 +105,23 @@ template <typename A> __device__ __forceinline__ A relu(A x) { return x <= A(0) 
 
 template <typename A> struct ValueAndSlope { A value, slope; };
 
-template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAndSlope<A> activation_at(A x) {
-  if constexpr (kKind == kSilu || kKind == kGeluTanh) {
+// scale * tanh(x / scale)
+template <typename A> __device__ __forceinline__ ValueAndSlope<A> scaled_tanh(A x, A scale) {
+  const A t = tanh(x / scale);
+  return {scale * t, A(1) - t * t};
+}
+
+template <int kKind, bool kFast, typename A>
+__device__ __forceinline__ ValueAndSlope<A> activation_at(A x, const ActivationOf& of) {
+  if constexpr (kKind == kClampedSilu) {
+    const A alpha = of.constant<A>(0), limit = of.constant<A>(1);
+    const A y = x > limit ? limit : x, s = sigmoid<kFast>(alpha * y), value = y * s;
+    return {value, x <= limit ? s + alpha * value * (A(1) - s) : A(0)};
+  } else if constexpr (kKind == kSitu) {
+    const ValueAndSlope<A> bounded = scaled_tanh(x, of.constant<A>(0));
+    const A s = sigmoid<kFast>(x);
+    return {bounded.value * s, bounded.slope * s + bounded.value * s * (A(1) - s)};
+  } else if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     const A s = sigmoid<kFast>(sigmoid_argument<kKind>(x, A(1)));
     const A value = x * s;
     if constexpr (kKind == kSilu) return {value, s + value * (A(1) - s)};
@@ -92,9 +138,22 @@ template <int kKind, bool kFast, typename A> __device__ __forceinline__ ValueAnd
   }
 }
 
+// What the activation is multiplied by, of g.
+template <int kKind, typename A> __device__ __forceinline__ ValueAndSlope<A> gate_at(A g, const ActivationOf& of) {
+  if constexpr (kKind == kClampedSilu) {
+    const A limit = of.constant<A>(2), bounded = g > limit ? limit : g < -limit ? -limit : g;
+    return {bounded + of.constant<A>(3), fabs(g) <= limit ? A(1) : A(0)};
+  } else if constexpr (kKind == kSitu) {
+    return scaled_tanh(g, of.constant<A>(2));
+  } else {
+    return {g, A(1)};
+  }
+}
+
 // The same for several numbers side by side, by the hardware's approximations. The slope is computed from the value, which is
 // needed anyway. That takes fewer instructions than in activation_at, and rounds differently.
-template <int kKind, int N> __device__ __forceinline__ void activations_at(const float (&x)[N], ValueAndSlope<float> (&result)[N]) {
+template <int kKind, int N>
+__device__ __forceinline__ void activations_at(const float (&x)[N], ValueAndSlope<float> (&result)[N], const ActivationOf& of) {
   if constexpr (kKind == kSilu || kKind == kGeluTanh) {
     float s[N];
 #pragma unroll
@@ -111,7 +170,7 @@ template <int kKind, int N> __device__ __forceinline__ void activations_at(const
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) result[i] = activation_at<kKind, true>(x[i]);
+    for (int i = 0; i < N; ++i) result[i] = activation_at<kKind, true>(x[i], of);
   }
 }
 
@@ -123,13 +182,20 @@ template <typename F> __device__ __forceinline__ void with_activation(int activa
     case kGelu: return f(std::integral_constant<int, kGelu>());
     case kRelu: return f(std::integral_constant<int, kRelu>());
     case kReluSquared: return f(std::integral_constant<int, kReluSquared>());
+    case kClampedSilu: return f(std::integral_constant<int, kClampedSilu>());
+    case kSitu: return f(std::integral_constant<int, kSitu>());
     default: return f(std::integral_constant<int, kIdentity>());
   }
 }
 
 // -------------------------------------------------------------------------------------- values only, for epilogues of a GEMM
 
-// Each family is a type, which is chosen when the kernel is launched. Its members differ by numbers that it takes from the kind.
+// Each family is a type, which is chosen when the kernel is launched. Its members differ by numbers that it takes from the activation.
+// gate() is what value() is multiplied by.
+
+struct PlainGate {
+  __device__ __forceinline__ float gate(float g) const { return g; }
+};
 
 // values() is value() of several numbers, in place, with the same bits.
 template <typename Family, int N> __device__ __forceinline__ void values(const Family& family, float (&x)[N]) {
@@ -137,12 +203,12 @@ template <typename Family, int N> __device__ __forceinline__ void values(const F
   for (float& one : x) one = family.value(one);
 }
 
-struct SigmoidActivation {  // silu, whose cubic coefficient is 0, and gelu_tanh
+struct SigmoidActivation : PlainGate {  // silu, whose cubic coefficient is 0, and gelu_tanh
   float linear, cubic;
 
-  __device__ __forceinline__ explicit SigmoidActivation(int kind)
-      : linear(kind == kSilu ? 1.0f : static_cast<float>(kGeluLinear)),
-        cubic(kind == kSilu ? 0.0f : static_cast<float>(kGeluCubic)) {}
+  __device__ __forceinline__ explicit SigmoidActivation(const ActivationOf& of)
+      : linear(of.kind == kSilu ? 1.0f : static_cast<float>(kGeluLinear)),
+        cubic(of.kind == kSilu ? 0.0f : static_cast<float>(kGeluCubic)) {}
   // silu's cubic coefficient, 0, times +inf would be NaN. fminf drops a NaN, but x itself is a factor of the result.
   __device__ __forceinline__ float value(float x) const {
     return x * sigmoid<true>(cubic_argument(fminf(x, FLT_MAX), linear, cubic));
@@ -162,19 +228,31 @@ template <int N> __device__ __forceinline__ void values(const SigmoidActivation&
   for (int i = 0; i < N; ++i) x[i] *= s[i];
 }
 
-struct PiecewiseActivation {  // relu, its square, and the identity
+struct PiecewiseActivation : PlainGate {  // relu, its square, and the identity
   bool clips, squares;
 
-  __device__ __forceinline__ explicit PiecewiseActivation(int kind) : clips(kind != kIdentity), squares(kind == kReluSquared) {}
+  __device__ __forceinline__ explicit PiecewiseActivation(const ActivationOf& of) : clips(of.kind != kIdentity), squares(of.kind == kReluSquared) {}
   __device__ __forceinline__ float value(float x) const {
     const float r = clips ? relu(x) : x;
     return squares ? r * r : r;
   }
 };
 
-struct ErfActivation {  // gelu; half of x is at hand before erf is
-  __device__ __forceinline__ explicit ErfActivation(int) {}
+struct ErfActivation : PlainGate {  // gelu; half of x is at hand before erf is
+  __device__ __forceinline__ explicit ErfActivation(const ActivationOf&) {}
   __device__ __forceinline__ float value(float x) const { return 0.5f * x * twice_normal_cdf(x); }
+};
+
+struct GatingActivation {  // clamped_silu and situ, which change the gate
+  const ActivationOf& of;
+
+  __device__ __forceinline__ explicit GatingActivation(const ActivationOf& of_) : of(of_) {}
+  __device__ __forceinline__ float value(float x) const {
+    return of.kind == kSitu ? activation_at<kSitu, true>(x, of).value : activation_at<kClampedSilu, true>(x, of).value;
+  }
+  __device__ __forceinline__ float gate(float g) const {
+    return of.kind == kSitu ? gate_at<kSitu>(g, of).value : gate_at<kClampedSilu>(g, of).value;
+  }
 };
 
 }  // namespace gbmoe

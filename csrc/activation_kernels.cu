@@ -26,17 +26,17 @@ constexpr int kCtasPerMultiprocessor = 32;
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_kernel(
-    const Vector<T, N>* h, const Vector<T, N>* g, Vector<T, N>* out, int64_t vectors, int activation) {
+    const Vector<T, N>* h, const Vector<T, N>* g, Vector<T, N>* out, int64_t vectors, const __grid_constant__ ActivationOf activation) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  with_activation(activation, [&](auto kind) {
+  with_activation(activation.kind, [&](auto kind) {
     for (int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; v < vectors; v += stride) {
       const Vector<T, N> hv = h[v];
       Vector<T, N> gv{}, result;
       if (g) gv = g[v];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        accumulate_t<T> value = activation_at<decltype(kind)::value, sizeof(T) == 2>(widen(hv.element[i])).value;
-        if (g) value *= widen(gv.element[i]);
+        accumulate_t<T> value = activation_at<decltype(kind)::value, sizeof(T) == 2>(widen(hv.element[i]), activation).value;
+        if (g) value *= gate_at<decltype(kind)::value>(widen(gv.element[i]), activation).value;
         result.element[i] = narrow<T>(value);
       }
       out[v] = result;
@@ -51,7 +51,7 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
     const unsigned slots_in_all, Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int64_t rows, int vectors,
-    int activation) {
+    const __grid_constant__ ActivationOf activation) {
   using A = accumulate_t<T>;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;
@@ -66,9 +66,10 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   }
   Row<A> one = row_of<A>(first_row, vectors, slots[0], slots_in_all, weights);
   Row<A> two = row_of<A>(second_row, vectors, slots[1], slots_in_all, weights);
-  with_activation(activation, [&](auto kind) {
+  with_activation(activation.kind, [&](auto kind) {
     const auto compute = [&](Row<A>& of, int v, const ActivationOperands<T, N>& operands) {
-      const ActivationGradients<T, N> result = activation_gradients<decltype(kind)::value, T, N>(of, operands, g_PF != nullptr);
+      const ActivationGradients<T, N> result = activation_gradients<decltype(kind)::value, T, N>(
+          of, operands, g_PF != nullptr, activation);
       a_PF[of.first + v] = result.a;
       d_PF[of.first + v] = result.dh;
       if (g_PF) dg_PF[of.first + v] = result.dg;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
 
 }  // namespace
 
-void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out) {
+void activate(Tensor h, std::optional<Tensor> g, int64_t activation, std::vector<double> constants, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (out.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
@@ -100,7 +101,7 @@ void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out)
       const int64_t most_ctas = int64_t{kCtasPerMultiprocessor} * multiprocessors(h.get_device_index());
       const unsigned ctas = static_cast<unsigned>(std::min(ceil_div(vectors, kThreads), most_ctas));
       activate_kernel<T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
-          data<V>(h), data<V>(g), data<V>(out), vectors, static_cast<int>(activation));
+          data<V>(h), data<V>(g), data<V>(out), vectors, activation_of(activation, constants));
     };
     if (fits_16_bytes(h.numel() * sizeof(T), {&h, gate, &out})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());
@@ -110,7 +111,7 @@ void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out)
 
 void activate_backward(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
-    Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
+    std::vector<double> constants, Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (h.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
@@ -123,7 +124,7 @@ void activate_backward(
       const unsigned ctas = static_cast<unsigned>(ceil_div(h.size(0), 2 * kWarpsPerCta));
       activate_backward_kernel<T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
           data<V>(h), data<V>(g), data<V>(d), data<const int>(slot_of_row), scalars(weights), slots, data<V>(a), data<V>(dg),
-          scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N), static_cast<int>(activation));
+          scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N), activation_of(activation, constants));
     };
     const bool fits = fits_16_bytes(h.size(1) * sizeof(T), {&h, gate, &d, &a, gate_grad});
     if (fits) launch(std::integral_constant<int, kVectorLength<T>>());

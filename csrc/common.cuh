@@ -25,6 +25,8 @@
 #include <optional>
 #include <type_traits>
 
+#include "pitch.cuh"
+
 namespace gbmoe {
 
 using torch::headeronly::ScalarType;
@@ -118,6 +120,19 @@ inline bool fits_16_bytes(int64_t row_bytes, std::initializer_list<const Tensor*
 
 template <typename V> V* data(const Tensor& tensor) { return static_cast<V*>(tensor.data_ptr()); }
 template <typename V> V* data(const std::optional<Tensor>& tensor) { return tensor ? data<V>(*tensor) : nullptr; }
+
+// Of a stack [E,R,C]. Of a single row or matrix the stride says nothing, and may be anything.
+inline Pitch pitch_of(const char* name, const Tensor& stack) {
+  const int64_t row = stack.size(1) > 1 ? stack.stride(1) : stack.size(2);
+  STD_TORCH_CHECK(row <= INT32_MAX, name, ": expected rows that lie less than 2^31 elements apart, got ", row);
+  return {static_cast<int>(row), stack.size(0) > 1 ? stack.stride(0) : row * stack.size(1)};
+}
+// Of two stacks of one shape, which must be the same; the second may be absent.
+inline Pitch common_pitch(const char* name, const Tensor& stack, const std::optional<Tensor>& second) {
+  const Pitch pitch = pitch_of(name, stack), other = second ? pitch_of(name, *second) : pitch;
+  STD_TORCH_CHECK(pitch.row == other.row && pitch.group == other.group, name, ": expected two weights with the same strides");
+  return pitch;
+}
 
 // Element i of an array whose dtype is known only at run time. These are out of line, because kernels that unroll over slots
 // would hold a copy of the switch for each; and they take their arguments by value, because a pointer to a kernel's parameters

@@ -55,6 +55,7 @@ void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments("few_rows_gemm", a, sizes, out);
   args.b[0] = b.data_ptr();
+  args.pitch_b = pitch_of("few_rows_gemm", b);
   args.reads_early = reads_early;
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
     if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(args, a);
@@ -67,6 +68,7 @@ void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tenso
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Arguments args = arguments("few_rows_linear", x, sizes, out, true);
   args.b[0] = weight.data_ptr();
+  args.pitch_b.row = args.size_k;
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_linear", {
     using OneRun = KMajorColumns<T, false, true, 1>;
     using TwoRuns = KMajorColumns<T, false, true, 2>;
@@ -78,13 +80,14 @@ void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tenso
 
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    int64_t activation, std::vector<double> constants, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Arguments args = arguments("few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
   args.b[0] = w1.data_ptr(), args.b[1] = pointer(v1);
-  args.activation = static_cast<int>(activation);
+  args.pitch_b = common_pitch("few_rows_up", w1, v1);
+  args.activation = activation_of(activation, constants);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
     // Of the second GEMM, whose result has as many columns as the rows here. If all of its CTAs run at once, they would fill the first

@@ -22,6 +22,7 @@
 #include "early_launch.cuh"
 #include "few_rows_store.cuh"
 #include "group_sizes.cuh"
+#include "pitch.cuh"
 #include "tensor_core/ptx.cuh"
 #include "tensor_core/traits.cuh"
 
@@ -45,7 +46,8 @@ struct Arguments {
   int row_blocks;  // CTAs that divide a group's rows, kRows at a time, among them
   int size_n, size_k;
   const void* b[2];  // [E,N,K] or [E,K,N]; the second is v1 of a GLU
-  int activation;
+  Pitch pitch_b;  // of both
+  ActivationOf activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
   bool reads_early;  // b and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
@@ -122,8 +124,8 @@ template <typename T, bool kGlu, bool kFewCtas = false, int kRuns = 2> struct KM
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) {
       const int number = n + (kGlu ? 0 : i * kColumns) + threadIdx.x % 32 / 4;
-      const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
-      column[i] = matrix + static_cast<int64_t>(number < args.size_n ? number : 0) * args.size_k;
+      const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + group * args.pitch_b.group;
+      column[i] = matrix + static_cast<int64_t>(number < args.size_n ? number : 0) * args.pitch_b.row;
     }
   }
   // The vectors of the step in which the lane's first term is k.
@@ -183,13 +185,13 @@ template <typename T> struct NMajorColumns {
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
     const int column = n + threadIdx.x % 32 / 4 * kColumns;
-    const T* matrix = static_cast<const T*>(args.b[0]) + static_cast<int64_t>(group) * args.size_n * args.size_k;
+    const T* matrix = static_cast<const T*>(args.b[0]) + group * args.pitch_b.group;
     terms = matrix + (column < args.size_n ? column : 0);
   }
   __device__ __forceinline__ void load(const Arguments& args, int k, uint4 (&to)[kVectors]) const {
-    const T* from = terms + static_cast<int64_t>(k) * args.size_n;
+    const T* from = terms + static_cast<int64_t>(k) * args.pitch_b.row;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i, from += args.size_n) to[i] = tensor_core::load_once_16(from);
+    for (int i = 0; i < kVectors; ++i, from += args.pitch_b.row) to[i] = tensor_core::load_once_16(from);
   }
   // Two terms a word instead of two columns: terms 0 and 1 of columns 2 j, the same of columns 2 j + 1, then terms 2 and 3.
   template <bool> __device__ __forceinline__ static void arrange(uint4 (&v)[kVectors]) {

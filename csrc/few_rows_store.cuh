@@ -12,7 +12,7 @@ namespace gbmoe {
 // out[0] gets the sums themselves, or with kActivates a = act(h) or act(h) * g, out[1] then h and out[2] g, unless they are null.
 template <typename T, bool kActivates, bool kGlu, typename F>
 __device__ __forceinline__ void store_few_rows(
-    void* const (&out)[3], int activation, int64_t first_row, int rows, int size_n, int n, int columns, int threads,
+    void* const (&out)[3], const ActivationOf& activation, int64_t first_row, int rows, int size_n, int n, int columns, int threads,
     const F& rounded_sum) {
   const auto to = [&](int i) { return static_cast<T*>(out[i]); };
   for (int i = threadIdx.x; i < rows * columns; i += threads) {
@@ -25,12 +25,12 @@ __device__ __forceinline__ void store_few_rows(
     } else {
       // h and g are rounded for storage before a is computed from them.
       float a = 0.0f;
-      with_activation(activation, [&](auto kind) { a = activation_at<decltype(kind)::value, true>(widen(h)).value; });
+      with_activation(activation.kind, [&](auto kind) { a = activation_at<decltype(kind)::value, true>(widen(h), activation).value; });
       if (to(1)) to(1)[at] = h;
       if constexpr (kGlu) {
         const T g = rounded_sum(row, columns + column);
         if (to(2)) to(2)[at] = g;
-        a *= widen(g);
+        with_activation(activation.kind, [&](auto kind) { a *= gate_at<decltype(kind)::value>(widen(g), activation).value; });
       }
       to(0)[at] = narrow<T>(a);
     }

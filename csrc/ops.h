@@ -9,6 +9,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace gbmoe {
 
@@ -88,9 +89,9 @@ void sum_pushed_scalars(Tensor pushed, Tensor ids, int64_t ranks, int64_t expert
 void clear_rows_without_slot(Tensor slot_of_row, Tensor rows);
 
 // activation_kernels.cu; d becomes dh, grad_weights comes as zeros
-void activate(Tensor h, std::optional<Tensor> g, int64_t activation, Tensor out);
+void activate(Tensor h, std::optional<Tensor> g, int64_t activation, std::vector<double> constants, Tensor out);
 void activate_backward(
-    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation, std::vector<double> constants,
     Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights);
 
 // hopper/; compute capability 9.0, bf16 and fp16, row lengths that are multiples of 8, int32 or int64 sizes on the device.
@@ -122,23 +123,23 @@ void hopper_weights_gathered(
 // With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; where cluster_n is
 // not 2 the workspace is not used then.
 void hopper_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, int64_t cluster_n,
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, std::vector<double> constants, int64_t cluster_n,
     int64_t panel, bool even_panels, int64_t most_ahead, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h);
 void hopper_up_glu(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation, std::vector<double> constants,
     int64_t cluster_n, int64_t panel, bool even_panels, int64_t most_ahead, std::optional<Tensor> workspace, Tensor a,
     std::optional<Tensor> h, std::optional<Tensor> g);
 // d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
 // where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights,
-    int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,
+    int64_t activation, std::vector<double> constants, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a, Tensor dh, std::optional<Tensor> dg,
     std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 // few_rows_gemm and few_rows_up, where a sum has the bits that hopper_rows gives it if it splits none
 void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out);
 void hopper_few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
+    int64_t activation, std::vector<double> constants, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 
 // hopper/, e4m3 operands with scales (float8.cuh): a, x [P,K] with fp32 [P, K / 128], b [E,N,K] with fp32 [E, N / 128, K / 128],
 // rounded up; both contiguous along K, and K a multiple of 16.
@@ -158,14 +159,14 @@ void quantize_weights(Tensor weights, bool power_of_two, std::optional<Tensor> o
                       std::optional<Tensor> transposed, std::optional<Tensor> transposed_scales);
 // activate_backward, and quantize_rows of dh and dg
 void activate_backward_scaled(
-    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation, std::vector<double> constants,
     bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh, std::optional<Tensor> scaled_dg,
     std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights);
 // activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, but for rows behind the last expert's, and
 // quantize_k_blocks of a', dh and dg, which share filled_rows. grad_weights of slots whose rows lie behind the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
 void activate_backward_k_blocks(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes,
-    int64_t activation, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg, std::optional<Tensor> scales_dg,
+    int64_t activation, std::vector<double> constants, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg, std::optional<Tensor> scales_dg,
     Tensor a_blocks, Tensor a_scales, Tensor dh_blocks, Tensor dh_scales, std::optional<Tensor> dg_blocks,
     std::optional<Tensor> dg_scales, Tensor filled_rows, std::optional<Tensor> dots, std::optional<Tensor> grad_weights);
 // x [P,K] bf16 or fp16, K a multiple of 16; with slot_of_row [P] x is [T,K], and row r that of token slot_of_row[r] / top_k, or zeros where
@@ -181,7 +182,7 @@ void hopper_scaled_weights(
 // hopper_up(_glu) with a in e4m3 and its scales, from a rounded to bf16 or, without `bfloat16`, fp16; h and g in that dtype
 void hopper_scaled_up(
     Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, std::optional<Tensor> v1, std::optional<Tensor> scales_v1, Tensor sizes,
-    int64_t activation, int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, bool power_of_two,
+    int64_t activation, std::vector<double> constants, int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, bool power_of_two,
     bool bfloat16, Tensor a, Tensor scales_a, std::optional<Tensor> h, std::optional<Tensor> g);
 
 // tensor_core/; compute capability 8.0 and later, row lengths that are multiples of 8, int32 or int64 sizes on the device. tile_m,
@@ -199,7 +200,7 @@ void tensor_core_weights(
     Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64_t tile_n, int64_t panel, bool accumulate, Tensor out);
 // h = x[rows of e] @ w1[e].T, a = act(h); with v1 g = x[rows of e] @ v1[e].T, a = act(h) * g; h and g are stored where they are given;
 // bf16 and fp16
-void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation, int64_t tile_m, int64_t tile_n,
+void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation, std::vector<double> constants, int64_t tile_m, int64_t tile_n,
                     int64_t panel, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 // The same as tensor_core_rows without a second pair, and as tensor_core_up, for groups of few rows; bf16 and fp16. Sums are made of parts.
 // With slot_of_row, x is [tokens,H], and row r that of token slot_of_row[r] / top_k, or zeros where that names none. With reads_early,
@@ -208,7 +209,7 @@ void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
 void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out);
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
+    int64_t activation, std::vector<double> constants, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g);
 // out = x @ weight.T, of as many rows as the only group has, in their dtype or fp32, where a sum has on Hopper the bits that
 // tensor_core_rows gives it
 void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tensor out);

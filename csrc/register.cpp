@@ -38,9 +38,11 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("push_slot_scalars(Tensor slot_scalars, Tensor row_of_slot, int rows, int shard, Tensor peers) -> ()");
   m.def("sum_pushed_scalars(Tensor pushed, Tensor ids, int ranks, int experts, int experts_per_rank, Tensor(a!) out) -> ()");
   m.def("clear_rows_without_slot(Tensor slot_of_row, Tensor(a!) rows) -> ()");
-  m.def("activate(Tensor h, Tensor? g, int activation, Tensor(a!) out) -> ()");
-  m.def("activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
-        " Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
+  m.def(
+      "activate(Tensor h, Tensor? g, int activation, float[] constants, Tensor(a!) out) -> ()");
+  m.def(
+      "activate_backward(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation, float[]"
+      " constants, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
   m.def("hopper_built() -> bool");
   m.def("hopper_workspace(Tensor on, int groups, int splits_per_sm) -> int");
   m.def(
@@ -55,24 +57,27 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
       " int cluster_n, int panel, Tensor(a!) workspace, int min_k_blocks, int split_cost, int most_splits, float even,"
       " Tensor(b!) out, Tensor(c!)? out2) -> ()");
   m.def(
-      "hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, int cluster_n, int panel,"
-      " bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
+      "hopper_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, int activation, float[] constants, int"
+      " cluster_n, int panel, bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
   m.def(
-      "hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, int cluster_n,"
-      " int panel, bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
-  m.def("hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
-        " int activation, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots,"
-        " Tensor(e!)? grad_weights) -> ()");
+      "hopper_up_glu(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, Tensor sizes, int activation, float[]"
+      " constants, int cluster_n, int panel, bool even_panels, int most_ahead, Tensor(a!)? workspace, Tensor(b!) a,"
+      " Tensor(c!)? h, Tensor(d!)? g) -> ()");
+  m.def(
+      "hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights,"
+      " int activation, float[] constants, int tile_n, int cluster_n, int panel, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg,"
+      " Tensor(d!)? dots, Tensor(e!)? grad_weights) -> ()");
   m.def("hopper_few_rows_gemm(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
   m.def(
       "hopper_few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation,"
-      " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+      " float[] constants, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
   m.def("tensor_core_built(int device) -> bool");
   m.def("hopper_scaled_rows(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor? a2, Tensor? scales_a2, Tensor? b2,"
         " Tensor? scales_b2, Tensor sizes, int tile_n, int cluster_n, int panel, Tensor(a!)? workspace, Tensor(b!) out) -> ()");
-  m.def("hopper_scaled_up(Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, Tensor? v1, Tensor? scales_v1, Tensor sizes,"
-        " int activation, int cluster_n, int panel, bool even_panels, Tensor(a!)? workspace, bool power_of_two, bool bfloat16,"
-        " Tensor(b!) a, Tensor(c!) scales_a, Tensor(d!)? h, Tensor(e!)? g) -> ()");
+  m.def(
+      "hopper_scaled_up(Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, Tensor? v1, Tensor? scales_v1, Tensor sizes,"
+      " int activation, float[] constants, int cluster_n, int panel, bool even_panels, Tensor(a!)? workspace, bool"
+      " power_of_two, bool bfloat16, Tensor(b!) a, Tensor(c!) scales_a, Tensor(d!)? h, Tensor(e!)? g) -> ()");
   m.def("hopper_scaled_weights(Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, Tensor filled_rows, int panel, Tensor(a!) workspace,"
         " Tensor(b!) out) -> ()");
   m.def("quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor(a!) out, Tensor(b!) scales)"
@@ -80,28 +85,29 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("quantize_rows(Tensor x, bool power_of_two, Tensor(a!) out, Tensor(b!) scales) -> ()");
   m.def("quantize_weights(Tensor weights, bool power_of_two, Tensor(a!)? out, Tensor(b!)? scales, Tensor(c!)? transposed,"
         " Tensor(d!)? transposed_scales) -> ()");
-  m.def("activate_backward_scaled(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
-        " bool power_of_two, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh, Tensor(f!)? scaled_dg,"
-        " Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
   m.def(
-      "activate_backward_k_blocks(Tensor h, Tensor? g, Tensor d, Tensor slot_of_row, Tensor? weights, Tensor sizes, int "
-      "activation,"
-      " bool power_of_two, Tensor(a!) dh, Tensor(b!) scales_dh, Tensor(c!)? dg, Tensor(d!)? scales_dg, Tensor(e!) a_blocks,"
-      " Tensor(f!) a_scales, Tensor(g!) dh_blocks, Tensor(h!) dh_scales, Tensor(i!)? dg_blocks, Tensor(j!)? dg_scales,"
-      " Tensor(k!) filled_rows, Tensor(l!)? dots, Tensor(m!)? grad_weights) -> ()");
+      "activate_backward_scaled(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, int activation,"
+      " float[] constants, bool power_of_two, Tensor(b!) a, Tensor(c!)? dg, Tensor(d!) scaled_dh, Tensor(e!) scales_dh,"
+      " Tensor(f!)? scaled_dg, Tensor(g!)? scales_dg, Tensor(h!)? grad_weights) -> ()");
+  m.def(
+      "activate_backward_k_blocks(Tensor h, Tensor? g, Tensor d, Tensor slot_of_row, Tensor? weights, Tensor sizes, int"
+      " activation, float[] constants, bool power_of_two, Tensor(a!) dh, Tensor(b!) scales_dh, Tensor(c!)? dg, Tensor(d!)?"
+      " scales_dg, Tensor(e!) a_blocks, Tensor(f!) a_scales, Tensor(g!) dh_blocks, Tensor(h!) dh_scales, Tensor(i!)?"
+      " dg_blocks, Tensor(j!)? dg_scales, Tensor(k!) filled_rows, Tensor(l!)? dots, Tensor(m!)? grad_weights) -> ()");
   m.def("quantize_k_blocks(Tensor x, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, Tensor(a!) out,"
         " Tensor(b!) scales, Tensor(c!) filled_rows) -> ()");
   m.def("tensor_core_rows(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int tile_m, int tile_n, int panel,"
         " Tensor(a!) out) -> ()");
   m.def("tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int tile_m, int tile_n, int panel, bool accumulate, Tensor(a!) out)"
         " -> ()");
-  m.def("tensor_core_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, int tile_m, int tile_n, int panel,"
-        " Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+  m.def(
+      "tensor_core_up(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, int activation, float[] constants, int tile_m, int"
+      " tile_n, int panel, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
   m.def("few_rows_gemm(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
   m.def("few_rows_linear(Tensor x, Tensor weight, Tensor? sizes, Tensor(a!) out) -> ()");
   m.def(
-      "few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, Tensor(a!) a,"
-      " Tensor(b!)? h, Tensor(c!)? g) -> ()");
+      "few_rows_up(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, int activation, float[]"
+      " constants, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, CompositeExplicitAutograd, m) {

@@ -17,10 +17,12 @@ from gbmoe.layers import (
     get_load_balancing_loss,
 )
 from gbmoe.ops import expert_mlp, gmm, grouped_mlp, padded_gather, padded_scatter
+from gbmoe.ops.activations import ClampedSilu, Situ
 from gbmoe.plan import RoutingPlan
+from gbmoe.weight_layout import WeightLayout
 
 __all__ = [
-    "Arguments", "Float8BlockScaling", "RoutingPlan", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
-    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm",
+    "Arguments", "ClampedSilu", "Float8BlockScaling", "RoutingPlan", "Situ", "WeightLayout", "__version__", "batched_load_balancing_loss",
+    "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm",
     "grouped_mlp", "ops", "padded_gather", "padded_scatter",
 ]

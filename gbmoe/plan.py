@@ -31,7 +31,7 @@ def _fake_routing_plan(experts, num_experts, align, check):
 
 @functools.cache
 def _max_experts(device: torch.device) -> int:
-    return torch.ops.gbmoe_cuda.routing_plan_max_experts(device.index)
+    return extension.answer("routing_plan_max_experts", device.index)
 
 
 def kernels_serve(device: torch.device, num_experts: int) -> bool:

@@ -244,7 +244,7 @@ def test_expert_mlp_without_saving_refuses_a_gradient(device):
     sizes = plan_sizes(plan, x, w, "auto")
     with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is needed, got False"):
         torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, None, "silu", "auto", False, False,
-                                   False, 1.0)
+                                   False, 1.0, "separate")
 
 
 # ----------------------------------------------------------------------------------------------------------- where results lie
@@ -305,15 +305,16 @@ def calls(device, dtype, tokens, top_k):
                 yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, kept, none, none, none, activation,
                                                        engine, 1.0, *needs)
             in_order, scale_P = (None, plan.slot_of_row_P), None if slot_weights is None else torch.rand(rows, 1, device=device)
-            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save, save, False, 1.0)
+            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save, save, False, 1.0, "separate")
             yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, h, g, *[none] * 4, activation, engine, 1.0,
                                                        *needs)
     if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
         for v in (w, None):
-            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, "silu", "float8_block", True, False, True, 1.0)
+            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, "silu", "float8_block", True, False, True, 1.0, "separate")
             yield "expert_mlp", forward
             _, *saved = torch.ops.gbmoe.expert_mlp(*forward)
-            yield "expert_mlp_backward", (x, *forward[:8], *saved, "silu", "float8_block", 1.0, True, True, True, True, v is not None)
+            yield "expert_mlp_backward", (x, *forward[:8], *saved, "silu", "float8_block", 1.0, "separate", True, True, True, True,
+                                          v is not None)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ template <typename T, int kKind>
 __device__ __forceinline__ void differentiate(
     const uint4* __restrict__ h_PF, const uint4* __restrict__ g_PF, const uint4* __restrict__ d_PF,
     const Row<float>* rows_of_block, int v, bool inside, KBlockNumbers& a, KBlockNumbers& dh, KBlockNumbers& dg,
-    float (&dot)[kRows]) {
+    float (&dot)[kRows], const ActivationOf& activation) {
   const KBlockThread own;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -59,9 +59,9 @@ __device__ __forceinline__ void differentiate(
     const uint32_t of_h[] = {h.x, h.y, h.z, h.w}, of_g[] = {g.x, g.y, g.z, g.w}, of_d[] = {d.x, d.y, d.z, d.w};
 #pragma unroll
     for (int j = 0; j < kVector / 2; ++j) {
-      const float2 h2 = unpack<T>(of_h[j]), g2 = g_PF ? unpack<T>(of_g[j]) : float2{1.0f, 1.0f}, d2 = unpack<T>(of_d[j]);
-      const auto low = activation_gradient<kKind, T>(of, h2.x, g2.x, d2.x),
-                 high = activation_gradient<kKind, T>(of, h2.y, g2.y, d2.y);
+      const float2 h2 = unpack<T>(of_h[j]), g2 = unpack<T>(of_g[j]), d2 = unpack<T>(of_d[j]);
+      const auto low = activation_gradient<kKind, T>(of, h2.x, g_PF != nullptr, g2.x, d2.x, activation),
+                 high = activation_gradient<kKind, T>(of, h2.y, g_PF != nullptr, g2.y, d2.y, activation);
       a[i][j] = exists ? pack<T>(low.a, high.a) : 0;
       dh[i][j] = exists ? pack<T>(low.dh, high.dh) : 0;
       dg[i][j] = exists ? pack<T>(low.dg, high.dg) : 0;
@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
     const uint4* __restrict__ h_PF, const uint4* __restrict__ g_PF, const uint4* __restrict__ d_PF,
     const int* __restrict__ slot_of_row, const Scalars weights, const unsigned slots_in_all, const GroupSizes sizes,
     const bool power_of_two, const ScaledRows out_dh, const ScaledRows out_dg, const KBlocks a_blocks, const KBlocks dh_blocks,
-    const KBlocks dg_blocks, int* __restrict__ filled_rows, float* __restrict__ dots, const int columns) {
+    const KBlocks dg_blocks, int* __restrict__ filled_rows, float* __restrict__ dots, const int columns,
+    const __grid_constant__ ActivationOf activation) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   __shared__ KBlock found;
   __shared__ Row<float> rows_of_block[kKBlockRows];
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_
   KBlockNumbers a, dh, dg;
   float dot[kRows];
   const int v = tile * kKBlockRowThreads + own.vector;
-  differentiate<T, kKind>(h_PF, g_PF, d_PF, rows_of_block, v, v < vectors, a, dh, dg, dot);
+  differentiate<T, kKind>(h_PF, g_PF, d_PF, rows_of_block, v, v < vectors, a, dh, dg, dot, activation);
   store_rows<T>(dh, dg, out_dh, out_dg, block.first_row, block.rows, tile, vectors, power_of_two);
   if (dots) {
     const float of_row = reduce_scatter(dot, [](float one, float other) { return one + other; });
@@ -159,7 +160,7 @@ KBlocks k_blocks(const std::optional<Tensor>& values, const std::optional<Tensor
 
 void activate_backward_k_blocks(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes,
-    int64_t activation, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg, std::optional<Tensor> scales_dg,
+    int64_t activation, std::vector<double> constants, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg, std::optional<Tensor> scales_dg,
     Tensor a_blocks, Tensor a_scales, Tensor dh_blocks, Tensor dh_scales, std::optional<Tensor> dg_blocks,
     std::optional<Tensor> dg_scales, Tensor filled_rows, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
@@ -177,11 +178,12 @@ void activate_backward_k_blocks(
         // in the order of Activation
         activate_backward_k_blocks_kernel<T, kSilu>,        activate_backward_k_blocks_kernel<T, kGeluTanh>,
         activate_backward_k_blocks_kernel<T, kGelu>,        activate_backward_k_blocks_kernel<T, kRelu>,
-        activate_backward_k_blocks_kernel<T, kReluSquared>, activate_backward_k_blocks_kernel<T, kIdentity>};
+        activate_backward_k_blocks_kernel<T, kReluSquared>, activate_backward_k_blocks_kernel<T, kIdentity>,
+        activate_backward_k_blocks_kernel<T, kClampedSilu>, activate_backward_k_blocks_kernel<T, kSitu>};
     kKernels[activation]<<<static_cast<unsigned>(ctas), kKBlockThreads, 0, stream>>>(
         data<const uint4>(h), data<const uint4>(g), data<const uint4>(d), data<const int>(slot_of_row), scalars(weights), slots,
         of, power_of_two, rows_dh, rows_dg, k_blocks(a_blocks, a_scales), k_blocks(dh_blocks, dh_scales),
-        k_blocks(dg_blocks, dg_scales), data<int>(filled_rows), data<float>(dots), columns);
+        k_blocks(dg_blocks, dg_scales), data<int>(filled_rows), data<float>(dots), columns, activation_of(activation, constants));
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   if (!dots) return;

@@ -24,7 +24,7 @@ template <typename T, int kKind>
 __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
     const Numbers<T>* h_PF, const Numbers<T>* g_PF, Numbers<T>* d_PF, const int* slot_of_row, Scalars weights,
     const unsigned slots_in_all, bool power_of_two, Numbers<T>* a_PF, Numbers<T>* dg_PF, const ScaledRows scaled_dh,
-    const ScaledRows scaled_dg, Scalars grad_weights, int64_t rows, int vectors) {
+    const ScaledRows scaled_dg, Scalars grad_weights, int64_t rows, int vectors, const __grid_constant__ ActivationOf activation) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   using Operands = ActivationOperands<T, kVector>;
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / 32) * 2;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
   Row<float> one = row_of<float>(first_row, vectors, slots[0], slots_in_all, weights);
   Row<float> two = row_of<float>(second_row, vectors, slots[1], slots_in_all, weights);
   const auto compute = [&](Row<float>& of, int64_t row, int v, const Operands& operands) {
-    const auto result = activation_gradients<kKind, T, kVector>(of, operands, g_PF != nullptr);
+    const auto result = activation_gradients<kKind, T, kVector>(of, operands, g_PF != nullptr, activation);
     if (v < vectors) {
       a_PF[of.first + v] = result.a;
       d_PF[of.first + v] = result.dh;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_scaled_kernel(
 
 void activate_backward_scaled(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
-    bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh, std::optional<Tensor> scaled_dg,
+    std::vector<double> constants, bool power_of_two, Tensor a, std::optional<Tensor> dg, Tensor scaled_dh, Tensor scales_dh, std::optional<Tensor> scaled_dg,
     std::optional<Tensor> scales_dg, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (h.numel() == 0) return;
@@ -80,10 +80,12 @@ void activate_backward_scaled(
     constexpr Kernel kKernels[] = {  // in the order of Activation
         activate_backward_scaled_kernel<T, kSilu>, activate_backward_scaled_kernel<T, kGeluTanh>,
         activate_backward_scaled_kernel<T, kGelu>, activate_backward_scaled_kernel<T, kRelu>,
-        activate_backward_scaled_kernel<T, kReluSquared>, activate_backward_scaled_kernel<T, kIdentity>};
+        activate_backward_scaled_kernel<T, kReluSquared>, activate_backward_scaled_kernel<T, kIdentity>,
+        activate_backward_scaled_kernel<T, kClampedSilu>, activate_backward_scaled_kernel<T, kSitu>};
     kKernels[activation]<<<ctas, kThreads, 0, current_stream(h)>>>(
         data<const V>(h), data<const V>(g), data<V>(d), data<const int>(slot_of_row), scalars(weights), slots, power_of_two, data<V>(a),
-        data<V>(dg), rows_dh, rows_dg, scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / kVector));
+        data<V>(dg), rows_dh, rows_dg, scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / kVector),
+        activation_of(activation, constants));
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -9,6 +9,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "../activation_formulas.cuh"
 #include "../common.cuh"
 #include "../group_sizes.cuh"
 
@@ -52,7 +53,7 @@ struct Arguments {
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.
   bool even_panels;
   int most_ahead;  // k-blocks by which a cluster may be ahead of the mean of all, as far as it knows (pacing.cuh); 0: any number
-  int activation;
+  ActivationOf activation;
   bool save;               // whether h (and g) are stored
   // The workspace, null without one. Partial sums are [entry][CTA of the cluster][consumer warp][a warp's share of a tile].
   BalancedSchedule* schedule;

@@ -8,24 +8,32 @@ namespace {
 
 using namespace hopper;
 
-template <typename T, bool kGate>
-void launch_down_backward(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Tensor& on) {
-  if (tiling.is(kNarrowTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kNarrowTileN, 2>>(maps, args, {}, on);
-  else if (tiling.is(kWideTileN, 1, 2)) launch<DownBackwardSettings<T, kGate, kWideTileN, 2>>(maps, args, {}, on);
-  else if (tiling.is(kWideTileN, 1, 1)) launch<DownBackwardSettings<T, kGate, kWideTileN, 1>>(maps, args, {}, on);
+template <typename T, bool kTransposedB, bool kGate>
+void launch_tiled(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Tensor& on) {
+  if (tiling.is(kNarrowTileN, 1, 2)) launch<DownBackwardSettings<T, kTransposedB, kGate, kNarrowTileN, 2>>(maps, args, {}, on);
+  else if (tiling.is(kWideTileN, 1, 2)) launch<DownBackwardSettings<T, kTransposedB, kGate, kWideTileN, 2>>(maps, args, {}, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<DownBackwardSettings<T, kTransposedB, kGate, kWideTileN, 1>>(maps, args, {}, on);
   else tiling.refuse("hopper_down_backward");
+}
+
+template <typename T, bool kGate>
+void launch_down_backward(
+    const TensorMaps& maps, const Arguments& args, const Tiling& tiling, bool along_f, const Tensor& on) {
+  if (along_f) launch_tiled<T, true, kGate>(maps, args, tiling, on);
+  else launch_tiled<T, false, kGate>(maps, args, tiling, on);
 }
 
 }  // namespace
 
 void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
-                          std::optional<Tensor> weights, int64_t activation, int64_t tile_n, int64_t cluster_n, int64_t panel, Tensor a,
+                          std::optional<Tensor> weights, int64_t activation, std::vector<double> constants, int64_t tile_n,
+                          int64_t cluster_n, int64_t panel, Tensor a,
                           Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   const Tiling tiling{tile_n, 1, cluster_n, panel, false};
   Arguments args = arguments(sizes, h.size(0), h.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
-  args.activation = static_cast<int>(activation);
+  args.activation = activation_of(activation, constants);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = count_of_slots(weights);
   args.h = h.data_ptr();
@@ -37,12 +45,12 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   args.out[2] = dg ? dg->data_ptr() : nullptr;
   TensorMaps maps{};
   maps.a[0] = map_of_a(dz, tiling);
-  maps.b[0] = tensor_map(w2, box_of_b(static_cast<int>(tile_n)));
+  maps.b[0] = weight_map(w2, static_cast<int>(tile_n));
   maps.out[0] = tensor_map(h, kBoxOut);
   if (g) maps.out[1] = tensor_map(*g, kBoxOut);
   GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward", {
-    if (g) launch_down_backward<T, true>(maps, args, tiling, dz);
-    else launch_down_backward<T, false>(maps, args, tiling, dz);
+    if (g) launch_down_backward<T, true>(maps, args, tiling, contiguous_along_n(w2), dz);
+    else launch_down_backward<T, false>(maps, args, tiling, contiguous_along_n(w2), dz);
   });
   if (dots)
     sum_dots(

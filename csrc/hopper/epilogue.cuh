@@ -200,7 +200,7 @@ template <typename Traits> struct Epilogue {
       float2 a = {activation.value(h.x), activation.value(h.y)};
       if constexpr (kGlu) {
         const float2 g = unpack<Element>(pair[32 + quarter * 4 + i]);
-        a.x *= g.x, a.y *= g.y;
+        a.x *= activation.gate(g.x), a.y *= activation.gate(g.y);
       }
       m[i] = pack<Element>(a.x, a.y);
     }

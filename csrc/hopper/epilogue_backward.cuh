@@ -89,7 +89,7 @@ template <typename Traits> struct ActivationBackward {
 
   static __device__ void run(const TensorMaps& maps, const Arguments& args, uint32_t shared) {
     ActivationBackward self(maps, args, shared);
-    with_activation(args.activation, [&](auto kind) { self.template run_with<decltype(kind)::value>(); });
+    with_activation(args.activation.kind, [&](auto kind) { self.template run_with<decltype(kind)::value>(); });
   }
 
  private:
@@ -176,7 +176,7 @@ template <typename Traits> struct ActivationBackward {
 
   struct Results { Eight a, dh, dg; };
   template <int kKind>
-  static __device__ __forceinline__ Results results(const Eight& h, const Eight& g, const Eight& d, float weight, float& dot) {
+  __device__ __forceinline__ Results results(const Eight& h, const Eight& g, const Eight& d, float weight, float& dot) const {
     float of_h[8];
     ValueAndSlope<float> act[8];
 #pragma unroll
@@ -184,18 +184,24 @@ template <typename Traits> struct ActivationBackward {
       const float2 both = unpack<Element>(h.pair[i]);
       of_h[2 * i] = both.x, of_h[2 * i + 1] = both.y;
     }
-    activations_at<kKind>(of_h, act);
+    activations_at<kKind>(of_h, act, args.activation);
     Results results;
     float2 dots = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 gate = kGate ? unpack<Element>(g.pair[i]) : float2{1.0f, 1.0f}, of_d = unpack<Element>(d.pair[i]);
+      const float2 of_g = kGate ? unpack<Element>(g.pair[i]) : float2{1.0f, 1.0f}, of_d = unpack<Element>(d.pair[i]);
+      ValueAndSlope<float> gates[2] = {{of_g.x, 1.0f}, {of_g.y, 1.0f}};
+      if constexpr (kGate && changes_gate(kKind))
+        gates[0] = gate_at<kKind>(of_g.x, args.activation), gates[1] = gate_at<kKind>(of_g.y, args.activation);
+      const float2 gate = {gates[0].value, gates[1].value};
       const float2 gated = {act[2 * i].value * gate.x, act[2 * i + 1].value * gate.y};
       const float2 weighted = {weight * of_d.x, weight * of_d.y};
       dots.x += gated.x * of_d.x, dots.y += gated.y * of_d.y;
       results.a.pair[i] = pack<Element>(weight * gated.x, weight * gated.y);
       results.dh.pair[i] = pack<Element>(weighted.x * (act[2 * i].slope * gate.x), weighted.y * (act[2 * i + 1].slope * gate.y));
-      if (kGate) results.dg.pair[i] = pack<Element>(weighted.x * act[2 * i].value, weighted.y * act[2 * i + 1].value);
+      float2 dg = {weighted.x * act[2 * i].value, weighted.y * act[2 * i + 1].value};
+      if constexpr (changes_gate(kKind)) dg.x *= gates[0].slope, dg.y *= gates[1].slope;
+      if (kGate) results.dg.pair[i] = pack<Element>(dg.x, dg.y);
     }
     dot = dots.x + dots.y;
     return results;

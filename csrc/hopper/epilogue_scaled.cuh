@@ -75,12 +75,13 @@ template <typename Traits> struct Float8Activation {
       const float2 h = unpack<T>(epilogue.pair[from + i]);
       value[2 * i] = h.x, value[2 * i + 1] = h.y;
     }
-    values(typename Traits::ActivationFamily(epilogue.args.activation), value);
+    const typename Traits::ActivationFamily activation(epilogue.args.activation);
+    values(activation, value);
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       if constexpr (Traits::kGlu) {
         const float2 g = unpack<T>(epilogue.pair[kPairs + from + i]);
-        value[2 * i] *= g.x, value[2 * i + 1] *= g.y;
+        value[2 * i] *= activation.gate(g.x), value[2 * i + 1] *= activation.gate(g.y);
       }
       a[i] = pack<T>(value[2 * i], value[2 * i + 1]);
     }

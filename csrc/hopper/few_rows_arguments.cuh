@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "../activation_formulas.cuh"
 #include "../group_sizes.cuh"
 #include "shared_memory.cuh"
 
@@ -29,7 +30,7 @@ struct Arguments {
   int tokens, top_k;
   bool padded;  // rows without a token may end a group
   int size_n, size_k;
-  int activation;
+  ActivationOf activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
   bool reads_early;  // weights and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them

@@ -84,7 +84,7 @@ void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool 
 
 void hopper_few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    int64_t activation, std::vector<double> constants, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   if (a.numel() == 0) return;
   const OnDevice current(x);
   few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);
@@ -92,7 +92,7 @@ void hopper_few_rows_up(
   STD_TORCH_CHECK(x.size(0) > 0, "hopper_few_rows_up: expected at least one token, got none beside ", args.rows, " rows");
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
   args.padded = slot_of_row && args.rows > x.size(0) * top_k;
-  args.activation = static_cast<int>(activation);
+  args.activation = activation_of(activation, constants);
   args.out[1] = h ? h->data_ptr() : nullptr, args.out[2] = g ? g->data_ptr() : nullptr;
   args.next_begins_early = true;
   const int columns = v1 ? few::kColumns / 2 : few::kColumns;

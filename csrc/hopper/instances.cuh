@@ -34,18 +34,20 @@ template <typename T> struct GatheredRowsSettings : GemmSettings {
 };
 
 // m-grouped: the first GEMM of an expert with its activation.
-template <typename T, EpilogueKind kKind, typename Family, bool kGather, int kClusterN_> struct UpSettings : GemmSettings {
+template <typename T, EpilogueKind kKind, typename Family, bool kTransposedB_, bool kGather, int kClusterN_>
+struct UpSettings : GemmSettings {
   using Element = T;
   using ActivationFamily = Family;
   static constexpr EpilogueKind kEpilogue = kKind;
-  static constexpr bool kGatherA = kGather;
+  static constexpr bool kTransposedB = kTransposedB_, kGatherA = kGather;
   static constexpr int kClusterN = kClusterN_;
 };
 
 // m-grouped: back through the second GEMM and the activation. The shared memory that three stages (four with narrow tiles) leave
 // free holds buffers for a whole tile and some of the next.
-template <typename T, bool kGate_, int kTileN_, int kClusterN_> struct DownBackwardSettings : GemmSettings {
+template <typename T, bool kTransposedB_, bool kGate_, int kTileN_, int kClusterN_> struct DownBackwardSettings : GemmSettings {
   using Element = T;
+  static constexpr bool kTransposedB = kTransposedB_;
   static constexpr EpilogueKind kEpilogue = EpilogueKind::kActivationBackward;
   static constexpr bool kGate = kGate_;
   static constexpr int kTileN = kTileN_, kClusterN = kClusterN_;

@@ -120,9 +120,11 @@ template <typename Traits> struct Producer {
     const int first = kClusterM > 1 ? rank * kOwnBoxes : 0;
 #pragma unroll
     for (int i = 0; i < kOwnBoxes; ++i) {
-      const int box = first + i, along_n = n + (Traits::kGlu ? 0 : box * (Traits::kTileN / kBoxes));
+      // Under kGlu the first half of the boxes is w1's, and the second has the same columns of v1's.
+      constexpr int kBoxesOfOne = Traits::kGlu ? kBoxes / 2 : kBoxes;
+      const int box = first + i, along_n = n + box % kBoxesOfOne * (Traits::kTileN / kBoxes);
       const uint32_t to = b + box * (kStageBytesB / kBoxes);
-      const CUtensorMap* map = &maps.b[Traits::kGlu ? box : pair];
+      const CUtensorMap* map = &maps.b[Traits::kGlu ? box / kBoxesOfOne : pair];
       const int x = kContiguousN ? along_n : k, y = kContiguousN ? k : along_n;
       const int z = kGroupedK ? 0 : tile.group;
       if constexpr (kClusterM > 1) tma_load_multicast(map, arrived, to, x, y, z, 0b11);

@@ -9,10 +9,12 @@ template <typename T, hopper::EpilogueKind kKind>
 void launch_family(const hopper::TensorMaps& maps, const hopper::Arguments& args, const hopper::Tiling& tiling,
                    const hopper::Balancing& balancing, const Tensor& on) {
   using namespace hopper;
-  switch (args.activation) {
+  switch (args.activation.kind) {
     case kSilu:
     case kGeluTanh: return launch_scaled<T, kKind, SigmoidActivation>(maps, args, tiling, balancing, on);
     case kGelu: return launch_scaled<T, kKind, ErfActivation>(maps, args, tiling, balancing, on);
+    case kClampedSilu:
+    case kSitu: return launch_scaled<T, kKind, GatingActivation>(maps, args, tiling, balancing, on);
     default: return launch_scaled<T, kKind, PiecewiseActivation>(maps, args, tiling, balancing, on);
   }
 }
@@ -21,13 +23,13 @@ void launch_family(const hopper::TensorMaps& maps, const hopper::Arguments& args
 
 void hopper_scaled_up(
     Tensor x, Tensor scales_x, Tensor w1, Tensor scales_w1, std::optional<Tensor> v1, std::optional<Tensor> scales_v1, Tensor sizes,
-    int64_t activation, int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, bool power_of_two,
+    int64_t activation, std::vector<double> constants, int64_t cluster_n, int64_t panel, bool even_panels, std::optional<Tensor> workspace, bool power_of_two,
     bool bfloat16, Tensor a, Tensor scales_a, std::optional<Tensor> h, std::optional<Tensor> g) {
   using namespace hopper;
   const OnDevice current(x);
   const Tiling tiling{kWideTileN, 1, cluster_n, panel, even_panels};
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
-  args.activation = static_cast<int>(activation);
+  args.activation = activation_of(activation, constants);
   args.save = h.has_value();
   args.power_of_two = power_of_two;
   args.scales_out = data<float>(scales_a);

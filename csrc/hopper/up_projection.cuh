@@ -10,24 +10,39 @@ namespace gbmoe::hopper {
 template <typename T, EpilogueKind kKind, typename Family>
 void launch_up_clustered(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing,
                          const Tensor& on) {
-  if (tiling.is(kWideTileN, 1, 2)) launch<UpSettings<T, kKind, Family, false, 2>>(maps, args, balancing, on);
-  else if (tiling.is(kWideTileN, 1, 1)) launch<UpSettings<T, kKind, Family, false, 1>>(maps, args, balancing, on);
+  if (tiling.is(kWideTileN, 1, 2)) launch<UpSettings<T, kKind, Family, false, false, 2>>(maps, args, balancing, on);
+  else if (tiling.is(kWideTileN, 1, 1)) launch<UpSettings<T, kKind, Family, false, false, 1>>(maps, args, balancing, on);
   else tiling.refuse("hopper_up");
+}
+
+// Of weights that lie contiguous along F, in pairs of CTAs.
+template <typename T, EpilogueKind kKind>
+void launch_up_along_f(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
+  if (args.tokens || !tiling.is(kWideTileN, 1, 2)) tiling.refuse("hopper_up of weights along F");
+  switch (args.activation.kind) {
+    case kSilu:
+    case kGeluTanh: return launch<UpSettings<T, kKind, SigmoidActivation, true, false, 2>>(maps, args, balancing, on);
+    case kClampedSilu:
+    case kSitu: return launch<UpSettings<T, kKind, GatingActivation, true, false, 2>>(maps, args, balancing, on);
+    default: STD_TORCH_CHECK(false, "hopper_up: no kernel for this activation reads weights along F");
+  }
 }
 
 // With the family that args.activation belongs to. Only the commonest one gathers. A CTA alone has no schedule then: the warp that would
 // take tiles from the counter has rows to gather.
 template <typename T, EpilogueKind kKind>
 void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
-  switch (args.activation) {
+  switch (args.activation.kind) {
     case kSilu:
     case kGeluTanh:
       if (args.tokens && tiling.is(kWideTileN, 1, 2))
-        return launch<UpSettings<T, kKind, SigmoidActivation, true, 2>>(maps, args, balancing, on);
+        return launch<UpSettings<T, kKind, SigmoidActivation, false, true, 2>>(maps, args, balancing, on);
       if (args.tokens && tiling.is(kWideTileN, 1, 1))
-        return launch<UpSettings<T, kKind, SigmoidActivation, true, 1>>(maps, args, {}, on);
+        return launch<UpSettings<T, kKind, SigmoidActivation, false, true, 1>>(maps, args, {}, on);
       if (args.tokens) tiling.refuse("hopper_up with a gather");
       return launch_up_clustered<T, kKind, SigmoidActivation>(maps, args, tiling, balancing, on);
+    case kClampedSilu:
+    case kSitu: return launch_up_clustered<T, kKind, GatingActivation>(maps, args, tiling, balancing, on);
     case kGelu: return launch_up_clustered<T, kKind, ErfActivation>(maps, args, tiling, balancing, on);
     default: return launch_up_clustered<T, kKind, PiecewiseActivation>(maps, args, tiling, balancing, on);
   }
@@ -35,12 +50,12 @@ void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tilin
 
 template <EpilogueKind kKind>
 void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
-               const Tensor& sizes, int64_t activation, const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a,
+               const Tensor& sizes, int64_t activation, const std::vector<double>& constants, const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a,
                const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(x.size(1)), kBlockK);
-  args.activation = static_cast<int>(activation);
+  args.activation = activation_of(activation, constants);
   args.save = h != nullptr;
   TensorMaps maps{};
   if (slot_of_row) {
@@ -49,15 +64,20 @@ void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_
   } else {
     maps.a[0] = map_of_a(x, tiling);
   }
-  maps.b[0] = tensor_map(w1, box_of_b(kWideTileN));
-  if (v1) maps.b[1] = tensor_map(*v1, box_of_b(kWideTileN));
+  const bool along_f = contiguous_along_n(w1);
+  STD_TORCH_CHECK(!v1 || contiguous_along_n(*v1) == along_f, "hopper_up: expected w1 and v1 contiguous along the same dimension");
+  maps.b[0] = weight_map(w1, kWideTileN);
+  if (v1) maps.b[1] = weight_map(*v1, kWideTileN);
   const Tensor* outputs[3] = {&a, h, g};
   for (int i = 0; i < 3; ++i) {
     if (!outputs[i]) continue;
     maps.out[i] = tensor_map(*outputs[i], kBoxOut);
     args.out[i] = outputs[i]->data_ptr();
   }
-  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_up", (launch_up_family<T, kKind>(maps, args, tiling, {workspace, {}}, x)));
+  GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_up", {
+    if (along_f) launch_up_along_f<T, kKind>(maps, args, tiling, {workspace, {}}, x);
+    else launch_up_family<T, kKind>(maps, args, tiling, {workspace, {}}, x);
+  });
 }
 
 }  // namespace gbmoe::hopper

@@ -5,13 +5,13 @@
 namespace gbmoe {
 
 void hopper_up_glu(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation,
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor v1, Tensor sizes, int64_t activation, std::vector<double> constants,
     int64_t cluster_n, int64_t panel, bool even_panels, int64_t most_ahead, std::optional<Tensor> workspace, Tensor a,
     std::optional<Tensor> h, std::optional<Tensor> g) {
   using namespace hopper;
   const Tiling tiling{kWideTileN, 1, cluster_n, panel, even_panels, most_ahead};
   launch_up<EpilogueKind::kGlu>(
-      x, slot_of_row, top_k, w1, &v1, sizes, activation, tiling, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
+      x, slot_of_row, top_k, w1, &v1, sizes, activation, constants, tiling, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
 }
 
 }  // namespace gbmoe

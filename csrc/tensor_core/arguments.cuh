@@ -4,7 +4,9 @@
 
 #pragma once
 
+#include "../activation_formulas.cuh"
 #include "../group_sizes.cuh"
+#include "../pitch.cuh"
 
 namespace gbmoe::tensor_core {
 
@@ -18,12 +20,14 @@ struct Arguments {
   int size_k;            // K of one pair of operands, m-grouped
   int operand_pairs;     // that are summed
   int panel_tiles;       // the most tiles along M that are walked before the next along N
-  int activation;
+  ActivationOf activation;
   // m-grouped: a [P,K], and b [E,K,N], or [E,N,K] where it is contiguous along K; two of each where two pairs are summed, and b's
   // second is v1 under EpilogueKind::kGlu. k-grouped: a [P,M], b [P,N].
   const void *a[2], *b[2];
+  Pitch pitch_b;  // m-grouped; of both
   // [P,N], or [E,M,N] k-grouped; under EpilogueKind::kActivation and kGlu a, h and g, of which h and g may be null.
   void* out[3];
+  Pitch pitch_out;  // k-grouped
 };
 
 }  // namespace gbmoe::tensor_core

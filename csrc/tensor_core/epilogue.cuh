@@ -46,12 +46,13 @@ template <typename Traits> class Epilogue {
     const int warp_m = warp % Traits::kWarpsM * Traits::kWarpTileM;
     const int first_column = tile.n + warp / Traits::kWarpsM * (Traits::kGlu ? Traits::kWarpTileN / 2 : Traits::kWarpTileN);
     const int rows = Traits::kGroupedK ? args.size_m - tile.m : tile.rows;  // of the result from the tile's first on
-    const int64_t first_row = Traits::kGroupedK ? static_cast<int64_t>(tile.group) * args.size_m + tile.m : tile.row;
+    const int pitch = Traits::kGroupedK ? args.pitch_out.row : args.size_n;
+    const int64_t first_row = Traits::kGroupedK ? tile.m : tile.row, of_group = Traits::kGroupedK ? tile.group * args.pitch_out.group : 0;
 #pragma unroll
     for (int i = 0; i < Traits::kFragmentsM; ++i) {
       const int row = warp_m + 16 * i + lane / 4;
-      store_row<0>(args, accumulators.sums[i], (first_row + row) * args.size_n, first_column, row < rows);
-      store_row<1>(args, accumulators.sums[i], (first_row + row + 8) * args.size_n, first_column, row + 8 < rows);
+      store_row<0>(args, accumulators.sums[i], of_group + (first_row + row) * pitch, first_column, row < rows);
+      store_row<1>(args, accumulators.sums[i], of_group + (first_row + row + 8) * pitch, first_column, row + 8 < rows);
     }
   }
 
@@ -119,7 +120,7 @@ template <typename Traits> class Epilogue {
         if constexpr (Traits::kGlu) {
           const float(&of_g)[4] = sums[kOfH + j + i];
           const T g_low = narrow<T>(of_g[2 * kHalf]), g_high = narrow<T>(of_g[2 * kHalf + 1]);
-          a_low *= widen(g_low), a_high *= widen(g_high);
+          a_low *= activation.gate(widen(g_low)), a_high *= activation.gate(widen(g_high));
           g[i] = pack(widen(g_low), widen(g_high), T());
         }
         a[i] = pack(a_low, a_high, T());

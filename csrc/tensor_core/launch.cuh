@@ -33,6 +33,12 @@ inline void check_output(const char* name, const Tensor& out, ScalarType dtype) 
 
 inline void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
+// b [E,R,C], whose rows are contiguous, and a second one with the same strides.
+inline void set_b(Arguments& args, const char* name, const Tensor& b, const std::optional<Tensor>& second) {
+  args.b[0] = b.data_ptr(), args.b[1] = pointer(second);
+  args.pitch_b = common_pitch(name, b, second);
+}
+
 // The instances for a device: those for its shared memory, or for less where the code that it runs has no others (as code for 8.6 on a
 // later device). None where there is no code for it: PTX for 8.7 and for 9.0 to 11 has no instances for 100 KiB.
 std::optional<Memory> memory_of(int device);

@@ -115,7 +115,7 @@ template <typename Traits> class Producer {
  private:
   static __device__ __forceinline__ int stride_of_a(const Arguments& args) { return Traits::kGroupedK ? args.size_m : args.size_k; }
   static __device__ __forceinline__ int stride_of_b(const Arguments& args) {
-    return !Traits::kGroupedK && Traits::kKMajorB ? args.size_k : args.size_n;
+    return Traits::kGroupedK ? args.size_n : args.pitch_b.row;
   }
 
   // Warp 0 alone.
@@ -145,9 +145,8 @@ template <typename Traits> class Producer {
       a_.begin(a + row * args.size_m + m, nullptr, args.size_m, args.size_m - tile.m);
       b_.begin(b + row * args.size_n + n, nullptr, args.size_n, args.size_n - tile.n);
     } else {
-      const int64_t size_k = args.size_k, size_n = args.size_n;
-      a_.begin(a + row * size_k, nullptr, args.size_k, tile.rows);
-      const int64_t corner = Traits::kKMajorB ? (group * size_n + n) * size_k : group * size_k * size_n + n;
+      a_.begin(a + row * args.size_k, nullptr, args.size_k, tile.rows);
+      const int64_t corner = group * args.pitch_b.group + (Traits::kKMajorB ? n * args.pitch_b.row : n);
       const T* second = Traits::kGlu ? static_cast<const T*>(args.b[1]) + corner : nullptr;
       b_.begin(b + corner, second, stride_of_b(args), args.size_n - tile.n);
     }

@@ -50,7 +50,7 @@ void tensor_core_rows(
   args.size_k = static_cast<int>(a.size(1));
   args.operand_pairs = a2 ? 2 : 1;
   args.a[0] = a.data_ptr(), args.a[1] = pointer(a2);
-  args.b[0] = b.data_ptr(), args.b[1] = pointer(b2);
+  set_b(args, "tensor_core_rows", b, b2);
   args.out[0] = out.data_ptr();
   GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_rows", {
     if (to_float) launch_rows<T, float, true>(args, tiling, a);

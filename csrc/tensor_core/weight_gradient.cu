@@ -24,6 +24,7 @@ void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64
   args.a[0] = a.data_ptr();
   args.b[0] = b.data_ptr();
   args.out[0] = out.data_ptr();
+  args.pitch_out = pitch_of("tensor_core_weights", out);
   check_output("tensor_core_weights", out, accumulate ? ScalarType::Float : a.scalar_type());
   GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_weights", {
     if (accumulate) launch_weights<T, float, EpilogueKind::kAccumulate>(args, tiling, a);

@@ -9,9 +9,11 @@
     model.set_experts_implementation("gbmoe_float8")
 
 It works for every model whose experts dispatch through transformers' ExpertsInterface: gated and plain experts, biases,
-weights [E,out,in] and transposed [E,in,out], concatenated and interleaved gates (the model's own gate function is
-called), a norm after the experts, and transformers' expert parallelism. Parameters are not copied, transposed or renamed, and
-checkpoints do not change.
+weights [E,out,in] and transposed [E,in,out], concatenated and interleaved gates, a norm after the experts, and transformers' expert
+parallelism. Parameters are not copied, transposed or renamed, and checkpoints do not change.
+
+Experts without biases and without a norm, whose activation and gate have kernels (`fused_function`), are one operator, gbmoe.expert_mlp,
+which reads the weights where they lie. The others are composed of gather, products, the model's own gate function and scatter.
 
 Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden (twice that before a gate),
 P rows of the plan, N columns, B columns of ones.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,12 +34,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gbmoe import engines
 from gbmoe._checks import FLOATING, require
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.ops import padded_gather, padded_scatter
+from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
+from gbmoe.ops.activations import ClampedSilu, activation_name
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.plan import RoutingPlan
+from gbmoe.weight_layout import WeightLayout
 
-__all__ = ["experts_forward", "register"]
+__all__ = ["experts_forward", "fused_function", "register"]
 
 _NAME = 'experts_implementation="gbmoe"'
 # Biases are added by a product with a matrix of ones, of this many columns, because engines need rows of multiples of 16 bytes.
@@ -59,8 +64,10 @@ def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
     except ImportError as error:
         raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     ExpertsInterface.register("gbmoe", experts_forward)
+    _recognise_activations()
     if fp8_recipe is not None:
-        ExpertsInterface.register("gbmoe_float8", partial(experts_forward, engine=engines.float8(fp8_recipe, "auto")))
+        engines.float8(fp8_recipe, "auto")  # raises for what is no recipe
+        ExpertsInterface.register("gbmoe_float8", partial(experts_forward, fp8_recipe=fp8_recipe))
     # Float8 experts use a table of their own. The function is registered there too, so that it can say why it does not take them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
 
@@ -83,6 +90,7 @@ def _why_not_importable(error: ImportError) -> str:
 
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, engine: str = "auto",
+    fp8_recipe: Float8BlockScaling | None = None,
 ) -> torch.Tensor:
     """The experts of a transformers model. transformers calls this instead of the experts module's own forward.
 
@@ -98,6 +106,7 @@ def experts_forward(
         top_k_index: [T,K], int32 or int64.
         top_k_weights: [T,K], any floating dtype.
         engine: of the products of rows, see gbmoe.engines.
+        fp8_recipe: compute products of rows in float8, see gbmoe.Float8BlockScaling; not together with a named engine.
 
     Returns:
         [T,H], dtype of hidden_states.
@@ -114,6 +123,13 @@ def experts_forward(
     # Cast under autocast before the tokens are copied, so that half as many bytes are moved.
     x_TH = hidden_states.to(computed_dtype(hidden_states))
     plan = RoutingPlan.from_experts(top_k_index, up.size(0), check="none")
+    function = fused_function(self)
+    if function is not None:
+        out_TH = expert_mlp(x_TH, plan, up, down, weights_TK=top_k_weights, activation=function, engine=engine, fp8_recipe=fp8_recipe,
+                            layout=_layout(self))
+        return out_TH.to(hidden_states.dtype)
+    if fp8_recipe is not None:
+        engine = engines.float8(fp8_recipe, engine)
     # Separately for each product, because its row lengths decide which engine computes it and where that engine needs the sizes.
     up_sizes_E, down_sizes_E = (plan_sizes(plan, x_TH, w.transpose(1, 2) if self.is_transposed else w, engine) for w in (up, down))
     # Rows of dropped slots may hold anything. If the gradient of another parameter (of a norm or an activation) sums over rows, they
@@ -127,6 +143,87 @@ def experts_forward(
     if getattr(self, "has_post_expert_norm", False):  # older releases do not know it
         y_PH = self.post_expert_norm(y_PH)
     return padded_scatter(y_PH, plan, top_k_weights).to(hidden_states.dtype)
+
+
+def _clamped(limit: str, alpha: str | None = None, gate_offset: float = 0.0) -> Callable[[Any], ClampedSilu]:
+    """A gate that clamps both branches to the module's attribute `limit`; `alpha` names an attribute, too."""
+    def of(module: Any) -> ClampedSilu:
+        bound = float(getattr(module, limit))
+        return ClampedSilu(1.0 if alpha is None else float(getattr(module, alpha)), bound, bound, gate_offset)
+    return of
+
+
+# Gate functions of transformers' models that have kernels, by the class that defines them. "silu": where the model calls act_fn, it has to
+# be that.
+_GATES: dict[str, tuple[str, Callable[[Any], ClampedSilu]]] = {
+    "DeepseekV4Experts": ("silu", _clamped("limit")),
+    "Glm5NextTextExperts": ("", _clamped("swiglu_limit")),
+    "HYV4Experts": ("", _clamped("swiglu_limit")),
+    "HYV4VLExperts": ("", _clamped("swiglu_limit")),
+    "MiniMaxM3VLExperts": ("", _clamped("swiglu_limit", "swiglu_alpha", 1.0)),
+}
+
+
+def fused_function(module: Any) -> str | ClampedSilu | None:
+    """The activation by which gbmoe.expert_mlp computes what this experts module does, or None where it does not.
+
+    Args:
+        module: decorated with transformers' use_experts_implementation.
+    """
+    if module.has_bias or getattr(module, "has_post_expert_norm", False) or any(True for _ in _others(module)):
+        return None
+    activation = activation_name(module.act_fn, _ACTIVATIONS) if callable(getattr(module, "act_fn", None)) else None
+    if not module.has_gate:
+        return activation
+    if "_apply_gate" in module.__dict__:
+        return None
+    kind = _gate_of(type(module))
+    if kind == "default":
+        return activation if _is_concatenated(module) else None  # it takes halves, also where a module says that it does not have them
+    needs, function = _GATES.get(kind, ("", None))
+    return function(module) if function is not None and needs in ("", activation) else None
+
+
+def _gate_of(experts: type) -> str:
+    """Which gate function a class of experts has: "default", a key of _GATES, or ""; asked once, when `register` or a forward first meets
+    the class."""
+    if experts not in _KNOWN_GATES:
+        gate: Any = experts._apply_gate  # type: ignore[attr-defined]
+        where, owner = gate.__module__, gate.__qualname__.removesuffix("._apply_gate")
+        default = where == "transformers.integrations.moe" and gate.__name__ == "_default_apply_gate"
+        _KNOWN_GATES[experts] = "default" if default else owner if where.startswith("transformers.models.") and owner in _GATES else ""
+    return _KNOWN_GATES[experts]
+
+
+_KNOWN_GATES: dict[type, str] = {}
+# A compiler calls it instead of tracing it.
+_gate_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# transformers' own modules for activations with kernels; filled by `register`, which imports transformers.
+_ACTIVATIONS: dict[type, tuple[str, Callable]] = {}
+
+
+def _recognise_activations() -> None:
+    from transformers import activations
+    for owner, name in (("SiLUActivation", "silu"), ("NewGELUActivation", "gelu_tanh"), ("PytorchGELUTanh", "gelu_tanh"),
+                        ("GELUTanh", "gelu_tanh"), ("GELUActivation", "gelu"), ("ReLUSquaredActivation", "relu_squared"),
+                        ("LinearActivation", "identity")):
+        found: Any = getattr(activations, owner, None)
+        if isinstance(found, type):
+            _ACTIVATIONS[found] = (name, found.forward)
+
+
+def _others(module: torch.nn.Module) -> Iterator[str]:
+    """Names of parameters that are no expert's matrix: of a norm, or of an activation."""
+    return (name for name, _ in module.named_parameters() if name not in ("gate_up_proj", "up_proj", "down_proj"))
+
+
+def _is_concatenated(module: Any) -> bool:
+    return getattr(module, "is_concatenated", True)  # older releases do not know it
+
+
+def _layout(module: Any) -> WeightLayout:
+    gate_up = "separate" if not module.has_gate else "gate_first" if _is_concatenated(module) else "interleaved"
+    return WeightLayout(gate_up, up_transposed=module.is_transposed, down_transposed=not module.is_transposed)
 
 
 def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:

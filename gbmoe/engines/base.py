@@ -95,11 +95,12 @@ class Engine:
 
     def gmm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool,
             out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
-        """Compute the product of a and b, which have one dtype, are on one device, contiguous, and aligned to 16 bytes.
+        """Compute the product of a and b, which have one dtype, are on one device, contiguous, and aligned to 16 bytes; b may be what
+        `readable` makes of it.
 
         Args:
             sizes: rows of each group, integer [E], on the host or on the device of a.
-            out: contiguous tensor for the result; allocated where it is None.
+            out: tensor for the result, allocated where it is None; contiguous, or one of which `writes_in_place` says so.
             accumulate: add to `out` instead of overwriting it (out must be given).
         """
         raise TypeError(f"{type(self).__name__} does not say how it computes a grouped GEMM")
@@ -108,10 +109,22 @@ class Engine:
                 out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
         """`gmm` for operands with any strides. A transposed view of a stack of matrices is passed on by trans_b, without a copy."""
         require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
-        if not trans_a and not b.is_contiguous() and b.transpose(1, 2).is_contiguous():
-            b, trans_b = b.transpose(1, 2), not trans_b
-        # Kernels decide by the row length alone whether to access 16 bytes at a time, so the operands must be aligned.
-        return self.gmm(aligned(a), aligned(b), sizes, trans_a, trans_b, out, accumulate)
+        if trans_a:
+            # Kernels decide by the row length alone whether to access 16 bytes at a time, so the operands must be aligned.
+            return self.gmm(aligned(a), aligned(b), sizes, True, False, out, accumulate)
+        b, is_transposed = self.readable(b)
+        return self.gmm(aligned(a), b, sizes, False, trans_b != is_transposed, out, accumulate)
+
+    def readable(self, matrices: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """(matrices, False) of a stack [E,R,C] with any strides as `gmm` reads it, or its transposed matrices [E,C,R] and True. It is
+        copied where it can be read in neither way. An engine that reads rows which lie further apart overrides this."""
+        if not matrices.is_contiguous() and matrices.transpose(1, 2).is_contiguous():
+            return aligned(matrices.transpose(1, 2)), True
+        return aligned(matrices), False
+
+    def writes_in_place(self, out_EKN: torch.Tensor) -> bool:
+        """Whether `gmm` with trans_a writes a result with these strides; otherwise it needs a contiguous one."""
+        return out_EKN.is_contiguous()
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x @ weight.T, [P,N], of x [P,K] and weight [N,K], which have one dtype and are on one device: the product of one group that has
@@ -120,9 +133,9 @@ class Engine:
         require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
         return plain_torch.linear(x, weight)
 
-    # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H], and v1 is
-    # given for a GLU only. `activation` is a name in plain_torch.ACTIVATIONS. Rows behind the last expert may hold anything in the
-    # arguments, and do so in the results.
+    # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H] with any
+    # strides, as are the tensors for their gradients; v1 is given for a GLU only. `activation` is what plain_torch.functions takes. Rows
+    # behind the last expert may hold anything in the arguments, and do so in the results.
 
     def weight_for_both_passes(self, w_EFH: torch.Tensor, for_backward_Y: torch.Tensor, transpose: bool) -> Any:
         """A weight as forward's product takes it, rows @ w[e] with `transpose` (w2) and rows @ w[e].T without (w1, v1). Backward's takes
@@ -178,15 +191,33 @@ class Engine:
             self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)
         return dx_PH
 
-    def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> torch.Tensor:
-        """out[e] = left[rows of e].T @ rows[rows of e], [E,F,H]; exactly 0 for an expert without rows."""
-        return self.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True)
+    def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor, out_EFH: torch.Tensor | None = None,
+                        ) -> torch.Tensor:
+        """out[e] = left[rows of e].T @ rows[rows of e]; exactly 0 for an expert without rows. out is allocated where it is None."""
+        if out_EFH is None:
+            out_EFH = rows.new_empty(sizes_E.numel(), left_PF.size(1), rows.rows_PH().size(1))
+        self.write_gradient(left_PF, rows.rows_PH(), sizes_E, out_EFH)
+        return out_EFH
+
+    def write_gradient(self, left_PF: torch.Tensor, right_PH: torch.Tensor, sizes_E: torch.Tensor, out_EFH: torch.Tensor) -> None:
+        """out[e] = left[rows of e].T @ right[rows of e], to out of any strides. If that has the matrices transposed, the operands change
+        sides."""
+        if out_EFH.stride(2) != 1 and out_EFH.stride(1) == 1:
+            left_PF, right_PH, out_EFH = right_PH, left_PF, out_EFH.transpose(1, 2)
+        if self.writes_in_place(out_EFH):
+            self.product(left_PF, right_PH, sizes_E, trans_a=True, out=out_EFH)
+        else:
+            out_EFH.copy_(self.product(left_PF, right_PH, sizes_E, trans_a=True))
+
+    def makes_two_weight_gradients(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> bool:
+        """Whether the engine gains by making both gradients of a GLU in one GEMM. If not, the caller asks for one after the other, and
+        frees the first left side in between."""
+        return False
 
     def two_weight_gradients(self, left_PF: torch.Tensor, left2_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor,
-                             ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """weight_gradient of both left sides, which have one shape, in one GEMM; or None, where the engine does not gain by that. The
-        caller then asks for one after the other, and frees the first left side in between."""
-        return None
+                             out_EFH: torch.Tensor, out2_EFH: torch.Tensor) -> None:
+        """weight_gradient of both left sides, which have one shape, in one GEMM, where makes_two_weight_gradients says so."""
+        raise TypeError(f"{type(self).__name__} makes one gradient at a time")
 
 
 def why_not_cuda(device: torch.device) -> str | None:

@@ -107,17 +107,30 @@ class Float8(Engine):
         w1 = self._weights(w1_EFH, transpose=True)
         return self.scaled_product(dh, w1, sizes_E, w1.new_rows(dh.values_PK.size(0)), *second)
 
-    def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E):
-        return None if self.float8_weight_gradients else self.unscaled.two_weight_gradients(left_PF, left2_PF, rows, sizes_E)
+    def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
+        return not self.float8_weight_gradients and self.unscaled.makes_two_weight_gradients(left_PF, rows, sizes_E)
 
-    def weight_gradient(self, left_PF, rows, sizes_E):
+    def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH):
+        self.unscaled.two_weight_gradients(left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH)
+
+    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
         if not self.float8_weight_gradients:
-            return self.unscaled.weight_gradient(left_PF, rows, sizes_E)
+            return self.unscaled.weight_gradient(left_PF, rows, sizes_E, out_EFH)
         # w1's gradient and v1's have the same rows on the right.
         right = rows.once("k_blocks", lambda: self._gathered_k_blocks(rows, sizes_E))
         left = left_PF if isinstance(left_PF, ScaledKBlocks) else self._k_blocks(left_PF, sizes_E)
-        out_EFH = rows.new_empty(sizes_E.numel(), left.values_BKR.size(1), right.values_BKR.size(1))
-        return self.scaled_weight_gradient(left, right, out_EFH)
+        if out_EFH is None:
+            out_EFH = rows.new_empty(sizes_E.numel(), left.values_BKR.size(1), right.values_BKR.size(1))
+        self._write_scaled_gradient(left, right, out_EFH)
+        return out_EFH
+
+    def _write_scaled_gradient(self, left: ScaledKBlocks, right: ScaledKBlocks, out_EFH: torch.Tensor) -> None:
+        if out_EFH.stride(2) != 1 and out_EFH.stride(1) == 1:
+            left, right, out_EFH = right, left, out_EFH.transpose(1, 2)
+        if out_EFH.is_contiguous():
+            self.scaled_weight_gradient(left, right, out_EFH)
+        else:
+            out_EFH.copy_(self.scaled_weight_gradient(left, right, torch.empty_like(out_EFH, memory_format=torch.contiguous_format)))
 
     def _product(self, rows: ScaledRows, w_EFH: torch.Tensor | ScaledWeights, sizes_E: torch.Tensor, transpose: bool = False,
                  ) -> torch.Tensor:
@@ -234,6 +247,6 @@ class Float8Hopper(Float8):
         sizes = device_sizes(sizes_E, like.device)
         torch.ops.gbmoe_cuda.hopper_scaled_up(
             rows.values_PK, rows.scales_PC, w1.values_ENK, w1.scales, *((None, None) if v1 is None else (v1.values_ENK, v1.scales)), sizes,
-            plain_torch.ACTIVATION_INDEX[activation], config.cluster_n, config.panel, config.even_panels, workspace(like, sizes, config),
+            *plain_torch.kernel_arguments(activation), config.cluster_n, config.panel, config.even_panels, workspace(like, sizes, config),
             self.power_2_scale, w1.dtype == torch.bfloat16, a.values_PK, a.scales_PC, h_PF, g_PF)
         return a, h_PF, g_PF

@@ -10,18 +10,19 @@ from dataclasses import replace
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import extension, kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.kernels import plain_torch
-from gbmoe.kernels.alignment import aligned
+from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.hopper_tiles import GemmConfig
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_UP_ALONG_F = ("silu", "gelu_tanh", "clamped_silu", "situ")  # for which the first GEMM has instances that read weights contiguous along F
 
 
 class Hopper(OwnKernels):
@@ -39,7 +40,7 @@ class Hopper(OwnKernels):
         reason = why_no_extension()  # asked after the capability, so that no other GPU builds the extension for this engine
         if reason is not None:
             return reason
-        if not torch.ops.gbmoe_cuda.hopper_built():
+        if not extension.answer("hopper_built"):
             return "the extension was compiled without sm_90; compile it: python -m gbmoe build --arch 9.0"
         return None
 
@@ -88,10 +89,14 @@ class Hopper(OwnKernels):
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
             return HOPPER_FEW_ROWS.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        w1_EFH, v1_EFH = aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH)
-        if _config(x, w1_EFH.size(1), v1_EFH is not None, activation).gather_up:
-            return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1_EFH, v1_EFH, sizes_E, activation, save)
-        result = up_gemm(aligned(x.rows_PH()), None, 1, w1_EFH, v1_EFH, sizes_E, activation, save)
+        w1, v1, along_f = two_in_place(w1_EFH, v1_EFH)
+        if along_f:
+            if activation.partition(" ")[0] not in _UP_ALONG_F:
+                return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+        elif _config(x, w1.size(1), v1 is not None, activation).gather_up:
+            return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1, v1, sizes_E, activation, save)
+        result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save)
         x.forget()
         return result
 
@@ -105,28 +110,37 @@ class Hopper(OwnKernels):
 
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
         config = _config(dz, w2_EFH.size(1), g_PF is not None, activation)
-        if config.gather_down_backward and w2_EFH.is_contiguous():
-            d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, aligned(w2_EFH), sizes_E)
+        w2, along_f = rows_or_columns_in_place(w2_EFH)
+        if config.gather_down_backward and not along_f:
+            d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, w2, sizes_E)
             a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
             return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
-        if config.fuse_activation_gradient and w2_EFH.is_contiguous():
+        if config.fuse_activation_gradient:
             a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
-                aligned(dz.rows_PH()), aligned(w2_EFH), sizes_E, aligned(h_PF), None if g_PF is None else aligned(g_PF),
+                aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, aligned(h_PF),
+                None if g_PF is None else aligned(g_PF),
                 dz.slots.slot_of_row_P, weights_TK, activation)
             return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 
-    def weight_gradient(self, left_PF, rows, sizes_E):
-        if not _config(rows, left_PF.size(1)).gather_weight_gradient:
-            return super().weight_gradient(left_PF, rows, sizes_E)
-        return weight_gradient_gemm_gathered(left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E)
+    def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
+        gathers = _config(rows, left_PF.size(1)).gather_weight_gradient and (out_EFH is None or has_aligned_rows(out_EFH))
+        if not gathers:
+            return super().weight_gradient(left_PF, rows, sizes_E, out_EFH)
+        return weight_gradient_gemm_gathered(
+            left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH)
 
-    def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E):
-        config, slots, (num_rows, ffn) = _config(rows, left_PF.size(1)), rows.slots, left_PF.shape
-        if not config.gather_two_weight_gradients or not gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn):
-            return None
-        return two_weight_gradients_gemm_gathered(
-            left_PF, left2_PF, aligned(rows.tokens_TH), slots.slot_of_row_P, slots.top_k, sizes_E)
+    def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
+        num_rows, ffn = left_PF.shape
+        return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn)
+
+    def two_weight_gradients(self, left_PF, left2_PF, rows, sizes_E, out_EFH, out2_EFH):
+        if has_aligned_rows(out_EFH) and has_aligned_rows(out2_EFH):
+            two_weight_gradients_gemm_gathered(
+                left_PF, left2_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH, out2_EFH)
+        else:  # no kernel that gathers stores columns
+            self.write_gradient(left_PF, rows.rows_PH(), sizes_E, out_EFH)
+            self.write_gradient(left2_PF, rows.rows_PH(), sizes_E, out2_EFH)
 
 
 class HopperBatchInvariant(Hopper):
@@ -164,9 +178,9 @@ def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) ->
 
 # ------------------------------------------------------------------------------------------------------------- the kernels
 #
-# Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], as in MegaBlocks. Sizes are
-# integers [E], on the host or the device. slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k,
-# and takes zeros where a row has no slot.
+# Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], contiguous along H, or where it
+# says so along F; their rows, and those of their gradients, may lie further apart. Sizes are integers [E], on the host or the device.
+# slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k, and takes zeros where a row has no slot.
 
 
 def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
@@ -176,19 +190,19 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     gathered = slot_of_row_P is not None
     config = hopper_tiles.up_gemm(Device.of(x.device), a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
-                                  padded=gathered and _padded(slot_of_row_P, x, top_k))
+                                  padded=gathered and _padded(slot_of_row_P, x, top_k), along_f=w1_EFH.stride(2) != 1)
     launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
 
 def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
-    index = plain_torch.ACTIVATION_INDEX[activation]
+    kind = plain_torch.kernel_arguments(activation)
     tiling, memory = (config.cluster_n, config.panel, config.even_panels, config.most_ahead), workspace(x, sizes, config)
     if v1_EFH is None:
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, index, *tiling, memory, a_PF, h_PF)
+        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, *kind, *tiling, memory, a_PF, h_PF)
     else:
-        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, index, *tiling, memory, a_PF, h_PF, g_PF)
+        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, *kind, *tiling, memory, a_PF, h_PF, g_PF)
 
 
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
@@ -199,22 +213,22 @@ def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     return product_PF
 
 
-def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes):
-    """out[e] = a[rows of e].T @ x[token of row], [E,F,H]. Rows without a slot count as zero rows of x. a may hold anything behind the
-    last group."""
-    return _weight_gradients_gathered(a_PF, None, x_TH, slot_of_row_P, top_k, sizes)[0]
+def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None):
+    """out[e] = a[rows of e].T @ x[token of row], [E,F,H], whose rows may lie further apart. Rows without a slot count as zero rows of x.
+    a may hold anything behind the last group."""
+    return _weight_gradients_gathered(a_PF, None, x_TH, slot_of_row_P, top_k, sizes, out_EFH, None)[0]
 
 
-def two_weight_gradients_gemm_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes):
+def two_weight_gradients_gemm_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None, out2_EFH=None):
     """weight_gradient_gemm_gathered of a and of a2, which has a's shape, in one launch."""
-    return _weight_gradients_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes)
+    return _weight_gradients_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH, out2_EFH)
 
 
-def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x_TH, slot_of_row_P, top_k, sizes):
-    """The gradients of a and of a2; None for a2 where that is None."""
+def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x_TH, slot_of_row_P, top_k, sizes, out_EFH, out2_EFH):
+    """Both gradients, the second of which is None without a2. They are allocated where they are not given."""
     sizes = device_sizes(sizes, x_TH.device)
-    out_EFH = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1))
-    out2_EFH = None if a2_PF is None else torch.empty_like(out_EFH)
+    out_EFH = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)) if out_EFH is None else out_EFH
+    out2_EFH = torch.empty_like(out_EFH) if out2_EFH is None and a2_PF is not None else out2_EFH
     config = hopper_tiles.weight_gradient_gemm(Device.of(a_PF.device), a_PF.size(0), *out_EFH.shape, gathered=True,
                                                padded=_padded(slot_of_row_P, x_TH, top_k), two=a2_PF is not None)
     split = config.split
@@ -236,7 +250,7 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.ACTIVATION_INDEX[activation],
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, *plain_torch.kernel_arguments(activation),
         config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
@@ -259,4 +273,4 @@ def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig
 
 @functools.lru_cache(maxsize=256)
 def _workspace_bytes(device: torch.device, groups: int, splits_per_sm: int) -> int:
-    return torch.ops.gbmoe_cuda.hopper_workspace(torch.empty(0, dtype=torch.uint8, device=device), groups, splits_per_sm)
+    return extension.answer("hopper_workspace", torch.empty(0, dtype=torch.uint8, device=device), groups, splits_per_sm)

@@ -10,7 +10,7 @@ import torch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.kernels import plain_torch
-from gbmoe.kernels.alignment import aligned
+from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place, two_with_rows_in_place
 from gbmoe.problem import Problem, known, result_shape
 from gbmoe.tuning import groups_of_few_rows
 from gbmoe.tuning.device import Device
@@ -61,6 +61,12 @@ class OwnKernels(Engine):
             return f"takes at most {_MAX_SIZE} rows, groups and columns, not {too_large[0]}"
         return None
 
+    def readable(self, matrices):
+        return rows_or_columns_in_place(matrices)
+
+    def writes_in_place(self, out_EKN):
+        return has_aligned_rows(out_EKN)
+
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if trans_a and accumulate and out.dtype == torch.float32:
             self.weight_gradient_gemm(a, b, sizes, out, True)
@@ -87,19 +93,16 @@ class OwnKernels(Engine):
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         """Both products in one GEMM, so that their sum is rounded once."""
-        if v1_EFH is None:
-            dg_PF = None
-        else:
-            dg_PF, v1_EFH = aligned(dg_PF), aligned(v1_EFH)
         dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
-        self.rows_gemm(aligned(dh_PF), aligned(w1_EFH), dg_PF, v1_EFH, sizes_E, False, dx_PH)
+        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
+        self.rows_gemm(aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, dx_PH)
         return dx_PH
 
 
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #
 # csrc/few_rows.cu, from compute capability 8.0 on, and csrc/hopper/few_rows_gemm.cu. Operands are bfloat16 or float16, contiguous,
-# aligned to 16 bytes and on one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the host or the device.
+# aligned to 16 bytes and on one device; rows of weights may lie further apart. Sizes are integers [E], on the host or the device.
 
 
 class FewRowsKernels:
@@ -117,10 +120,8 @@ class FewRowsKernels:
 
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
         """Engine.down, [P,H], directly after `up`: the weights and sizes are read while that ends, unless they are copied here."""
-        trans_b = not w2_EFH.is_contiguous() and w2_EFH.transpose(1, 2).is_contiguous()
-        b = w2_EFH.transpose(1, 2) if trans_b else w2_EFH
-        b_here = aligned(b)
-        copied = b_here.data_ptr() != b.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
+        b_here, trans_b = rows_or_columns_in_place(w2_EFH)
+        copied = b_here.data_ptr() != w2_EFH.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
         y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
         self.op("gemm")(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
         return y_PH
@@ -135,9 +136,9 @@ class FewRowsKernels:
         a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
         h_PF = torch.empty_like(a_PF) if save else None
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-        v1_EFH = None if v1_EFH is None else aligned(v1_EFH)
-        self.op("up")(aligned(rows), slot_of_row_P, top_k, aligned(w1_EFH), v1_EFH, device_sizes(sizes, rows.device),
-                       plain_torch.ACTIVATION_INDEX[activation], a_PF, h_PF, g_PF)
+        w1, v1 = two_with_rows_in_place(w1_EFH, v1_EFH)
+        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, device_sizes(sizes, rows.device),
+                       *plain_torch.kernel_arguments(activation), a_PF, h_PF, g_PF)
         x.forget()
         return a_PF, h_PF, g_PF
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe import extension
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
 from gbmoe.kernels import plain_torch
-from gbmoe.kernels.alignment import aligned
+from gbmoe.kernels.alignment import aligned, two_in_place
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.tensor_core_tiles import TensorCoreConfig
@@ -33,7 +34,7 @@ class TensorCore(OwnKernels):
         if reason is not None:
             return reason
         index = torch.cuda.current_device() if device.index is None else device.index
-        if not torch.ops.gbmoe_cuda.tensor_core_built(index):
+        if not extension.answer("tensor_core_built", index):
             return f"the extension has no code for this device; compile it: python -m gbmoe build --arch {found[0]}.{found[1]}"
         return None
 
@@ -60,7 +61,10 @@ class TensorCore(OwnKernels):
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
             return FEW_ROWS.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        result = up_gemm(aligned(x.rows_PH()), aligned(w1_EFH), None if v1_EFH is None else aligned(v1_EFH), sizes_E, activation, save)
+        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
+        if are_transposed:  # no kernel with the activation reads them
+            return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        result = up_gemm(aligned(x.rows_PH()), w1, v1, sizes_E, activation, save)
         x.forget()
         return result
 
@@ -85,7 +89,7 @@ class TensorCoreBatchInvariant(TensorCore):
 
 # ------------------------------------------------------------------------------------------------------------- the kernels
 #
-# Operands are contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], as in MegaBlocks. Sizes are integers [E], on the
+# Operands are contiguous, aligned to 16 bytes and on one device; rows of weights may lie further apart. Sizes are integers [E], on the
 # host or the device.
 
 
@@ -102,7 +106,7 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
 def launch_up(config: TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, into a, h and g; h and g may be None."""
     torch.ops.gbmoe_cuda.tensor_core_up(
-        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_torch.ACTIVATION_INDEX[activation],
+        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), *plain_torch.kernel_arguments(activation),
         config.tile_m, config.tile_n, config.panel, a_PF, h_PF, g_PF)
 
 

@@ -4,7 +4,23 @@ build.py compiles csrc/, and install.py decides what an installation does.
 Without the extension every operator still works through PyTorch; with GBMOE_REQUIRE_EXTENSION=1 its absence is an error.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
 from gbmoe.extension.build import source_folder
 from gbmoe.extension.loader import Status, load, loaded, status
 
-__all__ = ["Status", "load", "loaded", "source_folder", "status"]
+__all__ = ["Status", "answer", "load", "loaded", "source_folder", "status"]
+
+
+def answer(name: str, *arguments):
+    """What an operator of the extension answers that returns a number or a bool, not tensors.
+
+    torch.jit.trace records every call of an operator and takes none that returns those. A thread of its own is not traced.
+    """
+    operator = getattr(torch.ops.gbmoe_cuda, name)
+    if not torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return operator(*arguments)
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(operator, *arguments).result()

@@ -9,3 +9,40 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` if it is contiguous and starts at a multiple of 16 bytes, otherwise a copy that is and does."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def has_aligned_rows(matrices: torch.Tensor) -> bool:
+    """Whether the rows of a stack [E,R,C] are contiguous, and all of them start at multiples of 16 bytes, as TMA and copies of 16 bytes
+    need it. They may lie further apart than they are long, but not overlap."""
+    experts, rows, columns = matrices.shape
+    of_expert, of_row, of_column = matrices.stride()
+    in_16_bytes = 16 // matrices.element_size()  # elements
+    return ((of_column == 1 or columns == 1) and matrices.data_ptr() % 16 == 0
+            and (rows == 1 or (of_row >= columns and of_row % in_16_bytes == 0))
+            and (experts == 1 or (of_expert >= columns and of_expert % in_16_bytes == 0)))
+
+
+def rows_or_columns_in_place(matrices: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """(matrices, False) of a stack [E,R,C] whose rows our kernels read where they lie, or its transposed matrices [E,C,R] and True where
+    they read its columns; otherwise a copy and False."""
+    if has_aligned_rows(matrices):
+        return matrices, False
+    transposed = matrices.transpose(1, 2)
+    return (transposed, True) if has_aligned_rows(transposed) else (aligned(matrices), False)
+
+
+def two_in_place(one: torch.Tensor, two: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """rows_or_columns_in_place of two stacks of one shape, of which one kernel reads both in the same way: copies, if they differ."""
+    one_here, is_transposed = rows_or_columns_in_place(one)
+    if two is None:
+        return one_here, None, is_transposed
+    two_here, two_is_transposed = rows_or_columns_in_place(two)
+    if two_is_transposed != is_transposed or two_here.stride() != one_here.stride():
+        return aligned(one), aligned(two), False
+    return one_here, two_here, is_transposed
+
+
+def two_with_rows_in_place(one: torch.Tensor, two: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Two stacks of one shape for a kernel that reads rows alone: where they lie, or copies."""
+    one_here, two_here, are_transposed = two_in_place(one, two)
+    return (aligned(one), None if two is None else aligned(two)) if are_transposed else (one_here, two_here)

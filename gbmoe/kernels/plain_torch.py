@@ -10,7 +10,9 @@ P padded rows (see gbmoe/plan.py), R = T * K slots.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -350,11 +352,63 @@ def _identity(x, slope):
     return torch.ones_like(x) if slope else x
 
 
-# The activations that have kernels, in the order of the enum Activation of csrc/activation_formulas.cuh. Called as f(x, slope): the
-# value, or with slope the derivative.
+# The activations that have kernels and no constants, in the order of the enum Activation of csrc/activation_formulas.cuh. Called as
+# f(x, slope): the value, or with slope the derivative.
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "relu": _relu, "relu_squared": _relu_squared,
                "identity": _identity}
-ACTIVATION_INDEX = {name: index for index, name in enumerate(ACTIVATIONS)}
+
+
+def _plain_gate(g, slope):
+    return torch.ones_like(g) if slope else g
+
+
+def _clamped_silu(alpha, limit, gate_limit, gate_offset):
+    def value(x, slope):
+        y = x.clamp(max=limit)
+        s = torch.sigmoid(alpha * y)
+        return torch.where(x <= limit, s + alpha * (y * s) * (1 - s), 0) if slope else y * s
+
+    def gate(g, slope):
+        return (g.abs() <= gate_limit).to(g.dtype) if slope else g.clamp(-gate_limit, gate_limit) + gate_offset
+
+    return value, gate
+
+
+def _situ(beta, _, gate_beta, __):
+    def value(x, slope):
+        t, s = torch.tanh(x / beta), torch.sigmoid(x)
+        return (1 - t * t) * s + beta * t * s * (1 - s) if slope else beta * t * s
+
+    def gate(g, slope):
+        t = torch.tanh(g / gate_beta)
+        return 1 - t * t if slope else gate_beta * t
+
+    return value, gate
+
+
+# Those with constants, behind the others in the enum. Their functions make (value, gate) of the constants; a gate is called as a value.
+_WITH_CONSTANTS = {"clamped_silu": _clamped_silu, "situ": _situ}
+ACTIVATION_INDEX = {name: index for index, name in enumerate((*ACTIVATIONS, *_WITH_CONSTANTS))}
+
+
+@functools.cache
+def _parsed(activation: str) -> tuple[str, list[float]]:
+    name, *constants = activation.split(" ")
+    return name, [float(constant) for constant in constants]
+
+
+def functions(activation: str) -> tuple[Callable, Callable]:
+    """(value, gate) of an activation: a name in ACTIVATIONS, or one with constants followed by them, separated by spaces."""
+    if activation in ACTIVATIONS:
+        return ACTIVATIONS[activation], _plain_gate
+    name, constants = _parsed(activation)
+    return _WITH_CONSTANTS[name](*constants)
+
+
+def kernel_arguments(activation: str) -> tuple[int, list[float]]:
+    """The activation as the kernels take it: its number in the enum, and its constants."""
+    name, constants = _parsed(activation)
+    return ACTIVATION_INDEX[name], constants
 
 
 def _row_chunks(h_PF: torch.Tensor):
@@ -363,11 +417,12 @@ def _row_chunks(h_PF: torch.Tensor):
 
 
 def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """act(h), times g where there is one, rounded once."""
+    """act(h), times the gate that `functions` makes of g where there is one, rounded once."""
     wide, out_PF = accumulate_dtype(h_PF.dtype), torch.empty_like(h_PF)
+    value_of, gate_of = functions(activation)
     for rows in _row_chunks(h_PF):
-        value = ACTIVATIONS[activation](h_PF[rows].to(wide), False)
-        out_PF[rows] = value if g_PF is None else value * g_PF[rows].to(wide)
+        value = value_of(h_PF[rows].to(wide), False)
+        out_PF[rows] = value if g_PF is None else value * gate_of(g_PF[rows].to(wide), False)
     return out_PF
 
 
@@ -384,7 +439,7 @@ def activate_backward(
     a_PF = torch.empty_like(h_PF)
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
-    function = ACTIVATIONS[activation]
+    value_of, gate_of = functions(activation)
     # Rows without a slot use one spare slot behind the last.
     spare = 2**31 if weights_TK is None else weights_TK.numel()
     slot_P = slot_of_row_P.long()
@@ -392,8 +447,8 @@ def activate_backward(
     weight_R = None if weights_TK is None else F.pad(weights_TK.reshape(-1), (0, 1))
     for rows in _row_chunks(h_PF):
         h, d = h_PF[rows].to(wide), d_PF[rows].to(wide)
-        value, slope = function(h, False), function(h, True)
-        gate = 1 if g_PF is None else g_PF[rows].to(wide)
+        value, slope = value_of(h, False), value_of(h, True)
+        gate = 1 if g_PF is None else gate_of(g_PF[rows].to(wide), False)
         slot = slot_P[rows]
         live = (slot < spare).unsqueeze(1)
         weight: torch.Tensor | int = 1
@@ -402,7 +457,8 @@ def activate_backward(
             dot_P[rows] = (value * gate * d).sum(1)
         a_PF[rows] = torch.where(live, weight * value * gate, 0).to(h_PF.dtype)
         if dg_PF is not None:
-            dg_PF[rows] = torch.where(live, weight * d * value, 0).to(h_PF.dtype)
+            of_gate = value * gate_of(g_PF[rows].to(wide), True)  # type: ignore[index]
+            dg_PF[rows] = torch.where(live, weight * d * of_gate, 0).to(h_PF.dtype)
         d_PF[rows] = torch.where(live, weight * d * slope * gate, 0).to(h_PF.dtype)  # written last, because d may be a view of d_PF
     if weights_TK is None:
         return a_PF, dg_PF, None

@@ -17,7 +17,7 @@ from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
-from gbmoe.ops.activations import activation_name
+from gbmoe.ops.activations import activation_name, gated
 from gbmoe.ops.gradient_scale import with_scaled_gradients
 from gbmoe.ops.rows_before_weights import rows_before_weights
 from gbmoe.parallel.expert_modules import ExpertModule
@@ -210,9 +210,9 @@ class BmmExperts(ExpertWeights):
         place_R = torch.where(row_R >= 0, place_R, experts * capacity)
         x_RH = x_TH.repeat_interleave(plan.top_k, dim=0)
         x_ECH = x_TH.new_zeros(experts * capacity + 1, hidden).index_copy(0, place_R, x_RH)[:-1].view(experts, capacity, hidden)
-        a_ECF = self.args.activation_fn(torch.bmm(x_ECH, w1_EFH.transpose(1, 2)))
-        if v1_EFH is not None:
-            a_ECF = a_ECF * torch.bmm(x_ECH, v1_EFH.transpose(1, 2))
+        h_ECF = torch.bmm(x_ECH, w1_EFH.transpose(1, 2))
+        a_ECF = self.args.activation_fn(h_ECF) if v1_EFH is None else \
+            gated(self.args.activation_fn, h_ECF, torch.bmm(x_ECH, v1_EFH.transpose(1, 2)))
         y_ECH = torch.bmm(a_ECF, w2_EFH)
         y_RH = torch.cat([y_ECH.flatten(0, 1), y_ECH.new_zeros(1, hidden)])[place_R]
         y_TKH = y_RH.view(plan.num_tokens, plan.top_k, hidden)
@@ -232,9 +232,8 @@ class ReferenceExperts(ExpertWeights):
         sizes = plan.host_sizes().tolist()
         y_PH = []
         for e, rows in enumerate(xp_PH[: sum(sizes)].split(sizes)):  # type: ignore[union-attr]
-            a = self.args.activation_fn(rows @ w1_EFH[e].t())
-            if v1_EFH is not None:
-                a = a * (rows @ v1_EFH[e].t())
+            h = rows @ w1_EFH[e].t()
+            a = self.args.activation_fn(h) if v1_EFH is None else gated(self.args.activation_fn, h, rows @ v1_EFH[e].t())
             y_PH.append(a @ w2_EFH[e])
         y_PH.append(y_PH[0].new_zeros(plan.num_rows - sum(sizes), x_TH.size(1)))
         return padded_scatter(torch.cat(y_PH), plan, weights_TK)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gbmoe.layers.arguments import Arguments
+from gbmoe.ops.activations import gated
 
 
 class SharedMLP(torch.nn.Module):
@@ -39,14 +40,14 @@ class SharedMLP(torch.nn.Module):
 
 
 class SharedGLU(SharedMLP):
-    """down_proj(act(gate_proj(x)) * up_proj(x))."""
+    """down_proj(act(gate_proj(x)) * up_proj(x)), or what a GatingActivation makes of both."""
 
     def __init__(self, args: Arguments):
         super().__init__(args)
         self.gate_proj = args.fc_cls(args.hidden_size, args.shared_expert_hidden_size, **self.fc_kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.act, self.gate_proj(x), self.up_proj(x)))
 
 
 def make_shared_expert(args: Arguments) -> SharedMLP:

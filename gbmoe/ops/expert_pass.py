@@ -19,6 +19,7 @@ import torch
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.float8 import ScaledWeights
 from gbmoe.ops.gradient_scale import scales_exactly
+from gbmoe.weight_layout import WeightGradients
 
 
 class Transport(ABC):
@@ -140,8 +141,9 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
 
 
 def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, need: Needs,
-             scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed; dw1, dw2 and dv1 times `scale`.
+             gradients: WeightGradients, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed; dw1, dw2 and dv1 times `scale`, as `gradients` has them: in the
+    parameters' layout.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -149,7 +151,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     - five [P,F], a 32nd of one, and one [P,H];
     - two [P,F], one [P,H] (two where an engine cannot accumulate into a product) and two weights' gradients;
     - one [P,F], one [P,H] and three weights' gradients, or two [P,F] and three weights' gradients where w1's and v1's are made in one GEMM
-      that gathers, so that there is no [P,H] then.
+      that gathers, so that there is no [P,H] then. Where w1 and v1 are one parameter both gradients are there as soon as one is, and the
+      third moment has two [P,F].
 
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
     moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
@@ -172,10 +175,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     if need.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
-    dw1 = dw2 = dv1 = None
-
     if need.w2:
-        dw2 = _scaled(experts.weight_gradient(a_PF, dz, sizes_E), left)
+        experts.weight_gradient(a_PF, dz, sizes_E, gradients["w2"])
     del a_PF, dz
     if need.x:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
@@ -183,22 +184,18 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     weights.forget()
     if need.w1 or need.v1:
         x = t.rows_again()
-        both = experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E) if need.w1 and need.v1 and dg_PF is not None else None
-        if both is not None:
-            dw1, dv1 = (_scaled(gradient, left) for gradient in both)
+        if need.w1 and need.v1 and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
+            experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E, gradients["w1"], gradients["v1"])
         else:
             if need.v1 and dg_PF is not None:
-                dv1 = _scaled(experts.weight_gradient(dg_PF, x, sizes_E), left)
+                experts.weight_gradient(dg_PF, x, sizes_E, gradients["v1"])
             del dg_PF
             if need.w1:
-                dw1 = _scaled(experts.weight_gradient(dh_PF, x, sizes_E), left)
-    return *t.arrived(), dw1, dw2, dv1
+                experts.weight_gradient(dh_PF, x, sizes_E, gradients["w1"])
+    dx_TH, dweights_TK = t.arrived()
+    return dx_TH, dweights_TK, *gradients.tensors(left)
 
 
 def _give_back_dx(t: Transport, experts: Engine, weights: Weights, dh, dg, sizes_E: torch.Tensor, factor: float) -> None:
     w1, v1 = weights.backward(experts, "w1"), weights.backward(experts, "v1")
     t.give_back(experts.up_backward(dh, w1, dg, v1, sizes_E), factor)
-
-
-def _scaled(gradient_EFH: torch.Tensor, scale: float) -> torch.Tensor:
-    return gradient_EFH if scale == 1 else gradient_EFH.mul_(scale)

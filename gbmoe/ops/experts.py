@@ -29,13 +29,14 @@ from gbmoe.ops.permute import check_plan, check_slot_scalars
 from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.plan import RoutingPlan
 from gbmoe.problem import Problem, allows_tf32
+from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
 
 
 def expert_mlp(
     x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
-    keep_gathered_rows: bool = False, weight_gradient_scale: float = 1,
+    keep_gathered_rows: bool = False, weight_gradient_scale: float = 1, layout: WeightLayout = MEGABLOCKS,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -68,6 +69,8 @@ def expert_mlp(
         weight_gradient_scale: the gradients of w1, w2 and v1 are multiplied by it, and no other. A power of two costs a few small
             launches, and for rows in expert order a pass over them; with other values, for float16 and for a callable without a kernel it
             costs a pass over those gradients.
+        layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout. They are read where they are, and
+            each gradient is one tensor in its parameter's layout. Engines without kernels for it make copies.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -82,6 +85,8 @@ def expert_mlp(
         >>> expert_mlp(x, plan, w1, w2, weights_TK=torch.rand(6, 2), activation="gelu").shape
         torch.Size([6, 16])
     """
+    w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
+    w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
     check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
     if fp8_recipe is not None:
         require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
@@ -92,23 +97,37 @@ def expert_mlp(
     scale = weight_gradient_scale
     if name is None or not scales_exactly(scale, computed_dtype(x_TH)):
         # Outside of the operator, where under autocast a gradient of float16 has become one of float32.
-        w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH, one_operator=name is not None)  # type: ignore[assignment]
+        w1, w2, v1 = with_scaled_gradients(scale, w1, w2, v1, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
     if name is None:
-        return composed_experts(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, activation, engine, recompute_activation)
-    tensors = (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)
+        return composed_experts(x_TH, plan, sizes, *layout.matrices(w1, w2, v1), weights_TK, activation, engine, recompute_activation)
+    tensors = (x_TH, weights_TK, w1, w2, v1)
     # A trace may be run with gradients also where it was made without, as torch.jit.trace does for its check.
     records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     save = records and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
     row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
     keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
-        may_be_transformed() or any(w is not None and w.requires_grad for w in (w1_EFH, v1_EFH))
+        may_be_transformed() or any(w is not None and w.requires_grad for w in (w1, v1))
     ) and _gathers_before_up(engine, x_TH, plan.num_rows, w1_EFH, sizes, name)
     # Copies that autocast makes of weights are not in their memory.
-    uncast = (w for w in (w1_EFH, w2_EFH, v1_EFH) if w is not None and w.dtype == computed_dtype(w))
+    uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
     keep_weights = save and (may_be_transformed() or x_TH.requires_grad) and keeps_weights(fp8_recipe, uncast)
-    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, name, engine, save,
-                       keep_rows, keep_weights, scale)[0]
+    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, name, engine, save, keep_rows,
+                            keep_weights, scale, layout.code)[0]
+
+
+def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, function: str = "expert_mlp",
+             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """layout.matrices of an operator's arguments, whose shapes are those that callers write. Raises TypeError or ValueError where they
+    cannot be of this layout; what is left is for check_arguments."""
+    if layout is MEGABLOCKS:
+        return w1, w2, v1
+    require(isinstance(layout, WeightLayout), function, "layout", "a gbmoe.WeightLayout", repr(layout), TypeError)
+    for argument, weight in (("w1", w1), ("w2", w2), ("v1", v1)):
+        if weight is not None or argument != "v1":
+            require_tensor(weight, function, argument, rank=3)
+    layout.check(function, w1, v1)
+    return layout.matrices(w1, w2, v1)
 
 
 def _gathers_before_up(engine: str, x_TH: torch.Tensor, rows: int, w_EFH: torch.Tensor, sizes_E: torch.Tensor, activation: str) -> bool:
@@ -149,10 +168,12 @@ def check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
 # Without row_of_slot the tokens are in expert order, with one slot each.
 
 
-def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale):
+def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale,
+             layout):
     """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward); h and g are empty where nothing is saved, g and v1
     where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are
-    to be kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. `scale` is backward's."""
+    to be kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. `scale` is backward's, and `layout` a WeightLayout.code."""
+    w1, w2, v1 = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)
     rows_PH = transport.keep_rows() if keep_rows else None
@@ -166,7 +187,9 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
 _NAMES = ("w1", "w2", "v1")
 
 
-def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale):
+def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale,
+                  layout):
+    w1, w2, v1 = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     rows, ffn, hidden = slot_of_row.size(0), w1.size(1), w1.size(2)
     return (x.new_empty(x.shape), x.new_empty((rows, ffn) if save else 0), x.new_empty((rows, ffn) if save and v1 is not None else 0),
             x.new_empty((rows, hidden) if keep_rows and row_of_slot is not None else 0),
@@ -174,35 +197,39 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activ
               for w in (w1, w2, v1)))
 
 
-
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation, engine,
-              scale, need_x, need_weights, need_w1, need_w2, need_v1):
+              scale, layout, need_x, need_weights, need_w1, need_w2, need_v1):
     saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1]
-    grads = _gradients(grad, saved, activation, engine, scale, Needs(need_x, need_weights, need_w1, need_w2, need_v1))
+    grads = _gradients(grad, saved, activation, engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1)
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, need: Needs) -> tuple[torch.Tensor | None, ...]:
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, layout: str, need_x: bool, need_weights: bool,
+               need_w1: bool, need_w2: bool, need_v1: bool) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweights, dw1, dw2, dv1), each None where it is not needed. `saved` is the list of the tensors that forward saved. It is
     emptied, so that each is free again as soon as it has been used, unless the caller has other references to it."""
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1 = saved[:8]
+    x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
+    where = WeightLayout.of_code(layout)
+    w1, w2, v1 = where.matrices(*parameters)
+    gradients = WeightGradients(where, *parameters)
+    need = Needs(need_x, need_weights, need_w1, need_w2, need_w1 if where.is_combined else need_v1)
     of_forward = Saved(saved[8], None if v1 is None else saved[9])
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[10] if saved[10].dim() == 2 else None)
     of_pass = Weights(w1, w2, v1, kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[11:]) if kept_Y.numel()})
     experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
     saved.clear()
-    del x, weights, w1, w2, v1  # copies that autocast made of weights are held by nothing else
-    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, need, scale)
+    del x, weights, w1, w2, v1, parameters  # copies that autocast made of weights are held by nothing else
+    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, need, gradients, scale)
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation,
-                   engine, scale, need_x, need_weights, need_w1, need_w2, need_v1):
+                   engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1):
     wanted = ((x, need_x), (weights, need_weights), (w1, need_w1), (w2, need_w2), (v1, need_v1))
     return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in wanted)
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save, _, _, ctx.scale = inputs
+    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save, _, _, ctx.scale, ctx.layout = inputs
     require(save, "expert_mlp", "save", "True where a gradient is needed", save)
     _, *for_backward = output
     ctx.mark_non_differentiable(*for_backward)
@@ -213,17 +240,17 @@ def _setup_context(ctx, inputs, output):
 def _autograd_backward(ctx, grad, *_):
     needs = ctx.needs_input_grad
     wanted = {0: needs[0], 1: needs[1], 5: needs[5], 6: needs[6], 7: needs[7]}
-    grads = [None] * 14
+    grads = [None] * 15
     if grad is None:
         return tuple(grads)
     saved = list(ctx.saved_tensors)
     if torch.is_grad_enabled() or is_watched(grad, *saved):  # something watches this call, or will differentiate it again
-        computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.scale, *wanted.values())
+        computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *wanted.values())
     else:
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
         # unless it was asked to retain the graph.
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, Needs(*wanted.values()))
+        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *wanted.values())
     for (position, needed), value in zip(wanted.items(), computed):
         grads[position] = value if needed else None
     return tuple(grads)
@@ -231,7 +258,7 @@ def _autograd_backward(ctx, grad, *_):
 
 forward_operator = define(
     "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
-    " Tensor? v1, str activation, str engine, bool save, bool keep_rows, bool keep_weights, float scale)"
+    " Tensor? v1, str activation, str engine, bool save, bool keep_rows, bool keep_weights, float scale, str layout)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
@@ -240,7 +267,7 @@ forward_operator = define(
 backward_operator = define(
     "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes,"
     " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, Tensor rows, Tensor kept_w1, Tensor kept_w2, Tensor kept_v1,"
-    " str activation, str engine, float scale, bool need_x, bool need_weights, bool need_w1, bool need_w2, bool need_v1)"
+    " str activation, str engine, float scale, str layout, bool need_x, bool need_weights, bool need_w1, bool need_w2, bool need_v1)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_backward,

@@ -29,17 +29,23 @@ def router_logits(x, weight, *_, out_shape=None, **__) -> int:
     return 2 * prod(x) * weight[0]
 
 
-def _product(row_of_slot_TK, slot_of_row_P, w1_EFH) -> int:
-    """One product of all slots with their experts' weights; the gradient of one weight counts the same."""
-    return 2 * prod(slot_of_row_P if row_of_slot_TK is None else row_of_slot_TK) * prod(w1_EFH[1:])
+def _product(row_of_slot_TK, slot_of_row_P, w2) -> int:
+    """One product of all slots with their experts' weights; the gradient of one weight counts the same. Gate and up may be one weight."""
+    return 2 * prod(slot_of_row_P if row_of_slot_TK is None else row_of_slot_TK) * prod(w2[1:])
+
+
+def _has_gate(w1, w2, v1) -> bool:
+    return v1 is not None or prod(w1) == 2 * prod(w2)
 
 
 def expert_mlp(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *_, out_shape=None, **__) -> int:
-    return (2 if v1 is None else 3) * _product(row_of_slot, slot_of_row, w1)
+    return (3 if _has_gate(w1, w2, v1) else 2) * _product(row_of_slot, slot_of_row, w2)
 
 
 def expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1,
-                        activation, engine, scale, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None, **__) -> int:
+                        activation, engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None,
+                        **__) -> int:
     # The activation's gradient, which is always computed, dx through w1 and v1, and the weights' gradients.
-    products = 1 + (need_x and (1 if v1 is None else 2)) + need_w1 + need_w2 + (v1 is not None and need_v1)
-    return products * _product(row_of_slot, slot_of_row, w1)
+    gated = _has_gate(w1, w2, v1)
+    need_gate = gated and (need_w1 if v1 is None else need_v1)
+    return (1 + need_x * (1 + gated) + need_w1 + need_w2 + need_gate) * _product(row_of_slot, slot_of_row, w2)

@@ -16,13 +16,14 @@ from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.plan import RoutingPlan
+from gbmoe.weight_layout import MEGABLOCKS
 
 
 class _RowsBeforeWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, scale, save):
         y_TH, *saved = forward_operator(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save,
-                                         False, False, scale)
+                                         False, False, scale, MEGABLOCKS.code)
         ctx.activation, ctx.engine, ctx.scale = activation, engine, scale
         ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, *saved)
         return y_TH
@@ -32,7 +33,7 @@ class _RowsBeforeWeights(torch.autograd.Function):
     def backward(ctx, grad_TH):
         needs = ctx.needs_input_grad
         wanted = [needs[position] for position in (0, 1, 5, 6, 7)]
-        computed = backward_operator(grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, ctx.scale, *wanted)
+        computed = backward_operator(grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, ctx.scale, MEGABLOCKS.code, *wanted)
         dx, dweights, dw1, dw2, dv1 = (grad if wants else None for grad, wants in zip(computed, wanted))
         return dx, dweights, None, None, None, dw1, dw2, dv1, None, None, None, None
 

@@ -25,6 +25,7 @@ from gbmoe.parallel import peer_memory
 from gbmoe.parallel.arrival import Arrival, Arrived, Spread
 from gbmoe.parallel.peer_memory import PeerMemory, of_group
 from gbmoe.slot_map import SlotMap
+from gbmoe.weight_layout import MEGABLOCKS, WeightGradients
 
 
 def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
@@ -199,7 +200,8 @@ class _PeerExperts(torch.autograd.Function):
         slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
         arrived = Arrived(memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W)
         own = arrived.regions.own
-        dx_TH = dweights_TK = dw1 = dw2 = dv1 = None
+        dx_TH = dweights_TK = None
+        gradients = WeightGradients(MEGABLOCKS, w1_EFH, w2_EFH, v1_EFH)
         beside = memory.ranks <= peer_memory.RANKS_WITH_COPY_ENGINES
         tokens_x = _TokensOnTheirWay(memory, arrived, x_TH) if beside and (need_w1 or need_v1) else None
         own["grad"][:tokens].copy_(grad_TH)
@@ -229,21 +231,18 @@ class _PeerExperts(torch.autograd.Function):
             del dxp_PH
         del dh, dg
         if need_w2:
-            dw2 = experts.weight_gradient(a_PF, dz, sizes_E)
+            experts.weight_gradient(a_PF, dz, sizes_E, gradients["w2"])
         del a_PF, dz
         if need_w1 or need_v1:
             xp = pull_rows(arrived.regions.peers["x"], slots, x_TH, memory.rank) if tokens_x is None else tokens_x.gathered(arrived)
             del tokens_x
             if need_v1:
-                dv1 = experts.weight_gradient(dg_PF, xp, sizes_E)
+                experts.weight_gradient(dg_PF, xp, sizes_E, gradients["v1"])
             del dg_PF
             if need_w1:
-                dw1 = experts.weight_gradient(dh_PF, xp, sizes_E)
+                experts.weight_gradient(dh_PF, xp, sizes_E, gradients["w1"])
             del xp
-        if not scaled_rows and ctx.gradient_scale != 1:
-            for gradient in (dw1, dw2, dv1):
-                if gradient is not None:
-                    gradient.mul_(ctx.gradient_scale)
+        dw1, dw2, dv1 = gradients.tensors(1.0 if scaled_rows else ctx.gradient_scale)
         if sums is not None:
             sums.wait()
         memory.barrier()

@@ -170,9 +170,10 @@ def gathered_rows_gemm(device: Device) -> GemmConfig:
 
 @functools.lru_cache(maxsize=1024)
 def up_gemm(device: Device, rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False,
-            padded: bool = False) -> GemmConfig:
+            padded: bool = False, along_f: bool = False) -> GemmConfig:
     """The configuration of an expert's first GEMM with its activation; `gathered`: it reads its rows from the tokens; `padded`:
-    some of them may have no token, for which TMA takes nine times as long as for others.
+    some of them may have no token, for which TMA takes nine times as long as for others; `along_f`: weights are contiguous along F,
+    which only pairs of CTAs read.
 
     In a GLU half of a tile's columns are w1's and half are v1's. Where b is far larger than the L2 (64 tiles along N and more) a
     short last panel would read all of b for few rows, at the speed of memory: panels of equal height avoid it
@@ -190,7 +191,7 @@ def up_gemm(device: Device, rows: int, inner: int, ffn: int, glu: bool, *, gathe
     else:
         large = 2 * rows * inner * ffn * (2 if glu else 1) >= device.flops(1.5e11)
     paced = many and large and inner >= max(2048, _terms_in_l2(device))
-    return replace(config, panel=panel, cluster_n=2 if up_forms_pairs(ffn, glu) else 1, tile_counter=large,
+    return replace(config, panel=panel, cluster_n=2 if along_f or up_forms_pairs(ffn, glu) else 1, tile_counter=large,
                    most_ahead=_MOST_AHEAD if paced else 0)
 
 

@@ -3,12 +3,15 @@
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
 
+import importlib
 import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
 import types
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,14 +59,14 @@ def registered():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often gbmoe's gather ran: once a layer with experts and forward pass, never with another implementation."""
-    counter, gather = SimpleNamespace(count=0), adapter.padded_gather
+    """How often gbmoe computed experts: once a layer with experts and forward pass, never with another implementation."""
+    counter, fused_function = SimpleNamespace(count=0), adapter.fused_function
 
     def counted(*args):
         counter.count += 1
-        return gather(*args)
+        return fused_function(*args)
 
-    monkeypatch.setattr(adapter, "padded_gather", counted)
+    monkeypatch.setattr(adapter, "fused_function", counted)
     return counter
 
 
@@ -374,6 +377,64 @@ def test_autocast_computes_as_its_dtype_and_returns_that_of_the_hidden_states(de
         assert_as_accurate_as(found[name].bfloat16(), baseline[name], reference[name], name)
 
 
+def seen_operators(function, *args):
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    with Names():
+        function(*args)
+    return [name.removeprefix("gbmoe::") for name in seen if name.startswith("gbmoe::")]
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODELS if name != "gpt_oss"])
+def test_the_experts_of_a_model_were_five_operators(model_type):
+    """Gather, two products, the model's gate between them, scatter: they are one."""
+    model = build(model_type, dtype=torch.float32)
+    model.set_experts_implementation("gbmoe")
+    experts = [module for module in model.modules() if hasattr(module, "_apply_gate")]
+    assert experts and all(adapter.fused_function(module) == "silu" for module in experts)
+    per_layer = seen_operators(model, token_ids(2, 5))
+    assert per_layer == ["routing_plan", "expert_mlp"] * len(experts)
+
+
+GATE_CONSTANTS = {"num_local_experts": 5, "hidden_size": 24, "intermediate_size": 40, "moe_intermediate_size": 40, "hidden_act": "silu",
+                  "swiglu_limit": 1.5, "swiglu_alpha": 1.702, "_experts_implementation": "eager"}
+
+
+@pytest.mark.parametrize("owner", adapter._GATES)
+def test_gates_of_models_are_those_that_they_are_taken_for(owner, device):
+    """Values and all gradients of the model's own experts, of which clamps are reached."""
+    name = {"DeepseekV4Experts": "deepseek_v4", "Glm5NextTextExperts": "glm5_next", "HYV4Experts": "hy_v4", "HYV4VLExperts": "hy_v4_vl",
+            "MiniMaxM3VLExperts": "minimax_m3_vl"}[owner]
+    try:
+        of_model = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    except ModuleNotFoundError:
+        pytest.skip(f"this release of transformers has no {name}")
+    experts = getattr(of_model, owner)(SimpleNamespace(**GATE_CONSTANTS)).to(device, torch.float64)
+    for number, parameter in enumerate(experts.parameters()):
+        parameter.data = exact_inputs.exact_values(*parameter.shape, dtype=torch.float64, device=device, seed=number)
+    assert adapter.fused_function(experts).limit == 1.5
+    tensors = inputs(torch.float64, device)
+    expected, got = (run_experts(experts, implementation, *tensors) for implementation in ("eager", "gbmoe"))
+    for what, value in expected.items():
+        torch.testing.assert_close(got[what], value, msg=what)
+
+
+def test_every_gate_of_a_model_is_known_or_documented():
+    """A release with another gate function shows here: it is computed, but not fused, until it is in the table or in docs/switching/transformers.md."""
+    folder, page = Path(transformers.__file__).parent / "models", (Path(__file__).parents[2] / "docs/switching/transformers.md").read_text()
+    for source in folder.glob("*/modeling_*.py"):
+        owner = None
+        for line in source.read_text().splitlines():
+            if line.startswith("class "):
+                owner = re.match(r"class (\w+)", line).group(1)
+            if line.startswith("    def _apply_gate("):
+                assert owner in adapter._GATES or source.parent.name in page, source
+
+
 def test_one_of_two_products_wanted_its_sizes_elsewhere(monkeypatch):
     """Row lengths of which Hopper takes one: the other product's engine waited for the device inside the operator, which no CUDA
     graph can hold. On fake CUDA tensors, which need no GPU."""
@@ -486,7 +547,7 @@ def test_parameters_that_are_not_plain_numbers_are_refused_by_name(name, value):
 def test_wrong_arguments_are_named():
     experts, (x_TH, ids_TK, weights_TK) = make_experts(torch.float32, "cpu"), inputs(torch.float32, "cpu")
     experts.config._experts_implementation = "gbmoe"
-    with pytest.raises(TypeError, match="expected the dtype of a, torch.float64, got torch.float32"):
+    with pytest.raises(TypeError, match="w1: expected the dtype of x, torch.float64, got torch.float32"):
         experts(x_TH.double(), ids_TK, weights_TK)
     with pytest.raises(ValueError, match="weights: expected shape"):
         experts(x_TH, ids_TK, torch.rand(x_TH.size(0), 5))

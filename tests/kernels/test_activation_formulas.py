@@ -17,6 +17,12 @@ from tests.conftest import FLOATS, dtype_id
 
 HERE = Path(__file__).parent
 STAND_INS = HERE.parent / "engines" / "emulated_gpu"
+# By code: what torch makes of x, and of the gate.
+CONSTANTS = {
+    "clamped_silu 1.702 7.0 6.0 1.0": (lambda x: x.clamp(max=7) * torch.sigmoid(1.702 * x.clamp(max=7)), lambda g: g.clamp(-6, 6) + 1),
+    "situ 4.0 inf 8.0 0.0": (lambda x: 4 * torch.tanh(x / 4) * torch.sigmoid(x), lambda g: 8 * torch.tanh(g / 8)),
+}
+FUNCTIONS = {**oracle.ACTIVATIONS, **{code: value for code, (value, _) in CONSTANTS.items()}}
 # How the kernels compute them, and in which dtype: the last one has no slopes.
 WAYS = {"in_double": torch.float64, "in_float": torch.float32, "in_float_fast": torch.float32, "in_float_together": torch.float32,
         "in_epilogue": torch.float32}
@@ -50,7 +56,7 @@ NOT_FINITE = torch.tensor([float("inf"), -float("inf"), float("nan")], dtype=tor
 def torchs(activation, x):
     """torch's value and slope, float64."""
     x = x.double().requires_grad_()
-    value = oracle.ACTIVATIONS[activation](x)
+    value = FUNCTIONS[activation](x)
     slope, = torch.autograd.grad(value.sum(), x)
     return value.detach(), slope
 
@@ -63,7 +69,8 @@ def limit_slope(activation, x, slope):
 def computed(formulas, way, activation, x):
     x = x.to(WAYS[way]).contiguous()
     results = torch.zeros(2, x.numel(), dtype=x.dtype)
-    getattr(formulas, way)(plain_torch.ACTIVATION_INDEX[activation], *(
+    kind, constants = plain_torch.kernel_arguments(activation)
+    getattr(formulas, way)(kind, (ctypes.c_double * len(constants))(*constants), len(constants), *(
         ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (x, x.numel(), results[0], results[1])))
     return results[0], None if way == "in_epilogue" else results[1]
 
@@ -78,7 +85,7 @@ def assert_near(got, exact, dtype, what):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
 def test_gelu_tanh_of_large_numbers_had_no_slope(formulas, way, activation):
     """x^3 or x^2 overflowed, and infinity times 0 is NaN: in float32 from 1e13 on."""
     x = points(WAYS[way])
@@ -90,7 +97,7 @@ def test_gelu_tanh_of_large_numbers_had_no_slope(formulas, way, activation):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
 def test_relu_of_nan_had_a_slope_of_0(formulas, way, activation):
     """What is not finite is what torch makes of it."""
     value, slope = computed(formulas, way, activation, NOT_FINITE)
@@ -101,9 +108,9 @@ def test_relu_of_nan_had_a_slope_of_0(formulas, way, activation):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
 def test_plain_torch_at_the_ends_of_the_range(dtype, activation):
-    function, x = plain_torch.ACTIVATIONS[activation], points(dtype)
+    function, x = plain_torch.functions(activation)[0], points(dtype)
     exact_value, exact_slope = torchs(activation, x)
     assert_near(function(x, False), exact_value, dtype, "value")
     assert_near(function(x, True), limit_slope(activation, x, exact_slope), dtype, "slope")
@@ -112,7 +119,7 @@ def test_plain_torch_at_the_ends_of_the_range(dtype, activation):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", FUNCTIONS)
 def test_kernels_at_the_ends_of_the_range(device, dtype, activation):
     """activate and activate_backward, in vectors and, with an odd number of columns, one by one."""
     every = points(dtype)
@@ -128,4 +135,22 @@ def test_kernels_at_the_ends_of_the_range(device, dtype, activation):
         for what, got, exact in (("value", value, exact_value), ("a", a, exact_value), ("slope", dh, exact_slope)):
             got, finite = got.flatten().cpu(), x.isfinite()
             assert_near(got[finite], exact[finite], dtype, what)
-            torch.testing.assert_close(got[~finite].double(), exact[~finite], equal_nan=True, msg=what)
+            torch.testing.assert_close(got[~finite], exact[~finite].to(dtype), equal_nan=True, msg=what)
+
+
+@pytest.mark.parametrize("activation", CONSTANTS)
+def test_gates(formulas, activation):
+    """In the formulas, in plain_torch and in the class that stands for them, next to torch's own."""
+    g = points(torch.float64).requires_grad_()
+    exact = CONSTANTS[activation][1](g)
+    slope, = torch.autograd.grad(exact.sum(), g)
+    g = g.detach()
+    value, got = torch.zeros(2, g.numel(), dtype=torch.float64)
+    kind, constants = plain_torch.kernel_arguments(activation)
+    formulas.gate_in_double(kind, (ctypes.c_double * len(constants))(*constants), len(constants), *(
+        ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (g, g.numel(), value, got)))
+    of_plain_torch = plain_torch.functions(activation)[1]
+    for one in (value, of_plain_torch(g, False)):
+        torch.testing.assert_close(one, exact.detach())
+    for one in (got, of_plain_torch(g, True)):
+        torch.testing.assert_close(one, slope)

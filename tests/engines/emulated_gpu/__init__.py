@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import re
 import shutil
 import subprocess
@@ -31,12 +32,33 @@ def _schemas() -> dict[str, str]:
     return {schema.partition("(")[0]: schema for schema in schemas if schema.startswith(("tensor_core_", "few_rows_"))}
 
 
+class _Activation(ctypes.Structure):
+    """ActivationOf, field by field."""
+    _fields_ = [("kind", ctypes.c_int), *((name, ctypes.c_float) for name in ("alpha", "limit", "gate_limit", "gate_offset")),
+                ("wide", ctypes.c_double * 4)]
+
+    @classmethod
+    def of(cls, kind: int, constants: list[float]) -> _Activation:
+        constants = constants or [1.0, math.inf, math.inf, 0.0]
+        return cls(kind, *constants, (ctypes.c_double * 4)(*constants))
+
+
+class _Pitch(ctypes.Structure):
+    """Pitch, field by field."""
+    _fields_ = [("row", ctypes.c_int), ("group", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, stack: torch.Tensor) -> _Pitch:
+        return cls(stack.stride(-2), stack.stride(0) if stack.dim() == 3 else 0)
+
+
 class _Arguments(ctypes.Structure):
     """tensor_core::Arguments, field by field."""
     _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
                 *((name, ctypes.c_int) for name in (
-                    "groups", "rows", "size_m", "size_n", "size_k", "operand_pairs", "panel_tiles", "activation")),
-                ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("out", ctypes.c_void_p * 3)]
+                    "groups", "rows", "size_m", "size_n", "size_k", "operand_pairs", "panel_tiles")),
+                ("activation", _Activation), ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch),
+                ("out", ctypes.c_void_p * 3), ("pitch_out", _Pitch)]
 
 
 class _FewRowsArguments(ctypes.Structure):
@@ -44,7 +66,7 @@ class _FewRowsArguments(ctypes.Structure):
     _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool), ("groups", ctypes.c_int), ("rows", ctypes.c_int),
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
                 *((name, ctypes.c_int) for name in ("tokens", "top_k", "row_blocks", "size_n", "size_k")),
-                ("b", ctypes.c_void_p * 2), ("activation", ctypes.c_int), ("out", ctypes.c_void_p * 3),
+                ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("activation", _Activation), ("out", ctypes.c_void_p * 3),
                 ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool)]
 
 
@@ -59,7 +81,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     """Compile the kernels with their stand-ins in `folder`, and load them."""
     source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
     shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-    for name in ("few_rows.cuh", "few_rows_store.cuh", "group_sizes.cuh", "activation_formulas.cuh"):
+    for name in ("few_rows.cuh", "few_rows_store.cuh", "group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh"):
         shutil.copy(extension.source_folder() / name, source / name)
     for name, place in _STAND_INS.items():
         shutil.copy(_HERE / name, source / place)
@@ -72,6 +94,12 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     kernels = ctypes.CDLL(str(library))
     kernels.failure.restype = ctypes.c_char_p
     return kernels
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last element of a tensor with any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _pointers(*tensors):
@@ -93,24 +121,25 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
 
     def call(function, *leading, of, reads):
         begin = [t.data_ptr() for t in reads if t is not None]
-        end = [t.data_ptr() + t.nbytes for t in reads if t is not None]
+        end = [_end(t) for t in reads if t is not None]
         run = _Run(ctas, late_copies, large_memory, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
         assert function(*leading, ctypes.byref(of), ctypes.byref(run)), "there is no such instance"
         assert kernels.failure() is None, kernels.failure().decode()
 
     def rows(a, b, a2, b2, sizes, trans_b, tile_m, tile_n, panel, out):
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
-                       b=_pointers(b, b2), out=_pointers(out))
+                       b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out))
         call(kernels.rows, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
 
     def weights(a, b, sizes, tile_m, tile_n, panel, accumulate, out):
-        of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out))
+        of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out),
+                       pitch_out=_Pitch.of(out))
         call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
 
-    def up(x, w1, v1, sizes, activation, tile_m, tile_n, panel, a, h, g):
+    def up(x, w1, v1, sizes, activation, constants, tile_m, tile_n, panel, a, h, g):
         assert x.dtype == torch.bfloat16
-        of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=activation, a=_pointers(x), b=_pointers(w1, v1),
-                       out=_pointers(a, h, g))
+        of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=_Activation.of(activation, constants),
+                       a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g))
         call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
     def few_rows(x, sizes, result, **fields):
@@ -121,16 +150,18 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
                                  size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **fields)
 
     def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
-        of = few_rows(a, sizes, out, b=_pointers(b), out=_pointers(out), reads_early=reads_early)
+        of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early)
         call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
 
     def few_rows_linear(x, weight, sizes, out):
-        of = few_rows(x, sizes, out, b=_pointers(weight), out=_pointers(out), out_is_float=out.dtype == torch.float32)
+        of = few_rows(x, sizes, out, b=_pointers(weight), pitch_b=_Pitch.of(weight), out=_pointers(out),
+                      out_is_float=out.dtype == torch.float32)
         call(kernels.few_rows_linear, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
 
-    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, constants, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
-        of = few_rows(x, sizes, a, b=_pointers(w1, v1), out=_pointers(a, h, g), activation=activation, **slots)
+        of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
+                      activation=_Activation.of(activation, constants), **slots)
         call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now

@@ -82,9 +82,11 @@ bool up(int tile_m, int tile_n, bool glu, const Arguments* args, const Run* run)
       if (glu) launch<T, T, Tile, true, true, false, EpilogueKind::kGlu, Family>(*args, *run);
       else launch<T, T, Tile, true, true, false, EpilogueKind::kActivation, Family>(*args, *run);
     };
-    if (args->activation == kGelu) of_family(ErfActivation(kGelu));
-    else if (args->activation <= kGeluTanh) of_family(SigmoidActivation(kSilu));
-    else of_family(PiecewiseActivation(kRelu));
+    const ActivationOf& activation = args->activation;
+    if (activation.kind == kGelu) of_family(ErfActivation(activation));
+    else if (activation.kind <= kGeluTanh) of_family(SigmoidActivation(activation));
+    else if (changes_gate(activation.kind)) of_family(GatingActivation(activation));
+    else of_family(PiecewiseActivation(activation));
   });
 }
 
@@ -106,6 +108,9 @@ struct Late {
   std::vector<unsigned char> bytes;
 };
 
+template <typename Columns> constexpr bool kKMajor = true;
+template <typename T> constexpr bool kKMajor<NMajorColumns<T>> = false;
+
 template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns = false>
 void launch(const Arguments& args, emulated_gpu::Run run) {
   static_assert(sizeof(Sums<Columns, kInTurns>) <= emulated_gpu::kSharedBytes);
@@ -113,7 +118,10 @@ void launch(const Arguments& args, emulated_gpu::Run run) {
   // The kernel before writes the rows and, unless they are read early, the weights.
   std::vector<Late> late{Late(const_cast<void*>(args.x), (args.slot_of_row ? args.tokens : args.rows) * int64_t{args.size_k} * sizeof(T))};
   if (!args.reads_early) {
-    late.emplace_back(const_cast<void*>(args.b[0]), int64_t{args.groups} * args.size_n * args.size_k * sizeof(T));
+    const int rows = kKMajor<Columns> ? args.size_n : args.size_k, columns = kKMajor<Columns> ? args.size_k : args.size_n;
+    late.emplace_back(
+        const_cast<void*>(args.b[0]),
+        ((args.groups - 1) * args.pitch_b.group + (rows - 1) * int64_t{args.pitch_b.row} + columns) * sizeof(T));
   }
   emulated_gpu::kernel_before = [&] { for (Late& operand : late) operand.arrive(); };
   emulated_gpu::launch(run, 32 * Columns::kWarps, shared_bytes, [&] { few_rows_kernel<T, Columns, kEpilogue, kInTurns>(args); });

@@ -1,0 +1,124 @@
+"""WeightLayout: where an expert's gate, up and down matrices lie, so that weights of any framework are read where they are.
+
+Shape suffixes: E experts, H hidden, F ffn hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gbmoe._checks import require
+
+_GATE_UP = ("separate", "gate_first", "up_first", "interleaved")
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Where the matrices of gated experts lie. The default is MegaBlocks': w1, v1 and w2, each [E,F,H].
+
+    Other layouts than "separate" have gate and up in one tensor, which is handed over as w1, and no v1. Experts without a gate have one
+    matrix before the activation, which is "separate".
+
+    Attributes:
+        gate_up: "separate": the gate is w1 and up is v1, [E,F,H] each; "gate_first": w1 is [E,2F,H], the gate in rows 0 to F - 1 and
+            up in the others; "up_first": the other way round; "interleaved": rows 0, 2, 4, ... are the gate.
+        up_transposed: w1 (and v1) are [E,H,F] or [E,H,2F]: what is said of rows above is true of columns.
+        down_transposed: w2 is [E,H,F] instead of [E,F,H].
+
+    Raises:
+        ValueError: for another gate_up.
+
+    Example:
+        >>> layout = WeightLayout("gate_first", down_transposed=True)  # transformers' Mixtral, Qwen3 and others
+        >>> w1, w2 = torch.empty(4, 64, 16), torch.empty(4, 16, 32)
+        >>> [tuple(w.shape) for w in layout.matrices(w1, w2, None)]
+        [(4, 32, 16), (4, 32, 16), (4, 32, 16)]
+    """
+
+    gate_up: str = "separate"
+    up_transposed: bool = False
+    down_transposed: bool = False
+
+    def __post_init__(self):
+        require(self.gate_up in _GATE_UP, "WeightLayout", "gate_up", f"one of {', '.join(_GATE_UP)}", repr(self.gate_up))
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether gate and up are one tensor."""
+        return self.gate_up != "separate"
+
+    @property
+    def code(self) -> str:
+        """A string that stands for this layout where only strings can, as in an operator's arguments; `of_code` reads it."""
+        return self.gate_up + (" up_transposed" if self.up_transposed else "") + (" down_transposed" if self.down_transposed else "")
+
+    @staticmethod
+    @functools.cache
+    def of_code(code: str) -> WeightLayout:
+        """The layout whose `code` this is."""
+        gate_up, *transposed = code.split(" ")
+        return WeightLayout(gate_up, "up_transposed" in transposed, "down_transposed" in transposed)
+
+    def matrices(self, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None,
+                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(w1, w2, v1), each [E,F,H], as views of the tensors; v1 is None where there is no gate."""
+        if self.up_transposed:
+            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+        if self.down_transposed:
+            w2 = w2.transpose(1, 2)
+        if self.gate_up == "interleaved":
+            return w1[:, ::2], w2, w1[:, 1::2]
+        if self.is_combined:
+            ffn = w1.size(1) // 2
+            first, second = w1[:, :ffn], w1[:, ffn:]
+            return (first, w2, second) if self.gate_up == "gate_first" else (second, w2, first)
+        return w1, w2, v1
+
+    def check(self, function: str, w1: torch.Tensor, v1: torch.Tensor | None) -> None:
+        """Raise ValueError unless w1 and v1 can be of this layout; their ranks are 3."""
+        if self.is_combined:
+            require(v1 is None, function, "v1", lambda: f"None, because in layout '{self.code}' it is a part of w1",
+                    None if v1 is None else f"a tensor {list(v1.shape)}")
+            rows = w1.size(2 if self.up_transposed else 1)
+            require(rows % 2 == 0, function, "w1", lambda: f"an even number of {'columns' if self.up_transposed else 'rows'}, gate and up",
+                    rows)
+
+
+MEGABLOCKS = WeightLayout()
+
+
+class WeightGradients:
+    """The gradients of w1, w2 and v1, one tensor for each parameter in the parameter's own layout; each is allocated when a part of it is
+    first asked for."""
+
+    def __init__(self, layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None):
+        self._layout = layout
+        # Not the weights themselves: copies that autocast made of them are to be freed as soon as they have been used.
+        parameters = (("w1", w1), ("w2", w2), ("v1", v1))
+        self._like: dict[str, Any] = {name: (w.shape, w.dtype, w.device) for name, w in parameters if w is not None}
+        self._made: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The part [E,F,H] that is the gradient of the matrix w1, w2 or v1, to be written."""
+        layout = self._layout
+        parameter = "w1" if name == "v1" and layout.is_combined else name
+        if parameter not in self._made:
+            shape, dtype, device = self._like[parameter]
+            self._made[parameter] = torch.empty(shape, dtype=dtype, device=device)
+        made = self._made[parameter]
+        if name == "w2":
+            return made.transpose(1, 2) if layout.down_transposed else made
+        if not layout.is_combined:
+            return made.transpose(1, 2) if layout.up_transposed else made
+        w1_EFH, _, v1_EFH = layout.matrices(made, made, None)
+        assert v1_EFH is not None
+        return w1_EFH if name == "w1" else v1_EFH
+
+    def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
+        """(dw1, dw2, dv1) times `scale`, in the layout of the parameters; None where no part was asked for."""
+        made = (self._made.get(name) for name in ("w1", "w2", "v1"))
+        return tuple(t if t is None or scale == 1 else t.mul_(scale) for t in made)

@@ -1,0 +1,97 @@
+"""Layers whose shapes take each way of the Hopper and tensor_core engines, with weights in every layout, against the separate layout's."""
+
+import pytest
+import torch
+
+import gbmoe
+from gbmoe import WeightLayout, engines
+from gbmoe.kernels import alignment
+from gbmoe.testing import exact_inputs
+from tests.test_weight_layout import laid_out
+
+CUDA = torch.device("cuda")
+LAYOUTS = [WeightLayout(), WeightLayout("gate_first", down_transposed=True), WeightLayout("up_first"), WeightLayout("interleaved"),
+           WeightLayout("gate_first", up_transposed=True), WeightLayout("separate", down_transposed=True),
+           WeightLayout("separate", up_transposed=True, down_transposed=True), WeightLayout("interleaved", True)]
+# (tokens, experts, top-k, H, F): few rows; gathers everywhere; gathers in pairs; gathers for two gradients; tiles that are not full;
+# one without gathers
+SHAPES = [(40, 16, 2, 256, 128), (1500, 8, 2, 2048, 256), (3000, 8, 2, 2048, 1536), (3000, 4, 2, 2048, 768), (900, 4, 2, 1600, 328),
+          (2500, 4, 2, 1536, 2816)]
+ACTIVATIONS = ["silu", "gelu", gbmoe.ClampedSilu(1.702, 2, 2, 1), gbmoe.Situ(2.0, 3.0)]
+
+
+def gradients(shape, layout, engine, activation="silu", dtype=torch.bfloat16, **options):
+    tokens, experts, top_k, hidden, ffn = shape
+    exact = exact_inputs.exact_values
+    x = exact(tokens, hidden, dtype=dtype, device=CUDA, seed=1).requires_grad_()
+    ids = torch.randint(-1, experts - 1, (tokens, top_k), generator=torch.Generator().manual_seed(3)).to(CUDA)  # the last has no rows
+    weights = torch.rand(tokens, top_k, device=CUDA, generator=torch.Generator(CUDA).manual_seed(4)).requires_grad_()
+    scale = exact_inputs.fan_in_scale(hidden)
+    matrices = [exact(experts, ffn, hidden, dtype=dtype, device=CUDA, seed=seed, scale=scale) for seed in (5, 6, 7)]
+    parameters = [None if w is None else w.requires_grad_() for w in laid_out(layout, *matrices)]
+    leaves = [x, weights, *(w for w in parameters if w is not None)]
+    grad = exact(tokens, hidden, dtype=dtype, device=CUDA, seed=8)
+    plan = gbmoe.RoutingPlan.from_experts(ids, experts)
+    exact_inputs.poison(CUDA)
+    out = gbmoe.expert_mlp(x, plan, parameters[0], parameters[1], parameters[2], weights_TK=weights, activation=activation, engine=engine,
+                           layout=layout, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.code)
+def test_the_layout_changes_nothing(layout, shape, engine):
+    reason = engines.ENGINES[engine].unavailable(CUDA)
+    if reason:
+        pytest.skip(reason)
+    for activation in ACTIVATIONS:
+        out, dx, dweights, *of_matrices = gradients(shape, WeightLayout(), engine, activation)
+        expected = (out, dx, dweights, *(t for t in laid_out(layout, *of_matrices) if t is not None))
+        for name, (got, wanted) in enumerate(zip(gradients(shape, layout, engine, activation), expected, strict=True)):
+            assert got.shape == wanted.shape and got.is_contiguous()
+            # Sums of one tile may be made in another order, where another kernel serves.
+            difference = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+            assert difference <= 4e-3, (str(activation), name, difference)
+            assert bool(got.isfinite().all()), (str(activation), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS[1:4]], ids=lambda layout: layout.code)
+def test_weights_of_transformers_are_read_in_place(layout, shape, monkeypatch):
+    """By kernels of Hopper: no copy of any weight, forward and backward."""
+    if engines.ENGINES["hopper"].unavailable(CUDA):
+        pytest.skip("no Hopper")
+    experts, hidden, ffn = shape[1], shape[3], shape[4]
+    copied = []
+
+    def aligned(tensor):
+        if tensor.dim() == 3 and not (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+            copied.append(tuple(tensor.shape))
+        return original(tensor)
+
+    original = alignment.aligned
+    for module in (alignment, engines.base, engines.own_kernels, engines.hopper):
+        monkeypatch.setattr(module, "aligned", aligned)
+    gradients(shape, layout, "hopper")
+    assert not copied
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    assert experts and hidden and ffn
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS[1:6], ids=lambda layout: layout.code)
+@pytest.mark.parametrize("options", [dict(fp8_recipe=gbmoe.Float8BlockScaling()), dict(batch_invariant=True), dict(keep_gathered_rows=True),
+                                     dict(fp8_recipe=gbmoe.Float8BlockScaling(float8_weight_gradients=True))], ids=str)
+def test_options_take_every_layout(layout, options):
+    if engines.ENGINES["hopper"].unavailable(CUDA):
+        pytest.skip("no Hopper")
+    for activation in ("silu", ACTIVATIONS[2]):
+        out, dx, dweights, *of_matrices = gradients(SHAPES[2], WeightLayout(), "auto", activation, **options)
+        expected = (out, dx, dweights, *(t for t in laid_out(layout, *of_matrices) if t is not None))
+        for name, (got, wanted) in enumerate(zip(gradients(SHAPES[2], layout, "auto", activation, **options), expected, strict=True)):
+            difference = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+            assert difference <= 4e-3, (str(activation), name, difference)
