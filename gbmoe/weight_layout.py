@@ -60,12 +60,16 @@ class WeightLayout:
     @functools.cache
     def of_code(code: str) -> WeightLayout:
         """The layout whose `code` this is."""
+        if code == MEGABLOCKS.code:
+            return MEGABLOCKS
         gate_up, *transposed = code.split(" ")
         return WeightLayout(gate_up, "up_transposed" in transposed, "down_transposed" in transposed)
 
     def matrices(self, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None,
                  ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(w1, w2, v1), each [E,F,H], as views of the tensors; v1 is None where there is no gate."""
+        if self is MEGABLOCKS:
+            return w1, w2, v1
         if self.up_transposed:
             w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
         if self.down_transposed:
@@ -98,27 +102,35 @@ class WeightGradients:
     def __init__(self, layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None):
         self._layout = layout
         # Not the weights themselves: copies that autocast made of them are to be freed as soon as they have been used.
-        parameters = (("w1", w1), ("w2", w2), ("v1", v1))
-        self._like: dict[str, Any] = {name: (w.shape, w.dtype, w.device) for name, w in parameters if w is not None}
+        self._like: dict[str, Any] = {"w1": (w1.shape, w1.dtype, w1.device), "w2": (w2.shape, w2.dtype, w2.device)}
+        if v1 is not None:
+            self._like["v1"] = (v1.shape, v1.dtype, v1.device)
         self._made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The part [E,F,H] that is the gradient of the matrix w1, w2 or v1, to be written."""
+        if self._layout is MEGABLOCKS:
+            return self._parameter(name)
         layout = self._layout
-        parameter = "w1" if name == "v1" and layout.is_combined else name
-        if parameter not in self._made:
-            shape, dtype, device = self._like[parameter]
-            self._made[parameter] = torch.empty(shape, dtype=dtype, device=device)
-        made = self._made[parameter]
         if name == "w2":
-            return made.transpose(1, 2) if layout.down_transposed else made
-        if not layout.is_combined:
-            return made.transpose(1, 2) if layout.up_transposed else made
-        w1_EFH, _, v1_EFH = layout.matrices(made, made, None)
-        assert v1_EFH is not None
-        return w1_EFH if name == "w1" else v1_EFH
+            return self._parameter("w2").transpose(1, 2) if layout.down_transposed else self._parameter("w2")
+        if layout.is_combined:
+            made = self._parameter("w1")
+            w1_EFH, _, v1_EFH = layout.matrices(made, made, None)
+            assert v1_EFH is not None
+            return w1_EFH if name == "w1" else v1_EFH
+        return self._parameter(name).transpose(1, 2) if layout.up_transposed else self._parameter(name)
 
-    def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
+    def _parameter(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            shape, dtype, device = self._like[name]
+            self._made[name] = torch.empty(shape, dtype=dtype, device=device)
+        return self._made[name]
+
+    def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(dw1, dw2, dv1) times `scale`, in the layout of the parameters; None where no part was asked for."""
-        made = (self._made.get(name) for name in ("w1", "w2", "v1"))
-        return tuple(t if t is None or scale == 1 else t.mul_(scale) for t in made)
+        made = self._made
+        if scale != 1:
+            for gradient in made.values():
+                gradient.mul_(scale)
+        return made.get("w1"), made.get("w2"), made.get("v1")

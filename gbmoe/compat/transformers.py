@@ -208,7 +208,7 @@ def _recognise_activations() -> None:
                         ("GELUTanh", "gelu_tanh"), ("GELUActivation", "gelu"), ("ReLUSquaredActivation", "relu_squared"),
                         ("LinearActivation", "identity")):
         found: Any = getattr(activations, owner, None)
-        if isinstance(found, type):
+        if found is not None:
             _ACTIVATIONS[found] = (name, found.forward)
 
 

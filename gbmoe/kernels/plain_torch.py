@@ -405,6 +405,7 @@ def functions(activation: str) -> tuple[Callable, Callable]:
     return _WITH_CONSTANTS[name](*constants)
 
 
+@functools.cache
 def kernel_arguments(activation: str) -> tuple[int, list[float]]:
     """The activation as the kernels take it: its number in the enum, and its constants."""
     name, constants = _parsed(activation)
