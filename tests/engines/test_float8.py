@@ -301,12 +301,7 @@ def assert_near_where_in_range(out, exact, magnitude):
     assert in_range.sum() > out.numel() / 3 and (in_range & (magnitude > smallest_subnormal * 100)).any()
 
 
-# docs/notes/float8-scales-out-of-range.md: kernels that do what the reference does were up to 8 % slower, and are not in.
-ON_THE_CPU_ALONE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.xfail(
-    strict=False, reason="Hopper's kernels multiply by the product of both scales, which may leave float32's range")])], indirect=True)
-
-
-@ON_THE_CPU_ALONE
+@DEVICES
 @HALVES
 @pytest.mark.parametrize("pairs", [1, 2])
 def test_products_in_range_of_scales_whose_product_is_not(device, dtype, pairs):
@@ -333,7 +328,7 @@ def test_products_in_range_of_scales_whose_product_is_not(device, dtype, pairs):
     assert_near_where_in_range(out, product(torch.clone), product(torch.abs))
 
 
-@ON_THE_CPU_ALONE
+@DEVICES
 @HALVES
 def test_gradients_of_weights_in_range_of_scales_whose_product_is_not(device, dtype):
     filled, features, columns = torch.tensor([256, 0, 128], dtype=torch.int32, device=device), 144, 272
@@ -349,7 +344,7 @@ def test_gradients_of_weights_in_range_of_scales_whose_product_is_not(device, dt
     assert_near_where_in_range(out, exact, magnitude)
 
 
-@ON_THE_CPU_ALONE
+@DEVICES
 @ALL_RECIPES
 @pytest.mark.parametrize("of_a, of_b", [(3e24, 3e24), (1e38, 1e38), (1e-20, 1e-14), (1e-30, 1e-7), (1e-37, 1.0)])
 def test_gmm_of_the_largest_and_the_smallest_numbers(device, recipe, of_a, of_b):
