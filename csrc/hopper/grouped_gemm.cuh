@@ -6,7 +6,9 @@
 // or hands them to warps that compute the gradient of the activation (epilogue_backward.cuh). In ping-pong
 // (mainloop_ping_pong.cuh) tiles have 128 x 128 results, and the consumers make whole ones in turns. Operands in e4m3 come with a scale
 // for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh), which a warp beside the producer copies
-// (scale_loader.cuh), or where rows are summed over for every k-block of a column (mainloop_scaled_weights.cuh).
+// (scale_loader.cuh), or where rows are summed over for every k-block of a column (mainloop_scaled_weights.cuh). Another warp looks
+// through the scales a tile ahead, and has tiles multiplied carefully where two scales' product may leave float32's range
+// (scale_scanner.cuh).
 //
 // Groups may begin at any row: a k-block that reaches into the next group is harmless, because rows of a group are rows of its
 // result only, and are stored only if they belong to it. Where rows are what is summed over (gradients of weights), the lines of
@@ -39,6 +41,7 @@
 #include "mainloop_scaled_weights.cuh"
 #include "producer.cuh"
 #include "scale_loader.cuh"
+#include "scale_scanner.cuh"
 
 namespace gbmoe::hopper {
 
@@ -59,6 +62,8 @@ template <typename Traits> struct GroupedGemm {
         if constexpr (Traits::kGatherLines) LineProducer<Traits>::run(maps, args, shared);
       } else if (Traits::kScaledRows && warp == kConsumerWarps + Traits::kProducerWarps) {
         if constexpr (Traits::kScaledRows) ScaleLoader<Traits>::run(args, shared);
+      } else if (Traits::kScaled && warp == kConsumerWarps + Traits::kProducerWarps + Traits::kScaleWarps) {
+        if constexpr (Traits::kScaled) ScaleScanner<Traits>::run(args, shared);
       } else if constexpr (Traits::kActivationBackward) {
         ActivationBackward<Traits>::run(maps, args, shared);
       } else if (warp == Traits::kSchedulerWarp && (Traits::kClusterSize == 1 || cta_rank_in_cluster() == 0)) {
@@ -91,6 +96,7 @@ template <typename Traits> struct GroupedGemm {
       mbarrier_init(Shared::buffer_full(shared, 0, i), 1);
       mbarrier_init(Shared::buffer_empty(shared, 0, i), 1);
     }
+    for (int i = 0; Traits::kScaled && i < kTileRing; ++i) mbarrier_init(Shared::tiles_scanned(shared) + i * 8, 1);
     for (int i = 0; Traits::kPingPong && i < kConsumerWarpgroups; ++i) mbarrier_init(Shared::turn(shared, i), 4);
     fence_mbarrier_init();
   }

@@ -4,12 +4,16 @@
 // registers of their own, and then added to the tile's sums in fp32, times both scales. For all 256 columns of a wide tile there are not
 // registers for both: each warpgroup multiplies them in two parts, those of a narrow tile in one. While it adds, the tensor cores work
 // for the other one.
+//
+// There are two loops: a careful one for tiles in which a product of two scales may leave float32's range (scale_product.cuh).
 
 #pragma once
 
 #include "epilogue_scaled.cuh"
 #include "float8.cuh"
 #include "mma.cuh"
+#include "scale_product.cuh"
+#include "scale_scanner.cuh"
 #include "tile_scheduler.cuh"
 
 namespace gbmoe::hopper {
@@ -27,7 +31,9 @@ template <typename Traits> struct ScaledMainLoop {
     PipelineState pipe, tiles;
     Epilogue<Traits> epilogue(maps, args, shared);
     const int k_blocks = args.k_blocks * args.operand_pairs;
-    Tile tile = receive_tile<Traits>(shared, tiles);
+    bool careful;
+    Tile tile = receive_tile<Traits>(shared, tiles, &careful);
+    careful = ScaleScanner<Traits>::scan_together(args, tile);
     // The compiler keeps the operands' addresses in uniform registers, from where a product takes them, only if it sees that all lanes
     // have the same ones and go the same way: by votes, and by a copy of `pipe` for each tile.
     while (__any_sync(kFullWarp, tile.group >= 0)) {
@@ -35,9 +41,11 @@ template <typename Traits> struct ScaledMainLoop {
       pipe.template skip<kStages>(k_blocks);
       const bool has_rows = warpgroup * 64 < __shfl_sync(kFullWarp, tile.rows, 0);
       typename Traits::Accumulators sum;
-      if (has_rows) multiply_tile(sum, tile, warpgroup, shared, of_tile, k_blocks);
-      else Mma::skip_tile(tile, shared, of_tile);
-      const Tile upcoming = receive_tile<Traits>(shared, tiles);
+      // By a ballot, for the reason of above: with a vote in its place the addresses would leave the uniform registers.
+      if (!has_rows) Mma::skip_tile(tile, shared, of_tile);
+      else if (__ballot_sync(kFullWarp, careful) != 0) multiply_tile<true>(sum, tile, warpgroup, shared, of_tile, k_blocks);
+      else multiply_tile<false>(sum, tile, warpgroup, shared, of_tile, k_blocks);
+      const Tile upcoming = receive_tile<Traits>(shared, tiles, &careful);
       if (has_rows && epilogue.row_in_tile < tile.rows && tile.n < args.size_n) {
         epilogue.hold(tile, sum);
         if constexpr (Traits::kEpilogue == EpilogueKind::kStore) epilogue.finish();
@@ -49,9 +57,23 @@ template <typename Traits> struct ScaledMainLoop {
   }
 
  private:
-  // The products of the scales of a thread's two rows and of both runs of 128 columns, aligned to 128, that a tile's columns lie in.
-  struct Scales {
-    float product[2][2], middle[2];  // [run][row]; those of the middle 64 columns of a narrow tile
+  // The products of the scales of a thread's two rows and of both runs of 128 columns, aligned to 128, that a tile's columns lie in. Where
+  // kCareful, what is left of them after sums were multiplied by the factors of `before`.
+  struct Factors {
+    float of_run[2][2], middle[2];  // [run][row]; those of the middle 64 columns of a narrow tile
+
+    __device__ __forceinline__ void set_middle(bool begins_a_run) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) middle[i] = begins_a_run ? of_run[0][i] : of_run[1][i];
+    }
+    // Of sum `i` of part `number`.
+    __device__ __forceinline__ float of(int number, int i) const {
+      const int row = i / 2 % 2;
+      return kParts == 2 ? of_run[number][row] : i / 32 == 1 ? middle[row] : of_run[i / 64][row];
+    }
+  };
+  template <bool kCareful> struct Scales {
+    Factors factors, before;
 
     // Of a k-block whose scales are at `from`, and those of the thread's rows at `of_rows`, in shared memory.
     __device__ __forceinline__ void load(uint32_t from, uint32_t of_rows, bool begins_a_run) {
@@ -62,25 +84,33 @@ template <typename Traits> struct ScaledMainLoop {
         of_run[i] = load_shared_float(from + (kTileM + i) * sizeof(float));
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) product[i / 2][i % 2] = of_row[i % 2] * of_run[i / 2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) middle[i] = begins_a_run ? product[0][i] : product[1][i];
+      for (int i = 0; i < 4; ++i) {
+        float& factor = factors.of_run[i / 2][i % 2];
+        factor = of_row[i % 2] * of_run[i / 2];
+        if constexpr (kCareful) {
+          const ScaleFactors both(of_row[i % 2], of_run[i / 2]);
+          factor = both.last;
+          before.of_run[i / 2][i % 2] = both.first;
+        }
+      }
+      factors.set_middle(begins_a_run);
+      if constexpr (kCareful) before.set_middle(begins_a_run);
     }
-    // Of sum `i` of part `number`.
-    __device__ __forceinline__ float of(int number, int i) const {
-      const int row = i / 2 % 2;
-      return kParts == 2 ? product[number][row] : i / 32 == 1 ? middle[row] : product[i / 64][row];
+    // Sum `i` of part `number`, times both scales, added to the tile's.
+    __device__ __forceinline__ void add(float& sum, float part, int number, int i) const {
+      sum += factors.of(number, i) * (kCareful ? before.of(number, i) * part : part);
     }
   };
 
   // The sums of a tile. Whatever follows the start of a part's products, up to the wait for them, is hidden behind them; what lies between
   // the last addition of a k-block and the first product of the next one is not.
-  static __device__ __forceinline__ void multiply_tile(
+  template <bool kCareful> static __device__ __forceinline__ void multiply_tile(
       typename Traits::Accumulators& sum, const Tile& tile, int warpgroup, uint32_t shared, PipelineState pipe, int k_blocks) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     const uint32_t a = __shfl_sync(kFullWarp, wgmma_address(shared + warpgroup * kSubtileBytes), 0);
     const uint32_t b = __shfl_sync(kFullWarp, wgmma_address(shared + kStageBytesA), 0);
     const uint32_t row_bytes = kept_in_register((threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * sizeof(float));
+    const int lane = own_lane();
     const bool begins_a_run = tile.n % kScaledColumns == 0;
 #pragma unroll
     for (int i = 0; i < kParts * kPartSums; ++i) sum[i] = 0.0f;
@@ -89,7 +119,7 @@ template <typename Traits> struct ScaledMainLoop {
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
       const uint32_t stage = pipe.stage, of_stage = stage * (Traits::kStageBytes >> 4);
       if (!ready) mbarrier_wait(full + stage * 8, pipe.parity);
-      Scales scales;
+      Scales<kCareful> scales;
 #pragma unroll
       for (int number = 0; number < kParts; ++number) {
         float part[kPartSums];
@@ -100,11 +130,11 @@ template <typename Traits> struct ScaledMainLoop {
         fence_accumulators(part);
         if (number + 1 == kParts) {
           __syncwarp();  // all lanes have read the scales
-          Mma::release(empty + stage * 8);
+          Mma::release(empty + stage * 8, lane);
           ready = mbarrier_test(full + pipe.stage * 8, pipe.parity);
         }
 #pragma unroll
-        for (int i = 0; i < kPartSums; ++i) sum[number * kPartSums + i] += scales.of(number, i) * part[i];
+        for (int i = 0; i < kPartSums; ++i) scales.add(sum[number * kPartSums + i], part[i], number, i);
       }
     }
   }

@@ -3,7 +3,7 @@
 // As in mainloop_scaled.cuh a k-block's products are summed in registers of their own, for 128 columns at a time, and then added to the
 // tile's sums in fp32, times both scales. But here each product of two scales is that of one number alone. The scales of a k-block lie
 // side by side in memory, so that TMA brings them with the stage. A warp releases a stage when it has added the products, because it
-// reads scales until then.
+// reads scales until then. Here, too, there is a careful loop, and the ballot that chooses is what the compiler understands.
 //
 // Beside the scales of four stages there is room for one epilogue buffer a warp. So a tile is stored by ordinary stores, which have read
 // the buffer when they have been issued; before the next ones a warp would have to wait for TMA.
@@ -11,6 +11,8 @@
 #pragma once
 
 #include "mma.cuh"
+#include "scale_product.cuh"
+#include "scale_scanner.cuh"
 #include "tile_scheduler.cuh"
 
 namespace gbmoe::hopper {
@@ -28,13 +30,16 @@ template <typename Traits> struct ScaledWeightsMainLoop {
     const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
     const uint32_t buffer = Shared::buffer(shared, threadIdx.x / 32, 0);
     PipelineState pipe, tiles;
-    Tile tile = receive_tile<Traits>(shared, tiles);
+    bool careful;
+    Tile tile = receive_tile<Traits>(shared, tiles, &careful);
+    careful = ScaleScanner<Traits>::scan_together(args, tile);
     // The vote tells the compiler that all lanes go the same way, so that it keeps the operands' addresses in uniform registers, from where
     // a product takes them.
     while (__any_sync(kFullWarp, tile.group >= 0)) {
       typename Traits::Accumulators sum;
-      multiply_tile(sum, tile, warpgroup, shared, pipe);
-      const Tile upcoming = receive_tile<Traits>(shared, tiles);
+      if (__ballot_sync(kFullWarp, careful) != 0) multiply_tile<true>(sum, tile, warpgroup, shared, pipe);
+      else multiply_tile<false>(sum, tile, warpgroup, shared, pipe);
+      const Tile upcoming = receive_tile<Traits>(shared, tiles, &careful);
       store_tile(sum, args, tile, buffer);
       tile = upcoming;
     }
@@ -48,13 +53,14 @@ template <typename Traits> struct ScaledWeightsMainLoop {
   }
 
   // The sums of a tile, zero where nothing is summed.
-  static __device__ __forceinline__ void multiply_tile(
+  template <bool kCareful> static __device__ __forceinline__ void multiply_tile(
       typename Traits::Accumulators& sum, const Tile& tile, int warpgroup, uint32_t shared, PipelineState& pipe) {
     const uint32_t full = Shared::stages_full(shared), empty = Shared::stages_empty(shared);
     const uint32_t a = wgmma_address(shared + warpgroup * kSubtileBytes), b = wgmma_address(shared + kStageBytesA);
+    const int lane = own_lane();
     // Of this thread's first row, and of its first columns.
-    const uint32_t of_row = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * sizeof(float);
-    const uint32_t of_columns = kTileM * sizeof(float) + threadIdx.x % 4 * 2 * sizeof(float);
+    const uint32_t of_row = kept_in_register((threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * sizeof(float));
+    const uint32_t of_columns = kept_in_register(kTileM * sizeof(float) + threadIdx.x % 4 * 2 * sizeof(float));
 #pragma unroll
     for (int i = 0; i < kHalves * kHalfSums; ++i) sum[i] = 0.0f;
 #pragma unroll 1
@@ -84,12 +90,19 @@ template <typename Traits> struct ScaledWeightsMainLoop {
           if (i + kAhead < kHalfSums / 4) ahead[i % kAhead] = load_scales(of_half + (i + kAhead) * 8 * sizeof(float));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            sum[half * kHalfSums + i * 4 + j] += scale_a[j / 2] * (j % 2 ? scale_b.y : scale_b.x) * part[i * 4 + j];
+            const float of_a = scale_a[j / 2], of_b = j % 2 ? scale_b.y : scale_b.x;
+            float& to = sum[half * kHalfSums + i * 4 + j];
+            if constexpr (kCareful) {
+              const ScaleFactors factors(of_a, of_b);
+              to += factors.last * (factors.first * part[i * 4 + j]);
+            } else {
+              to += of_a * of_b * part[i * 4 + j];
+            }
           }
         }
       }
       __syncwarp();
-      Mma::release(empty + pipe.stage * 8);
+      Mma::release(empty + pipe.stage * 8, lane);
       pipe.template advance<Traits::kStages>();
     }
   }

@@ -17,8 +17,7 @@ template <typename Traits> struct Mma {
   }
 
   // Tells the producers of all CTAs that write to it that this warp has read a stage.
-  static __device__ __forceinline__ void release(uint32_t empty) {
-    const int lane = threadIdx.x % 32;
+  static __device__ __forceinline__ void release(uint32_t empty, int lane = threadIdx.x % 32) {
     if constexpr (Traits::kClusterSize == 1) {
       if (lane == 0) mbarrier_arrive(empty);
     } else {

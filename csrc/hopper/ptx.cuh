@@ -74,6 +74,19 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, which tells each thread whether `value` holds in one of them.
+__device__ __forceinline__ bool named_barrier_any(uint32_t id, uint32_t threads, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred own, any;\n"
+      "setp.ne.u32 own, %3, 0;\n"
+      "bar.red.or.pred any, %1, %2, own;\n"
+      "selp.b32 %0, 1, 0, any;\n"
+      "}" : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value)) : "memory");
+  return any != 0;
+}
+
 // A load that sees what other multiprocessors' atomics have left, and not an older copy in the L1 cache.
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* from) {
   unsigned long long value;
@@ -114,6 +127,11 @@ __device__ __forceinline__ int4 load_shared_16(uint32_t from) {
 __device__ __forceinline__ void store_shared_int(uint32_t to, int value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
+__device__ __forceinline__ int load_shared_int(uint32_t from) {
+  int value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return value;
+}
 __device__ __forceinline__ float load_shared_float(uint32_t from) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from) : "memory");
@@ -126,6 +144,12 @@ __device__ __forceinline__ int4 load_global_16_once(const void* from) {
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(from)
                : "memory");
+  return value;
+}
+// 4 bytes, likewise.
+__device__ __forceinline__ uint32_t load_global_4_once(const void* from) {
+  uint32_t value;
+  asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
 // To the same address in CTA `rank` of the cluster, whose barrier counts the bytes (st.async).
@@ -327,10 +351,20 @@ template <int N> __device__ __forceinline__ void fence_accumulators(float (&d)[N
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The lane, which the compiler then keeps in a register rather than compute it again.
+__device__ __forceinline__ int own_lane() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return static_cast<int>(lane);
+}
 // The same number, which the compiler then keeps in a register rather than compute it again wherever it is used.
 __device__ __forceinline__ uint32_t kept_in_register(uint32_t value) {
   asm volatile("mov.b32 %0, %0;" : "+r"(value));
   return value;
+}
+template <typename T> __device__ __forceinline__ const T* kept_in_register(const T* pointer) {
+  asm volatile("mov.b64 %0, %0;" : "+l"(pointer));
+  return pointer;
 }
 
 // Four 8x8 matrices of 16-bit elements from fragments to shared memory; lane l gives the address of row l % 8 of matrix l / 8.

@@ -20,6 +20,8 @@ void hopper_scaled_weights(
   maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
   maps.a[1] = tensor_map(scales_a, 1, kTileM * sizeof(float));
   maps.b[1] = tensor_map(scales_b, 1, kWideTileN * sizeof(float));
+  args.scales_a[0] = data<const float>(scales_a);
+  args.scales_b[0] = data<const float>(scales_b);
   GBMOE_DISPATCH_16_BIT(out.scalar_type(), "hopper_scaled_weights", {
     const Balancing balancing{workspace, {}};
     launch<ScaledWeightsSettings<T>>(maps, args, balancing, a);

@@ -3,8 +3,10 @@
 //   stages             [stage][a's k-block, then b's]
 //   epilogue buffers   [consumer warp][buffer][16 lines]
 //   scales             kScaled: [stage][a's, then b's]
-//   barriers           stages full, then empty; tile ring full, then empty; kActivationBackward: epilogue buffers; kPingPong: turns
+//   barriers           stages full, then empty; tile ring full, then empty; kActivationBackward: epilogue buffers; kPingPong: turns;
+//                      kScaled: places of the tile ring whose tile's scales were looked through
 //   tile ring          [place] Tile
+//   careful            kScaled: [place] whether the tile takes the careful main loop (scale_scanner.cuh)
 //   tokens             kGatherLines: of the 64 lines that this CTA loads of a k-block
 //
 // A full barrier says that the writer has written, an empty one that all readers have read.
@@ -40,8 +42,10 @@ template <typename Traits> struct SharedMemory {
   static constexpr uint32_t kTileBarriers = kStageBarriers + 2 * kStages * 8;
   static constexpr uint32_t kBufferBarriers = kTileBarriers + 2 * kTileRing * 8;
   static constexpr uint32_t kTurnBarriers = kBufferBarriers + (Traits::kActivationBackward ? 2 * kConsumerWarps * kBuffers * 8 : 0);
-  static constexpr uint32_t kTiles = kTurnBarriers + (Traits::kPingPong ? kConsumerWarpgroups * 8 : 0);
-  static constexpr uint32_t kTokens = kTiles + kTileRing * sizeof(Tile);
+  static constexpr uint32_t kScannedBarriers = kTurnBarriers + (Traits::kPingPong ? kConsumerWarpgroups * 8 : 0);
+  static constexpr uint32_t kTiles = kScannedBarriers + (Traits::kScaled ? kTileRing * 8 : 0);
+  static constexpr uint32_t kCareful = kTiles + kTileRing * sizeof(Tile);
+  static constexpr uint32_t kTokens = kCareful + (Traits::kScaled ? kTileRing * sizeof(int) : 0);
   static constexpr uint32_t kBytes = kTokens + (Traits::kGatherLines ? 64 * sizeof(int) : 0);
   static_assert(kBytes <= 227 << 10, "a CTA has 227 KiB of shared memory");
 
@@ -50,11 +54,14 @@ template <typename Traits> struct SharedMemory {
   static __device__ __forceinline__ uint32_t stages_empty(uint32_t shared) { return shared + kStageBarriers + kStages * 8; }
   static __device__ __forceinline__ uint32_t tiles_full(uint32_t shared) { return shared + kTileBarriers; }
   static __device__ __forceinline__ uint32_t tiles_empty(uint32_t shared) { return shared + kTileBarriers + kTileRing * 8; }
+  static __device__ __forceinline__ uint32_t tiles_scanned(uint32_t shared) { return shared + kScannedBarriers; }
   static __device__ __forceinline__ uint32_t turn(uint32_t shared, int warpgroup) { return shared + kTurnBarriers + warpgroup * 8; }
 
   static __device__ __forceinline__ uint32_t tile(uint32_t shared, uint32_t number) {
     return shared + kTiles + number * sizeof(Tile);
   }
+
+  static __device__ __forceinline__ uint32_t careful(uint32_t shared, uint32_t place) { return shared + kCareful + place * sizeof(int); }
 
   static __device__ __forceinline__ uint32_t tokens(uint32_t shared) { return shared + kTokens; }
 

@@ -205,12 +205,17 @@ template <typename Traits> struct TileSender {
   }
 };
 
-// The next tile, in every warp that receives tiles.
-template <typename Traits> __device__ __forceinline__ Tile receive_tile(uint32_t shared, PipelineState& ring) {
+// From a place of the ring.
+__device__ __forceinline__ Tile load_tile(uint32_t from) { return Tile::of(load_shared_16(from), load_shared_16(from + 16)); }
+
+// The next tile, in every warp that receives tiles. The consumers of scaled operands pass `careful`, and wait until scale_scanner.cuh has
+// written whether the tile takes the careful main loop.
+template <typename Traits> __device__ __forceinline__ Tile receive_tile(uint32_t shared, PipelineState& ring, bool* careful = nullptr) {
   using Shared = SharedMemory<Traits>;
   const uint32_t full = Shared::tiles_full(shared) + ring.stage * 8, from = Shared::tile(shared, ring.stage);
-  mbarrier_wait(full, ring.parity);
-  const Tile tile = Tile::of(load_shared_16(from), load_shared_16(from + 16));
+  mbarrier_wait(careful ? Shared::tiles_scanned(shared) + ring.stage * 8 : full, ring.parity);
+  const Tile tile = load_tile(from);
+  if (careful) *careful = load_shared_int(Shared::careful(shared, ring.stage)) != 0;
   __syncwarp();
   // No warp waits for arrivals for the last tile, and CTA 0 may have ended by then.
   if (threadIdx.x % 32 == 0 && tile.group >= 0) {

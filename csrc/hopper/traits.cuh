@@ -82,16 +82,16 @@ template <typename Settings> struct GemmTraits : Settings {
   // Whether clusters may be kept together along K (pacing.cuh).
   static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled && !kGatherCopies;
 
-  // The third warpgroup: producer warps first, behind them those that load lines, those of the activation's backward or the one that copies
-  // scales, and one that schedules.
+  // The third warpgroup: producer warps first, behind them those that load lines, those of the activation's backward or those that copy
+  // and look through scales, and one that schedules.
   static constexpr int kProducerWarps = kGatherCopies ? 4 : 1;
   static constexpr int kLineWarps = kGatherLines ? 2 : 0;
   static constexpr int kBackwardWarps = kActivationBackward ? 3 : 0;
-  static constexpr int kScaleWarps = kScaledRows ? 1 : 0;
+  static constexpr int kScaleWarps = kScaledRows ? 1 : 0, kScanWarps = kScaled ? 1 : 0;
   static constexpr bool kProducerSchedules = kGatherCopies || kActivationBackward;  // no warp is left to be the scheduler alone
   static constexpr int kSchedulerWarp = kConsumerWarps + (kActivationBackward ? 0 : 3);
   // Warps of a CTA that receive tiles.
-  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kLineWarps + kBackwardWarps + kScaleWarps;
+  static constexpr int kTileReaders = kConsumerWarps + kProducerWarps + kLineWarps + kBackwardWarps + kScaleWarps + kScanWarps;
   // Registers per thread of the third warpgroup (setmaxnreg); the three warpgroups share 504. Under kActivationBackward all keep
   // the 168 with which they start.
   static constexpr int kProducerRegisters = kActivationBackward ? 168 : 40;

@@ -204,12 +204,17 @@ def _add_scaled_blocks(sum_MN: torch.Tensor, a: ScaledRows, rows: slice, b: Scal
 
 
 def _scaled(part_MN: torch.Tensor, scale_M1: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
-    """part * scale_a * scale_b, from left to right where the product of the scales is not a normal number. There it has overflowed or lost
-    bits, although the result may be in range; elsewhere the kernels multiply by that product, which takes fewer steps."""
+    """part * scale_a * scale_b as csrc/hopper/scale_product.cuh has it: times the product of both where that is a normal number, elsewhere
+    times one after the other. For there the product has overflowed or lost bits, although the result may be in range."""
     scale_MN = scale_M1 * scale_N
     magnitude_MN = scale_MN.abs()
-    normal_MN = (magnitude_MN >= _NORMAL.tiny) & (magnitude_MN <= _NORMAL.max)
-    return torch.where(normal_MN, part_MN * scale_MN, part_MN * scale_M1 * scale_N)
+    far_MN = ((magnitude_MN < _NORMAL.tiny) & (scale_M1 != 0) & (scale_N != 0)) | (magnitude_MN > _NORMAL.max)
+    if not far_MN.any():
+        return part_MN * scale_MN
+    a_is_larger_MN = scale_M1.abs() > scale_N.abs()
+    larger_MN = torch.where(a_is_larger_MN, scale_M1, scale_N)
+    smaller_MN = torch.where(a_is_larger_MN, scale_N, scale_M1)
+    return torch.where(far_MN, part_MN * larger_MN * smaller_MN, part_MN * scale_MN)
 
 
 class Float8Hopper(Float8):
