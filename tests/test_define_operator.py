@@ -297,17 +297,17 @@ def calls(device, dtype, tokens, top_k):
                                                   (w, False, weights, "gelu")):
             for keep_rows in (False, True):
                 yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save, keep_rows, False,
-                                              1.0)
+                                              1.0, "separate")
             needs = (save, slot_weights is not None, True, save, v is not None)
             g = h.new_empty(0) if v is None else h
             none = h.new_empty(0)
             for kept in (none, y):
                 yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, kept, none, none, none, activation,
-                                                       engine, 1.0, *needs)
+                                                       engine, 1.0, "separate", *needs)
             in_order, scale_P = (None, plan.slot_of_row_P), None if slot_weights is None else torch.rand(rows, 1, device=device)
             yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save, save, False, 1.0, "separate")
             yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, h, g, *[none] * 4, activation, engine, 1.0,
-                                                       *needs)
+                                                       "separate", *needs)
     if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
         for v in (w, None):
             forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, "silu", "float8_block", True, False, True, 1.0, "separate")

@@ -223,7 +223,12 @@ def _is_concatenated(module: Any) -> bool:
 
 def _layout(module: Any) -> WeightLayout:
     gate_up = "separate" if not module.has_gate else "gate_first" if _is_concatenated(module) else "interleaved"
-    return WeightLayout(gate_up, up_transposed=module.is_transposed, down_transposed=not module.is_transposed)
+    return _LAYOUTS[gate_up, bool(module.is_transposed)]
+
+
+# By the order of gate and up and by is_transposed.
+_LAYOUTS = {(gate_up, transposed): WeightLayout(gate_up, up_transposed=transposed, down_transposed=not transposed)
+            for gate_up in ("separate", "gate_first", "interleaved") for transposed in (False, True)}
 
 
 def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:

@@ -122,7 +122,8 @@ def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch
     cannot be of this layout; what is left is for check_arguments."""
     if layout is MEGABLOCKS:
         return w1, w2, v1
-    require(isinstance(layout, WeightLayout), function, "layout", "a gbmoe.WeightLayout", repr(layout), TypeError)
+    if not isinstance(layout, WeightLayout):
+        require(False, function, "layout", "a gbmoe.WeightLayout", repr(layout), TypeError)
     for argument, weight in (("w1", w1), ("w2", w2), ("v1", v1)):
         if weight is not None or argument != "v1":
             require_tensor(weight, function, argument, rank=3)

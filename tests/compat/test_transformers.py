@@ -424,7 +424,7 @@ def test_gates_of_models_are_those_that_they_are_taken_for(owner, device):
 
 
 def test_every_gate_of_a_model_is_known_or_documented():
-    """A release with another gate function shows here: it is computed, but not fused, until it is in the table or in docs/switching/transformers.md."""
+    """A release with another gate function shows here: it is computed, but not fused, until it is in the table or on the page."""
     folder = Path(transformers.__file__).parent / "models"
     page = (Path(__file__).parents[2] / "docs/switching/transformers.md").read_text()
     for source in folder.glob("*/modeling_*.py"):
