@@ -1,4 +1,4 @@
-"""Imports what programs import, then runs each program that a client asks for in a fork of itself: server.py SOCKET PYTHON"""
+"""Imports what programs import, then runs each program that a client asks for in a fork of itself: server.py SOCKET PYTHON IMPORTED"""
 
 import array
 import atexit
@@ -21,10 +21,14 @@ import threading
 import types
 
 # Not torch.distributed.run and other modules that are run with -m, which must not have been imported before.
-IMPORTED = ("gbmoe.cli", "gbmoe.compat", "gbmoe.parallel.training", "torch._dynamo", "torch.distributed.launcher.api",
-            "torch.distributed.nn", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-            "torch.distributed.elastic.agent.server.local_elastic_agent")
-OPTIONAL = ("matplotlib.pyplot", "rich.progress", "rich.table")
+IMPORTED = {
+    "torch": ("torch",),
+    "gbmoe": ("gbmoe.cli", "gbmoe.compat", "gbmoe.parallel.training", "torch.distributed.nn", "torch.distributed.launcher.api",
+              "torch.distributed.elastic.agent.server.local_elastic_agent",
+              "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch._dynamo.backends.debugging",
+              "torch._inductor.compile_fx"),
+}
+OPTIONAL = {"torch": (), "gbmoe": ("matplotlib.pyplot", "rich.progress", "rich.table", "hypothesis", "pytest")}
 
 
 def receive(connection: socket.socket) -> tuple[dict, list[int]]:
@@ -48,9 +52,10 @@ def take(files: list[int], numbers: list[int]) -> None:
 
 def open_standard_files(unbuffered: bool) -> None:
     """Of sys, as an interpreter that starts does."""
-    sys.stdin = sys.__stdin__ = open(0)
+    sys.stdin = sys.__stdin__ = open(0)  # noqa: SIM115
     for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
-        stream = io.TextIOWrapper(open(number, "wb"), encoding="utf-8", errors=errors, line_buffering=number == 2 or os.isatty(number),
+        file = open(number, "wb")  # noqa: SIM115
+        stream = io.TextIOWrapper(file, encoding="utf-8", errors=errors, line_buffering=number == 2 or os.isatty(number),
                                   write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -173,12 +178,12 @@ def serve(listener: socket.socket, site: list[str], python: str) -> None:
 
 
 def main() -> None:
-    address, python = sys.argv[1:]
+    address, python, imported = sys.argv[1:]
     given = os.environ["PYTHONPATH"].split(os.pathsep)
     site = [folder for folder in sys.path[1:] if folder not in given]
-    for module in IMPORTED:
+    for module in IMPORTED[imported]:
         importlib.import_module(module)
-    for module in OPTIONAL:
+    for module in OPTIONAL[imported]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
