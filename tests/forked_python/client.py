@@ -25,7 +25,7 @@ def passed_on(number, frame):
 
 
 ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
-for number in set(PASSED_ON) - set(ignored):
+for number in PASSED_ON:  # a program may want one that it was started to ignore
     signal.signal(number, passed_on)
 
 umask, files = os.umask(0), []

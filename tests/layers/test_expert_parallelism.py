@@ -111,6 +111,7 @@ def group_of_one():
     dist.destroy_process_group()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype, autocast", [
     (torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
 ], ids=["float32", "bfloat16", "float16", "bfloat16 by autocast", "float16 by autocast"])
@@ -153,8 +154,9 @@ def ends_the_graph(h):
     return torch.tanh(h)
 
 
-@pytest.mark.parametrize("chunks, fields", [(2, {}), (1, {"activation_fn": ends_the_graph})], ids=["kernel", "callable"])
-def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
+@pytest.mark.parametrize("chunks, backend", [(1, "aot_eager"), (2, "eager")])
+@pytest.mark.parametrize("fields", [{}, {"activation_fn": ends_the_graph}], ids=["kernel", "callable"])
+def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields, backend):
     """Frames that are compiled and frames that are not had scaled them twice, or not at all; and where a graph ended between the scaled
     weights and their products, they were not scaled."""
     torch.manual_seed(0)
@@ -163,7 +165,7 @@ def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
         moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0, **fields))
     layer.experts.mlp.gradient_scale = 0.5
     gradients = []
-    for function in (layer, torch.compile(layer, backend="aot_eager", dynamic=True)):
+    for function in (layer, torch.compile(layer, backend=backend, dynamic=True)):
         for tokens in (9, 13):
             layer.zero_grad()
             torch.manual_seed(tokens)

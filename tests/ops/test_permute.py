@@ -29,6 +29,7 @@ def make_plan(tokens, experts, top_k, device, align=1, drop=True, skew=1.0):
     return RoutingPlan.from_experts(ids, experts, align=align)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("align", [1, 16, 128])
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
@@ -42,6 +43,7 @@ def test_gather_is_a_copy_to_the_bit(device, shape, align, dtype):
     assert bool((out[plan.slot_of_row_P < 0] == 0).all())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
