@@ -1,5 +1,7 @@
 """Fixtures, and the one measure of accuracy that all tests use."""
 
+import collections
+import itertools
 import os
 
 import pytest
@@ -26,16 +28,37 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests that need a GPU where there is none, and `large` tests unless -m asks for them; pytest reports how many."""
+    """Deselect tests that need a GPU where there is none, `large` tests unless -m asks for them, and of those marked `pairs` what `pairs`
+    leaves out; pytest reports how many."""
     unwanted = set()
     if not torch.cuda.is_available():
         unwanted.add("gpu")
     if "large" not in (config.option.markexpr or ""):
         unwanted.add("large")
-    gone = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
+    gone = {item for item in items if any(item.get_closest_marker(name) for name in unwanted)}
+    of_function = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairs") and not item.get_closest_marker("gpu"):
+            of_function[item.nodeid.partition("[")[0]].append(item)
+    for each in of_function.values():
+        wanted = pairs([tuple((name, repr(value)) for name, value in item.callspec.params.items()) for item in each])
+        gone |= {item for number, item in enumerate(each) if number not in wanted}
     if gone:
-        config.hook.pytest_deselected(items=gone)
-        items[:] = [item for item in items if item not in set(gone)]
+        config.hook.pytest_deselected(items=[item for item in items if item in gone])
+        items[:] = [item for item in items if item not in gone]
+
+
+def pairs(combinations: list[tuple]) -> set[int]:
+    """Numbers of combinations of values, few in which every two values that occur together in any do so."""
+    left = [set(itertools.combinations(values, 2)) | set(values) for values in combinations]
+    chosen = set()
+    while most := max(map(len, left)):
+        best = next(number for number, missing in enumerate(left) if len(missing) == most)
+        chosen.add(best)
+        covered = set(left[best])
+        for missing in left:
+            missing -= covered
+    return chosen
 
 
 def pytest_collection_finish(session):

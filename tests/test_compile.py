@@ -26,6 +26,7 @@ from gbmoe.ops.experts import backward_operator
 from gbmoe.ops.gmm import grouped
 from gbmoe.testing import accuracy, cuda_graphs, exact_inputs
 from tests.conftest import assert_as_accurate_as
+from tests.forked_python import spawn
 
 HIDDEN, FFN, EXPERTS, TOP_K = 32, 48, 4, 2
 
@@ -805,7 +806,7 @@ def worker(rank, world, store, results):
 def test_expert_parallelism_is_one_graph(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, (2, tmp_path / "store", results), nprocs=2)
+        spawn(worker, (2, tmp_path / "store", results), nprocs=2)
         results = dict(results)
     assert len(results) == 6
     for expected, compiled in results.values():

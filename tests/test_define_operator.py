@@ -27,6 +27,7 @@ from gbmoe.ops import route
 from gbmoe.ops.permute import make_slot_map
 from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.testing import exact_inputs
+from tests.forked_python import python
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
 OPERATORS = {"gbmoe::route_tokens", "gbmoe::routing_plan", "gbmoe::expert_mlp"}
@@ -321,7 +322,7 @@ def calls(device, dtype, tokens, top_k):
 def own_operators():
     """The operators that `import gbmoe` registers; other tests may have imported adapters, which add operators of their own."""
     script = "import torch, gbmoe.compat.transformer_engine; print(*torch._C._dispatch_get_all_op_names())"
-    names = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run([python("torch"), "-c", script], capture_output=True, text=True, check=True).stdout.split()
     return {name for name in names if name.startswith("gbmoe::")}
 
 

@@ -9,13 +9,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gbmoe import Arguments
 from gbmoe.cli import main
+from tests.forked_python import python
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").rglob("*.md"),
@@ -33,48 +33,16 @@ def page_id(page):
     return page.relative_to(ROOT).as_posix()
 
 
-# Imports gbmoe once; then, for each line of its stdin, a fork of it runs a page: a process of its own, because adapters change what
-# later imports find.
-FORKING = """
-import json, os, signal, sys
-import gbmoe
-for line in sys.stdin:
-    folder, code = json.loads(line)
-    process = os.fork()
-    if process == 0:
-        signal.alarm(300)
-        os.chdir(folder)
-        for number, name in ((1, "printed"), (2, "errors")):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        exec(compile(code, "page", "exec"), {"__name__": "__main__"})
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def run_page():
-    """A function of a page's Python and a folder to run it in; returns the exit status."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    process = subprocess.Popen([sys.executable, "-c", FORKING], text=True, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def run_page(code: str, folder: Path) -> int:
-        process.stdin.write(json.dumps([str(folder), code]) + "\n")
-        process.stdin.flush()
-        return int(process.stdout.readline())
-
-    yield run_page
-    process.communicate(timeout=60)
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)
-def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, run_page):
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path):
+    """In a process of its own, because adapters change what later imports find."""
     code = "\n".join(blocks(page, "python"))
     for package in ("megablocks", "transformers"):
         if re.search(rf"^(from|import) {package}\b", code, re.MULTILINE) and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed; scripts/test.sh installs it")
-    status = run_page(code, tmp_path)
-    assert status == 0, (tmp_path / "errors").read_text()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    done = subprocess.run([python(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def options(*command):

@@ -4,10 +4,11 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked_python import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -16,7 +17,7 @@ RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 def printed_by(name: str, *launcher: str) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH")))),
                                 "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, *launcher, str(EXAMPLES / name)], env=environment, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([python(), *launcher, str(EXAMPLES / name)], env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gbmoe
 from gbmoe.layers import Arguments
+from tests.forked_python import spawn
 
 pytestmark = pytest.mark.xdist_group("fsdp")  # one pair of processes serves all tests
 
@@ -183,7 +184,7 @@ def sharded(request, tmp_path_factory):
         pytest.skip(f"needs {WORLD} GPUs, this machine has {torch.cuda.device_count()}")
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, (tmp_path_factory.mktemp("fsdp") / "store", request.param, results), nprocs=WORLD)
+        spawn(worker, (tmp_path_factory.mktemp("fsdp") / "store", request.param, results), nprocs=WORLD, device=request.param)
         return request.param, dict(results)
 
 

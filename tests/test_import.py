@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_python import python
+
 PROBE = """
 import json, sys
 before = set(sys.modules)
@@ -112,7 +114,7 @@ def test_importing_every_module_changes_nothing_elsewhere(others):
     """`import gbmoe` left a finder in sys.meta_path that patched the loader of a module of torch, and the pictures chose matplotlib's
     backend for the whole process."""
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-    done = subprocess.run([sys.executable, "-c", STATE.format(others=others)], capture_output=True, text=True, env=environment)
+    done = subprocess.run([python("torch"), "-c", STATE.format(others=others)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen["imported"] > 80 and set(seen["unfit"]) <= {"matplotlib"}

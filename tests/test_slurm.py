@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.suites import SUITES
+from tests.forked_python import python
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 
 # One process of pytest-xdist: one cluster, and one apt-get where programs are missing.
@@ -31,7 +32,7 @@ SLURM = ROOT / "scripts" / "slurm"
 SITES = SLURM / "sites"
 SITE = """\
 every_job=() gpu_jobs=() cpu_jobs=() gpus_per_node=0 cpus_per_gpu=1
-activate() {{ export CUDA_VISIBLE_DEVICES=; }}
+activate() {{ export CUDA_VISIBLE_DEVICES=; {activate} }}
 python=({python})
 """
 TASKS = 2
@@ -257,9 +258,9 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def write_site(folder: Path, python: str) -> Path:
+def write_site(folder: Path, python: str, activate: str = "") -> Path:
     site = folder / "site.sh"
-    site.write_text(SITE.format(python=python))
+    site.write_text(SITE.format(python=python, activate=activate))
     return site
 
 
@@ -310,7 +311,7 @@ class Chain:
 
 def start_training(*arguments: object) -> subprocess.Popen:
     """train_lm.py without Slurm, two processes of this machine; sums of two terms are the same whatever their order."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    launcher = (python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = map(str, (*launcher, ROOT / "scripts" / "train_lm.py", "--device", "cpu", *arguments))
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -321,7 +322,9 @@ def chain(request, cluster, tmp_path_factory) -> Chain:
     """All four jobs. In the middle one task of the array is requeued and another cancelled; the training gets what Slurm
     sends it before the time limit, and is then requeued by hand. Ends when they have."""
     folder = tmp_path_factory.mktemp("chain")
-    site = write_site(folder, shlex.quote(sys.executable))
+    # Slurm signals the processes that a step has started: torchrun itself, and what stands for its ranks.
+    real, forked = map(shlex.quote, (sys.executable, python()))
+    site = write_site(folder, forked, f"[[ $SLURM_JOB_NAME != gbmoe-train-* ]] || {{ python=({real}); export PYTHON_EXEC={forked}; }}")
     run, alone, text = folder / "a run", folder / "alone", folder / "a text"
     text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
     uninterrupted = start_training("--out", alone, "--expert-parallel", *TRAINING, text)
@@ -399,9 +402,9 @@ def test_a_failed_build_ends_the_chain(cluster, tmp_path):
 
 
 def test_a_node_that_fails_ends_the_training_on_all(cluster, tmp_path):
-    python = f"""bash -c '[[ $SLURM_NODEID == 0 ]] || exit 7; exec "$@"' python {shlex.quote(sys.executable)}"""
+    fails = f"""bash -c '[[ $SLURM_NODEID == 0 ]] || exit 7; exec "$@"' python {shlex.quote(python())}"""
     run = tmp_path / "run"
-    ids = submit(cluster, write_site(tmp_path, python), run, "--only", "train", "--nodes", 2)
+    ids = submit(cluster, write_site(tmp_path, fails), run, "--only", "train", "--nodes", 2)
     # The other node would wait for minutes.
     assert cluster.end(ids["train"], run / "logs", 60)["JobState"] == "FAILED"
     assert "exit code 7" in logs(run, "train-*")

@@ -1,5 +1,7 @@
 """scripts/train_lm.py, run as its user runs it: a process of its own, on the CPU, at sizes of a few seconds.
 
+Where the process begins to matter after its imports, it is one of tests/forked_python.
+
     pytest tests/test_train_lm.py
 """
 
@@ -24,6 +26,7 @@ import pytest
 import torch
 
 import gbmoe
+from tests.forked_python import python
 
 pytestmark = pytest.mark.xdist_group("train_lm")  # the trainings that most tests look at run once
 
@@ -38,11 +41,11 @@ SIZES = ("--device", "cpu", "--steps", STEPS, "--layers", LAYERS, "--experts", E
 ROUNDING = 1e-4
 
 
-def command(*arguments: object) -> dict:
+def command(*arguments: object, interpreter: str | None = None) -> dict:
     """subprocess arguments: the script on no GPU, with the gbmoe that the tests import."""
     path = os.pathsep.join(filter(None, [str(Path(gbmoe.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    return {"args": [sys.executable, *map(str, arguments)], "env": environment, "text": True}
+    return {"args": [interpreter or python(), *map(str, arguments)], "env": environment, "text": True}
 
 
 def ctrl_c_as_on_a_terminal() -> None:
@@ -163,8 +166,9 @@ def test_why_there_is_no_picture_is_the_true_cause(tmp_path):
     (tmp_path / "matplotlib" / "__init__.py").write_text("import a_package_that_matplotlib_needs\n")
     log = {"heldout": [{"step": 1, "loss": 2.0}], "text": {"unigram_entropy": 3.0}, "seconds": 1.0, "tokens_per_s": 5.0}
     program = (f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(SCRIPT.parent)!r}]; import pathlib, train_lm; "
+               "[sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] == 'matplotlib']; "
                f"train_lm.summarize({log!r}, pathlib.Path({str(tmp_path)!r}))")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", program], capture_output=True, text=True, check=True)
     said = "no loss.png: matplotlib cannot be imported: No module named 'a_package_that_matplotlib_needs'\n"
     assert done.stdout.startswith(said)
 
@@ -248,7 +252,8 @@ def test_experts_spread_over_ranks_have_the_same_losses_and_are_resumed_on_any_n
 
 def test_a_rank_that_dies_or_hangs_is_named_by_the_others(text, tmp_path):
     """Without torchrun, which would end the others itself. Both faults side by side: each takes its time."""
-    ranks, dying = {signal.SIGKILL: 4, signal.SIGSTOP: 2}, {signal.SIGKILL: 2, signal.SIGSTOP: 1}
+    # SIGTSTP is how a program of tests/forked_python gets SIGSTOP.
+    ranks, dying = {signal.SIGKILL: 4, signal.SIGTSTP: 2}, {signal.SIGKILL: 2, signal.SIGTSTP: 1}
     with contextlib.ExitStack() as stack:
         groups = {}
         for number, world in ranks.items():
@@ -501,7 +506,7 @@ def test_two_ranks_refuse_a_damaged_checkpoint_together(text, tmp_path):
 def test_a_text_that_one_rank_does_not_have_ends_both_ranks(text, tmp_path):
     shutil.copytree(text, tmp_path / "text-0")
     launcher = (*TORCHRUN, "--redirects", 2, "--log-dir", tmp_path / "logs", "--no-python",
-                "bash", "-c", f'exec "$@" {tmp_path}/text-$RANK', "bash", sys.executable)
+                "bash", "-c", f'exec "$@" {tmp_path}/text-$RANK', "bash", python())
     process = start("--out", tmp_path, launcher=launcher)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode != 0 and "exitcode  : 2" in errors and "step" not in printed
@@ -558,10 +563,22 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others(text, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
 
 
+# A second SIGTERM is another request after half a second, rather than after three.
+IMPATIENT = ("-c", """
+import os, runpy, signal, sys
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+from train_lm_signals import SAME_REQUEST_S
+SAME_REQUEST_S[signal.SIGTERM] = 0.5
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+
+
 def test_a_second_sigterm_ends_a_step_that_takes_long(text, tmp_path):
-    with killed_at_the_end(begin(text, "--out", tmp_path, "--eval-windows", 10**6, until="step 1/")) as process:
+    process = begin(text, "--out", tmp_path, "--eval-windows", 10**6, launcher=IMPATIENT, until="step 1/")
+    with killed_at_the_end(process):
         process.send_signal(signal.SIGTERM)
-        time.sleep(4)  # longer than two signals of one request are apart
+        time.sleep(0.7)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
@@ -609,7 +626,7 @@ def test_a_signal_while_torch_is_imported_ends_at_once_with_a_line(number, tmp_p
     (tmp_path / "torch").mkdir()
     started = tmp_path / "started"
     (tmp_path / "torch" / "__init__.py").write_text(f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)")
-    arguments = command(SCRIPT)
+    arguments = command(SCRIPT, interpreter=sys.executable)
     arguments["env"]["PYTHONPATH"] = str(tmp_path)
     with killed_at_the_end(subprocess.Popen(**arguments, stderr=subprocess.PIPE, preexec_fn=ctrl_c_as_on_a_terminal)) as process:
         while not started.exists():
@@ -635,12 +652,19 @@ def test_sigusr1_before_the_first_step_has_ended_saves_it(text, tmp_path):
     assert "stopped by SIGUSR1" in end(process) and len(read_log(tmp_path)["train"]) < STEPS
 
 
+def process_of_rank(rank: int, out: Path) -> int:
+    """The number of the process that torchrun has started for a rank of the training in `out`."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if os.fsencode(out) in (process / "cmdline").read_bytes() and f"\0RANK={rank}\0".encode() in (process / "environ").read_bytes():
+                return int(process.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
 def test_the_first_rank_names_the_signal_that_another_got(text, tmp_path):
     """It said only that there was one, and which of two ranks saw theirs first is chance."""
     with killed_at_the_end(begin(text, "--out", tmp_path, launcher=TORCHRUN, until="step 3/")) as process:
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        of_rank_1, = [int(pid) for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-        os.kill(of_rank_1, signal.SIGUSR1)
+        os.kill(process_of_rank(1, tmp_path), signal.SIGUSR1)
         assert "stopped by SIGUSR1 to another rank: saved" in end(process)
 
 

@@ -14,6 +14,7 @@ from gbmoe.cli import main
 from gbmoe.compat import checkpoints
 from gbmoe.compat.checkpoints import files
 from tests.altered import altered, paths
+from tests.forked_python import python
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
@@ -92,7 +93,7 @@ def test_progress_counts_the_bytes_of_every_tensor(source, tmp_path):
 
 def test_the_command_imports_no_package_that_it_may_lack():
     probe = "import sys, gbmoe.cli; assert not {'safetensors', 'transformers', 'numpy'} & (set(sys.modules) - before)"
-    subprocess.run([sys.executable, "-c", f"import sys, torch; before = set(sys.modules); {probe}"], check=True)
+    subprocess.run([python("torch"), "-c", f"import sys, torch; before = set(sys.modules); {probe}"], check=True)
 
 
 def file_of(header, data=b""):

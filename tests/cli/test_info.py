@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from gbmoe import engines, extension
 from gbmoe.cli import describe_system, main
 from gbmoe.extension import loader
 from gbmoe.layers.arguments import default_device
+from tests.forked_python import python
 
 
 def test_text_names_versions_device_extension_and_every_engine(capsys):
@@ -30,7 +30,7 @@ def test_text_names_versions_device_extension_and_every_engine(capsys):
 
 
 def test_json_is_one_object_with_the_same_facts():
-    done = subprocess.run([sys.executable, "-m", "gbmoe", "info", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(device=default_device()), "-m", "gbmoe", "info", "--json"], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["versions"]["gbmoe"] == gbmoe.__version__ and found["versions"]["torch"] == torch.__version__
     assert found["machine"]["device"] == default_device().type and found["machine"]["name"]

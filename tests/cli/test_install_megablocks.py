@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from gbmoe.cli import install_megablocks, main
+from tests.forked_python import python
 
 # Its state is in files beside it: `absent` modules, `installed` packages, `calls` of pip, and `fails`, the subcommand of pip that does.
 PYTHON = """#!/usr/bin/env bash
@@ -97,7 +97,7 @@ def test_an_environment_without_torch_or_pip_is_refused(absent, environment, cap
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_pip_with_what_it_started_and_leaves_nothing(number, environment, tmp_path):
     (environment / "waits").write_text("wheel")
-    process = subprocess.Popen([sys.executable, "-m", "gbmoe", "install-megablocks", "--python", environment / "python"], text=True,
+    process = subprocess.Popen([python(), "-m", "gbmoe", "install-megablocks", "--python", environment / "python"], text=True,
                                stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     child = environment / "child"

@@ -17,15 +17,16 @@ import gbmoe
 from gbmoe.cli import main
 from gbmoe.compat.checkpoints import files
 from tests.cli.bench.rows import content, layer_row
+from tests.forked_python import python
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE, PROGRAM = ("-m", "gbmoe"), ("-c", "import sys; sys.argv[0] = '/bin/gbmoe'; from gbmoe.__main__ import program; program()")
 
 
-def start(arguments, call=MODULE, **more):
+def start(arguments, call=MODULE, interpreter=None, **more):
     """The command, with Ctrl-C taking effect even where these tests run with SIGINT ignored."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more.pop("environment", {})}
-    command = [sys.executable, *call, *map(str, arguments)]
+    command = [interpreter or python(), *call, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more)
 
@@ -49,7 +50,8 @@ def test_version_is_a_line_that_begins_with_the_name_and_the_version(call):
 
 @pytest.mark.gpu
 def test_version_does_not_start_cuda():
-    process = start([], ("-c", "import torch; from gbmoe.cli import main; main(['--version']); assert not torch.cuda.is_initialized()"))
+    process = start([], interpreter=sys.executable,
+                    call=("-c", "import torch; from gbmoe.cli import main; main(['--version']); assert not torch.cuda.is_initialized()"))
     assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
 
 
@@ -80,8 +82,8 @@ def test_output_that_nobody_reads_ends_quietly():
 
 
 def test_a_closed_output_is_no_error():
-    process = start(["--version"], stdout=None, call=("-c", "import os; os.close(1); os.execv(os.sys.executable, [os.sys.executable,"
-                                                            " '-m', 'gbmoe', '--version'])"))
+    closes = "import os; os.close(1); os.execv(os.sys.executable, [os.sys.executable, '-m', 'gbmoe', '--version'])"
+    process = start(["--version"], ("-c", closes), sys.executable, stdout=None)
     assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
 
 
@@ -93,7 +95,7 @@ def test_ctrl_c_while_torch_is_imported_ends_with_a_line(call, tmp_path):
     (tmp_path / "torch").mkdir()
     started = tmp_path / "started"
     (tmp_path / "torch" / "__init__.py").write_text(f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)")
-    process = start(["verify"], call, environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
+    process = start(["verify"], call, sys.executable, environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
     wait_until(started.exists)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("", "gbmoe verify: interrupted\n") and process.returncode == 130
@@ -102,7 +104,7 @@ def test_ctrl_c_while_torch_is_imported_ends_with_a_line(call, tmp_path):
 @pytest.mark.parametrize("importer", ["import gbmoe", "import sys; sys.argv = ['-m']; import gbmoe"])
 def test_importing_gbmoe_leaves_ctrl_c_to_the_program(importer):
     probe = f"import signal; {importer}; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    process = start([], ("-c", probe))
+    process = start([], ("-c", probe), python("torch"))
     assert process.communicate(timeout=120)[1] == "" and process.returncode == 0
 
 
@@ -167,7 +169,7 @@ def test_a_peer_and_what_it_started_end_with_the_benchmark(number, tmp_path):
     log = tmp_path / "log"
     process = start(["bench", "--suite", "smoke", "--device", "cpu", "--peers", "Slow", "--engines", "reference", "--timing", "bursts",
                      "--quick", "--config", 0, "--output", tmp_path / "parts"],
-                    BENCH, environment={"GBMOE_TEST_LOG": str(log), "TMPDIR": str(tmp_path)}, start_new_session=True)
+                    BENCH, sys.executable, environment={"GBMOE_TEST_LOG": str(log), "TMPDIR": str(tmp_path)}, start_new_session=True)
     wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
     peer, child = map(int, log.read_text().split())
     os.killpg(process.pid, number)
@@ -193,7 +195,7 @@ program()
 """
     process = start(["bench", "--suite", "smoke", "--device", "cpu", "--peers", "bmm", "--engines", "reference", "--timing", "bursts",
                      "--quick", "--config", 0, "--output", tmp_path / "parts"],
-                    ("-c", script), environment={"TMPDIR": str(tmp_path)}, start_new_session=True)
+                    ("-c", script), sys.executable, environment={"TMPDIR": str(tmp_path)}, start_new_session=True)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and err.splitlines()[-1] == "gbmoe bench: interrupted" and "Traceback" not in err
     assert not list(tmp_path.glob("gbmoe-bench-*"))

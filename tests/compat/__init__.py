@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
 from gbmoe.slot_map import SlotMap
+from tests.forked_python import python
 
 
 def assert_maps_agree(slots):
@@ -42,7 +42,7 @@ def in_a_fresh_process(code, hidden=()):
     """Run `code` in a new process in which the modules `hidden` cannot be imported; return what it puts into the dict `seen`."""
     prologue = f"import json, sys\nsys.modules.update(dict.fromkeys({tuple(hidden)!r}))\nseen = {{}}\n"
     code = prologue + textwrap.dedent(code) + "\nprint(json.dumps(seen))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([python("torch"), "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

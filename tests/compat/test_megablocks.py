@@ -26,6 +26,7 @@ from gbmoe.plan import RoutingPlan
 from gbmoe.testing import accuracy, exact_inputs
 from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_megablocks_needs_a_gpu
 from tests.conftest import assert_as_accurate_as, dtype_id
+from tests.forked_python import spawn
 
 if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("stk") is None:
     pytest.skip("MegaBlocks is not installed: python -m gbmoe install-megablocks", allow_module_level=True)
@@ -375,7 +376,7 @@ def test_expert_parallelism_is_that_of_grouped_and_of_one_process(tmp_path):
     world = 2
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(run_rank, (world, tmp_path / "store", results), nprocs=world)
+        spawn(run_rank, (world, tmp_path / "store", results), nprocs=world)
         results = dict(results)
     for mlp_type, experts in CASES:
         whole, args = make_parallel("gbmoe", False, mlp_type, experts)

@@ -80,6 +80,7 @@ def check_against_plain(function, plain, inputs, grad):
     return got
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "plain"])

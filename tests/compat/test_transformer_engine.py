@@ -203,6 +203,7 @@ def test_permute_and_unpermute_a_mask(device, shape, dtype, probs_kind):
         assert bool((got[2][~mask] == 0).all())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("align", ALIGNS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
@@ -410,6 +411,7 @@ def plain_sort(x, sizes, order):
     return torch.cat([chunks[i] for i in order.tolist()])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", [(64, 1, 7), (64, 2, 7), (100, 8, 16), (3, 2, 4), (0, 2, 4)], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("align", [None, *ALIGNS])

@@ -27,6 +27,7 @@ from gbmoe import Float8BlockScaling, engines
 from gbmoe.compat import transformers as adapter
 from gbmoe.testing import accuracy, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+from tests.forked_python import python, spawn
 
 transformers = pytest.importorskip("transformers", minversion="5.8", reason="needs transformers 5.8 or newer")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -510,7 +511,7 @@ def test_expert_parallelism_and_fully_shard_give_what_one_process_gives(tmp_path
     pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with it")
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(on_two_ranks, (tmp_path / "store", results), nprocs=2)
+        spawn(on_two_ranks, (tmp_path / "store", results), nprocs=2)
         results = dict(results)
     for rank in range(2):
         assert results[rank].keys() == {"all_reduce", "all_to_all", "fully_shard"}
@@ -600,7 +601,7 @@ def test_a_module_missing_under_transformers_is_not_said_to_be_a_version_too_old
 def test_import_alone_changes_nothing():
     probe = ("import sys, gbmoe.compat.transformers; assert 'transformers' not in sys.modules\n"
              "from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as table; assert 'gbmoe' not in table")
-    subprocess.run([sys.executable, "-c", probe], check=True)
+    subprocess.run([python("torch"), "-c", probe], check=True)
 
 
 def test_float8_experts():

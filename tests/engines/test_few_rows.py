@@ -15,7 +15,7 @@ from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs
 from gbmoe.tuning.tensor_core_tiles import LOW
 from tests.conftest import assert_as_accurate_as, dtype_id
-from tests.engines.test_tensor_core import device, device_named, devices, drawn, kernels, poisoned  # noqa: F401  (fixtures)
+from tests.engines.test_tensor_core import device, device_named, devices, drawn, poisoned  # noqa: F401  (fixtures)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [33] * 7 + [100, 0, 32], [5], [0, 0]],
@@ -79,6 +79,7 @@ def numbers_that_cancel(device, dtype, rows, inner, groups, columns):  # noqa: F
     return a.to(dtype), b.to(dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.memcheck
 @DTYPES
 @pytest.mark.parametrize("rows, inner", [(8, 1096), (8, 584), (8, 4168), (13, 2120), (21, 1096)])
@@ -177,6 +178,7 @@ def test_columns_that_are_no_multiple_of_8(few, dtype, sizes):
             assert bool(out[-1].isnan().all())
 
 
+@pytest.mark.pairs
 @pytest.mark.memcheck
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)

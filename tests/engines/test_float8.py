@@ -457,6 +457,7 @@ def step(layer, x):
     return {"out": out.detach(), "x": x.grad, **grads}
 
 
+@pytest.mark.pairs
 @DEVICES
 @ALL_RECIPES
 @pytest.mark.parametrize("changes", [{}, {"mlp_type": "mlp"}, {"activation_fn": F.mish}, {"moe_top_k": 8, "ffn_hidden_size": 80}],

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import shutil
 
 import pytest
 import torch
@@ -23,13 +22,6 @@ GROUPS = {"cuda": [SIZES, [1] * 300, [5000], [4096, 0, 2000, 3], [0, 9, 0], [0] 
           "cpu": [[70, 0, 1, 129, 0]]}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 TILES = {"wide": WIDE, "square": SQUARE, "low": LOW}
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("the emulated GPU needs g++")
-    return emulated_gpu.compile_kernels(tmp_path_factory.mktemp("emulated_gpu"))
 
 
 EMULATED = pytest.mark.xdist_group("emulated_gpu")  # the kernels are compiled once
@@ -83,6 +75,7 @@ def poisoned(*shape, dtype, device):
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("rows, inner, columns", [(1, 8, 8), (70, 72, 24), (300, 136, 264)])
 @pytest.mark.parametrize("config", [LOW, SQUARE, WIDE], ids=str)
 def test_without_sizes_one_group_has_all_rows(device, config, rows, inner, columns):
@@ -94,6 +87,7 @@ def test_without_sizes_one_group_has_all_rows(device, config, rows, inner, colum
     assert torch.equal(*results) and torch.equal(results[0], (a.double() @ b[0].double().t()).to(torch.bfloat16))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 @pytest.mark.parametrize("tile", TILES)
 def test_results_in_float32_are_the_sums_themselves(device, dtype, tile):
@@ -108,6 +102,7 @@ def test_results_in_float32_are_the_sums_themselves(device, dtype, tile):
         assert torch.equal(out[:rows].to(dtype), rounded[:rows]) and bool(out[rows:].isnan().all())
 
 
+@pytest.mark.pairs
 @EVERY_EMULATION
 @DTYPES
 @pytest.mark.parametrize("tile", TILES)
@@ -137,6 +132,7 @@ def test_rows_of_every_tile(device, dtype, tile):
                 assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all()), name
 
 
+@pytest.mark.pairs
 @EVERY_EMULATION
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -176,6 +172,7 @@ def test_more_groups_than_a_warp_has_lanes(device):
         assert_as_accurate_as(got, join(baseline).to(got.dtype), join(exact), name)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
 def test_up_of_every_activation(device, activation, glu):

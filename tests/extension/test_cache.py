@@ -6,7 +6,6 @@ import os
 import platform
 import pwd
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from gbmoe import extension
 from gbmoe.extension import cache, loader
 from tests.extension.toolkit_of_paper import again, why_not_loaded
+from tests.forked_python import python
 
 
 def test_without_home_and_passwd_entry_it_falls_back_and_says_so(toolkit, monkeypatch):
@@ -171,6 +171,6 @@ sys.exit(main(["build", "--arch", "9.0"]))
 
 def test_without_fcntl_gbmoe_is_imported_and_says_that_nothing_is_compiled():
     """It was imported at the top, and gbmoe could not be imported on Windows."""
-    done = subprocess.run([sys.executable, "-c", WINDOWS], capture_output=True, text=True)
+    done = subprocess.run([python("torch"), "-c", WINDOWS], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "gbmoe build: " in done.stderr

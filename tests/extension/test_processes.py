@@ -3,11 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.forked_python import python
 
 ROOT = Path(__file__).parent.parent.parent
 # Builds with a compiler that does not end, on any machine.
@@ -47,7 +48,7 @@ def test_a_build_that_is_ended_ends_its_compilers_and_leaves_no_files(tmp_path, 
     (tmp_path / "nvcc").write_text(ENDLESS_NVCC.format(home=tmp_path))
     (tmp_path / "nvcc").chmod(0o755)
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(tmp_path), handled], env=environment)
+    process = subprocess.Popen([python(), "-c", ENDLESS_BUILD, str(tmp_path), handled], env=environment)
     temporary = tmp_path / "temporary"
     try:
         while len(list((tmp_path / "pids").iterdir())) < 2 and process.poll() is None:

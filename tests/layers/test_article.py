@@ -95,6 +95,7 @@ def check(case, device, dtypes, bmm_fits=True):
                                       f"{case.name} {dtype_id(dtype)} {name} {what}")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", moe_shapes.NYU_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_scaled_down(device, case, dtype):

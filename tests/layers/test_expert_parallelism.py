@@ -10,6 +10,7 @@ import torch.nn.utils.prune
 
 import gbmoe
 from gbmoe.layers import Arguments
+from tests.forked_python import spawn
 
 TOKENS, HIDDEN = 12, 16
 
@@ -56,7 +57,7 @@ def results_of(tmp_path_factory):
     def start(world):
         with mp.Manager() as manager:
             results = manager.dict()
-            mp.spawn(worker, (world, tmp_path_factory.mktemp("ranks") / "store", results), nprocs=world)
+            spawn(worker, (world, tmp_path_factory.mktemp("ranks") / "store", results), nprocs=world)
             return dict(results)
 
     return start
@@ -110,6 +111,7 @@ def group_of_one():
     dist.destroy_process_group()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype, autocast", [
     (torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16), (torch.float32, torch.float16),
 ], ids=["float32", "bfloat16", "float16", "bfloat16 by autocast", "float16 by autocast"])
@@ -152,9 +154,9 @@ def ends_the_graph(h):
     return torch.tanh(h)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks, backend", [(1, "aot_eager"), (2, "eager")])
 @pytest.mark.parametrize("fields", [{}, {"activation_fn": ends_the_graph}], ids=["kernel", "callable"])
-def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
+def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields, backend):
     """Frames that are compiled and frames that are not had scaled them twice, or not at all; and where a graph ended between the scaled
     weights and their products, they were not scaled."""
     torch.manual_seed(0)
@@ -163,13 +165,13 @@ def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields):
         moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0, **fields))
     layer.experts.mlp.gradient_scale = 0.5
     gradients = []
-    for function in (layer, torch.compile(layer, backend="aot_eager")):
-        for tokens in (9, 10, 13):
+    for function in (layer, torch.compile(layer, backend=backend, dynamic=True)):
+        for tokens in (9, 13):
             layer.zero_grad()
             torch.manual_seed(tokens)
             function(torch.randn(tokens, 1, 16)).square().sum().backward()
             gradients.append([w.grad.clone() for w in layer.experts.mlp.parameters()])
-    for eager, compiled in zip(gradients[:3], gradients[3:]):
+    for eager, compiled in zip(gradients[:2], gradients[2:]):
         torch.testing.assert_close(compiled, eager)
 
 

@@ -118,6 +118,7 @@ def test_tf32_is_as_accurate_as_a_loop_in_float16(float32_products, tokens, hidd
         assert_as_accurate_as(got[what], baseline[what].float(), exact[what], what)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu_squared"])
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("hidden, ffn", [(136, 256), (136, 264), (200, 512), (72, 640), (200, 1024)])

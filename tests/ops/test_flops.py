@@ -1,7 +1,6 @@
 """torch.utils.flop_counter sees every product of the experts, and counts as it counts torch's own."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import gbmoe
 from gbmoe import RoutingPlan
 from gbmoe.layers import Arguments
 from gbmoe.testing import exact_inputs
+from tests.forked_python import python
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 10, 32, 48, 4, 2
 PRODUCT = 2 * TOKENS * TOP_K * HIDDEN * FFN  # between all slots and a weight
@@ -88,7 +88,7 @@ COUNTER = "from torch.utils.flop_counter import FlopCounterMode"
 
 
 def printed(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([python("torch"), "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -14,6 +14,7 @@ from gbmoe.ops.batch_sizes import _sizes_fill
 from gbmoe.problem import Problem
 from gbmoe.testing import accuracy, exact_inputs, moe_shapes
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+from tests.forked_python import python
 
 LAYOUTS = {"a@b": (False, False), "a@b.T": (False, True), "a.T@b": (True, False)}
 
@@ -343,7 +344,7 @@ out = gbmoe.gmm(a, b, torch.tensor([7, 200, 0, 93]), engine="{engine}")
 grad, = torch.autograd.grad(out, b, out.detach())
 print(hashlib.sha256(torch.cat([out.flatten(), grad.flatten()]).detach().cpu().view(torch.int16).numpy().tobytes()).hexdigest())
 """
-    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ})
+    runs = [subprocess.run([python(device=device), "-c", program], capture_output=True, text=True, check=True, env={**os.environ})
             for _ in range(2)]
     assert runs[0].stdout == runs[1].stdout != ""
 

@@ -90,6 +90,7 @@ def test_every_engine_is_as_accurate_as_a_loop(engine_on, dtype, glu, activation
         assert_as_accurate_as(got[what], baseline[what], exact[what], what)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("weighted", [False, True], ids=["sum", "weighted"])
 @pytest.mark.parametrize("hidden, ffn", [(136, 256), (200, 512), (72, 640), (1600, 264)])
 def test_many_tiles(engine_on, hidden, ffn, weighted):

@@ -1,7 +1,6 @@
 """padded_gather and padded_scatter: forward and gradients, in every dtype, on poisoned memory."""
 
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from gbmoe import RoutingPlan
 from gbmoe.kernels import plain_torch
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
+from tests.forked_python import python
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -29,6 +29,7 @@ def make_plan(tokens, experts, top_k, device, align=1, drop=True, skew=1.0):
     return RoutingPlan.from_experts(ids, experts, align=align)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("align", [1, 16, 128])
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
@@ -42,6 +43,7 @@ def test_gather_is_a_copy_to_the_bit(device, shape, align, dtype):
     assert bool((out[plan.slot_of_row_P < 0] == 0).all())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
@@ -442,5 +444,5 @@ for _ in range(100):
     assert all((a == b).all() for a, b in zip(first, route_and_back(*path_inputs(5, "{device.type}"), 0.5)))
 print(hashlib.sha256(b"".join(t.float().cpu().numpy().tobytes() for t in first)).hexdigest())
 """
-    runs = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT) for _ in range(2)]
+    runs = [subprocess.run([python(device=device), "-c", program], capture_output=True, text=True, check=True, cwd=ROOT) for _ in range(2)]
     assert runs[0].stdout == runs[1].stdout != ""

@@ -45,6 +45,7 @@ def distinct_logits(tokens, experts, dtype, device, seed=1):
     return (torch.exp2(exponent.float()) * (1 + mantissa.float() / 128) * 0.25).to(dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("p", [None, 1.0, 2.0, 3.0, math.inf])
@@ -118,6 +119,7 @@ def by_sorting(logits, top_k):
     return logits.double().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("experts, top_k", HARD_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32-scores"])

@@ -1,6 +1,4 @@
 """Starts ranks as processes of their own (gloo, on CPUs), some of which may die, and collects what the others return.
-
-Processes are forked from one that has imported torch, which takes longer than what they do.
 """
 
 import multiprocessing
@@ -12,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.forked_python import multiprocessing_with_it
+
 LIMIT_SECONDS = 120
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.nn", "gbmoe.parallel.training"])
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
 def join(rank: int, world: int, folder: Path, timeout: float) -> None:
@@ -42,8 +41,9 @@ def run(worker, world: int, folder: Path, *arguments, timeout: float = 30.0, han
     """What worker(rank, *arguments) returns on each rank, in processes with a default group of that timeout; None for ranks that ended
     without it, and for the one that hangs, which is killed when all others have ended."""
     processes = [_CONTEXT.Process(target=_rank, args=(worker, rank, world, folder, timeout, arguments)) for rank in range(world)]
-    for process in processes:
-        process.start()
+    with multiprocessing_with_it():
+        for process in processes:
+            process.start()
     until = time.monotonic() + LIMIT_SECONDS
     for rank, process in enumerate(processes):
         if rank != hangs:

@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.forked_python import spawn
 from tests.parallel import test_exchange, test_training
 from tests.parallel.test_exchange import GLU, TOLERANCE, Case, chosen, experts_alone, inputs, make, run, shard_of, train
 
@@ -52,7 +52,7 @@ def worker(rank, store, folder):
 def ran(tmp_path_factory):
     """What each process found."""
     folder = tmp_path_factory.mktemp("eight_ranks")
-    mp.spawn(worker, (folder / "store", folder), nprocs=8)
+    spawn(worker, (folder / "store", folder), nprocs=8)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(8)]
 
 

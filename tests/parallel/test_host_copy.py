@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from gbmoe.parallel import groups, host_copy
+from tests.forked_python import spawn
 
 TIMEOUT = 6
 
@@ -28,7 +28,7 @@ def hanging(rank, store, folder):
 
 
 def test_a_rank_that_hangs_is_named_before_the_timeout(tmp_path):
-    mp.spawn(hanging, (tmp_path / "store", tmp_path), nprocs=3)
+    spawn(hanging, (tmp_path / "store", tmp_path), nprocs=3)
     for rank in (0, 2):
         error, seconds = torch.load(tmp_path / f"{rank}.pt")
         assert error == (f"expert parallelism: exchange with ranks 0, 1, 2 of the group (this is rank {rank}; rank 1 did not report it,"

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import torch.nn.utils.prune as prune
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +22,7 @@ from torch.nn.utils import parametrizations
 import gbmoe
 from gbmoe.layers import Arguments
 from gbmoe.parallel import training
+from tests.forked_python import spawn
 
 pytestmark = pytest.mark.xdist_group("parallel_training")  # one start serves all tests
 
@@ -360,7 +360,7 @@ def ran(request, tmp_path_factory):
     if request.param == "cuda" and torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs, this machine has {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("training")
-    mp.spawn(worker, (folder / "store", request.param, folder), nprocs=WORLD)
+    spawn(worker, (folder / "store", request.param, folder), nprocs=WORLD, device=request.param)
     return request.param, folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

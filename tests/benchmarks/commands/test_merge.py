@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from gbmoe.cli import main
 from gbmoe.cli.bench import result_file
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import content, layer_row
+from tests.forked_python import python
 
 SMOKE = ["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--peers", "none"]
 
@@ -146,7 +146,7 @@ def test_results_of_two_suites_are_not_joined(tmp_path, capsys):
 
 def test_a_killed_part_leaves_no_file(tmp_path):
     """Killed at any moment: the part is either whole or not there."""
-    command = [sys.executable, "-m", "gbmoe", *SMOKE, "--config", "2", "--output", str(tmp_path)]
+    command = [python(), "-m", "gbmoe", *SMOKE, "--config", "2", "--output", str(tmp_path)]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     for line in running.stderr:
         if line.startswith("[1/"):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from benchmarks.measurements.parallel_layer import Part
 from benchmarks.results import reading
@@ -19,6 +18,7 @@ from gbmoe.layers import dmoe, expert_weights
 from gbmoe.testing.moe_shapes import MoeCase
 from tests.cli.bench.rows import ROUNDED
 from tests.cli.bench.running.test_peer_process import TIMES
+from tests.forked_python import python, spawn
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ["bench", "--suite", "parallel", "--device", "cpu", "--quick"]
@@ -28,7 +28,7 @@ BENCH = ["bench", "--suite", "parallel", "--device", "cpu", "--quick"]
 def ran(tmp_path_factory):
     """What torchrun's two processes printed, and the result file."""
     file = tmp_path_factory.mktemp("parallel") / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gbmoe", *BENCH,
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gbmoe", *BENCH,
                "--json", str(file)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=file.parent, capture_output=True, text=True, timeout=550)
@@ -147,7 +147,7 @@ def rank_with_faults(rank, folder, ports):
 
 
 def test_a_rank_that_is_wrong_has_no_time_on_any(tmp_path):
-    mp.spawn(rank_with_faults, (str(tmp_path), [free_port() for _ in FAULTS]), nprocs=2)
+    spawn(rank_with_faults, (str(tmp_path), [free_port() for _ in FAULTS]), nprocs=2)
     for name, (_, _, *outcomes, problem) in FAULTS.items():
         assert [(tmp_path / f"{name} {rank}").read_text() for rank in range(2)] == ["1", "1"]
         rows = {row["name"]: row for row in json.loads((tmp_path / name / "parallel-0000.json").read_text())["rows"]}

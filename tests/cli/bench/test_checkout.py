@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gbmoe.cli import main
 from gbmoe.cli.bench import checkout
+from tests.forked_python import python
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,8 +27,8 @@ def wheel(tmp_path_factory):
 
 def called(arguments, path, folder, **more):
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run([sys.executable, "-m", "gbmoe", "bench", *arguments], cwd=folder, env=environment, capture_output=True, text=True,
-                          timeout=300)
+    command = [python("torch"), "-m", "gbmoe", "bench", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("arguments, what", [

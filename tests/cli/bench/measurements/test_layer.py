@@ -1,5 +1,6 @@
 """Layers: what a row's numbers are, and that samples find what is wrong."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -27,8 +28,8 @@ def test_flops_are_those_of_the_products():
     assert ProductMeasurement(case, "bmm", None, "equal", "forward").flops() == 2 * 10 * 2 * 3 * 5
 
 
-@pytest.mark.parametrize("case", moe_shapes.NEWER_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case, dtype", zip(moe_shapes.NEWER_CASES, itertools.cycle([torch.float32, torch.bfloat16])),
+                         ids=lambda value: getattr(value, "name", str(value)))
 def test_layers_of_newer_models_are_right(case, dtype):
     """Up to 896 experts and top 16; most experts have no token here."""
     row = measure(LayerMeasurement(moe_shapes.scaled_down(case), "gbmoe", "auto", "skewed", "forward+backward"),
