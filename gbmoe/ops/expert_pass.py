@@ -3,8 +3,9 @@
     forward:   rows -> up -> (h, g saved) -> activation -> down -> sums of each token's rows
     backward:  gradients of rows -> gradient of the activation -> gradient of w2, of x, of v1 and w1
 
-Where rows come from, and where sums go, is a Transport (gbmoe/ops/local_transport.py), and neither function knows which one it has. Rows
-that an all-to-all brings (gbmoe/parallel/exchange.py) are tokens of the local transport: trips of their own lie before and after it.
+Where rows come from, and where sums go, is a Transport, and neither function knows which one it has: tokens of this process
+(gbmoe/ops/local_transport.py), or of all ranks that map each other's memory (gbmoe/parallel/peer_transport.py). Rows that an all-to-all
+brings (gbmoe/parallel/exchange.py) are tokens of the local transport: trips of their own lie before and after it.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan, Y bytes.
 """
@@ -27,10 +28,12 @@ class Transport(ABC):
     Attributes:
         dtype: of the tokens.
         weights_TK: the router weights of the slots whose rows these are, or None where every slot counts once.
+        gives_back_first: whether dx is computed before the gradient of w2, because it takes time to arrive. It takes more memory.
     """
 
     dtype: torch.dtype
     weights_TK: torch.Tensor | None
+    gives_back_first = False
 
     @abstractmethod
     def rows(self) -> GatheredRows:
@@ -66,8 +69,8 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Which gradients are needed."""
+class Gradients:
+    """Which gradients backward is to compute."""
 
     x: bool
     weights: bool
@@ -139,9 +142,9 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
     return t.combine(y_PH), h_PF, g_PF
 
 
-def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, need: Needs,
+def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, wanted: Gradients,
              scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed; dw1, dw2 and dv1 times `scale`.
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted; dw1, dw2 and dv1 times `scale`.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -158,7 +161,7 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.
     """
     w2 = weights.backward(experts, "w2")
-    scales = scale != 1 and (need.w1 or need.w2 or need.v1)
+    scales = scale != 1 and (wanted.w1 or wanted.w2 or wanted.v1)
     # float16 has too few exponents for a bit to be kept.
     folds = scales and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
     rows_scale, left = (scale, 1.0) if folds else (1.0, scale)
@@ -169,28 +172,32 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     h_PF, g_PF = saved.take()
     a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
     del h_PF, g_PF, w2, weights_TK
-    if need.weights:
+    if wanted.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
     dw1 = dw2 = dv1 = None
 
-    if need.w2:
+    if t.gives_back_first:
+        if wanted.x:
+            _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
+        dh = dg = None
+    if wanted.w2:
         dw2 = _scaled(experts.weight_gradient(a_PF, dz, sizes_E), left)
     del a_PF, dz
-    if need.x:
+    if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
     del dh, dg
     weights.forget()
-    if need.w1 or need.v1:
+    if wanted.w1 or wanted.v1:
         x = t.rows_again()
-        both = experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E) if need.w1 and need.v1 and dg_PF is not None else None
+        both = experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E) if wanted.w1 and wanted.v1 and dg_PF is not None else None
         if both is not None:
             dw1, dv1 = (_scaled(gradient, left) for gradient in both)
         else:
-            if need.v1 and dg_PF is not None:
+            if wanted.v1 and dg_PF is not None:
                 dv1 = _scaled(experts.weight_gradient(dg_PF, x, sizes_E), left)
             del dg_PF
-            if need.w1:
+            if wanted.w1:
                 dw1 = _scaled(experts.weight_gradient(dh_PF, x, sizes_E), left)
     return *t.arrived(), dw1, dw2, dv1
 

@@ -21,7 +21,7 @@ from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
-from gbmoe.ops.expert_pass import Needs, Saved, Weights
+from gbmoe.ops.expert_pass import Gradients, Saved, Weights
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
@@ -178,12 +178,13 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activ
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation, engine,
               scale, need_x, need_weights, need_w1, need_w2, need_v1):
     saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1]
-    grads = _gradients(grad, saved, activation, engine, scale, Needs(need_x, need_weights, need_w1, need_w2, need_v1))
+    grads = _gradients(grad, saved, activation, engine, scale, Gradients(need_x, need_weights, need_w1, need_w2, need_v1))
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, need: Needs) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed. `saved` is the list of the tensors that forward saved. It is
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, wanted: Gradients,
+               ) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted. `saved` is the list of the tensors that forward saved. It is
     emptied, so that each is free again as soon as it has been used, unless the caller has other references to it."""
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1 = saved[:8]
     of_forward = Saved(saved[8], None if v1 is None else saved[9])
@@ -192,7 +193,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, sc
     experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
     saved.clear()
     del x, weights, w1, w2, v1  # copies that autocast made of weights are held by nothing else
-    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, need, scale)
+    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, scale)
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation,
@@ -223,7 +224,7 @@ def _autograd_backward(ctx, grad, *_):
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
         # unless it was asked to retain the graph.
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, Needs(*wanted.values()))
+        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, Gradients(*wanted.values()))
     for (position, needed), value in zip(wanted.items(), computed):
         grads[position] = value if needed else None
     return tuple(grads)

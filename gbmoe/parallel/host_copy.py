@@ -21,14 +21,17 @@ class HostCopy:
     """A copy of numbers to the host that the device makes while it goes on with other work."""
 
     def __init__(self, numbers: torch.Tensor):
+        if numbers.device.type != "cuda":
+            self._copy, self._there = numbers.detach().clone(), torch.cpu.Event()
+            return
         self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
         self._there = torch.cuda.Event()
         self._there.record()
 
-    def wait(self, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def wait(self, group: dist.ProcessGroup | None, look: Callable[[], None] | None = None) -> torch.Tensor:
         """Wait for the numbers, which depend on all ranks of `group`. Raises CollectiveFailed as wait_for_ranks does."""
-        wait_for_ranks(self._there.query, group)
+        wait_for_ranks(self._there.query, group, look)
         return self._copy
 
     def if_there(self) -> torch.Tensor | None:
@@ -50,8 +53,9 @@ def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
-    """Wait until `there` says so, shortly before the group's timeout at the longest.
+def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None, look: Callable[[], None] | None = None) -> None:
+    """Wait until `there` says so, shortly before the group's timeout at the longest. Meanwhile `look` is called again and again; what it
+    raises ends the wait.
 
     NCCL's watchdog ends the process at the timeout without saying which rank it waited for; until then the ranks that wait can
     still call each other.
@@ -64,6 +68,8 @@ def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -
     begin = time.monotonic()
     with groups.Waiting(group):
         while not there():
+            if look is not None:
+                look()
             waited = time.monotonic() - begin
             if waited > limit:
                 raise groups.failure(group, f"no answer within {limit:.0f} s")
