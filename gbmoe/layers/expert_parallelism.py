@@ -180,7 +180,8 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
 
 def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, layer) -> torch.Tensor:
     """out [T,H] with rows that are pulled from other ranks' memory."""
-    weights, scale = experts.weights_EFH(), experts.gradient_scale
+    weights: Any = experts.weights_EFH()
+    scale = experts.gradient_scale
     if not scales_exactly(scale, x_TH.dtype):
         weights, scale = with_scaled_gradients(scale, *weights), 1.0
     # Autocast may have lowered x's dtype, to which weights are cast. Such copies are not in the weights' memory.
@@ -188,9 +189,9 @@ def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where
     own = experts.args  # `args` may be MegaBlocks'
     engine = engines.batch_invariant(own.engine, x_TH.device) if own.batch_invariant else own.experts_engine
     keep_weights = keeps_weights(own.fp8_recipe, uncast)
-    w1_EFH, w2_EFH, v1_EFH = (None if w is None else w.to(x_TH.dtype) for w in weights)
-    return peer_experts(x_TH, experts_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, str(activation_name(args.activation_fn)), engine, where,
-                        meanwhile, scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=own.keep_gathered_rows)
+    cast: Any = [w if w is None else w.to(x_TH.dtype) for w in weights]
+    return peer_experts(x_TH, experts_TK, weights_TK, *cast, str(activation_name(args.activation_fn)), engine, where, meanwhile,
+                        scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=own.keep_gathered_rows)
 
 
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:

@@ -144,7 +144,8 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
 
 def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, wanted: Gradients,
              scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted; dw1, dw2 and dv1 times `scale`.
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted; dw1, dw2 and dv1 times `scale`, which is 1 where none of them is
+    wanted, on any rank from which the transport brings rows.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -161,9 +162,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.
     """
     w2 = weights.backward(experts, "w2")
-    scales = scale != 1 and (wanted.w1 or wanted.w2 or wanted.v1)
     # float16 has too few exponents for a bit to be kept.
-    folds = scales and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
+    folds = scale != 1 and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
     rows_scale, left = (scale, 1.0) if folds else (1.0, scale)
     dz = t.gradient_rows()
     weights_TK = t.weights_TK

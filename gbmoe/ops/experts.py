@@ -193,6 +193,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, sc
     experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
     saved.clear()
     del x, weights, w1, w2, v1  # copies that autocast made of weights are held by nothing else
+    scale = scale if wanted.w1 or wanted.w2 or wanted.v1 else 1.0
     return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, scale)
 
 

@@ -121,9 +121,11 @@ def count(layer: int, path: str, group: dist.ProcessGroup | None, in_graph: bool
     return ranks.pass_
 
 
-def count_backward(layer: int, group: dist.ProcessGroup | None) -> None:
-    """A pass of backward begins, of which the next forward tells the other ranks."""
-    _of(group)[1].backward.append(layer)
+def count_backward(layer: int, group: dist.ProcessGroup | None) -> int:
+    """A pass of backward begins, of which the next forward tells the other ranks. Returns how many forwards this rank has begun."""
+    _, ranks = _of(group)
+    ranks.backward.append(layer)
+    return ranks.passes
 
 
 def go_on(passes: int, group: dist.ProcessGroup | None) -> None:

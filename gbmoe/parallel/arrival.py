@@ -82,13 +82,15 @@ class Arrived:
         own_C = min(C, rounded_up(max(self.tokens_W)))
         if own_C == C:
             return self
-        row_of_slot_SK, *weights_SK = (None if t is None else t.view(W, C, K)[:, :own_C].reshape(-1, K)
-                                       for t in (self.slots.row_of_slot_TK, self.weights_SK))
+
+        def cut(t_SK: torch.Tensor) -> torch.Tensor:
+            return t_SK.view(W, C, K)[:, :own_C].reshape(-1, K)
+
         slot_P = self.slots.slot_of_row_P
         slot_of_row_P = torch.where(slot_P >= 0, slot_P - slot_P // (C * K) * ((C - own_C) * K), slot_P)
         regions = self.memory.regions(replace(layout, tokens=own_C))
-        return replace(self, regions=regions, slots=SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P),
-                       weights_SK=weights_SK[0])
+        return replace(self, regions=regions, slots=SlotMap(row_of_slot_TK=cut(self.slots.row_of_slot_TK), slot_of_row_P=slot_of_row_P),
+                       weights_SK=None if self.weights_SK is None else cut(self.weights_SK))
 
 
 class Arrival:
@@ -109,13 +111,14 @@ class Arrival:
         self._offsets_E1: torch.Tensor | None = None  # on the host, where the host waits for them
         tokens, bounded = ids_TK.size(0), where.rows is not None
         # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
-        self._layers = (ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact, *["rows are bounded"] * bounded)
+        kind = ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact
+        self._layers = (*kind, "rows are bounded") if bounded else kind
         self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
         self._pass = memory.announce(layer, self._path(), records)
         if bounded and not capturing(x_TH.device):
             memory.report.look()
         if memory.capacity(self._layers) == 0:
-            memory.reserve(self._layers, tokens)
+            memory.reserve(self._layers, max(tokens, memory.capacity(kind)))
         capacity = memory.capacity(self._layers)
         require(not bounded or tokens <= capacity, "peer_experts", "x",
                 f"at most {capacity} tokens, the room made at the first call (with a bounded number of rows it cannot grow, because"
@@ -125,8 +128,8 @@ class Arrival:
     def _path(self) -> str:
         """How rows travel, and in what form: equal on all ranks."""
         where, weighted = self._where, "without" if self._weights_TK is None else "with"
-        return (f"mapped memory of {self._x_TH.size(1)} x {self._x_TH.dtype} a row and {self._ids_TK.size(1)} slots a token, {weighted} router"
-                f" weights, {where.experts} experts in {where.shards} shards{', one row a slot' if where.exact else ''}"
+        return (f"mapped memory of {self._x_TH.size(1)} x {self._x_TH.dtype} a row and {self._ids_TK.size(1)} slots a token, {weighted}"
+                f" router weights, {where.experts} experts in {where.shards} shards{', one row a slot' if where.exact else ''}"
                 f"{'' if where.rows is None else ', rows bounded'}")
 
     def _begin(self) -> None:
@@ -196,7 +199,7 @@ class Arrival:
         """The headers of all ranks and this rank's offsets, on the host, once the headers are of one pass."""
         assert self._on_host is not None
         ranks = self._memory.ranks
-        numbers = self._on_host.wait(self._where.group, self._memory.board.look)
+        numbers = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
         headers_WN = numbers[: ranks * peers.HEADER_NUMBERS].view(ranks, peers.HEADER_NUMBERS)
         if len(set(headers_WN[:, peers.DIGEST].tolist())) > 1:
             self._memory.refuse()

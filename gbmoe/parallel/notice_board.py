@@ -32,8 +32,8 @@ _WORD, _FIRST_WORDS, _WORDS, _TEXT = 8, 8, 16, 4096
 _BYTES = _WORDS * _WORD + 2 * _TEXT  # of one rank: its words, what it does, and why it failed
 _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, where the system has it as a folder
 # The words of a rank. The first CHANNELS count barriers that it has begun.
-_MEETINGS, _SAID, _NUMBER, _DIGEST = 2, 3, 5, 6
-_RECOVERS, _RECOVERED, _FAILED, _LOST, _WAS_LATE, _DIFFERS = 7, 8, 9, 10, 11, 12
+_MEETINGS, _SAID, _NUMBER, _DIGEST, _FORWARDS = 2, 3, 5, 6, 8  # _SAID and _DIGEST are two: of even and of odd numbers
+_RECOVERS, _RECOVERED, _FAILED, _LOST, _WAS_LATE, _DIFFERS = 9, 10, 11, 12, 13, 14
 
 
 class PassLost(CollectiveFailed):
@@ -58,24 +58,27 @@ class NoticeBoard:
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
-    def begins(self, number: int, digest: int, text: str) -> None:
-        """This rank begins the pass of this number; `digest` and `text` are what must be equal on all ranks."""
+    def begins(self, forwards: int, digest: int, text: str) -> None:
+        """This rank begins a pass, forward or backward; `digest` and `text` are what must be equal on all ranks. It has then begun so many
+        forwards."""
         self._write(0, text)
-        self._words[self._mine + _DIGEST] = digest
-        self._words[self._mine + _NUMBER] = number
+        words, at = self._words, self._mine
+        number = words[at + _NUMBER] + 1
+        words[at + _FORWARDS] = forwards
+        words[at + _DIGEST + number % 2] = digest
+        words[at + _NUMBER] = number
 
     def texts(self) -> list[str]:
         """What each rank has said last of the pass that it makes."""
         return [self._read(rank, 0) for rank in range(self.ranks)]
 
     def differ(self) -> bool:
-        """Whether a rank makes another pass than this one, with the same number."""
-        words, number, digest = self._words, self._words[self._mine + _NUMBER], self._words[self._mine + _DIGEST]
-        return any(words[at + _DIGEST] != digest and words[at + _NUMBER] == number for at in self._at)
-
-    def latest(self) -> int:
-        """The largest number of a pass that any rank has begun."""
-        return max(self._words[at + _NUMBER] for at in self._at)
+        """Whether a rank makes another pass than this one, with the same number; once no rank is in an earlier one, so that all see the
+        same."""
+        words, number = self._words, self._words[self._mine + _NUMBER]
+        at_once = [(words[at + _NUMBER], words[at + _DIGEST + number % 2], words[at + _NUMBER]) for at in self._at]
+        digests = {digest for before, digest, after in at_once if before == after == number}
+        return len(digests) > 1 and all(before >= number for before, *_ in at_once)
 
     # -------------------------------------------------------------------------------------------------------- failures
 
@@ -89,35 +92,56 @@ class NoticeBoard:
         words, at = self._words, self._mine
         differ = isinstance(error, ValueError) and str(error).startswith(agreement.PASSES_DIFFER)
         if words[at + _FAILED] <= self.epoch:
-            self._write(1, str(error) if differ else f"{type(error).__name__}: {error}")
-            words[at + _LOST], words[at + _WAS_LATE] = words[at + _NUMBER], isinstance(error, CollectiveFailed)
+            late = isinstance(error, CollectiveFailed)
+            self._write(1, str(error) if differ or late else f"{type(error).__name__}: {error}")
+            words[at + _LOST], words[at + _WAS_LATE] = words[at + _NUMBER], late
             words[at + _DIFFERS] = differ
             words[at + _FAILED] = self.epoch + 1
         words[0] = self.epoch + 1
         self.told = True
 
     def check(self) -> None:
-        """Raise, once for each failure, where a rank has left a pass early that this rank makes too.
+        """Raise, once for each failure, where a rank has left the pass early that this rank makes, or an earlier one.
 
         Raises:
             ValueError: where ranks made different passes.
+            CollectiveFailed: where others gave up waiting for ranks; it names these.
             PassLost: otherwise. It says which rank failed, and why.
         """
-        if not self.is_broken or self.told:
-            return
+        if self.is_broken and not self.told:
+            self._raise_for(self._failed_until(self._words[self._mine + _NUMBER]))
+
+    def must_recover(self) -> bool:
+        """Whether all ranks have to meet before the pass that this rank is about to begin. Raises as `check` does where that pass is lost."""
+        if not self.is_broken:
+            return False
+        if not self.told:
+            self.check()
+            failed = self._failed_until(self._words[self._mine + _NUMBER] + 1)
+            # A rank that is late has lost nothing where the others gave up waiting for it before it began the pass.
+            self._raise_for([rank for rank in failed if not self._words[self._at[rank] + _WAS_LATE]])
+            return bool(failed)  # otherwise another rank is ahead, and failed in a later pass
+        return True
+
+    def _failed_until(self, number: int) -> list[int]:
+        """The ranks that have failed in this epoch, in a pass up to this one: all ranks can still end those before."""
         words = self._words
-        failed = [rank for rank, at in enumerate(self._at) if words[at + _FAILED] > self.epoch]
-        # A rank that is late has lost nothing where the others gave up waiting for it before it began the pass.
-        mine = words[self._mine + _NUMBER]
-        failed = [rank for rank in failed if not words[self._at[rank] + _WAS_LATE] or words[self._at[rank] + _LOST] <= mine]
+        return [rank for rank, at in enumerate(self._at) if words[at + _FAILED] > self.epoch and words[at + _LOST] <= number]
+
+    def _raise_for(self, failed: list[int]) -> None:
         if not failed:
             return
+        words = self._words
         self.told = True
-        causes = {self._read(rank, 1): None for rank in failed if words[self._at[rank] + _DIFFERS]}
-        if causes:
-            raise ValueError(next(iter(causes)))
+        differ = [rank for rank in failed if words[self._at[rank] + _DIFFERS]]
+        if differ:
+            raise ValueError(self._read(differ[0], 1))
+        left = [rank for rank in failed if not words[self._at[rank] + _WAS_LATE]]
+        if not left:
+            with groups.Waiting(self._group):
+                raise groups.failure(self._group, self._read(failed[0], 1))
         names = dist.get_process_group_ranks(self._group)
-        each = "; ".join(f"rank {names[rank]} ended a pass early: {self._read(rank, 1)}" for rank in failed)
+        each = "; ".join(f"rank {names[rank]} ended a pass early: {self._read(rank, 1)}" for rank in left)
         raise PassLost(f"expert parallelism over mapped memory: {each}. What this rank has computed since with layers whose experts are"
                        " spread over this group may hold anything")
 
@@ -149,6 +173,7 @@ class NoticeBoard:
         words[at + _SAID + number % 2] = said
         words[at + _MEETINGS] = number
         self._wait(lambda: all(words[of + _MEETINGS] >= number for of in self._at), self.look)
+        self.look()  # ranks that never waited may have met in different passes
         return [words[of + _SAID + number % 2] for of in self._at]
 
     def look(self) -> None:
@@ -157,8 +182,9 @@ class NoticeBoard:
         if self.differ():
             raise agreement.refusal(self.texts(), self._group)
 
-    def recover(self, close: Callable[[], None]) -> None:
-        """Meet all ranks after a failure, call `close` when none of them begins a barrier any more, and meet them again.
+    def recover(self, close: Callable[[], None]) -> int:
+        """Meet all ranks after a failure, call `close` when none of them begins a barrier any more, and meet them again. Returns the most
+        forwards that any of them has begun until then.
 
         Raises:
             CollectiveFailed: where ranks do not come; it names them.
@@ -167,11 +193,14 @@ class NoticeBoard:
         words[at + _RECOVERS] = epoch
         self._wait(lambda: all(words[of + _RECOVERS] >= epoch for of in self._at))
         close()
-        latest, meetings = self.latest(), max(words[of + _MEETINGS] for of in self._at)
+        agreed = {word: max(words[of + word] for of in self._at) for word in (_NUMBER, _FORWARDS, _MEETINGS)}
         words[at + _RECOVERED] = epoch
         self._wait(lambda: all(words[of + _RECOVERED] >= epoch for of in self._at))
-        words[at + _DIGEST], words[at + _NUMBER], words[at + _MEETINGS] = 0, latest, meetings
+        words[at + _DIGEST] = words[at + _DIGEST + 1] = 0
+        for word, number in agreed.items():
+            words[at + word] = number
         self.epoch, self.told = epoch, False
+        return agreed[_FORWARDS]
 
     def _wait(self, there: Callable[[], bool], look: Callable[[], None] | None = None) -> None:
         def asked() -> bool:
@@ -179,7 +208,7 @@ class NoticeBoard:
                 return True
             time.sleep(_PAUSE_SECONDS)  # ranks may be more than the host's cores
             return False
-        wait_for_ranks(asked, self._group, look)
+        wait_for_ranks(asked, self._group, look, None if look is None else self.fail)
 
     # ----------------------------------------------------------------------------------------------------------- texts
 

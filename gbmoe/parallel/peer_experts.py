@@ -143,5 +143,6 @@ class _PeerExperts(torch.autograd.Function):
             transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PH=rows_PH,
                                       pulls_again=rows_PH is None and (own[2] or own[4]))
             del rows_PH, grad_TH
-            gradients = expert_pass.backward(transport, experts, weights, sizes_E, call.activation, of_forward, wanted, call.gradient_scale)
+            scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
+            gradients = expert_pass.backward(transport, experts, weights, sizes_E, call.activation, of_forward, wanted, scale)
         return *(gradient if needed else None for gradient, needed in zip(gradients, own)), *[None] * 5

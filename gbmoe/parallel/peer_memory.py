@@ -140,6 +140,7 @@ class PeerMemory:
         self._side: Any = None
         self._begun = [0] * CHANNELS  # barriers outside of graphs, by channel
         self._in_pass = False
+        self._described: dict[str, str] = {}  # the last forward, in words
 
     @property
     def _handle(self) -> Any:
@@ -195,10 +196,7 @@ class PeerMemory:
         mapper = MAPPERS[self.device.type]()
         self._synchronize()
         self.board.meet(needed)  # afterwards no device reads the old memory
-        old, self._allocation = self._allocation, None
-        if old is not None and old.captured:
-            self._kept.append(old)
-        del old
+        self._set_aside()
         own = mapper.empty(needed, dtype=torch.uint8, device=self.device)
         self.board.meet(needed)  # no rank has run out of memory
         with groups.Waiting(self.group):
@@ -213,7 +211,7 @@ class PeerMemory:
         stream.wait_stream(self.side_stream())
         done = torch.cuda.Event() if self.device.type == "cuda" else torch.cpu.Event()
         done.record(stream)
-        wait_for_ranks(done.query, self.group, self.board.check)
+        wait_for_ranks(done.query, self.group, self.board.check, self.board.fail)
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
@@ -235,7 +233,7 @@ class PeerMemory:
         self._in_pass = True
         try:
             if backward_of is not None:
-                agreement.count_backward(backward_of, self.group)
+                self._announce_backward(backward_of)
             yield
             self.end()
         except BaseException as error:
@@ -256,8 +254,7 @@ class PeerMemory:
 
     def _begin(self) -> None:
         capturing = self._capturing()
-        if self.board.is_broken and not capturing:
-            self.board.check()
+        if not capturing and self.board.must_recover():
             self._recover()
         stream = self.stream()
         # A graph is replayed on streams that are not known here.
@@ -267,8 +264,14 @@ class PeerMemory:
     def announce(self, layer: int, path: str, records: bool) -> agreement.Pass:
         """Count a forward, and tell the other ranks' hosts what it is."""
         pass_ = agreement.count(layer, path, self.group, records=records)
-        self.board.begins(pass_.number, pass_.digest_of_all(), json.dumps(pass_.described()))
+        self._described = pass_.described()
+        self.board.begins(pass_.number, pass_.digest_of_all(), json.dumps({**self._described, "pass": "forward"}))
         return pass_
+
+    def _announce_backward(self, layer: int) -> None:
+        """Tell the other ranks' hosts of a backward. Their devices do not look at it: the next forward's header tells of it, too."""
+        forwards = agreement.count_backward(layer, self.group)
+        self.board.begins(forwards, -layer, json.dumps({**self._described, "layer": repr(layer), "pass": "backward"}))
 
     def refuse(self) -> None:
         """Raise ValueError, which says in what the passes of the ranks differ; on all ranks, as their headers tell all of them so."""
@@ -307,10 +310,19 @@ class PeerMemory:
     # ------------------------------------------------------------------------------------------------------- recoveries
 
     def _recover(self) -> None:
-        """Go on after a failure, with all ranks together: no barrier is open any more, and none has been begun by some ranks alone."""
-        self.board.recover(self._close_barriers)
-        agreement.go_on(self.board.latest(), self.group)
+        """Go on after a failure, with all ranks together: no barrier is open any more, and none has been begun by some ranks alone. What
+        ranks have agreed about is forgotten, as a part of them may have failed while they did."""
+        agreement.go_on(self.board.recover(self._close_barriers), self.group)
         self.report.forget()
+        self._set_aside()
+        self._capacities.clear()
+        self.expected_rows.clear()
+
+    def _set_aside(self) -> None:
+        """Free the memory, which no device uses any more, or keep it for the graphs that have captured it."""
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None and allocation.captured:
+            self._kept.append(allocation)
 
     def _close_barriers(self) -> None:
         """Begin the barriers that other ranks have begun, and wait for this rank's device. Passes that were under way on other ranks then
