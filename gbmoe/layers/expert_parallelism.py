@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe._version import __version__
@@ -187,11 +186,11 @@ def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where
     # Autocast may have lowered x's dtype, to which weights are cast. Such copies are not in the weights' memory.
     uncast = (w for w in weights if w is not None and w.dtype == x_TH.dtype)
     own = experts.args  # `args` may be MegaBlocks'
-    engine = engines.batch_invariant(own.engine, x_TH.device) if own.batch_invariant else own.experts_engine
     keep_weights = keeps_weights(own.fp8_recipe, uncast)
     cast: Any = [w if w is None else w.to(x_TH.dtype) for w in weights]
-    return peer_experts(x_TH, experts_TK, weights_TK, *cast, str(activation_name(args.activation_fn)), engine, where, meanwhile,
-                        scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=own.keep_gathered_rows)
+    w1_EFH, w2_EFH, v1_EFH = cast
+    return peer_experts(x_TH, experts_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, str(activation_name(args.activation_fn)),
+                        own.experts_engine, where, meanwhile, scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=own.keep_gathered_rows)
 
 
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:

@@ -10,7 +10,6 @@ Shape suffixes: W ranks, N numbers of a header.
 
 from __future__ import annotations
 
-import json
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -68,18 +67,25 @@ class Pass:
     def digest(self) -> int:
         """An int32 that differs, but for one case in two thousand million, where any field does but for `checkpointed`."""
         compared = self.layer, self.path, self.records, self.number, self.backward
-        return zlib.crc32(repr(compared).encode()) & 0x7FFFFFFF
+        return digest_of(repr(compared))
 
-    def digest_of_all(self) -> int:
-        """The same of all fields, where no rank is compiled."""
-        return zlib.crc32(repr(self).encode()) & 0x7FFFFFFF
+    def text(self) -> str:
+        """All fields, which `in_words` takes apart."""
+        return f"{self.layer}\n{self.path!r}\n{self.records}\n{self.checkpointed}\n{self.number}\n{self.backward}"
 
-    def described(self) -> dict[str, str]:
-        """Each field in words, as an error shows it."""
-        fields = {"layer": self.layer, "path": self.path, "torch.is_grad_enabled()": self.records,
-                  "torch.utils.checkpoint": self.checkpointed, "number of passes begun": self.number,
-                  "layers of the passes of backward since": self.backward}
-        return {name: repr(value) for name, value in fields.items()}
+
+_NAMES = ("layer", "path", "torch.is_grad_enabled()", "torch.utils.checkpoint", "number of passes begun",
+          "layers of the passes of backward since", "pass")
+
+
+def in_words(text: str) -> dict[str, str]:
+    """Each field of a Pass's text by the name that an error shows, and what its last line adds, where it is a pass over mapped memory."""
+    return dict(zip(_NAMES, text.split("\n")))
+
+
+def digest_of(text: str) -> int:
+    """A number of 31 bits that differs, but for one case in two thousand million, where the text does."""
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 class _Ranks:
@@ -161,13 +167,12 @@ def _raise(group: dist.ProcessGroup | None) -> None:
     each: list[Any] = [None] * dist.get_world_size(whole)
     groups.guarded(lambda: dist.all_gather_object(each, ranks.pass_, group=whole), whole, "comparing the passes")
     ranks.passes = max(pass_.number for pass_ in each)
-    raise refusal([pass_.described() for pass_ in each], whole)
+    raise refusal([pass_.text() for pass_ in each], whole)
 
 
-def refusal(each: Sequence[dict[str, str] | str], group: dist.ProcessGroup | None) -> ValueError:
-    """The error of all ranks where their passes differ, given each rank's in words: what Pass.described returns, or that as JSON."""
-    said = [json.loads(one) if isinstance(one, str) else one for one in each]
-    return ValueError(PASSES_DIFFER + "; ".join(groups.differences(said, group)))
+def refusal(texts: Sequence[str], group: dist.ProcessGroup | None) -> ValueError:
+    """The error of all ranks where their passes differ, given the text of each rank's."""
+    return ValueError(PASSES_DIFFER + "; ".join(groups.differences([in_words(text) for text in texts], group)))
 
 
 def _saved_tensors_hooks() -> tuple | None:

@@ -114,7 +114,8 @@ class Arrival:
         kind = ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact
         self._layers = (*kind, "rows are bounded") if bounded else kind
         self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
-        self._pass = memory.announce(layer, self._path(), records)
+        self._records = records
+        self._digest = memory.announce(layer, _path(*kind, where.experts, weights_TK is not None, bounded), records)
         if bounded and not capturing(x_TH.device):
             memory.report.look()
         if memory.capacity(self._layers) == 0:
@@ -125,13 +126,6 @@ class Arrival:
                 " ranks do not tell each other how many tokens they bring)", tokens)
         self._begin()
 
-    def _path(self) -> str:
-        """How rows travel, and in what form: equal on all ranks."""
-        where, weighted = self._where, "without" if self._weights_TK is None else "with"
-        return (f"mapped memory of {self._x_TH.size(1)} x {self._x_TH.dtype} a row and {self._ids_TK.size(1)} slots a token, {weighted}"
-                f" router weights, {where.experts} experts in {where.shards} shards{', one row a slot' if where.exact else ''}"
-                f"{'' if where.rows is None else ', rows bounded'}")
-
     def _begin(self) -> None:
         memory, where, (tokens, top_k), hidden = self._memory, self._where, self._ids_TK.shape, self._x_TH.size(1)
         layout = Layout(memory.capacity(self._layers), top_k, hidden, self._x_TH.dtype, memory.ranks, where.shards, where.exact)
@@ -140,7 +134,7 @@ class Arrival:
         ids_TK, weights = self._ids_TK if fits else self._ids_TK[:0], None
         if fits and self._weights_TK is not None:
             weights = self._weights_TK.contiguous()
-        header = tokens, self._pass.digest_of_all(), self._needs.bits(), 0
+        header = tokens, self._digest, self._needs.bits(), 0
         peers.publish_slots(ids_TK.contiguous(), weights, header, own["ids"], None if weights is None else own["weights"], own["header"])
         if where.rows is not None:
             own["x"][:tokens].copy_(self._x_TH)
@@ -213,7 +207,7 @@ class Arrival:
         if not capturing(self._x_TH.device):
             report.send()
         # No host knows what the other ranks need, so that all take part in everything.
-        records = self._pass.records
+        records = self._records
         return self._arrived(rows, [layout.tokens] * layout.ranks, Joint(records, records, records, records))
 
     def rows_ahead(self) -> GatheredRows | None:
@@ -251,3 +245,10 @@ class Arrival:
     def _arrived(self, rows: int, tokens_W: list[int], needs: Joint) -> Arrived:
         self._slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
         return Arrived(self._memory, self._regions, self._slots, self._weights_SK, tokens_W, needs)
+
+
+@functools.lru_cache(maxsize=256)
+def _path(top_k: int, hidden: int, dtype: torch.dtype, shards: int, exact: bool, experts: int, weighted: bool, bounded: bool) -> str:
+    """How rows travel, and in what form: equal on all ranks."""
+    return (f"mapped memory of {hidden} x {dtype} a row and {top_k} slots a token, {'with' if weighted else 'without'} router weights,"
+            f" {experts} experts in {shards} shards{', one row a slot' if exact else ''}{', rows bounded' if bounded else ''}")

@@ -72,9 +72,9 @@ def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None, l
     begin = time.monotonic()
     with groups.Waiting(group):
         while not there():
-            if look is not None:
-                look()
             waited = time.monotonic() - begin
+            if look is not None and waited > _SPIN_SECONDS:
+                look()
             if waited > limit:
                 why = f"no answer within {limit:.0f} s"
                 if give_up is not None:

@@ -112,7 +112,7 @@ class NoticeBoard:
             self._raise_for(self._failed_until(self._words[self._mine + _NUMBER]))
 
     def must_recover(self) -> bool:
-        """Whether all ranks have to meet before the pass that this rank is about to begin. Raises as `check` does where that pass is lost."""
+        """Whether all ranks have to meet before the pass that this rank is about to begin. Raises as `check` does if that pass is lost."""
         if not self.is_broken:
             return False
         if not self.told:

@@ -18,7 +18,6 @@ of a header.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import socket
 from collections.abc import Callable, Hashable, Iterator
@@ -140,7 +139,8 @@ class PeerMemory:
         self._side: Any = None
         self._begun = [0] * CHANNELS  # barriers outside of graphs, by channel
         self._in_pass = False
-        self._described: dict[str, str] = {}  # the last forward, in words
+        self._captures = False  # whether a graph captures the pass
+        self._forward_text = "\n"  # of the last forward
 
     @property
     def _handle(self) -> Any:
@@ -153,7 +153,7 @@ class PeerMemory:
         return self._streams.current_stream(self.device)
 
     def _capturing(self) -> bool:
-        return capturing(self.device)
+        return self._captures if self._in_pass else capturing(self.device)
 
     # ------------------------------------------------------------------------------------------------------------ room
 
@@ -246,32 +246,34 @@ class PeerMemory:
     def end(self) -> None:
         """End the pass before `passing` does: all its barriers are begun, and what is raised from here on breaks nothing."""
         if self._in_pass:
-            self._in_pass = False
             stream = self.stream()
             self._used.record(stream)
-            if not self._capturing():
+            if not self._captures:
                 self._used_on = stream
+            self._in_pass = False
 
     def _begin(self) -> None:
-        capturing = self._capturing()
-        if not capturing and self.board.must_recover():
+        captures = self._captures = self._capturing()
+        if not captures and self.board.must_recover():
             self._recover()
         stream = self.stream()
         # A graph is replayed on streams that are not known here.
-        if capturing or self._kept or stream != self._used_on or (self._allocation is not None and self._allocation.captured):
+        if captures or self._kept or stream != self._used_on or (self._allocation is not None and self._allocation.captured):
             stream.wait_event(self._used)
 
-    def announce(self, layer: int, path: str, records: bool) -> agreement.Pass:
-        """Count a forward, and tell the other ranks' hosts what it is."""
+    def announce(self, layer: int, path: str, records: bool) -> int:
+        """Count a forward, and tell the other ranks' hosts what it is. Returns its digest, which is equal on all ranks."""
         pass_ = agreement.count(layer, path, self.group, records=records)
-        self._described = pass_.described()
-        self.board.begins(pass_.number, pass_.digest_of_all(), json.dumps({**self._described, "pass": "forward"}))
-        return pass_
+        text = pass_.text()
+        digest, self._forward_text = agreement.digest_of(text), text
+        self.board.begins(pass_.number, digest, text + "\nforward")
+        return digest
 
     def _announce_backward(self, layer: int) -> None:
         """Tell the other ranks' hosts of a backward. Their devices do not look at it: the next forward's header tells of it, too."""
         forwards = agreement.count_backward(layer, self.group)
-        self.board.begins(forwards, -layer, json.dumps({**self._described, "layer": repr(layer), "pass": "backward"}))
+        of_forward = self._forward_text.split("\n", 1)[1]
+        self.board.begins(forwards, -layer - 1, f"{layer}\n{of_forward}\nbackward")
 
     def refuse(self) -> None:
         """Raise ValueError, which says in what the passes of the ranks differ; on all ranks, as their headers tell all of them so."""

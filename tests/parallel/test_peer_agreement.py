@@ -469,7 +469,7 @@ def rows_beyond_their_bound_are_reported_on_all_ranks(rank):
     layer = make(expert_parallel_rows=0.5)
     tokens = 3000
     x, _, weights, _ = mine(rank, (tokens,) * WORLD)
-    ids = torch.arange(3, device=device()).expand(tokens, 3)  # all on rank 0
+    ids = torch.tensor([0, 1, -1], device=device()).expand(tokens, 3)  # all on rank 0
     with torch.no_grad(), pytest.raises(ValueError if rank == 0 else PassLost, match="rows: expected at most"):
         for _ in range(3):
             call(layer, x, ids, weights)
@@ -525,20 +525,6 @@ def weights_are_kept_in_float8(rank):
         call(layer, x, ids, weights).backward(grad.bfloat16())
         results.append([x.grad, *(p.grad for p in layer.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-@case
-def a_token_has_the_same_bits_whatever_others_there_are(rank):
-    layer = make(batch_invariant=True, bf16=True) if DEVICE_TYPE == "cuda" else None
-    if layer is None:  # no engine for the CPU is batch invariant: the layer says so
-        with pytest.raises(ValueError, match="batch_invariant"):
-            call(make(batch_invariant=True), *mine(rank, tokens_of_ranks())[:3])
-        return
-    x, ids, weights, _ = mine(rank, (200,) * WORLD)
-    whole = call(layer, x.bfloat16(), ids, weights)
-    for some in (1, 17, 150):
-        part = call(layer, x[:some].bfloat16(), ids[:some].contiguous(), weights[:some].contiguous())
-        assert torch.equal(part, whole[:some])
 
 
 @case
@@ -670,4 +656,4 @@ def test_ranks_that_map_memory_agree(results_of, device_type, world, name):
 
 def test_the_digest_depends_on_all_fields():
     passes = [agreement.Pass(1, "a", True, None, 3), agreement.Pass(1, "a", True, True, 3), agreement.Pass(1, "a", True, None, 3, (2,))]
-    assert len({pass_.digest_of_all() for pass_ in passes}) == 3
+    assert len({agreement.digest_of(pass_.text()) for pass_ in passes}) == 3
