@@ -190,7 +190,8 @@ def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where
     cast: Any = [w if w is None else w.to(x_TH.dtype) for w in weights]
     w1_EFH, w2_EFH, v1_EFH = cast
     return peer_experts(x_TH, experts_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, str(activation_name(args.activation_fn)),
-                        own.experts_engine, where, meanwhile, scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=own.keep_gathered_rows)
+                        own.experts_engine, where, meanwhile, scale, layer=layer, keep_weights=keep_weights,
+                        keep_gathered_rows=own.keep_gathered_rows)
 
 
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:
