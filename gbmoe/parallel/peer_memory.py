@@ -237,14 +237,18 @@ class PeerMemory:
             yield
             self.end()
         except BaseException as error:
-            if self._in_pass and not self.board.told:  # told: by the board itself
-                self.board.fail(error)
+            if self._in_pass:
+                if not self.board.told:  # by the board itself
+                    self.board.fail(error)
+                with contextlib.suppress(RuntimeError):  # of a device that is lost
+                    self.end()
             raise
         finally:
             self._in_pass = False
 
     def end(self) -> None:
-        """End the pass before `passing` does: all its barriers are begun, and what is raised from here on breaks nothing."""
+        """End the pass before `passing` does: all its barriers are begun, and what is raised from here on breaks nothing. Records on the
+        current stream what the next pass has to wait for."""
         if self._in_pass:
             stream = self.stream()
             self._used.record(stream)
@@ -329,6 +333,7 @@ class PeerMemory:
     def _close_barriers(self) -> None:
         """Begin the barriers that other ranks have begun, and wait for this rank's device. Passes that were under way on other ranks then
         end; they read NaN and no expert where this rank has not written."""
+        self.stream().wait_event(self._used)
         most = [self.board.barriers(channel) for channel in range(CHANNELS)]
         if self._allocation is not None and most != self._begun:
             for memory in self._allocation.of_rank:
