@@ -68,11 +68,13 @@ void padded_scatter_backward(
 // and *_peers are int64 on the CPU: the address, in each rank's memory, of the region that is read or written; rows are aligned
 // to 16 bytes there. The tokens of all ranks are numbered rank * capacity + index, and S = ranks * capacity. Z is the number of
 // shards of an expert, `rank` is this rank.
-// ids [T,K] int32 or int64 -> ids_out int32, weights_out float32 [capacity,K]
-void publish_slots(Tensor ids, std::optional<Tensor> weights, Tensor ids_out, std::optional<Tensor> weights_out);
-// -> ids int32 [S,K], counted from first_expert, -1 where they name none of `experts`; weights float32 [S,K]
-void collect_slots(Tensor id_peers, std::optional<Tensor> weight_peers, int64_t first_expert, int64_t experts, Tensor ids,
-                   std::optional<Tensor> weights);
+// ids [T,K] int32 or int64, header int64 [4] on the CPU -> ids_out int32, weights_out float32 [capacity,K], header_out int32 [4]
+void publish_slots(Tensor ids, std::optional<Tensor> weights, Tensor header, Tensor ids_out, std::optional<Tensor> weights_out,
+                   Tensor header_out);
+// -> ids int32 [S,K], counted from first_expert, -1 where they name none of `experts`; weights float32 [S,K]; headers int32
+// [ranks,4], with only_differing not written where their second numbers are equal
+void collect_slots(Tensor id_peers, std::optional<Tensor> weight_peers, Tensor header_peers, int64_t first_expert, int64_t experts,
+                   bool only_differing, Tensor ids, std::optional<Tensor> weights, Tensor headers);
 // row_of_slot [S,K]; out [P,H], of any dtype, where rows without a slot stay as they are
 void pull_rows(Tensor peers, int64_t rank, Tensor row_of_slot, Tensor out);
 // Into [ranks, capacity, H] of each token's owner

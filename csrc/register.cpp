@@ -28,9 +28,10 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
   m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? columns, Tensor? counts, Tensor? weights, Tensor(a!) out) -> ()");
   m.def("padded_scatter_backward(Tensor grad, Tensor? y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns,"
         " Tensor? counts, Tensor? weights, bool clear_behind, Tensor(a!)? grad_y, Tensor(b!)? grad_weights) -> ()");
-  m.def("publish_slots(Tensor ids, Tensor? weights, Tensor(a!) ids_out, Tensor(b!)? weights_out) -> ()");
-  m.def("collect_slots(Tensor id_peers, Tensor? weight_peers, int first_expert, int experts, Tensor(a!) ids, Tensor(b!)? weights)"
+  m.def("publish_slots(Tensor ids, Tensor? weights, Tensor header, Tensor(a!) ids_out, Tensor(b!)? weights_out, Tensor(c!) header_out)"
         " -> ()");
+  m.def("collect_slots(Tensor id_peers, Tensor? weight_peers, Tensor header_peers, int first_expert, int experts, bool only_differing,"
+        " Tensor(a!) ids, Tensor(b!)? weights, Tensor(c!) headers) -> ()");
   m.def("pull_rows(Tensor peers, int rank, Tensor row_of_slot, Tensor(a!) out) -> ()");
   m.def("push_row_sums(Tensor y, Tensor row_of_slot, Tensor? weights, Tensor peers, int rank) -> ()");
   m.def("push_slot_rows(Tensor y, Tensor slot_of_row, int top_k, int capacity, Tensor peers) -> ()");

@@ -47,7 +47,7 @@ class Float8BlockScaling:
         keep_weights: quantise weights for backward in forward, from the same read, and keep them until backward: a byte for each number,
             for each forward whose backward is still to come. Without it backward reads and quantises them anew. Results have the same
             bits. It is for expert_mlp, grouped_mlp and layers, and has no effect where x needs no gradient, for an activation without
-            a kernel, with mapped memory or the exact mode of expert parallelism, and for weights that cached_weights keeps.
+            a kernel, in the exact mode of expert parallelism over the exchange, and for weights that cached_weights keeps.
             A change of the weights between forward and backward raises if torch counts it. One that it does not count, such as a fused
             optimizer's, is not noticed, as with any of torch's operators: kept weights are forward's, others are what is there then.
 

@@ -24,8 +24,9 @@ from benchmarks.measurements.parallel_layer import Part, all_ranks_inputs, of_al
 from gbmoe.cli.bench.measurements.base import Measurement, Subject
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.parallel import peer_memory
-from gbmoe.parallel.arrival import Arrival, Spread
-from gbmoe.parallel.peer_experts import pull_rows, push_sums, sum_of_ranks
+from gbmoe.parallel.arrival import Arrival
+from gbmoe.parallel.peer_transport import pull_rows, push_sums, sum_of_ranks
+from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 from gbmoe.testing import accuracy, oracle
 
@@ -130,13 +131,11 @@ class _PeerMemory(_Trip):
         super().__init__(measurement, device, dtype)
         refuse_peer_memory(self.case, self.x_TH)
         experts = self.part.experts
-        self.spread = Spread(group=None, experts=self.case.experts, experts_per_rank=experts.stop - experts.start,
-                             first_expert=experts.start, shards=self.ranks // self.groups)
+        self.where = Placement(group=None, world=self.ranks, rank=self.rank, experts=self.case.experts,
+                               experts_per_rank=experts.stop - experts.start, shards=self.ranks // self.groups)
         self.memory = peer_memory.of_group(None, device)
-        self.memory.begin()
-        arrival = Arrival(self.memory, self.x_TH, self.ids_TK, None, self.spread)
-        self.arrived = arrival.finish()
-        self.memory.end()
+        with self.memory.passing():
+            self.arrived = Arrival(self.memory, self.x_TH, self.ids_TK, None, self.where).finish()
         self.rows_PH = self._dispatch()
 
     def _dispatch(self):
@@ -146,7 +145,7 @@ class _PeerMemory(_Trip):
     def _combine(self):
         push_sums(self.rows_PH, self.arrived, None, self.rank)
         self.memory.barrier()
-        return sum_of_ranks(self.arrived, self.x_TH, self.ids_TK, None, self.spread)
+        return sum_of_ranks(self.arrived, self.x_TH, self.ids_TK, None, self.where)
 
     def check(self, outputs):
         if self.computation == COMBINE:

@@ -69,8 +69,9 @@ class Arguments:
 
     `keep_gathered_rows` trades memory for time: the rows of x that forward gathers are kept until backward, which would gather them again;
     one copy of x for each of a token's slots, in every layer. Where `hopper` gathers inside forward's first product there is little to
-    gain: forward gathers before it then, and backward does not. It has no effect where gbmoe.expert_mlp's argument has none, nor in experts
-    over mapped memory, with expert_parallel_exact, or with another mlp_impl than "gbmoe".
+    gain: forward gathers before it then, and backward does not. Over mapped memory the rows that forward pulls are kept.
+    It has no effect where gbmoe.expert_mlp's argument has none, nor with expert_parallel_exact over the exchange, or with another mlp_impl
+    than "gbmoe".
 
     Raises:
         TypeError: for a keyword that is no field, naming the nearest one.

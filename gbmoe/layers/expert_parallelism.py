@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe._version import __version__
+from gbmoe.float8 import keeps_weights
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
@@ -22,7 +23,6 @@ from gbmoe.layers.same_activation import require_same_activation
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, peer_memory, shadowing
-from gbmoe.parallel.arrival import Spread
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
@@ -38,11 +38,11 @@ class Prepared(NamedTuple):
 
     Attributes:
         layer: the layer's number in the group, by which ranks tell whether they are in the same layer; 0 where nobody has counted.
-        maps: whether all ranks can compute with rows that they pull from each other's memory.
+        maps: whether all ranks can compute with rows that they pull from each other's memory; None where they have not asked.
     """
 
     layer: int = 0
-    maps: bool = True
+    maps: bool | None = None
 
 
 UNPREPARED = Prepared()
@@ -65,16 +65,22 @@ def prepare(args: Arguments) -> Prepared:
     groups.require_same_on_all_ranks(values, args.expert_parallel_group)
     placement(args)
     require_same_activation(args)
-    maps, exchanges = True, args.expert_parallel_transport == "exchange"
-    if not exchanges and peer_memory.unavailable(args.expert_parallel_group, torch.device(args.device)) is None:
-        mine = args.mlp_impl == "gbmoe" and activation_name(args.activation_fn) is not None
-        alike = groups.of_all_ranks_unless_alike(mine, args.expert_parallel_group, "choosing a transport") is None
-        maps = mine and alike
-        require(maps or args.expert_parallel_transport == "auto", "Arguments", "expert_parallel_transport",
-                "'auto' or 'exchange' where a rank has another mlp_impl, or an activation without a kernel",
-                repr(args.expert_parallel_transport))
+    maps = _all_map(args)
     agreement.make_anchor(torch.device(args.device))
     return Prepared(agreement.next_layer(args.expert_parallel_group), maps)
+
+
+def _all_map(args: Arguments) -> bool:
+    """Whether the ranks' implementations and activations can all compute with pulled rows, and their memory can be mapped. Collective."""
+    transport, group = args.expert_parallel_transport, args.expert_parallel_group
+    never = transport == "exchange" or _why_exchange(args, placement(args)) is not None
+    if never or peer_memory.unavailable(group, torch.device(args.device)) is not None:
+        return transport == "peer_memory"  # the first call says why it cannot be
+    mine = args.mlp_impl == "gbmoe" and activation_name(args.activation_fn) is not None
+    alike = groups.of_all_ranks_unless_alike(mine, group, "choosing a transport") is None
+    require((mine and alike) or transport == "auto", "Arguments", "expert_parallel_transport",
+            "'auto' or 'exchange' where a rank has another mlp_impl, or an activation without a kernel", repr(transport))
+    return mine and alike
 
 
 def placement(args: Arguments) -> Placement:
@@ -91,7 +97,8 @@ def placement(args: Arguments) -> Placement:
         rank=expert_sharding.expert_parallel_rank(args),
         experts=args.moe_num_experts, experts_per_rank=experts_per_rank, shards=shards,
         nodes=None if exact else groups.nodes_of(args.expert_parallel_group, _own(args, "expert_parallel_ranks_per_node")),
-        chunks=1 if exact else min(_own(args, "expert_parallel_chunks") or 1, experts_per_rank))
+        chunks=1 if exact else min(_own(args, "expert_parallel_chunks") or 1, experts_per_rank),
+        exact=exact, rows=_own(args, "expert_parallel_rows"))
 
 
 def _own(args: Any, name: str) -> Any:
@@ -99,9 +106,9 @@ def _own(args: Any, name: str) -> Any:
     return getattr(args, name, getattr(Arguments, name))
 
 
-def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments,
-                where: Placement, prepared: Prepared) -> Spread | None:
-    """How the experts are spread, where rows are pulled from memory that the ranks map from each other; None where they are exchanged.
+def maps_memory(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments, where: Placement,
+                prepared: Prepared) -> bool:
+    """Whether rows are pulled from memory that the ranks map from each other; otherwise they are exchanged.
 
     All ranks decide alike: by their arguments, which are the same, and by what construction found out about the ranks' memory.
 
@@ -109,21 +116,15 @@ def peer_spread(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
         ValueError: where args.expert_parallel_transport asks for mapped memory and it cannot be used; it says why.
     """
     transport = _own(args, "expert_parallel_transport")
-    if transport == "exchange" or not prepared.maps:
-        return None
+    if transport == "exchange" or prepared.maps is False or (prepared.maps is None and torch.compiler.is_compiling()):
+        return False
     reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
     require(reason is None or transport == "auto", "Arguments", "expert_parallel_transport",
             lambda: f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(transport))
-    if reason is not None:
-        return None
-    return Spread(group=args.expert_parallel_group, experts=where.experts, experts_per_rank=where.experts_per_rank,
-                  first_expert=where.first_expert, shards=where.shards, rows=_own(args, "expert_parallel_rows"),
-                  by_slot=_own(args, "expert_parallel_exact"))
+    return reason is None
 
 
 def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
-    if torch.compiler.is_compiling():
-        return "torch.compile's graphs hold collectives, but no reads of other ranks' memory"
     if not isinstance(experts, GroupedExperts):
         return f"mlp_impl {args.mlp_impl!r} is not computed by gbmoe's grouped engines"
     if experts.hooks_set_weights():
@@ -132,11 +133,19 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
         return "gbmoe has no kernel for the activation"
     if weights_TK.dtype == torch.float64:
         return "the router weights are float64"
+    reason = _why_exchange(args, where) or peer_memory.check_rows(x_TH.dtype, x_TH.size(1))
+    if reason is not None or torch.compiler.is_compiling():  # construction has asked about the memory
+        return reason
+    return peer_memory.unavailable(args.expert_parallel_group, x_TH.device)
+
+
+def _why_exchange(args, where: Placement) -> str | None:
+    """None, or which of the arguments, the same on all ranks, only the exchange can do."""
     if _own(args, "expert_parallel_shadows"):
         return "only the exchange copies experts to all ranks (expert_parallel_shadows)"
     if where.chunks > 1 or where.nodes is not None:
         return "only the exchange divides experts into chunks and ranks into nodes"
-    return peer_memory.check_rows(x_TH.dtype, x_TH.size(1)) or peer_memory.unavailable(args.expert_parallel_group, x_TH.device)
+    return None
 
 
 def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
@@ -154,19 +163,11 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
     trains = _may_train(experts, args)
-    spread = peer_spread(experts, x_TH, weights_TK, args, where, prepared)
-    if spread is not None:
+    if maps_memory(experts, x_TH, weights_TK, args, where, prepared):
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
-        w1_EFH, w2_EFH, v1_EFH = experts.weights_EFH()
-        scale = experts.gradient_scale
-        if not scales_exactly(scale, x_TH.dtype):
-            w1_EFH, w2_EFH, v1_EFH = with_scaled_gradients(scale, w1_EFH, w2_EFH, v1_EFH)  # type: ignore[assignment]
-            scale = 1.0
-        # Autocast may have lowered x's dtype, to which weights are cast.
-        out_TH = peer_experts(
-            x_TH, experts_TK, weights_TK, w1_EFH.to(x_TH.dtype), w2_EFH.to(x_TH.dtype), None if v1_EFH is None else v1_EFH.to(x_TH.dtype),
-            str(activation_name(args.activation_fn)), experts.args.experts_engine, spread, meanwhile, scale)
-        return out_TH, counts_E
+        return _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, prepared.layer), counts_E
+    if prepared.maps and not torch.compiler.is_compiling():
+        peer_memory.agree_to_exchange(args.expert_parallel_group, x_TH.device, prepared.layer)
     if meanwhile is not None:
         meanwhile()
     if _own(args, "expert_parallel_exact"):
@@ -174,6 +175,23 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
                                                    layer=prepared.layer, trains=trains)
     return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, prepared.layer, trains)
+
+
+def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, layer) -> torch.Tensor:
+    """out [T,H] with rows that are pulled from other ranks' memory."""
+    weights: Any = experts.weights_EFH()
+    scale = experts.gradient_scale
+    if not scales_exactly(scale, x_TH.dtype):
+        weights, scale = with_scaled_gradients(scale, *weights), 1.0
+    # Autocast may have lowered x's dtype, to which weights are cast. Such copies are not in the weights' memory.
+    uncast = (w for w in weights if w is not None and w.dtype == x_TH.dtype)
+    own = experts.args  # `args` may be MegaBlocks'
+    keep_weights = keeps_weights(own.fp8_recipe, uncast)
+    cast: Any = [w if w is None else w.to(x_TH.dtype) for w in weights]
+    w1_EFH, w2_EFH, v1_EFH = cast
+    return peer_experts(x_TH, experts_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, str(activation_name(args.activation_fn)),
+                        own.experts_engine, where, meanwhile, scale, layer=layer, keep_weights=keep_weights,
+                        keep_gathered_rows=own.keep_gathered_rows)
 
 
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:

@@ -3,8 +3,9 @@
     forward:   rows -> up -> (h, g saved) -> activation -> down -> sums of each token's rows
     backward:  gradients of rows -> gradient of the activation -> gradient of w2, of x, of v1 and w1
 
-Where rows come from, and where sums go, is a Transport (gbmoe/ops/local_transport.py), and neither function knows which one it has. Rows
-that an all-to-all brings (gbmoe/parallel/exchange.py) are tokens of the local transport: trips of their own lie before and after it.
+Where rows come from, and where sums go, is a Transport, and neither function knows which one it has: tokens of this process
+(gbmoe/ops/local_transport.py), or of all ranks that map each other's memory (gbmoe/parallel/peer_transport.py). Rows that an all-to-all
+brings (gbmoe/parallel/exchange.py) are tokens of the local transport: trips of their own lie before and after it.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan, Y bytes.
 """
@@ -28,10 +29,12 @@ class Transport(ABC):
     Attributes:
         dtype: of the tokens.
         weights_TK: the router weights of the slots whose rows these are, or None where every slot counts once.
+        gives_back_first: whether dx is computed before the gradient of w2, because it takes time to arrive. It takes more memory.
     """
 
     dtype: torch.dtype
     weights_TK: torch.Tensor | None
+    gives_back_first = False
 
     @abstractmethod
     def rows(self) -> GatheredRows:
@@ -67,8 +70,8 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Which gradients are needed."""
+class Gradients:
+    """Which gradients backward is to compute."""
 
     x: bool
     weights: bool
@@ -140,10 +143,10 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
     return t.combine(y_PH), h_PF, g_PF
 
 
-def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, need: Needs,
+def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, wanted: Gradients,
              gradients: WeightGradients, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed; dw1, dw2 and dv1 times `scale`, as `gradients` has them: in the
-    parameters' layout.
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted; dw1, dw2 and dv1 as `gradients` has them, in the parameters' layout,
+    times `scale`, which is 1 where none of them is wanted, on any rank from which the transport brings rows.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -161,9 +164,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.
     """
     w2 = weights.backward(experts, "w2")
-    scales = scale != 1 and (need.w1 or need.w2 or need.v1)
     # float16 has too few exponents for a bit to be kept.
-    folds = scales and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
+    folds = scale != 1 and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
     rows_scale, left = (scale, 1.0) if folds else (1.0, scale)
     dz = t.gradient_rows()
     weights_TK = t.weights_TK
@@ -172,25 +174,29 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     h_PF, g_PF = saved.take()
     a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
     del h_PF, g_PF, w2, weights_TK
-    if need.weights:
+    if wanted.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
-    if need.w2:
+    if t.gives_back_first:
+        if wanted.x:
+            _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
+        dh = dg = None
+    if wanted.w2:
         experts.weight_gradient(a_PF, dz, sizes_E, gradients["w2"])
     del a_PF, dz
-    if need.x:
+    if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
     del dh, dg
     weights.forget()
-    if need.w1 or need.v1:
+    if wanted.w1 or wanted.v1:
         x = t.rows_again()
-        if need.w1 and need.v1 and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
+        if wanted.w1 and wanted.v1 and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
             experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E, gradients["w1"], gradients["v1"])
         else:
-            if need.v1 and dg_PF is not None:
+            if wanted.v1 and dg_PF is not None:
                 experts.weight_gradient(dg_PF, x, sizes_E, gradients["v1"])
             del dg_PF
-            if need.w1:
+            if wanted.w1:
                 experts.weight_gradient(dh_PF, x, sizes_E, gradients["w1"])
     dx_TH, dweights_TK = t.arrived()
     return dx_TH, dweights_TK, *gradients.tensors(left)

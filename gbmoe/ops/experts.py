@@ -11,6 +11,7 @@ computes the activation again; it computes the router weights' gradient from the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
-from gbmoe.ops.expert_pass import Needs, Saved, Weights
+from gbmoe.ops.expert_pass import Gradients, Saved, Weights
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
@@ -201,26 +202,28 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activ
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation, engine,
               scale, layout, need_x, need_weights, need_w1, need_w2, need_v1):
     saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1]
-    grads = _gradients(grad, saved, activation, engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1)
+    grads = _gradients(grad, saved, activation, engine, scale, layout, Gradients(need_x, need_weights, need_w1, need_w2, need_v1))
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, layout: str, need_x: bool, need_weights: bool,
-               need_w1: bool, need_w2: bool, need_v1: bool) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not needed. `saved` is the list of the tensors that forward saved. It is
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, layout: str, wanted: Gradients,
+               ) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted. `saved` is the list of the tensors that forward saved. It is
     emptied, so that each is free again as soon as it has been used, unless the caller has other references to it."""
     x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
     where = WeightLayout.of_code(layout)
     w1, w2, v1 = where.matrices(*parameters)
     gradients = WeightGradients(where, *parameters)
-    need = Needs(need_x, need_weights, need_w1, need_w2, need_w1 if where.is_combined else need_v1)
+    if where.is_combined:
+        wanted = replace(wanted, v1=wanted.w1)
     of_forward = Saved(saved[8], None if v1 is None else saved[9])
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[10] if saved[10].dim() == 2 else None)
     of_pass = Weights(w1, w2, v1, kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[11:]) if kept_Y.numel()})
     experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
     saved.clear()
     del x, weights, w1, w2, v1, parameters  # copies that autocast made of weights are held by nothing else
-    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, need, gradients, scale)
+    scale = scale if wanted.w1 or wanted.w2 or wanted.v1 else 1.0
+    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation,
@@ -251,7 +254,7 @@ def _autograd_backward(ctx, grad, *_):
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
         # unless it was asked to retain the graph.
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *wanted.values())
+        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, Gradients(*wanted.values()))
     for (position, needed), value in zip(wanted.items(), computed):
         grads[position] = value if needed else None
     return tuple(grads)

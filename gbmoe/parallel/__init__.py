@@ -1,9 +1,10 @@
 """Experts spread over the ranks of a process group: rows travel to the ranks that hold their experts (dispatch), and sums travel back
 (combine).
 
-Inside a node peer_experts.py pulls rows from the memory of the ranks that own them and pushes sums back into it. peer_memory.py
-holds that memory and the barrier between its ranks; arrival.py collects what must be known of all ranks' tokens before their rows
-are pulled. Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs);
+Inside a node peer_experts.py computes with rows that peer_transport.py pulls from the memory of the ranks that own them, and pushes sums
+back into it. peer_memory.py holds that memory and the barrier between its ranks; notice_board.py tells all ranks that one has left a pass
+early; arrival.py collects what must be known of all ranks' tokens before their rows are pulled, and late_report.py what nobody waits for.
+Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs);
 shadowing.py copies popular experts to all ranks for a step in which less then travels.
 gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
 
@@ -13,12 +14,11 @@ experts' weights the mean over ranks. cost_model.py predicts what an exchange co
 chunks by it. training.py has what such a model needs in training: gradients, clipping and checkpoints.
 """
 
-from gbmoe.parallel.arrival import Spread, check_overflow
 from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.groups import Nodes, nodes_of, require_same_on_all_ranks
 from gbmoe.parallel.peer_experts import peer_experts
-from gbmoe.parallel.peer_memory import release
+from gbmoe.parallel.peer_memory import check_overflow, release
 from gbmoe.parallel.placement import Placement
 
-__all__ = ["Nodes", "Placement", "Spread", "check_overflow", "experts_by_exchange", "nodes_of", "peer_experts", "release",
+__all__ = ["Nodes", "Placement", "check_overflow", "experts_by_exchange", "nodes_of", "peer_experts", "release",
            "require_same_on_all_ranks"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from gbmoe.parallel.host_copy import to_device
 # whether all digests are equal, whether any rank needs a gradient, and whether some ranks repeat this forward and others do not. A
 # compiled rank does not know that, and says neither.
 NUMBERS = 7
+PASSES_DIFFER = "expert parallelism: expected all ranks of the group to make the same pass of the same layer, in the same order; "
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Pass:
         records: whether gradients are recorded (torch.is_grad_enabled()).
         checkpointed: whether torch.utils.checkpoint will repeat this forward; None in a graph of a compiler.
         number: how many passes this rank has begun in the group.
+        backward: the layers whose backward has begun since the pass before, in their order; where rows travel through mapped memory, in
+            whose backward ranks send no message of their own.
     """
 
     layer: int
@@ -58,17 +62,30 @@ class Pass:
     records: bool
     checkpointed: bool | None
     number: int = 0
+    backward: tuple[int, ...] = ()
 
     def digest(self) -> int:
         """An int32 that differs, but for one case in two thousand million, where any field does but for `checkpointed`."""
-        compared = self.layer, self.path, self.records, self.number
-        return zlib.crc32(repr(compared).encode()) & 0x7FFFFFFF
+        compared = self.layer, self.path, self.records, self.number, self.backward
+        return digest_of(repr(compared))
 
-    def described(self) -> dict[str, str]:
-        """Each field in words, as an error shows it."""
-        fields = {"layer": self.layer, "path": self.path, "torch.is_grad_enabled()": self.records,
-                  "torch.utils.checkpoint": self.checkpointed, "number of passes begun": self.number}
-        return {name: repr(value) for name, value in fields.items()}
+    def text(self) -> str:
+        """All fields, which `in_words` takes apart."""
+        return f"{self.layer}\n{self.path!r}\n{self.records}\n{self.checkpointed}\n{self.number}\n{self.backward}"
+
+
+_NAMES = ("layer", "path", "torch.is_grad_enabled()", "torch.utils.checkpoint", "number of passes begun",
+          "layers of the passes of backward since", "pass")
+
+
+def in_words(text: str) -> dict[str, str]:
+    """Each field of a Pass's text by the name that an error shows, and what its last line adds, where it is a pass over mapped memory."""
+    return dict(zip(_NAMES, text.split("\n")))
+
+
+def digest_of(text: str) -> int:
+    """A number of 31 bits that differs, but for one case in two thousand million, where the text does."""
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 class _Ranks:
@@ -77,6 +94,7 @@ class _Ranks:
     def __init__(self) -> None:
         self.layers = self.passes = 0
         self.pass_: Pass | None = None
+        self.backward: list[int] = []
 
 
 _RANKS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ranks] = weakref.WeakKeyDictionary()
@@ -98,13 +116,35 @@ def next_layer(group: dist.ProcessGroup | None) -> int:
     return ranks.layers
 
 
-def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None, in_graph: bool = False) -> list[int]:
-    """Count one more pass of this rank, and return its header."""
+def count(layer: int, path: str, group: dist.ProcessGroup | None, in_graph: bool = False, records: bool | None = None) -> Pass:
+    """Count one more pass of this rank; `records` is what the pass says, torch.is_grad_enabled() where that is None."""
     _, ranks = _of(group)
     ranks.passes += 1
+    records = torch.is_grad_enabled() if records is None else records
     checkpointed = None if in_graph else _is_checkpointed()
-    ranks.pass_ = Pass(layer, path, torch.is_grad_enabled(), checkpointed, ranks.passes)
-    digest = ranks.pass_.digest()
+    ranks.pass_ = Pass(layer, path, records, checkpointed, ranks.passes, tuple(ranks.backward))
+    ranks.backward.clear()
+    return ranks.pass_
+
+
+def count_backward(layer: int, group: dist.ProcessGroup | None) -> int:
+    """A pass of backward begins, of which the next forward tells the other ranks. Returns how many forwards this rank has begun."""
+    _, ranks = _of(group)
+    ranks.backward.append(layer)
+    return ranks.passes
+
+
+def go_on(passes: int, group: dist.ProcessGroup | None) -> None:
+    """Count on from as many passes as another rank has begun, after a failure."""
+    _, ranks = _of(group)
+    ranks.passes = max(passes, ranks.passes)
+    ranks.backward.clear()
+
+
+def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None, in_graph: bool = False) -> list[int]:
+    """Count one more pass of this rank, and return its header."""
+    pass_ = count(layer, path, group, in_graph)
+    digest, checkpointed = pass_.digest(), pass_.checkpointed
     return [-digest, digest, *map(int, (needs.x, needs.weights, needs.experts, checkpointed is True, checkpointed is False))]
 
 
@@ -127,15 +167,28 @@ def _raise(group: dist.ProcessGroup | None) -> None:
     each: list[Any] = [None] * dist.get_world_size(whole)
     groups.guarded(lambda: dist.all_gather_object(each, ranks.pass_, group=whole), whole, "comparing the passes")
     ranks.passes = max(pass_.number for pass_ in each)
-    differing = groups.differences([pass_.described() for pass_ in each], whole)
-    raise ValueError("expert parallelism: expected all ranks of the group to make the same pass of the same layer, in the same order; "
-                     + "; ".join(differing))
+    raise refusal([pass_.text() for pass_ in each], whole)
+
+
+def refusal(texts: Sequence[str], group: dist.ProcessGroup | None) -> ValueError:
+    """The error of all ranks where their passes differ, given the text of each rank's."""
+    return ValueError(PASSES_DIFFER + "; ".join(groups.differences([in_words(text) for text in texts], group)))
+
+
+def _saved_tensors_hooks() -> tuple | None:
+    """The functions through which saved tensors pass now, or None; also where this torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None or torch.compiler.is_compiling() else top(True)
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether something takes saved tensors away and brings others back, as torch.utils.checkpoint does, which compares their shapes."""
+    return _saved_tensors_hooks() is not None
 
 
 def _is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint packs what is saved now, or repeats it. False where this torch does not tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None or torch.compiler.is_compiling() else top(True)
+    hooks = _saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

@@ -1,22 +1,30 @@
 """Which rank brings which tokens: each rank publishes its own, and plans which rows the tokens of all ranks have on it.
 
+With its ids each rank publishes a header, [its tokens, the digest of what must be equal on all ranks, what it needs, 0]. Where the host
+waits for the number of rows, it has the headers of all ranks then. Where it does not wait, the device compares the digests, and a later
+pass reports what it found.
+
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
-token, E experts of this rank, H hidden, P rows of this rank.
+token, E experts of this rank, H hidden, P rows of this rank, N numbers of a header.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.engines.base import GatheredRows
+from gbmoe.kernels import peers
+from gbmoe.kernels.plain_torch import padded_rows
 from gbmoe.ops.plan_sizes import wants_host_sizes
 from gbmoe.parallel.host_copy import HostCopy
-from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions
+from gbmoe.parallel.peer_memory import Layout, PeerMemory, Regions, capturing, rounded_up
+from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 from gbmoe.problem import allows_tf32
 from gbmoe.slot_map import SlotMap
@@ -25,54 +33,64 @@ from gbmoe.slot_map import SlotMap
 # beforehand saves. Fewer are expected after a step with fewer, by a share in each forward, but not many times as many as it had.
 _MORE_ROWS, _FEWER_ROWS, _MOST_TIMES = 1 / 8, 1 / 32, 1.5
 _ROWS_TOGETHER = 1024  # P is rounded up to a multiple of this, so that the allocator sees few different sizes
-_ANY_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How experts are spread over the ranks of a group, and how rows travel.
+class Joint:
+    """What the ranks of a group need of one pass's backward: each says so of itself, and takes part in what any of them needs.
 
     Attributes:
-        group: the ranks that hold the experts.
-        experts: the number of experts on all ranks together.
-        experts_per_rank: the number of experts of which a rank holds the weights, or shards of them.
-        first_expert: the first expert of this rank.
-        shards: Z, the number of ranks that hold a shard of the same expert.
-        rows: the most rows that a rank may compute, as a multiple of the mean over ranks. None sets no bound: the host then waits for
-            the number of rows in each forward.
-        by_slot: push the row of every slot, and sum rows in slot order. The sums have the same bits as those of one GPU.
-        timeout_seconds: how long a rank's device waits for the others; None for the group's own timeout.
+        x, weights: gradients of tokens, and of router weights.
+        experts: gradients of weights of experts.
+        x_again: the rows of x once more, for gradients of w1 and v1.
     """
 
-    group: dist.ProcessGroup | None
-    experts: int
-    experts_per_rank: int
-    first_expert: int
-    shards: int
-    rows: float | None = None
-    by_slot: bool = False
-    timeout_seconds: float | None = None
-
-    def __post_init__(self):
-        require(not self.by_slot or self.shards == 1, "Spread", "shards", "1 together with by_slot: the ranks that hold shards of an expert"
-                " would push their rows to one place", self.shards)
-        require(self.rows is None or not self.by_slot, "Spread", "rows", "None together with by_slot, which sums every slot's row and"
-                " would read unwritten ones if rows beyond a bound were dropped", self.rows)
+    x: bool = False
+    weights: bool = False
+    experts: bool = False
+    x_again: bool = False
 
     @property
-    def shard(self) -> int:
-        """Which shard of its experts this rank holds."""
-        return dist.get_rank(self.group) // (self.experts // self.experts_per_rank)
+    def any(self) -> bool:
+        return self.x or self.weights or self.experts
+
+    def bits(self) -> int:
+        """As a number, of which a bitwise or is what any rank needs."""
+        return self.x | self.weights << 1 | self.experts << 2 | self.x_again << 3
+
+    @classmethod
+    def of_bits(cls, bits: int) -> Joint:
+        return cls(*(bool(bits >> bit & 1) for bit in range(4)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arrived:
     """Which rows the tokens of all ranks have on this rank. Once this exists, the tokens may be pulled."""
 
+    memory: PeerMemory
     regions: Regions
     slots: SlotMap  # from the tokens of all ranks to this rank's rows
     weights_SK: torch.Tensor | None
     tokens_W: list[int]  # of each rank, as far as the host knows: where it did not wait for the numbers, C
+    needs: Joint
+
+    def with_own_capacity(self) -> Arrived:
+        """The same in a layout for the tokens of this pass, of which other passes that let the memory grow change nothing. A pass that is
+        repeated later has tensors of the same shapes and values in it. It costs a few launches."""
+        layout = self.regions.layout
+        C, K, W = layout.tokens, layout.top_k, layout.ranks
+        own_C = min(C, rounded_up(max(self.tokens_W)))
+        if own_C == C:
+            return self
+
+        def cut(t_SK: torch.Tensor) -> torch.Tensor:
+            return t_SK.view(W, C, K)[:, :own_C].reshape(-1, K)
+
+        slot_P = self.slots.slot_of_row_P
+        slot_of_row_P = torch.where(slot_P >= 0, slot_P - slot_P // (C * K) * ((C - own_C) * K), slot_P)
+        regions = self.memory.regions(replace(layout, tokens=own_C))
+        return replace(self, regions=regions, slots=SlotMap(row_of_slot_TK=cut(self.slots.row_of_slot_TK), slot_of_row_P=slot_of_row_P),
+                       weights_SK=None if self.weights_SK is None else cut(self.weights_SK))
 
 
 class Arrival:
@@ -85,79 +103,112 @@ class Arrival:
     more, `rows_ahead` are the rows.
     """
 
-    def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, spread: Spread,
-                 pulls_ahead: bool = False):
-        self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._spread = memory, x_TH, ids_TK, weights_TK, spread
-        self._pulls_ahead, self._rows_here = pulls_ahead, 0
+    def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, where: Placement, *,
+                 layer: int = 0, records: bool = False, needs: Joint = Joint(), pulls_ahead: bool = False):
+        self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
+        self._pulls_ahead, self._rows_here, self._needs = pulls_ahead, 0, needs
         self._ahead_PH: torch.Tensor | None = None
         self._offsets_E1: torch.Tensor | None = None  # on the host, where the host waits for them
-        tokens = ids_TK.size(0)
-        self._layers = ids_TK.size(1), x_TH.size(1), x_TH.dtype, spread.shards, spread.by_slot  # those that share a capacity
-        self._expectation = *self._layers, spread.experts, spread.experts_per_rank  # those of which as many rows are expected here
+        tokens, bounded = ids_TK.size(0), where.rows is not None
+        # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
+        kind = ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact
+        self._layers = (*kind, "rows are bounded") if bounded else kind
+        self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
+        self._records = records
+        self._digest = memory.announce(layer, _path(*kind, where.experts, weights_TK is not None, bounded), records)
+        if bounded and not capturing(x_TH.device):
+            memory.report.look()
         if memory.capacity(self._layers) == 0:
-            memory.reserve(self._layers, tokens)
+            memory.reserve(self._layers, max(tokens, memory.capacity(kind)))
         capacity = memory.capacity(self._layers)
-        require(spread.rows is None or tokens <= capacity, "peer_experts", "x",
+        require(not bounded or tokens <= capacity, "peer_experts", "x",
                 f"at most {capacity} tokens, the room made at the first call (with a bounded number of rows it cannot grow, because"
                 " ranks do not tell each other how many tokens they bring)", tokens)
         self._begin()
 
     def _begin(self) -> None:
-        memory, spread, tokens = self._memory, self._spread, self._ids_TK.size(0)
-        top_k, hidden, dtype, shards, by_slot = self._layers
-        layout = Layout(memory.capacity(self._layers), top_k, hidden, dtype, memory.ranks, shards, by_slot)
+        memory, where, (tokens, top_k), hidden = self._memory, self._where, self._ids_TK.shape, self._x_TH.size(1)
+        layout = Layout(memory.capacity(self._layers), top_k, hidden, self._x_TH.dtype, memory.ranks, where.shards, where.exact)
         self._regions = memory.regions(layout)
-        own = self._regions.own
-        fits = tokens <= layout.tokens
-        if fits:
-            weights = None if self._weights_TK is None else self._weights_TK.contiguous()
-            torch.ops.gbmoe_cuda.publish_slots(self._ids_TK.contiguous(), weights, own["ids"], None if weights is None else own["weights"])
-        if spread.rows is not None:
+        own, fits = self._regions.own, tokens <= layout.tokens
+        ids_TK, weights = self._ids_TK if fits else self._ids_TK[:0], None
+        if fits and self._weights_TK is not None:
+            weights = self._weights_TK.contiguous()
+        header = tokens, self._digest, self._needs.bits(), 0
+        peers.publish_slots(ids_TK.contiguous(), weights, header, own["ids"], None if weights is None else own["weights"], own["header"])
+        if where.rows is not None:
             own["x"][:tokens].copy_(self._x_TH)
             memory.barrier()
-            self._plan_rows()
+            self._plan_rows(memory.report.headers_WN, only_differing=True)
             self._on_host = None
             return
-        own["header"].fill_(tokens)
         memory.barrier()
-        self._plan_rows()
-        # A header is read as the ids of one token's four slots, all of which are in range.
-        headers_W4 = torch.empty(memory.ranks, 4, dtype=torch.int32, device=self._x_TH.device)
-        torch.ops.gbmoe_cuda.collect_slots(self._regions.peers["header"], None, 0, _ANY_ID, headers_W4, None)
-        self._on_host = HostCopy(torch.cat([headers_W4[:, 0], self._plan.offsets_E1]))
-        # The tokens are published while the header's numbers travel to the host.
+        headers_WN = torch.empty(memory.ranks, peers.HEADER_NUMBERS, dtype=torch.int32, device=self._x_TH.device)
+        self._plan_rows(headers_WN)
+        self._on_host = HostCopy(torch.cat([headers_WN.flatten(), self._plan.offsets_E1]))
+        # The tokens are published while the headers travel to the host.
         if fits:
             own["x"][:tokens].copy_(self._x_TH)
         memory.barrier()
         expected = memory.expected_rows.get(self._expectation, 0) if self._pulls_ahead else 0
         if expected:
             self._ahead_PH = self._x_TH.new_empty(self._room(expected), hidden)
-            torch.ops.gbmoe_cuda.pull_rows(self._regions.peers["x"], memory.rank, self._plan.row_of_slot_TK, self._ahead_PH)
+            peers.pull_rows(self._regions.peers["x"], memory.rank, self._plan.row_of_slot_TK, self._ahead_PH)
 
-    def _plan_rows(self) -> None:
-        spread, layout, peers = self._spread, self._regions.layout, self._regions.peers
+    def _plan_rows(self, headers_WN: torch.Tensor, only_differing: bool = False) -> None:
+        where, layout, of_ranks = self._where, self._regions.layout, self._regions.peers
         ids_SK = torch.empty(layout.ranks * layout.tokens, layout.top_k, dtype=torch.int32, device=self._x_TH.device)
         weighted = self._weights_TK is not None
         self._weights_SK = torch.empty_like(ids_SK, dtype=torch.float32) if weighted else None
-        torch.ops.gbmoe_cuda.collect_slots(peers["ids"], peers["weights"] if weighted else None, spread.first_expert,
-                                           spread.experts_per_rank, ids_SK, self._weights_SK)
-        self._plan = RoutingPlan.from_experts(ids_SK, spread.experts_per_rank, check="none")
+        peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], where.first_expert,
+                            where.experts_per_rank, only_differing, ids_SK, self._weights_SK, headers_WN)
+        self._plan = RoutingPlan.from_experts(ids_SK, where.experts_per_rank, check="none")
 
     def finish(self) -> Arrived:
-        """Return the rows that all ranks' tokens have here."""
+        """Return the rows that all ranks' tokens have here.
+
+        Raises:
+            ValueError: on all ranks, where they make different passes; it says which ranks differ in what.
+            CollectiveFailed: where the host waits and ranks do not come; it names them.
+        """
         if self._on_host is None:
-            layout = self._regions.layout
-            rows = self._rows(math.ceil(self._spread.rows * layout.tokens * layout.top_k * self._spread.shards))  # type: ignore[operator]
-            _watch_overflow(self._plan.offsets_E1, rows)
-            return self._arrived(rows, [layout.tokens] * layout.ranks)
-        numbers = self._on_host.wait(self._spread.group)
+            return self._bounded()
         ranks, memory = self._memory.ranks, self._memory
-        while max(numbers[:ranks].tolist()) > memory.capacity(self._layers):  # all ranks see the same maximum, and begin again together
-            memory.reserve(self._layers, self._ids_TK.size(0))
+        headers_WN, offsets_E1 = self._numbers()
+        most = int(headers_WN[:, 0].max())
+        if most > memory.capacity(self._layers):  # all ranks see the same maximum, and begin again together
+            memory.make_room(self._layers, most)
             self._begin()
-            numbers = self._on_host.wait(self._spread.group)
-        self._offsets_E1, self._rows_here = numbers[ranks:], int(numbers[-1])
-        return self._arrived(self._rows(self._rows_here), numbers[:ranks].tolist())
+            headers_WN, offsets_E1 = self._numbers()
+        self._offsets_E1, self._rows_here = offsets_E1, int(offsets_E1[-1])
+        self._tokens_W = headers_WN[:, 0].tolist()
+        needs = Joint.of_bits(functools.reduce(operator.or_, headers_WN[:, 2].tolist()))
+        slots = sum(self._tokens_W) * self._ids_TK.size(1)
+        # Of what this pass has, and not of the memory's capacity: a pass that is repeated has as many rows.
+        most_rows = padded_rows(slots, self._where.experts_per_rank, self._plan.align)
+        assert len(self._tokens_W) == ranks
+        return self._arrived(min(most_rows, self._together(self._rows_here)), self._tokens_W, needs)
+
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The headers of all ranks and this rank's offsets, on the host, once the headers are of one pass."""
+        assert self._on_host is not None
+        ranks = self._memory.ranks
+        numbers = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
+        headers_WN = numbers[: ranks * peers.HEADER_NUMBERS].view(ranks, peers.HEADER_NUMBERS)
+        if len(set(headers_WN[:, peers.DIGEST].tolist())) > 1:
+            self._memory.refuse()
+        return headers_WN, numbers[ranks * peers.HEADER_NUMBERS :]
+
+    def _bounded(self) -> Arrived:
+        layout, where, report = self._regions.layout, self._where, self._memory.report
+        assert where.rows is not None
+        rows = self._rows(math.ceil(where.rows * layout.tokens * layout.top_k * where.shards))
+        report.note_rows(self._plan.offsets_E1[-1], rows)
+        if not capturing(self._x_TH.device):
+            report.send()
+        # No host knows what the other ranks need, so that all take part in everything.
+        records = self._records
+        return self._arrived(rows, [layout.tokens] * layout.ranks, Joint(records, records, records, records))
 
     def rows_ahead(self) -> GatheredRows | None:
         """The rows, if all were pulled ahead, and otherwise None; once, after `finish`. Expects about as many for the next steps."""
@@ -185,49 +236,19 @@ class Arrival:
         return self._rows(math.ceil(rows / together) * together)
 
     def _rows(self, needed: int) -> int:
-        return min(self._plan.num_rows, max(math.ceil(needed / _ROWS_TOGETHER), 1) * _ROWS_TOGETHER)
+        return min(self._plan.num_rows, self._together(needed))
 
-    def _arrived(self, rows: int, tokens_W: list[int]) -> Arrived:
+    @staticmethod
+    def _together(needed: int) -> int:
+        return max(math.ceil(needed / _ROWS_TOGETHER), 1) * _ROWS_TOGETHER
+
+    def _arrived(self, rows: int, tokens_W: list[int], needs: Joint) -> Arrived:
         self._slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
-        return Arrived(self._regions, self._slots, self._weights_SK, tokens_W)
+        return Arrived(self._memory, self._regions, self._slots, self._weights_SK, tokens_W, needs)
 
 
-# Rows beyond the bound are dropped in the step that has them, and reported by a later step. _BEYOND holds [rows needed, bound] of the
-# worst overflow of a device; it lies on the device, so that replays of a CUDA graph write it too. _SEEN holds the copies of it that
-# calls outside of graphs have sent to the host and not yet looked at.
-_BEYOND: dict[torch.device, torch.Tensor] = {}
-_SEEN: list[HostCopy] = []
-
-
-def _watch_overflow(offsets_E1: torch.Tensor, bound: int) -> None:
-    capturing = torch.cuda.is_current_stream_capturing()
-    while not capturing and _SEEN and (beyond := _SEEN[0].if_there()) is not None:
-        _SEEN.pop(0)
-        _report_overflow(beyond)
-    device = offsets_E1.device
-    if device not in _BEYOND:
-        _BEYOND[device] = torch.zeros(2, dtype=torch.int32, device=device)
-    needed = torch.stack([offsets_E1[-1], torch.full_like(offsets_E1[-1], bound)])
-    _BEYOND[device].copy_(torch.where((needed[0] > bound) & (needed[0] > _BEYOND[device][0]), needed, _BEYOND[device]))
-    if not capturing:
-        _SEEN.append(HostCopy(_BEYOND[device]))
-
-
-def _report_overflow(beyond: torch.Tensor) -> None:
-    needed, bound = beyond.tolist()
-    if needed:
-        _SEEN.clear()
-        for tensor in _BEYOND.values():
-            tensor.zero_()
-        raise ValueError(f"peer_experts: rows: expected at most {bound} on this rank, the bound that expert_parallel_rows sets, got"
-                         f" {needed} in an earlier step, which dropped those beyond the bound")
-
-
-def check_overflow() -> None:
-    """Raise ValueError if a step since the last report had more rows on this rank than their bound. Waits for the device.
-
-    Eager calls raise the same error by themselves in a later step. Replays of a CUDA graph cannot: call this after them.
-    """
-    _SEEN.clear()
-    for beyond in _BEYOND.values():
-        _report_overflow(beyond.cpu())
+@functools.lru_cache(maxsize=256)
+def _path(top_k: int, hidden: int, dtype: torch.dtype, shards: int, exact: bool, experts: int, weighted: bool, bounded: bool) -> str:
+    """How rows travel, and in what form: equal on all ranks."""
+    return (f"mapped memory of {hidden} x {dtype} a row and {top_k} slots a token, {'with' if weighted else 'without'} router weights,"
+            f" {experts} experts in {shards} shards{', one row a slot' if exact else ''}{', rows bounded' if bounded else ''}")

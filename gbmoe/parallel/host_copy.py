@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,19 @@ class HostCopy:
     """A copy of numbers to the host that the device makes while it goes on with other work."""
 
     def __init__(self, numbers: torch.Tensor):
+        if numbers.device.type != "cuda":
+            self._copy = numbers.detach().clone()
+            self._there: Any = torch.cpu.Event()
+            return
         self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(numbers, non_blocking=True)
         self._there = torch.cuda.Event()
         self._there.record()
 
-    def wait(self, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def wait(self, group: dist.ProcessGroup | None, look: Callable[[], None] | None = None,
+             give_up: Callable[[Exception], None] | None = None) -> torch.Tensor:
         """Wait for the numbers, which depend on all ranks of `group`. Raises CollectiveFailed as wait_for_ranks does."""
-        wait_for_ranks(self._there.query, group)
+        wait_for_ranks(self._there.query, group, look, give_up)
         return self._copy
 
     def if_there(self) -> torch.Tensor | None:
@@ -50,8 +56,10 @@ def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
-    """Wait until `there` says so, shortly before the group's timeout at the longest.
+def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None, look: Callable[[], None] | None = None,
+                   give_up: Callable[[Exception], None] | None = None) -> None:
+    """Wait until `there` says so, shortly before the group's timeout at the longest. Meanwhile `look` is called again and again; what it
+    raises ends the wait. `give_up` is called with the error before the roll is called, which takes seconds.
 
     NCCL's watchdog ends the process at the timeout without saying which rank it waited for; until then the ranks that wait can
     still call each other.
@@ -65,7 +73,12 @@ def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None) -
     with groups.Waiting(group):
         while not there():
             waited = time.monotonic() - begin
+            if look is not None and waited > _SPIN_SECONDS:
+                look()
             if waited > limit:
-                raise groups.failure(group, f"no answer within {limit:.0f} s")
+                why = f"no answer within {limit:.0f} s"
+                if give_up is not None:
+                    give_up(groups.CollectiveFailed(why))
+                raise groups.failure(group, why)
             if waited > _SPIN_SECONDS:
                 time.sleep(0 if waited < _AWAKE_SECONDS else _PAUSE_SECONDS)

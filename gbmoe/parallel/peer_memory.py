@@ -1,20 +1,27 @@
 """The memory that ranks of an expert-parallel group map from each other: what it holds, how large it is, and who waits for whom.
 
 A group has one allocation of torch's symmetric memory (torch.distributed._symmetric_memory) for each device, shared by all layers. A
-pass through a layer, forward or backward, uses it from `begin` to `end`. Passes follow one another in the order of the calls, which
+pass through a layer, forward or backward, uses it inside of `passing`. Passes follow one another in the order of the calls, which
 must be the same on all ranks, as for every collective. Within a pass a barrier stands between one rank's write and another's read.
 The last barrier of a pass comes after every access to another rank's memory, so that the next pass may write to its own rank's
 memory at once.
 
-Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert.
+When the memory grows, the layers go on with new memory. That which a CUDA graph has captured is kept, as its replays go on using it.
+
+A pass that a rank leaves by an exception breaks the memory for all ranks: each of them raises (gbmoe.parallel.notice_board), and the next
+pass of each begins with all ranks together.
+
+Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert; N numbers
+of a header.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,12 +29,26 @@ import torch.distributed as dist
 
 from gbmoe import extension
 from gbmoe._checks import dtype_name, require
-from gbmoe.parallel import groups
+from gbmoe.kernels.peers import HEADER_NUMBERS, PeerRegion
+from gbmoe.parallel import agreement, groups
+from gbmoe.parallel.host_copy import wait_for_ranks
+from gbmoe.parallel.late_report import LateReport
+from gbmoe.parallel.notice_board import CHANNELS, NoticeBoard, open_board
 
 MOST_RANKS = 64  # kMostPeers of csrc/peer_memory.cuh
-# The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_experts.py says why.
+# The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_transport.py says why.
 RANKS_WITH_COPY_ENGINES = 4
 _ALIGNMENT = 256
+
+
+def _symmetric_memory() -> Any:
+    import torch.distributed._symmetric_memory as symmetric_memory
+    return symmetric_memory
+
+
+# What maps memory between ranks, by type of device: a function that returns an object with `empty` and `rendezvous` as those of
+# torch.distributed._symmetric_memory. Tests put gbmoe.testing.mapped_files in for "cpu": this is the one switch, and no way to be fast.
+MAPPERS: dict[str, Callable[[], Any]] = {"cuda": _symmetric_memory}
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,7 @@ class Layout:
         """Shape and dtype of each region by its name, in the order in which they lie in memory."""
         C, K, H = self.tokens, self.top_k, self.hidden
         return {
-            "header": ((4,), torch.int32),
+            "header": ((HEADER_NUMBERS,), torch.int32),
             "ids": ((C, K), torch.int32),
             "weights": ((C, K), torch.float32),
             "pushed_scalars": ((self.shards, C, K), torch.float32),
@@ -77,27 +98,64 @@ class Layout:
         return {**offsets, "end": at}
 
 
+@dataclass
+class _Allocation:
+    """Memory of one size, mapped by all ranks: this rank's, torch's handle of it, and that of each rank, all of them [bytes]."""
+
+    own: torch.Tensor
+    handle: Any
+    of_rank: list[torch.Tensor]
+    captured: bool = False
+    regions: dict[Layout, Regions] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return self.own.numel()
+
+
 class PeerMemory:
     """One group's memory on this rank's device, mapped by all its ranks.
 
     Attributes:
+        board: what the hosts of the ranks tell each other.
         expected_rows: how many rows a forward is likely to have on this rank, by the kind of layer; Arrival keeps it.
+        report: what passes have found out for which no host waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_seconds: float | None = None):
-        require(extension.loaded(), "PeerMemory", "device", "one that the CUDA extension serves", extension.status().reason)
-        self.group, self.device = group, device
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, board: NoticeBoard, timeout_seconds: float | None = None):
+        self.group, self.device, self.board = group, device, board
+        self.rank, self.ranks = board.rank, board.ranks
         self._capacities: dict[Hashable, int] = {}
         self.expected_rows: dict[Hashable, int] = {}
+        self.report = LateReport(group, device)
         self._timeout_ms = int((groups.timeout_of(group) if timeout_seconds is None else timeout_seconds) * 1000)
-        self._bytes = 0
-        self._memory: torch.Tensor | None = None
-        self._handle: Any = None  # torch's _SymmetricMemory of self._memory
-        self._used: torch.cuda.Event | None = None
-        self._used_on: torch.cuda.Stream | None = None
-        self._side: torch.cuda.Stream | None = None
-        self._regions: dict[Layout, Regions] = {}
+        self._allocation: _Allocation | None = None
+        self._kept: list[_Allocation] = []  # those that CUDA graphs have captured, and which have become too small since
+        self._streams = torch.get_device_module(device)
+        # The end of the last pass. In a graph it is external: replays wait for the pass before them, and are waited for.
+        self._used: Any = torch.cuda.Event(external=True) if device.type == "cuda" else torch.cpu.Event()
+        self._used.record(self.stream())
+        self._used_on: Any = None
+        self._side: Any = None
+        self._begun = [0] * CHANNELS  # barriers outside of graphs, by channel
+        self._in_pass = False
+        self._captures = False  # whether a graph captures the pass
+        self._forward_text = "\n"  # of the last forward
+
+    @property
+    def _handle(self) -> Any:
+        """torch's _SymmetricMemory of the memory in use."""
+        assert self._allocation is not None
+        return self._allocation.handle
+
+    def stream(self) -> Any:
+        """The current stream of the memory's device."""
+        return self._streams.current_stream(self.device)
+
+    def _capturing(self) -> bool:
+        return self._captures if self._in_pass else capturing(self.device)
+
+    # ------------------------------------------------------------------------------------------------------------ room
 
     def capacity(self, layers: Hashable) -> int:
         """The most tokens of a rank for which these layers have room, the same on all ranks; 0 before the first call of `reserve`.
@@ -112,38 +170,118 @@ class PeerMemory:
         return [(self.rank + place) % self.ranks for place in range(1, self.ranks)]
 
     def reserve(self, layers: Hashable, tokens: int) -> None:
-        """Make room for the most tokens that any rank brings to these layers. Collective, and waits for the device."""
-        most = torch.tensor([tokens], dtype=torch.int64, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        # Rounded up, so that numbers of tokens that vary from step to step soon stop being a reason to grow.
-        self._capacities[layers] = max(self.capacity(layers), math.ceil(max(int(most), 1) / 128) * 128)
+        """Make room for the most tokens that any rank brings to these layers. All ranks meet; no device is waited for."""
+        require(not self._capturing(), "peer_experts", "x", "a first call outside of a CUDA graph, in which ranks make room for its tokens",
+                "one that is being captured")
+        self.make_room(layers, max(self.board.meet(tokens)))
+
+    def make_room(self, layers: Hashable, most: int) -> None:
+        """Make room for `most` tokens, which is the same number on all ranks."""
+        self._capacities[layers] = max(self.capacity(layers), rounded_up(most))
 
     def regions(self, layout: Layout) -> Regions:
         """The regions of a layer. Where the memory is too small for them it grows, collectively: all ranks have equal layouts."""
         needed = layout.offsets["end"]
-        if needed > self._bytes or layout not in self._regions:
+        if self._allocation is None or needed > self._allocation.bytes or layout not in self._allocation.regions:
             with torch.inference_mode(False):  # later steps may train: what inference mode makes can be written to only within it
-                if needed > self._bytes:
+                if self._allocation is None or needed > self._allocation.bytes:
                     self._grow(needed)
-                assert self._memory is not None
-                self._regions[layout] = Regions(self._memory, self._handle, layout)
-        return self._regions[layout]
+                self._allocation.regions[layout] = Regions(self._allocation.of_rank, self.rank, layout)  # type: ignore[union-attr]
+        if self._capturing():
+            self._allocation.captured = True  # type: ignore[union-attr]
+        return self._allocation.regions[layout]  # type: ignore[union-attr]
 
     def _grow(self, needed: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
-        torch.cuda.synchronize(self.device)  # afterwards nothing reads the old memory
-        dist.barrier(self.group)
-        self._regions.clear()
-        self._memory = self._handle = None
-        self._memory = symmetric_memory.empty(needed, dtype=torch.uint8, device=self.device)
-        self._handle = symmetric_memory.rendezvous(self._memory, self.group)
-        self._bytes = needed
+        require(not self._capturing(), "peer_experts", "x", "as much memory as a call outside of a CUDA graph has made room for", "more")
+        mapper = MAPPERS[self.device.type]()
+        self._synchronize()
+        self.board.meet(needed)  # afterwards no device reads the old memory
+        self._set_aside()
+        own = mapper.empty(needed, dtype=torch.uint8, device=self.device)
+        self.board.meet(needed)  # no rank has run out of memory
+        with groups.Waiting(self.group):
+            handle = mapper.rendezvous(own, self.group)
+        of_rank = [own if rank == self.rank else handle.get_buffer(rank, (needed,), torch.uint8) for rank in range(self.ranks)]
+        self._allocation = _Allocation(own, handle, of_rank)
 
-    def begin(self) -> None:
-        """Begin a pass on the current stream, which waits for the previous pass if that ran on another stream."""
-        stream = torch.cuda.current_stream(self.device)
-        if self._used is not None and self._used_on != stream and not torch.cuda.is_current_stream_capturing():
+    def _synchronize(self) -> None:
+        """Wait for all passes on this rank's device. Raises CollectiveFailed where other ranks do not let them end."""
+        stream = self.stream()
+        stream.wait_event(self._used)
+        stream.wait_stream(self.side_stream())
+        done = torch.cuda.Event() if self.device.type == "cuda" else torch.cpu.Event()
+        done.record(stream)
+        wait_for_ranks(done.query, self.group, self.board.check, self.board.fail)
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    @contextlib.contextmanager
+    def passing(self, backward_of: int | None = None) -> Iterator[None]:
+        """A pass on the current stream, which waits for the previous pass if that ran on another stream.
+
+        An exception inside breaks the memory for all ranks. The first pass after that waits for all of them.
+
+        Args:
+            backward_of: the number of the layer of which this is the backward, if it is one.
+
+        Raises:
+            PassLost, ValueError: where another rank has left a pass early; it says which, and why.
+        """
+        if self._in_pass:  # within `meanwhile` or a hook, on one thread: barriers would be those of another pass
+            raise RuntimeError("peer_experts: expected no layer with experts over the same group to be called inside another one's pass")
+        self._begin()
+        self._in_pass = True
+        try:
+            if backward_of is not None:
+                self._announce_backward(backward_of)
+            yield
+            self.end()
+        except BaseException as error:
+            if self._in_pass:
+                if not self.board.told:  # by the board itself
+                    self.board.fail(error)
+                with contextlib.suppress(RuntimeError):  # of a device that is lost
+                    self.end()
+            raise
+        finally:
+            self._in_pass = False
+
+    def end(self) -> None:
+        """End the pass before `passing` does: all its barriers are begun, and what is raised from here on breaks nothing. Records on the
+        current stream what the next pass has to wait for."""
+        if self._in_pass:
+            stream = self.stream()
+            self._used.record(stream)
+            if not self._captures:
+                self._used_on = stream
+            self._in_pass = False
+
+    def _begin(self) -> None:
+        captures = self._captures = self._capturing()
+        if not captures and self.board.must_recover():
+            self._recover()
+        stream = self.stream()
+        # A graph is replayed on streams that are not known here.
+        if captures or self._kept or stream != self._used_on or (self._allocation is not None and self._allocation.captured):
             stream.wait_event(self._used)
+
+    def announce(self, layer: int, path: str, records: bool) -> int:
+        """Count a forward, and tell the other ranks' hosts what it is. Returns its digest, which is equal on all ranks."""
+        pass_ = agreement.count(layer, path, self.group, records=records)
+        text = pass_.text()
+        digest, self._forward_text = agreement.digest_of(text), text
+        self.board.begins(pass_.number, digest, text + "\nforward")
+        return digest
+
+    def _announce_backward(self, layer: int) -> None:
+        """Tell the other ranks' hosts of a backward. Their devices do not look at it: the next forward's header tells of it, too."""
+        forwards = agreement.count_backward(layer, self.group)
+        of_forward = self._forward_text.split("\n", 1)[1]
+        self.board.begins(forwards, -layer - 1, f"{layer}\n{of_forward}\nbackward")
+
+    def refuse(self) -> None:
+        """Raise ValueError, which says in what the passes of the ranks differ; on all ranks, as their headers tell all of them so."""
+        raise agreement.refusal(self.board.texts(), self.group)
 
     def barrier(self, channel: int = 0) -> None:
         """Let the current stream wait for the other ranks: what any rank wrote before, all ranks can read afterwards. The host does not
@@ -151,44 +289,95 @@ class PeerMemory:
 
         If a rank does not come within the timeout, the device raises an error that names it. Streams that run side by side need
         different channels.
-        """
-        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
-    def side_stream(self) -> torch.cuda.Stream:
+        Raises:
+            PassLost, ValueError: where another rank has left a pass early.
+        """
+        if self._capturing():
+            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+            return
+        self.board.enters(channel)
+        self._begun[channel] += 1
+        if self.device.type == "cuda":
+            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+        else:
+            self.board.wait_in_barrier(channel)
+
+    def side_stream(self) -> Any:
         """A stream for copies that run while the current stream computes."""
         if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
+            self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else torch.cpu.Stream()
         return self._side
 
-    def end(self) -> None:
-        """End the pass: record on the current stream what the next pass has to wait for."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        if self._used is None:
-            self._used = torch.cuda.Event()
-        self._used_on = torch.cuda.current_stream(self.device)
-        self._used.record(self._used_on)
+    def on(self, stream: Any) -> contextlib.AbstractContextManager:
+        """`with memory.on(stream):` work goes to that stream."""
+        return self._streams.stream(stream)
+
+    # ------------------------------------------------------------------------------------------------------- recoveries
+
+    def _recover(self) -> None:
+        """Go on after a failure, with all ranks together: no barrier is open any more, and none has been begun by some ranks alone. What
+        ranks have agreed about is forgotten, as a part of them may have failed while they did."""
+        agreement.go_on(self.board.recover(self._close_barriers), self.group)
+        self.report.forget()
+        self._set_aside()
+        self._capacities.clear()
+        self.expected_rows.clear()
+
+    def _set_aside(self) -> None:
+        """Free the memory, which no device uses any more, or keep it for the graphs that have captured it."""
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None and allocation.captured:
+            self._kept.append(allocation)
+
+    def _close_barriers(self) -> None:
+        """Begin the barriers that other ranks have begun, and wait for this rank's device. Passes that were under way on other ranks then
+        end; they read NaN and no expert where this rank has not written."""
+        self.stream().wait_event(self._used)
+        most = [self.board.barriers(channel) for channel in range(CHANNELS)]
+        if self._allocation is not None and most != self._begun:
+            for memory in self._allocation.of_rank:
+                memory.fill_(0xFF)
+        for channel, barriers in enumerate(most):
+            if self.device.type == "cuda" and self._allocation is not None:
+                with self.on(self.side_stream() if channel else self.stream()):
+                    for _ in range(barriers - self._begun[channel]):
+                        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+            self._begun[channel] = barriers
+            self.board.closes(channel, barriers)
+        done = torch.cuda.Event() if self.device.type == "cuda" else torch.cpu.Event()
+        self.stream().wait_stream(self.side_stream())
+        done.record(self.stream())
+        wait_for_ranks(done.query, self.group)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is launched on the current stream now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def rounded_up(tokens: int) -> int:
+    """The capacity for so many tokens. It is rounded up, so that numbers that vary from step to step soon stop being a reason to grow."""
+    return math.ceil(max(tokens, 1) / 128) * 128
 
 
 class Regions:
-    """A layout's regions: `own` are tensors in this rank's memory; `peers` are their addresses on all ranks, int64 [W] on the CPU, as
-    kernels take them."""
+    """A layout's regions: `own` are tensors in this rank's memory, `peers` those of all ranks. `sums` is, in the memory of each rank, the
+    part [C,H] of the region of pushed sums that this rank fills; None with by_slot."""
 
-    def __init__(self, memory: torch.Tensor, handle, layout: Layout):
+    def __init__(self, memory_of_rank: list[torch.Tensor], rank: int, layout: Layout):
         self.layout = layout
+        of_rank = [self._divided(memory, layout) for memory in memory_of_rank]
+        self.own = of_rank[rank]
+        self.peers = {name: PeerRegion.of([theirs[name] for theirs in of_rank]) for name in layout.shapes}
+        pushed = self.peers["pushed"]
+        self.sums = None if layout.by_slot else PeerRegion([sums_WCH[rank] for sums_WCH in pushed.of_rank], pushed.addresses)
+
+    @staticmethod
+    def _divided(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
         offsets = layout.offsets
-        self.own = {name: memory[offsets[name]:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                    for name, (shape, dtype) in layout.shapes.items()}
-        self.peers = {name: torch.tensor([address + offsets[name] for address in handle.buffer_ptrs], dtype=torch.int64, device="cpu")
-                      for name in layout.shapes}
-        # The other ranks' memory as tensors, for the copy engines: their tokens, and the regions that this rank pushes its sums to.
-        others = [rank for rank in range(layout.ranks) if rank != handle.rank]
-        shape, dtype = layout.shapes["x"]
-        self.x_of_rank = {rank: handle.get_buffer(rank, shape, dtype, offsets["x"] // dtype.itemsize) for rank in others}
-        self.pushed_of_rank = {}
-        if not layout.by_slot:
-            here = offsets["pushed"] // dtype.itemsize + handle.rank * math.prod(shape)
-            self.pushed_of_rank = {rank: handle.get_buffer(rank, shape, dtype, here) for rank in others}
+        return {name: memory[offsets[name]:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                for name, (shape, dtype) in layout.shapes.items()}
 
 
 _MEMORIES: dict[tuple[str, torch.device], PeerMemory] = {}
@@ -196,21 +385,46 @@ _MEMORIES: dict[tuple[str, torch.device], PeerMemory] = {}
 
 def of_group(group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float | None = None) -> PeerMemory:
     """The memory of a group (None: the default group), made at the first call and shared by all callers. The first call's timeout holds
-    for all of them."""
+    for all of them. Collective at the first call, where `unavailable` was not called before; then it raises ValueError for its reason."""
     group = _the(group)
     key = (group.group_name, device)
     memory = _MEMORIES.get(key)
     if memory is None or memory.group is not group:
-        memory = _MEMORIES[key] = PeerMemory(group, device, timeout_seconds)
+        reason = unavailable(group, device)
+        require(reason is None, "PeerMemory", "group", "ranks that can map each other's memory", reason)
+        memory = _MEMORIES[key] = PeerMemory(group, device, _BOARDS[key], timeout_seconds)
     return memory
 
 
+def agree_to_exchange(group: dist.ProcessGroup | None, device: torch.device, layer: int) -> None:
+    """Wait for the other ranks where this one's rows cannot be pulled in a call, although all ranks map memory.
+
+    Raises:
+        ValueError: on all ranks, where other ranks pull theirs.
+    """
+    memory = of_group(group, device)
+    with memory.passing():
+        memory.announce(layer, "exchange, as rows cannot be pulled", torch.is_grad_enabled())
+        memory.board.meet(0)
+
+
 def release() -> None:
-    """Free the memory of all groups. Call it on all ranks, before the process groups are destroyed. Waits for the device."""
+    """Free the memory of all groups, also that which CUDA graphs use. Call it on all ranks, before the process groups are destroyed. Waits
+    for the device."""
     for memory in _MEMORIES.values():
-        torch.cuda.synchronize(memory.device)
-    _MEMORIES.clear()
-    _REASONS.clear()
+        torch.get_device_module(memory.device).synchronize(memory.device)
+    for known in (_MEMORIES, _REASONS, _BOARDS):
+        known.clear()
+
+
+def check_overflow() -> None:
+    """Raise ValueError if a step since the last report had more rows on this rank than their bound, or was another one than that of other
+    ranks. Waits for the device.
+
+    Eager calls raise the same error by themselves in a later step. Replays of a CUDA graph cannot: call this after them.
+    """
+    for memory in _MEMORIES.values():
+        memory.report.check()
 
 
 def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
@@ -226,12 +440,17 @@ def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | 
     hosts = {host for _, host in found}
     faults = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(found) if reason is not None]
     reason = "; ".join(faults) or (f"the group spans {len(hosts)} hosts" if len(hosts) > 1 else None)
+    if reason is None:
+        board, reason = open_board(group)
+        if board is not None:
+            _BOARDS[key] = board
     _REASONS[key] = group, reason
     return reason
 
 
 # By the name of a group and its device. A later group may have the same name, so the group itself is kept to compare with.
 _REASONS: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str | None]] = {}
+_BOARDS: dict[tuple[str, torch.device], NoticeBoard] = {}
 
 
 def _the(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -241,12 +460,14 @@ def _the(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    if device.type != "cuda":
+    if device.type not in MAPPERS:
         return f"memory is mapped on CUDA devices only, not on {device.type}"
-    if not extension.loaded():
-        return f"the CUDA extension is needed: {extension.status().reason}"
     if dist.get_world_size(group) > MOST_RANKS:
         return f"at most {MOST_RANKS} ranks can map each other's memory, and the group has {dist.get_world_size(group)}"
+    if device.type != "cuda":
+        return None
+    if not extension.loaded():
+        return f"the CUDA extension is needed: {extension.status().reason}"
     try:
         import torch.distributed._symmetric_memory
     except ImportError as error:
@@ -265,4 +486,3 @@ def check_rows(dtype: torch.dtype, hidden: int) -> str | None:
     if hidden * dtype.itemsize % 16:
         return f"the bytes of a row must be a multiple of 16, and are {hidden * dtype.itemsize}"
     return None
-

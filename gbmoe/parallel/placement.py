@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from gbmoe._checks import require
 from gbmoe.parallel.groups import Nodes
 
 
@@ -25,6 +26,10 @@ class Placement:
         chunks: in how many chunks the exchange computes a rank's experts.
         shadows: the last `shadows` of each rank's experts are replicas of experts (gbmoe.parallel.shadowing), and the last chunk has these
             alone.
+        exact: bring back the row of every slot, and sum rows in slot order. The sums have the same bits as those of one process.
+        rows: over mapped memory, the most rows that a rank may compute, as a multiple of the mean over ranks. None sets no bound: the host
+            then waits for the number of rows in each forward.
+        timeout_seconds: how long a rank's device waits for the others there; None for the group's own timeout.
     """
 
     group: dist.ProcessGroup | None
@@ -36,6 +41,20 @@ class Placement:
     nodes: Nodes | None = None
     chunks: int = 1
     shadows: int = 0
+    exact: bool = False
+    rows: float | None = None
+    timeout_seconds: float | None = None
+
+    def __post_init__(self):
+        require(not self.exact or self.shards == 1, "Placement", "shards", "1 together with exact: the ranks that hold shards of an expert"
+                " would bring their rows to one place", self.shards)
+        require(self.rows is None or not self.exact, "Placement", "rows", "None together with exact, which sums every slot's row and"
+                " would read unwritten ones if rows beyond a bound were dropped", self.rows)
+
+    @property
+    def shard(self) -> int:
+        """Which shard of its experts this rank holds."""
+        return self.rank // (self.world // self.shards)
 
     @property
     def first_expert(self) -> int:

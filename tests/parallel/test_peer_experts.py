@@ -1,7 +1,7 @@
-"""Rows pulled and sums pushed between GPUs give what one process gives on all ranks' tokens.
+"""Rows pulled and sums pushed between ranks give what one process gives on all ranks' tokens: between GPUs, and between processes on the
+CPU that map files (gbmoe.testing.mapped_files).
 
-One start of the processes on a number of GPUs serves all cases: each is a function of (rank, world) that raises where something is
-wrong.
+One start of a number of processes serves all cases: each is a function of (rank, world) that raises where something is wrong.
 
 Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
 """
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import traceback
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,12 @@ import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp, extension
-from gbmoe.parallel import Spread, arrival, check_overflow, peer_experts, peer_memory
-from gbmoe.parallel.peer_experts import sum_of_ranks
-from gbmoe.testing import cuda_graphs
+from gbmoe.parallel import Placement, arrival, check_overflow, peer_experts, peer_memory
+from gbmoe.parallel.peer_transport import sum_of_ranks
+from gbmoe.testing import cuda_graphs, mapped_files
 
-WORLDS = (2, 4, 8)
-CASES = {}
+CASES, OF_GPUS = {}, set()
+DEVICE_TYPE = "cuda"
 
 
 def case(function):
@@ -32,8 +33,18 @@ def case(function):
     return function
 
 
+def of_gpus(function):
+    """A case that asks for streams or graphs."""
+    OF_GPUS.add(function.__name__)
+    return case(function)
+
+
 def device(rank):
-    return torch.device("cuda", rank)
+    return torch.device("cuda", rank) if DEVICE_TYPE == "cuda" else torch.device("cpu")
+
+
+def synchronize():
+    torch.get_device_module(DEVICE_TYPE).synchronize()
 
 
 class Layer:
@@ -56,9 +67,8 @@ class Layer:
         self.degree = min(world, experts)
         self.local, self.shards = experts // self.degree, world // self.degree
 
-    def spread(self, **changes):
-        first = self.rank % self.degree * self.local
-        return Spread(None, self.experts, self.local, first, self.shards, timeout_seconds=60, **changes)
+    def where(self, **changes):
+        return Placement(None, self.world, self.rank, self.experts, self.local, self.shards, timeout_seconds=60, **changes)
 
     def mine(self, t_EFH):
         """This rank's experts, or shards of them."""
@@ -73,7 +83,7 @@ class Layer:
 
     def forward(self, leaves, gradient_scale=1.0, **changes):
         return peer_experts(leaves["x"], self.ids[self.rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
-                            self.spread(**changes), gradient_scale=gradient_scale)
+                            self.where(**changes), gradient_scale=gradient_scale)
 
     def run(self, **changes):
         """{name: tensor} of the output and of all gradients of this rank."""
@@ -123,7 +133,7 @@ def glu_mlp_and_dtypes(rank, world):
 def gradients_of_weights_are_scaled_and_others_are_not(rank, world):
     """By a power of two all bits but the exponents' stay. Where each row is scaled, dx is divided by it again; otherwise gradients of
     weights are multiplied. float16 has no exponents to spare, and rows of slots are summed without a scale."""
-    for dtype, changes in ((torch.bfloat16, {}), (torch.float32, {}), (torch.float16, {}), (torch.bfloat16, {"by_slot": True})):
+    for dtype, changes in ((torch.bfloat16, {}), (torch.float32, {}), (torch.float16, {}), (torch.bfloat16, {"exact": True})):
         for weighted in (True, False):
             layer = Layer(rank, world, [70, 50], experts=8, dtype=dtype, weighted=weighted)
             plain = layer.run(**changes)
@@ -176,7 +186,7 @@ def shards_of_one_expert(rank, world):
 @case
 def slots_have_the_bits_of_one_process(rank, world):
     layer = Layer(rank, world, [300, 280], experts=16, top_k=4, hidden=256, ffn=512)
-    got, expected = layer.run(by_slot=True), layer.expected()
+    got, expected = layer.run(exact=True), layer.expected()
     for name in ("out", "x", "weights"):
         assert torch.equal(got[name], expected[name]), name
 
@@ -240,7 +250,7 @@ def an_autocast_around_backward_changes_no_bit(rank, world):
     layer = Layer(rank, world, [60, 70], dtype=torch.float32)
     leaves, expected = layer.leaves(), layer.run()
     out = layer.forward(leaves)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE_TYPE, dtype=torch.bfloat16):
         out.backward(layer.grad[rank])
     assert all(torch.equal(t.grad, expected[name]) for name, t in leaves.items() if t is not None)
 
@@ -249,7 +259,7 @@ def an_autocast_around_backward_changes_no_bit(rank, world):
 def checkpointed(rank, world):
     layer = Layer(rank, world, [60, 70])
     x, w = layer.x[rank].clone().requires_grad_(), [layer.mine(w).requires_grad_() for w in layer.w]
-    call = functools.partial(peer_experts, activation="silu", engine="auto", spread=layer.spread())
+    call = functools.partial(peer_experts, activation="silu", engine="auto", where=layer.where())
     checkpoint(call, x, layer.ids[rank], layer.weights[rank], *w, use_reentrant=False).backward(layer.grad[rank])
     got = layer.run()
     assert torch.equal(x.grad, got["x"]) and torch.equal(w[0].grad, got["w1"])
@@ -289,7 +299,7 @@ def rows_are_pulled_while_the_host_waits_for_their_number(rank, world):
         assert memory.expected_rows[kind] == expected  # where rows are bounded the host does not know how many there are
 
 
-@case
+@of_gpus
 def two_streams(rank, world):
     layer = Layer(rank, world, [600, 500], experts=16, hidden=512)
     expected = layer.run()
@@ -304,10 +314,10 @@ def two_streams(rank, world):
             assert torch.equal(tensor, on_side[name]) and torch.equal(tensor, here[name]), name
 
 
-@case
+@of_gpus
 def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
     layer = Layer(rank, world, [256, 256], experts=8, top_k=2)
-    spread = layer.spread(rows=2.0)
+    where = layer.where(rows=2.0)
     leaves = [t.clone().requires_grad_() for t in (layer.x[rank], layer.weights[rank], *(layer.mine(w) for w in layer.w))]
     ids, grad = layer.ids[rank].clone(), layer.grad[rank]
 
@@ -315,7 +325,7 @@ def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
         for leaf in leaves:
             leaf.grad = None
         x, weights, *w = leaves
-        out = peer_experts(x, ids, weights, *w, "silu", "hopper", spread)
+        out = peer_experts(x, ids, weights, *w, "silu", "hopper", where)
         out.backward(grad)
         return out
 
@@ -331,7 +341,7 @@ def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
             ids.copy_(other.ids[rank])
             grad.copy_(other.grad[rank])
         graph.replay()
-        torch.cuda.synchronize()
+        synchronize()
         names = ("x", "weights", "w1", "w2", "v1")
         other.check({"out": out.detach(), **{name: leaf.grad for name, leaf in zip(names, leaves)}})
 
@@ -344,20 +354,30 @@ def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
     # Of 4,000 rows a rank 4,096 fit, in the order of ranks and tokens; the others count as dropped, whatever was there before.
     assert got["out"][:40].any(dim=1).all() if rank == 0 else not got["out"][100:].any()
     assert rank == 0 or not (got["x"][100:].any() or got["weights"][100:].any())
-    torch.cuda.synchronize()
+    synchronize()
     if rank == world - 1:
         with pytest.raises(ValueError, match=f"rows: expected at most .* got {4000 * world}"):
             check_overflow()
     check_overflow()
 
 
-def worker(rank, world, store, results):
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device(rank))
+def worker(rank, world, device_type, store, results):
+    global DEVICE_TYPE
+    DEVICE_TYPE, options = device_type, {}
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        options["device_id"] = device(rank)
+    else:
+        torch.set_num_threads(1)
+        peer_memory.MAPPERS["cpu"] = lambda: mapped_files
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
+                            timeout=timedelta(seconds=60), **options)
     for name, function in CASES.items():
+        if device_type == "cpu" and name in OF_GPUS:
+            continue
         try:
             function(rank, world)
-            torch.cuda.synchronize()
+            synchronize()
             results[rank, name] = None
         except Exception as error:  # the ranks go on together, unless a device is lost
             results[rank, name] = traceback.format_exc()
@@ -367,24 +387,31 @@ def worker(rank, world, store, results):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids="{} GPUs".format)
-def ran(request, tmp_path_factory):
-    """(the number of GPUs, what each of them found)."""
-    world = request.param
-    if torch.cuda.device_count() < world:
+STARTS = [("cpu", 2), ("cpu", 4), ("cuda", 2), ("cuda", 4), ("cuda", 8)]
+MARKS = {"cpu": [pytest.mark.xdist_group("mapped-files")], "cuda": [pytest.mark.gpu, pytest.mark.xdist_group("two-gpus")]}
+RUNS = [pytest.param(device_type, world, name, marks=MARKS[device_type], id=f"{name}-{device_type}-{world}")
+        for device_type, world in STARTS for name in CASES if device_type == "cuda" or name not in OF_GPUS]
+
+
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory):
+    """A function from a type of device and a number of ranks to what each of them found; they are started once."""
+    @functools.cache
+    def start(device_type, world):
+        with mp.Manager() as manager:
+            results = manager.dict()
+            with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
+                mp.spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), nprocs=world)
+            return dict(results)
+
+    return start
+
+
+@pytest.mark.parametrize("device_type, world, name", RUNS)
+def test_ranks_that_map_memory(results_of, device_type, world, name):
+    if device_type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs that map each other's memory, this machine has {torch.cuda.device_count()}")
-    with mp.Manager() as manager:
-        results = manager.dict()
-        with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
-            mp.spawn(worker, (world, tmp_path_factory.mktemp("store") / "store", results), nprocs=world)
-        return world, dict(results)
-
-
-@pytest.mark.gpu
-@pytest.mark.xdist_group("two-gpus")
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_that_map_memory(ran, name):
-    world, results = ran
+    results = results_of(device_type, world)
     failures = {rank: results.get((rank, name), "did not end") for rank in range(world) if results.get((rank, name), "did not end")}
     assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())
 
@@ -394,7 +421,7 @@ def test_ids_with_a_stride_were_read_as_those_of_other_tokens():
     """Ids whose rows do not lie one behind the other: the sum over ranks is that of the same ids, copied."""
     extension.load()
     tokens, top_k, hidden = 6, 2, 64
-    spread = Spread(group=None, experts=4, experts_per_rank=2, first_expert=0, shards=1)
+    where = Placement(group=None, world=2, rank=0, experts=4, experts_per_rank=2, shards=1)
     pushed_WCH = torch.randn(2, tokens, hidden, device="cuda")
     pushed = SimpleNamespace(regions=SimpleNamespace(own={"pushed": pushed_WCH}))
     wide = torch.tensor([[0, 1, 3, 3], [2, 3, 0, 0], [0, 2, 1, 1], [1, 1, 2, 2], [3, 3, 0, 1], [2, 0, 3, 3]], device="cuda")
@@ -402,4 +429,4 @@ def test_ids_with_a_stride_were_read_as_those_of_other_tokens():
     of_rank = [(ids_TK // 2 == rank).any(1, keepdim=True) for rank in range(2)]
     expected = sum(torch.where(there, part, 0.0) for there, part in zip(of_rank, pushed_WCH))
     assert not ids_TK.is_contiguous()
-    assert torch.equal(sum_of_ranks(pushed, torch.empty(tokens, hidden, device="cuda"), ids_TK, None, spread), expected)
+    assert torch.equal(sum_of_ranks(pushed, torch.empty(tokens, hidden, device="cuda"), ids_TK, None, where), expected)
