@@ -173,12 +173,15 @@ class NoticeBoard:
         words[at + _SAID + number % 2] = said
         words[at + _MEETINGS] = number
         self._wait(lambda: all(words[of + _MEETINGS] >= number for of in self._at), self.look)
-        self.look()  # ranks that never waited may have met in different passes
+        self._refuse_if_they_differ()  # ranks that never waited may have met in different passes
         return [words[of + _SAID + number % 2] for of in self._at]
 
     def look(self) -> None:
         """What a rank does while it waits: raise as `check` does, and ValueError where it sees that ranks make different passes."""
         self.check()
+        self._refuse_if_they_differ()
+
+    def _refuse_if_they_differ(self) -> None:
         if self.differ():
             raise agreement.refusal(self.texts(), self._group)
 

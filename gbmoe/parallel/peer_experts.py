@@ -21,7 +21,7 @@ from gbmoe.ops.expert_pass import Gradients, Saved, Weights
 from gbmoe.parallel import agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.peer_memory import of_group
-from gbmoe.parallel.peer_transport import PeerTransport
+from gbmoe.parallel.peer_transport import PeerTransport, pull_rows
 from gbmoe.parallel.placement import Placement
 from gbmoe.slot_map import SlotMap
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients
@@ -73,12 +73,13 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
             meanwhile()
         with torch.no_grad():
             arrived = arrival.finish()
+            rows = [arrival.rows_ahead() or pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]
             sizes_E = arrival.sizes(engine, arrived.slots.num_rows, w1_EFH)
         save = arrived.needs.any
         call = _Call(activation, engine, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
                      keep_weights=save and arrived.needs.x and keep_weights)
         x_TH = agreement.joined(x_TH, save and not any(need))
-        return _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, [arrival.rows_ahead()])
+        return _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows)
 
 
 @dataclass(frozen=True)

@@ -346,10 +346,36 @@ def bounded_rows_wait_for_nothing_and_fit_a_graph(rank, world):
         other.check({"out": out.detach(), **{name: leaf.grad for name, leaf in zip(names, leaves)}})
 
 
+@of_gpus
+def a_token_has_the_same_bits_whatever_others_there_are(rank, world):
+    layer, some = Layer(rank, world, [300, 280], experts=16, top_k=4, hidden=256, ffn=512), slice(0, 17 + rank)
+    weights = [layer.mine(w) for w in layer.w]
+
+    def out_of(tokens):
+        x, ids, router_weights = (part[rank][tokens].contiguous() for part in (layer.x, layer.ids, layer.weights))
+        return peer_experts(x, ids, router_weights, *weights, "silu", "hopper_batch_invariant", layer.where())
+
+    assert torch.equal(out_of(slice(None))[some], out_of(some))
+
+
+@case
+def rows_that_were_pulled_are_kept_for_backward(rank, world):
+    """As in one process, and on some ranks alone; with and without a bound."""
+    for layer in (Layer(rank, world, [70, 50], experts=8), Layer(rank, world, [70, 50], experts=8, weighted=False)):
+        for rows in (None, 4.0):
+            plain, leaves = layer.run(rows=rows), layer.leaves()
+            w = [leaves[name] for name in ("w1", "w2", "v1")]
+            out = peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], *w, "silu", "auto", layer.where(rows=rows),
+                               keep_gathered_rows=rank % 2 == 0)
+            out.backward(layer.grad[rank])
+            for name, leaf in leaves.items():
+                assert leaf is None or torch.equal(leaf.grad, plain[name]), name
+
+
 @case
 def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
+    peer_memory.release()  # the room for the tokens is made at the first call
     layer = Layer(rank, world, [4000], experts=8, only_expert=7)  # all rows on the last rank
-    layer.run()  # makes room for the tokens
     got = layer.run(rows=0.5)
     # Of 4,000 rows a rank 4,096 fit, in the order of ranks and tokens; the others count as dropped, whatever was there before.
     assert got["out"][:40].any(dim=1).all() if rank == 0 else not got["out"][100:].any()
