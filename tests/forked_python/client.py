@@ -28,6 +28,7 @@ ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.
 for number in PASSED_ON:  # a program may want one that it was started to ignore
     signal.signal(number, passed_on)
 
+blocked = list(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 umask, files = os.umask(0), []
 for number in map(int, os.listdir("/proc/self/fd")):
     try:
@@ -36,7 +37,7 @@ for number in map(int, os.listdir("/proc/self/fd")):
     except OSError:  # the one that the list was read from
         pass
 request = json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "umask": umask,
-                      "ignored": ignored, "files": files}).encode()
+                      "ignored": ignored, "blocked": blocked, "files": files}).encode()
 server = socket.socket(socket.AF_UNIX)
 server.connect(os.path.join(os.path.dirname(os.path.realpath(__file__)), "socket"))
 server.sendmsg([len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files).tobytes())])

@@ -120,6 +120,7 @@ def become(request: dict, files: list[int], site: list[str], python: str) -> int
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     os.chdir(request["folder"])
     os.umask(request["umask"])
     os.environ.clear()
