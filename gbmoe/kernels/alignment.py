@@ -28,6 +28,8 @@ def has_aligned_rows(matrices: torch.Tensor) -> bool:
 def rows_or_columns_in_place(matrices: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """(matrices, False) of a stack [E,R,C] whose rows our kernels read where they lie, or its transposed matrices [E,C,R] and True where
     they read its columns; otherwise a copy and False."""
+    if matrices.is_contiguous() and matrices.data_ptr() % 16 == 0:  # asked in every product: one call less
+        return matrices, False
     if has_aligned_rows(matrices):
         return matrices, False
     transposed = matrices.transpose(1, 2)

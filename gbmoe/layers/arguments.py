@@ -73,6 +73,9 @@ class Arguments:
     It has no effect where gbmoe.expert_mlp's argument has none, nor with expert_parallel_exact over the exchange, or with another mlp_impl
     than "gbmoe".
 
+    `one_matrix_per_expert` makes the experts' parameters [E,F,H] instead of MegaBlocks' [E*F,H], for optimizers that see a matrix in each
+    parameter, such as Muon, which would orthogonalise all experts as one. State dicts are MegaBlocks' with it and without.
+
     Raises:
         TypeError: for a keyword that is no field, naming the nearest one.
         ValueError: naming the field, what was expected and what came.
@@ -143,6 +146,7 @@ class Arguments:
     expert_parallel_transport: str = "auto"
     expert_parallel_rows: float | None = None
     expert_parallel_shadows: int = 0
+    one_matrix_per_expert: bool = False
 
     def __post_init__(self):
         for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers", "pipeline_model_parallel_size"):

@@ -35,7 +35,8 @@ def local_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertWeights(ExpertModule):
-    """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints.
+    """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints; or with
+    one_matrix_per_expert [E,F,H], and the same checkpoints.
 
     forward(x_TH, plan, weights_TK or None) -> out_TH is the weighted sum of each token's experts. Subclasses compute it for given
     weights: compute(x_TH, plan, weights_TK or None, w1_EFH, w2_EFH, v1_EFH or None), and scale the gradients of these weights by
@@ -56,9 +57,15 @@ class ExpertWeights(ExpertModule):
         if args.mlp_type == "glu":
             methods["v1"] = args.init_method
         self.experts = expert_sharding.experts_per_rank(args)
-        self.rows = self.experts * expert_sharding.features_per_rank(args)
+        features = expert_sharding.features_per_rank(args)
+        self.rows = self.experts * features
+        stacked = args.one_matrix_per_expert
+        shape = (self.experts, features) if stacked else (self.rows,)
+        if stacked:
+            self.register_state_dict_post_hook(_save_as_megablocks)
+            self.register_load_state_dict_pre_hook(_load_as_megablocks)
         for name, init_method in methods.items():
-            weight = torch.nn.Parameter(torch.empty(self.rows, args.hidden_size, device=args.device, dtype=args.dtype))
+            weight = torch.nn.Parameter(torch.empty(*shape, args.hidden_size, device=args.device, dtype=args.dtype))
             with torch.no_grad():
                 _initialise(weight, args, init_method)
             self.register_parameter(name, weight)
@@ -77,10 +84,11 @@ class ExpertWeights(ExpertModule):
         def view(name):
             weight = local_weight(getattr(self, name))
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
-            require(weight.size(0) == self.rows, "dMoE", name,
-                    lambda: f"{self.rows} rows on this rank (fully_shard gathers them only when the module that it was given is"
+            expected, what = (self.experts, "matrices") if weight.dim() == 3 else (self.rows, "rows")
+            require(weight.size(0) == expected, "dMoE", name,
+                    lambda: f"{expected} {what} on this rank (fully_shard gathers them only when the module that it was given is"
                     " called, not for a submodule)", weight.size(0))
-            return weight.view(self.experts, -1, self.args.hidden_size)
+            return weight if weight.dim() == 3 else weight.view(self.experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
@@ -133,6 +141,24 @@ class ExpertWeights(ExpertModule):
         experts, ffn = expert_sharding.experts_per_rank(a), expert_sharding.features_per_rank(a)
         return (f"{a.mlp_type}, experts={experts}, hidden={a.hidden_size}, ffn={ffn},"
                 f" engine={a.experts_engine}")
+
+
+_NAMES = ("w1", "w2", "v1")
+
+
+def _save_as_megablocks(module: ExpertWeights, state_dict: dict, prefix: str, _) -> None:
+    """[E,F,H] as [E*F,H], views of the same memory, so that what is loaded into them in place is in the parameters."""
+    for name in _NAMES:
+        weight = state_dict.get(prefix + name)
+        if weight is not None and weight.dim() == 3:
+            state_dict[prefix + name] = weight.flatten(0, 1)
+
+
+def _load_as_megablocks(module: ExpertWeights, state_dict: dict, prefix: str, *_) -> None:
+    for name in _NAMES:
+        weight = state_dict.get(prefix + name)
+        if weight is not None and weight.dim() == 2 and weight.size(0) == module.rows:  # another size is load_state_dict's to refuse
+            state_dict[prefix + name] = weight.unflatten(0, (module.experts, -1))
 
 
 def _initialise(weight: torch.Tensor, args: Arguments, init_method: Callable[[torch.Tensor], Any]) -> None:

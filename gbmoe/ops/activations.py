@@ -6,7 +6,6 @@ Shape suffixes: P rows, F ffn hidden.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +23,13 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-class GatingActivation(ABC):
+class GatingActivation:
     """An activation that changes what it is multiplied by, too: called with h it is the activation, with h and g the whole gated unit."""
 
     @property
-    @abstractmethod
     def code(self) -> str:
         """Its name and constants, as gbmoe.kernels.plain_torch.functions takes them."""
+        raise TypeError(f"{type(self).__name__} does not say what it is")
 
     def __call__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None = None) -> torch.Tensor:
         """act(h), or act(h) * gate(g), in float32 (float64 for float64) and rounded once; differentiable."""

@@ -13,13 +13,14 @@ from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.plan import RoutingPlan
+from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 
 def grouped_mlp(
     x_RH: torch.Tensor, counts_E: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_R: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
-    check: str = "auto",
+    check: str = "auto", layout: WeightLayout = MEGABLOCKS,
 ) -> torch.Tensor:
     """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
 
@@ -33,12 +34,13 @@ def grouped_mlp(
             come out as zeros and get gradients of zero, so that a buffer of a fixed size may be handed over.
         counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where nobody waits for them (unless an engine wants
             them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.
-        w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x). Transposed views of [E,H,F] are
-            taken as they are; halves of one matrix [E,H,2F] are copied.
+        w1_EFH, w2_EFH, v1_EFH: [E,F,H], or in `layout`; dtype and device of x (under autocast they are cast with x). Views of other
+            layouts are read where they lie, but gradients of halves of one matrix are made apart and put together by autograd.
         weights_R: the router's weight of each row [R], any floating dtype; None counts every row once. Multiplied in float32
             (float64 for float64) with the row as it is stored, and rounded once.
         activation, engine, recompute_activation, batch_invariant, fp8_recipe: see expert_mlp.
         check: of the counts, see RoutingPlan.from_counts.
+        layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout.
 
     Returns:
         [R,H], dtype of x, or under autocast that of its products.
@@ -64,4 +66,4 @@ def grouped_mlp(
     require(plan.num_experts == w1_EFH.size(0), "grouped_mlp", "counts", lambda: f"{w1_EFH.size(0)} entries, one for each expert of w1",
             plan.num_experts)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
-                      recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe)
+                      recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe, layout=layout)

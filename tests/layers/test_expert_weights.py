@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gbmoe.layers import Arguments, expert_weights
+from gbmoe.layers import Arguments, dMoE, expert_weights
 
 init = torch.nn.init
 EXPERTS, FFN = 6, 8
@@ -71,3 +71,44 @@ def test_normal_numbers_are_drawn_together_where_experts_are_no_multiple_of_sixt
     """torch makes them in blocks of 16, the last of which overlaps the one before it."""
     assert assert_the_same(monkeypatch, init.normal_, torch.float32, 5, 3) == {EXPERTS * FFN * 5}
     assert assert_the_same(monkeypatch, init.uniform_, torch.float32, 5, 3) == {FFN * 5}
+
+
+def layer(**fields):
+    torch.manual_seed(3)
+    return dMoE(Arguments(hidden_size=16, ffn_hidden_size=FFN, moe_num_experts=EXPERTS, moe_top_k=2, moe_loss_weight=0, fp16=False,
+                          bias=False, mlp_type="glu", device="cpu", **fields))
+
+
+def test_muon_took_all_experts_for_one_matrix():
+    """Parameters of [E,F,H] have the values, outputs and gradients of MegaBlocks' [E*F,H], and its state dicts."""
+    flat, stacked = layer(), layer(one_matrix_per_expert=True)
+    x = torch.randn(10, 1, 16)
+    outs = [each(x) for each in (flat, stacked)]
+    assert torch.equal(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    for (name, one), (_, other) in zip(flat.named_parameters(), stacked.named_parameters(), strict=True):
+        if ".mlp." in name:
+            assert other.shape == (EXPERTS, FFN, 16)
+        assert torch.equal(one.view_as(other), other) and torch.equal(one.grad.view_as(other), other.grad), name
+
+
+def test_state_dicts_of_one_matrix_per_expert_are_megablocks(tmp_path):
+    flat, stacked = layer(), layer(one_matrix_per_expert=True)
+    saved = stacked.state_dict()
+    assert {name: tensor.shape for name, tensor in saved.items()} == {name: tensor.shape for name, tensor in flat.state_dict().items()}
+    torch.save(saved, tmp_path / "saved.pt")
+    for parameter in (*flat.parameters(), *stacked.parameters()):
+        torch.nn.init.zeros_(parameter)
+    loaded = torch.load(tmp_path / "saved.pt")
+    for assign in (False, True):
+        for each in (flat, stacked):
+            each.load_state_dict(loaded, assign=assign)
+            assert all(torch.equal(tensor, loaded[name]) for name, tensor in each.state_dict().items())
+        assert stacked.experts.mlp.w1.shape == (EXPERTS, FFN, 16) and stacked.experts.mlp.w1.expert_model_parallel is False
+    stacked.state_dict()["experts.mlp.w2"].fill_(2.0)  # as torch.distributed.checkpoint loads
+    assert bool((stacked.experts.mlp.w2 == 2).all())
+    in_three = {name: tensor.unflatten(0, (EXPERTS, FFN)) if ".mlp." in name else tensor for name, tensor in loaded.items()}
+    stacked.load_state_dict(in_three)
+    with pytest.raises(RuntimeError, match="size mismatch for experts.mlp.w1"):
+        stacked.load_state_dict({**loaded, "experts.mlp.w1": loaded["experts.mlp.w1"][:-1]})
