@@ -30,7 +30,8 @@ def test_defaults_are_megablocks():
     assert names - set(MEGABLOCKS) == {"activation_fn", "mlp_impl", "device", "init_method", "output_layer_init_method", "engine",
                                         "batch_invariant", "fp8_recipe", "keep_gathered_rows",
                                         "expert_parallel_exact", "expert_parallel_ranks_per_node", "expert_parallel_chunks",
-                                        "expert_parallel_transport", "expert_parallel_rows", "expert_parallel_shadows"}
+                                        "expert_parallel_transport", "expert_parallel_rows", "expert_parallel_shadows",
+                                        "one_matrix_per_expert"}
     assert args.mlp_impl == "gbmoe"
     assert args.activation_fn.func is torch.nn.functional.gelu and args.activation_fn.keywords == {"approximate": "tanh"}
     weight = torch.empty(400, 400)
