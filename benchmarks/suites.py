@@ -12,6 +12,7 @@ from benchmarks.measurements.permutation import SKEWS, PermutationMeasurement
 from benchmarks.running.rank_processes import Ranks
 from gbmoe.cli.bench import peers, suites
 from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MICRO_BATCHES, TRAINING, Measurement
+from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.bench.suites import EXPERTS, Choice, Suite, of_layer, of_products
 from gbmoe.float8 import Float8BlockScaling
@@ -38,6 +39,13 @@ def _float8(choice: Choice) -> list[Measurement]:
     return [Float8LayerMeasurement(case, "gbmoe", "auto", "uniform", computation, recipe=recipe)
             for case in choice.shapes or map(choice.case, moe_shapes.FLOAT8_CASES)
             for computation, of_computation in recipes.items() for recipe in of_computation]
+
+
+def _transformers(choice: Choice) -> list[Measurement]:
+    ways = [("gbmoe", "auto"), *((name, None) for name in peers.of_kind("layer", choice.peers))]
+    return [LayerMeasurement(case, *way, "uniform", computation)
+            for case in choice.shapes or map(choice.case, moe_shapes.TRANSFORMERS_CASES)
+            for way in ways for computation in (FORWARD, TRAINING)]
 
 
 def _gemm(choice: Choice) -> list[Measurement]:
@@ -98,6 +106,9 @@ SUITES = {
                   ("bmm", "loop", "grouped_gemm")),
     "float8": Suite("layers with float8 recipes, beside bf16", _float8, (), baseline="gbmoe-auto", uses_engines=False,
                     dtype="bf16", takes_shapes=True),
+    "transformers": Suite("transformers' experts by gbmoe and by grouped_mm, next to gbmoe's own layer", _transformers,
+                          ("transformers-gbmoe", "transformers-grouped_mm", "sonicmoe"), baseline="transformers-grouped_mm",
+                          uses_engines=False, dtype="bf16", takes_shapes=True),
     "permute": Suite("plan, router operator, gather and scatter, each against what a copy of its bytes takes", _permute,
                      ("megablocks", "transformer_engine"), baseline="megablocks", uses_engines=False, **_IN_BURSTS_ALONE),
     "scaling": Suite("how cost grows with experts, tokens and hidden size, each alone", _scaling,

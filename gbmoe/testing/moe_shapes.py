@@ -83,6 +83,12 @@ LAYER_CASES = (
 # Those that are measured with float8 recipes.
 FLOAT8_CASES = tuple(case for case in LAYER_CASES if case.name in ("mixtral", "olmoe", "qwen3"))
 
+# Those whose experts transformers computes in several ways; the last is a rank's share of DeepSeek-V3's.
+TRANSFORMERS_CASES = (
+    *(case for case in LAYER_CASES if case.name in ("mixtral", "qwen3")),
+    MoeCase("dsv3-share", 4096, 7168, 2048, 32, 8, "glu"),
+)
+
 # Layers of known models, with the tokens of one rank, whose experts are spread over ranks.
 PARALLEL_CASES = (
     *(case for case in LAYER_CASES if case.name in ("mixtral", "qwen3")),

@@ -14,7 +14,7 @@ def test_a_wheel_names_what_a_checkout_has():
     assert set(SUITES) == {*checkout.SUITES, *suites.SUITES}
 
 
-@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "gemm", "permute", "scaling", "inference"])
+@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "transformers", "gemm", "permute", "scaling", "inference"])
 def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     monkeypatch.setattr(command, "default_device", lambda: CPU)
     assert main(["bench", "--suite", suite]) == 2
@@ -22,7 +22,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("place, timing, suites", [
-    ("cuda", "sustained", ("layers", "float8", "gemm", "nyu", "scaling", "parallel")),
+    ("cuda", "sustained", ("layers", "float8", "transformers", "gemm", "nyu", "scaling", "parallel")),
     ("cuda", "bursts", ("permute", "inference", "smoke")),
     ("cpu", "sustained", ("parallel",)), ("cpu", "bursts", ("layers", "gemm", "smoke", "permute")),
 ])
@@ -32,7 +32,8 @@ def test_how_suites_are_timed(place, timing, suites):
 
 @pytest.mark.parametrize("arguments, words", [
     (["--suite", "permute", "--timing", "sustained"], "--timing: suite permute is timed in bursts alone"),
-    (["--suite", "gemm", "--shape", "64,32,48,4,2"], "--shape: suite gemm has shapes of its own; expected suite layers or float8, or none"),
+    (["--suite", "gemm", "--shape", "64,32,48,4,2"], "--shape: suite gemm has shapes of its own; expected suite layers or float8 or"
+     " transformers, or none"),
 ])
 def test_arguments_that_make_no_sense(arguments, words, capsys):
     assert main(["bench", *arguments, "--device", "cpu"]) == 2

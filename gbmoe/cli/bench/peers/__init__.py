@@ -18,6 +18,7 @@ PEERS = {
     "transformers-eager": "gbmoe.cli.bench.peers.transformers:Eager",
     "transformers-batched_mm": "gbmoe.cli.bench.peers.transformers:BatchedMm",
     "transformers-grouped_mm": "gbmoe.cli.bench.peers.transformers:GroupedMm",
+    "transformers-gbmoe": "gbmoe.cli.bench.peers.transformers:Gbmoe",
     "scattermoe": "gbmoe.cli.bench.peers.scattermoe:ScatterMoe",
     "sonicmoe": "gbmoe.cli.bench.peers.sonicmoe:SonicMoe",
 }

@@ -1,4 +1,4 @@
-"""transformers' own implementations of experts, in the experts of its Mixtral: the eager loop, batched_mm and grouped_mm."""
+"""transformers' own implementations of experts, in the experts of its Mixtral: the eager loop, batched_mm and grouped_mm; and gbmoe's."""
 
 from __future__ import annotations
 
@@ -64,3 +64,18 @@ class BatchedMm(_Transformers):
 
 class GroupedMm(_Transformers):
     implementation = "grouped_mm"
+
+
+class Gbmoe(_Transformers):
+    """gbmoe as transformers calls it, on weights as transformers stores them."""
+    implementation = "gbmoe"
+
+    def unavailable(self, device):
+        reason = not_importable(_MODULE)
+        if reason is None:
+            from gbmoe.compat import transformers
+            try:
+                transformers.register()
+            except ImportError as error:
+                reason = str(error)
+        return reason

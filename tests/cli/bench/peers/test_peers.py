@@ -18,7 +18,8 @@ from gbmoe.testing.moe_shapes import MoeCase
 
 CPU = torch.device("cpu")
 GLU, MLP = MoeCase("glu", 48, 32, 40, 8, 3, "glu"), MoeCase("mlp", 48, 32, 40, 8, 3)
-ON_CPU = ["bmm", "loop", "torch-grouped", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm"]
+ON_CPU = ["bmm", "loop", "torch-grouped", "transformers-eager", "transformers-batched_mm", "transformers-grouped_mm",
+          "transformers-gbmoe"]
 
 
 def row_of(measurement, dtype=torch.float32):
