@@ -154,8 +154,8 @@ def ends_the_graph(h):
     return torch.tanh(h)
 
 
-@pytest.mark.parametrize("chunks, backend", [(1, "aot_eager"), (2, "eager")])
-@pytest.mark.parametrize("fields", [{}, {"activation_fn": ends_the_graph}], ids=["kernel", "callable"])
+@pytest.mark.parametrize("fields, chunks, backend", [({}, 1, "aot_eager"), ({"activation_fn": ends_the_graph}, 2, "eager")],
+                         ids=["kernel", "callable"])
 def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields, backend):
     """Frames that are compiled and frames that are not had scaled them twice, or not at all; and where a graph ended between the scaled
     weights and their products, they were not scaled."""
