@@ -48,7 +48,9 @@ def test_a_build_that_is_ended_ends_its_compilers_and_leaves_no_files(tmp_path, 
     (tmp_path / "nvcc").write_text(ENDLESS_NVCC.format(home=tmp_path))
     (tmp_path / "nvcc").chmod(0o755)
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary"), "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([python(), "-c", ENDLESS_BUILD, str(tmp_path), handled], env=environment)
+    # A shell without job control starts processes in the background with SIGINT ignored, and the tests may be one.
+    process = subprocess.Popen([python(), "-c", ENDLESS_BUILD, str(tmp_path), handled], env=environment,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     temporary = tmp_path / "temporary"
     try:
         while len(list((tmp_path / "pids").iterdir())) < 2 and process.poll() is None:

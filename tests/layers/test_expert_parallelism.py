@@ -154,8 +154,8 @@ def ends_the_graph(h):
     return torch.tanh(h)
 
 
-@pytest.mark.parametrize("chunks, backend", [(1, "aot_eager"), (2, "eager")])
-@pytest.mark.parametrize("fields", [{}, {"activation_fn": ends_the_graph}], ids=["kernel", "callable"])
+@pytest.mark.parametrize("fields, chunks, backend", [({}, 1, "aot_eager"), ({"activation_fn": ends_the_graph}, 2, "eager")],
+                         ids=["kernel", "callable"])
 def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields, backend):
     """Frames that are compiled and frames that are not had scaled them twice, or not at all; and where a graph ended between the scaled
     weights and their products, they were not scaled."""
@@ -165,14 +165,12 @@ def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields, backend)
         moe_expert_model_parallelism=True, expert_parallel_chunks=chunks, moe_loss_weight=0, **fields))
     layer.experts.mlp.gradient_scale = 0.5
     gradients = []
-    for function in (layer, torch.compile(layer, backend=backend, dynamic=True)):
-        for tokens in (9, 13):
-            layer.zero_grad()
-            torch.manual_seed(tokens)
-            function(torch.randn(tokens, 1, 16)).square().sum().backward()
-            gradients.append([w.grad.clone() for w in layer.experts.mlp.parameters()])
-    for eager, compiled in zip(gradients[:2], gradients[2:]):
-        torch.testing.assert_close(compiled, eager)
+    for function in (layer, torch.compile(layer, backend=backend, dynamic=False)):
+        layer.zero_grad()
+        torch.manual_seed(9)
+        function(torch.randn(9, 1, 16)).square().sum().backward()
+        gradients.append([w.grad.clone() for w in layer.experts.mlp.parameters()])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("use, option", [

@@ -7,7 +7,7 @@ import torch
 
 from gbmoe.cli import main
 from gbmoe.cli.bench import command
-from gbmoe.cli.bench.running import processes
+from gbmoe.cli.bench.running import parent_process, processes
 from gbmoe.cli.bench.running.cold_cache_timer import Effort
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.verify_and_time import few_threads
@@ -16,10 +16,11 @@ from gbmoe.testing import moe_shapes
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """--quick is two repetitions, or two rounds of some; and one thread, as a run on the CPU has: a busy machine must not slow this down a
-    hundredfold."""
+    """--quick is two repetitions, or two rounds of some; what the limits are measured on is small; and one thread, as a run on the CPU has:
+    a busy machine must not slow this down a hundredfold."""
     monkeypatch.setattr(command, "QUICK", Effort(0, 2, 2))
     monkeypatch.setattr(processes, "IN_TURNS_QUICK", Sustained(1e-4, 2))
+    monkeypatch.setattr(parent_process, "LIMITS_ELSEWHERE", (64, 2**8))
     with few_threads(torch.device("cpu")):
         yield
 

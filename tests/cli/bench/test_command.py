@@ -134,7 +134,7 @@ def test_no_share_of_a_limit_that_could_not_be_measured(bench, capsys, monkeypat
     monkeypatch.setattr(parent_process, "ProductMeasurement",
                         lambda case, *_: ProductMeasurement(case, "nobody", None, "equal", "forward"))
     status, content, rows = bench()
-    assert status == 1 and "FAIL: product/dense-512/equal/forward/nobody: KeyError" in capsys.readouterr().out
+    assert status == 1 and "FAIL: product/dense-64/equal/forward/nobody: KeyError" in capsys.readouterr().out
     assert content["runs"][0]["limits"]["flops"] is None
     assert all(row["bound_by"] == "memory" for row in rows.values())
 

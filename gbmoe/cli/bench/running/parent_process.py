@@ -77,10 +77,13 @@ class Runner:
         return self._workers.get(peer)
 
 
+# The edge of the dense product and the rows of the copy, whose buffer has 4 GiB in bf16 on a GPU and a 128th elsewhere.
+LIMITS_ON_A_GPU, LIMITS_ELSEWHERE = (8192, 2**20), (512, 2**13)
+
+
 def measure_limits(conditions: Conditions, row_of: Callable[[Measurement], dict]) -> tuple[Limits, list[dict]]:
     """The rates of a large dense product and a large copy, verified and timed by `row_of` like everything else, and their rows."""
-    on_gpu = conditions.device.type == "cuda"
-    edge, tokens = (8192, 2**20) if on_gpu else (512, 2**13)  # the copy's buffer has 4 GiB in bf16 on a GPU, a 128th elsewhere
+    edge, tokens = LIMITS_ON_A_GPU if conditions.device.type == "cuda" else LIMITS_ELSEWHERE
     dense = ProductMeasurement(MoeCase(f"dense-{edge}", edge, edge, edge, 1, 1), "dense", None, "equal", FORWARD)
     copy = CopyMeasurement(MoeCase("copy", tokens, 2048, 0, 1, 1), "torch", None, "none", "copy")
     rows = [row_of(dense), row_of(copy)]

@@ -28,7 +28,7 @@ def test_flops_are_those_of_the_products():
     assert ProductMeasurement(case, "bmm", None, "equal", "forward").flops() == 2 * 10 * 2 * 3 * 5
 
 
-@pytest.mark.parametrize("case, dtype", zip(moe_shapes.NEWER_CASES, itertools.cycle([torch.float32, torch.bfloat16])),
+@pytest.mark.parametrize("case, dtype", [*zip(moe_shapes.NEWER_CASES, itertools.cycle([torch.float32, torch.bfloat16]))],
                          ids=lambda value: getattr(value, "name", str(value)))
 def test_layers_of_newer_models_are_right(case, dtype):
     """Up to 896 experts and top 16; most experts have no token here."""
