@@ -59,12 +59,11 @@ def test_the_layout_changes_nothing(layout, shape, engine):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS[1:4]], ids=lambda layout: layout.code)
+@pytest.mark.parametrize("layout", LAYOUTS[1:4], ids=lambda layout: layout.code)
 def test_weights_of_transformers_are_read_in_place(layout, shape, monkeypatch):
     """By kernels of Hopper: no copy of any weight, forward and backward."""
     if engines.ENGINES["hopper"].unavailable(CUDA):
         pytest.skip("no Hopper")
-    experts, hidden, ffn = shape[1], shape[3], shape[4]
     copied = []
 
     def aligned(tensor):
@@ -77,9 +76,6 @@ def test_weights_of_transformers_are_read_in_place(layout, shape, monkeypatch):
         monkeypatch.setattr(module, "aligned", aligned)
     gradients(shape, layout, "hopper")
     assert not copied
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    assert experts and hidden and ffn
 
 
 @pytest.mark.gpu
