@@ -2,7 +2,7 @@
 # Runs the whole test suite in the same environment as quickstart.sh, which it makes if it is missing. Arguments go to pytest.
 # Tests are distributed to as many processes as there are cores, and as a GPU has memory for; -n 0 runs them in one, which a debugger needs.
 set -euo pipefail
-SECONDS_OF_ALL=2400
+SECONDS_OF_ALL=960
 extras=transformers  # gbmoe/compat/ is tested with the real packages
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
