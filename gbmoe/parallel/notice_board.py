@@ -29,7 +29,8 @@ from gbmoe.parallel.host_copy import wait_for_ranks
 CHANNELS = 2  # of barriers
 _PAUSE_SECONDS = 5e-5
 _WORD, _FIRST_WORDS, _WORDS, _TEXT = 8, 8, 16, 4096
-_BYTES = _WORDS * _WORD + 2 * _TEXT  # of one rank: its words, what it does, and why it failed
+_BYTES = _WORDS * _WORD + 3 * _TEXT  # of one rank: its words, what it does in passes of even and of odd numbers, and why it failed
+_WHY = 2  # the text of why
 _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, where the system has it as a folder
 # The words of a rank. The first CHANNELS count barriers that it has begun.
 _MEETINGS, _SAID, _NUMBER, _DIGEST, _FORWARDS = 2, 3, 5, 6, 8  # _SAID and _DIGEST are two: of even and of odd numbers
@@ -61,16 +62,17 @@ class NoticeBoard:
     def begins(self, forwards: int, digest: int, text: str) -> None:
         """This rank begins a pass, forward or backward; `digest` and `text` are what must be equal on all ranks. It has then begun so many
         forwards."""
-        self._write(0, text)
         words, at = self._words, self._mine
         number = words[at + _NUMBER] + 1
+        self._write(number % 2, text)  # a rank that is ahead leaves what it said of the pass before
         words[at + _FORWARDS] = forwards
         words[at + _DIGEST + number % 2] = digest
         words[at + _NUMBER] = number
 
     def texts(self) -> list[str]:
-        """What each rank has said last of the pass that it makes."""
-        return [self._read(rank, 0) for rank in range(self.ranks)]
+        """What each rank has said of the pass with this rank's number. A rank may be one pass ahead."""
+        number = self._words[self._mine + _NUMBER]
+        return [self._read(rank, number % 2) for rank in range(self.ranks)]
 
     def differ(self) -> bool:
         """Whether a rank makes another pass than this one, with the same number; once no rank is in an earlier one, so that all see the
@@ -93,7 +95,7 @@ class NoticeBoard:
         differ = isinstance(error, ValueError) and str(error).startswith(agreement.PASSES_DIFFER)
         if words[at + _FAILED] <= self.epoch:
             late = isinstance(error, CollectiveFailed)
-            self._write(1, str(error) if differ or late else f"{type(error).__name__}: {error}")
+            self._write(_WHY, str(error) if differ or late else f"{type(error).__name__}: {error}")
             words[at + _LOST], words[at + _WAS_LATE] = words[at + _NUMBER], late
             words[at + _DIFFERS] = differ
             words[at + _FAILED] = self.epoch + 1
@@ -135,13 +137,13 @@ class NoticeBoard:
         self.told = True
         differ = [rank for rank in failed if words[self._at[rank] + _DIFFERS]]
         if differ:
-            raise ValueError(self._read(differ[0], 1))
+            raise ValueError(self._read(differ[0], _WHY))
         left = [rank for rank in failed if not words[self._at[rank] + _WAS_LATE]]
         if not left:
             with groups.Waiting(self._group):
-                raise groups.failure(self._group, self._read(failed[0], 1))
+                raise groups.failure(self._group, self._read(failed[0], _WHY))
         names = dist.get_process_group_ranks(self._group)
-        each = "; ".join(f"rank {names[rank]} ended a pass early: {self._read(rank, 1)}" for rank in left)
+        each = "; ".join(f"rank {names[rank]} ended a pass early: {self._read(rank, _WHY)}" for rank in left)
         raise PassLost(f"expert parallelism over mapped memory: {each}. What this rank has computed since with layers whose experts are"
                        " spread over this group may hold anything")
 

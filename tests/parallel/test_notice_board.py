@@ -118,3 +118,21 @@ def one_fails(rank):
     assert board.recover(lambda: None) == 1 and not board.is_broken
     assert board.meet(rank) == [0, 1]
     return said
+
+
+def test_a_rank_that_was_ahead_was_named_for_its_next_pass(tmp_path):
+    """What ranks differ in was read from passes of different numbers, so that a rank stood with others that it did not agree with."""
+    results = run(one_is_ahead, 2, tmp_path)
+    assert results[0] == ["first pass of rank 0", "first pass of rank 1"] and results[1][1] == "second pass"
+
+
+def one_is_ahead(rank):
+    begin(2)
+    assert peer_memory.unavailable(None, torch.device("cpu")) is None
+    board = peer_memory.of_group(None, torch.device("cpu")).board
+    board.begins(1, rank + 1, f"first pass of rank {rank}")
+    dist.barrier()
+    if rank == 1:
+        board.begins(2, 9, "second pass")
+    dist.barrier()
+    return board.texts()
