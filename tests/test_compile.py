@@ -25,6 +25,7 @@ from gbmoe.ops import route
 from gbmoe.ops.experts import backward_operator
 from gbmoe.ops.gmm import grouped
 from gbmoe.testing import accuracy, cuda_graphs, exact_inputs
+from gbmoe.weight_layout import MEGABLOCKS
 from tests.conftest import assert_as_accurate_as
 from tests.forked_python import spawn
 
@@ -397,6 +398,9 @@ def test_operators_with_any_number_of_tokens(device, function, backend):
     assert counter.frame_count == 1
 
 
+KEEP_ROWS = [argument.name for argument in torch.ops.gbmoe.expert_mlp.default._schema.arguments].index("keep_rows")
+
+
 @pytest.mark.parametrize("function", [keeping_rows, keeping_rows_of_any_number])
 @pytest.mark.parametrize("ffn, keeps", [(512, False), (520, True)])
 def test_whether_rows_are_kept_is_found_while_tracing(monkeypatch, function, ffn, keeps):
@@ -404,7 +408,7 @@ def test_whether_rows_are_kept_is_found_while_tracing(monkeypatch, function, ffn
     kept = []
 
     def backend(module, inputs):
-        kept.extend(node.args[-3] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
+        kept.extend(node.args[KEEP_ROWS] for node in module.graph.nodes if str(node.target).startswith("gbmoe.expert_mlp"))
         return module.forward
 
     monkeypatch.setattr(type(engines.ENGINES["reference"]), "gathers_before_up", type(engines.ENGINES["hopper"]).gathers_before_up,
@@ -485,13 +489,15 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
         (ops.plan_of_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.bounded_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True, True,
-                          False, 1.0)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False, False, 1.0)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True, False, 1.0)),
+                          False, 1.0, MEGABLOCKS.code)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False, False, 1.0,
+                          MEGABLOCKS.code)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True, False, 1.0,
+                          MEGABLOCKS.code)),
         (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, *[x.new_empty(0)] * 4, "silu",
-                                   "auto", 1.0, True, True, True, True, False)),
+                                   "auto", 1.0, MEGABLOCKS.code, True, True, True, True, False)),
         (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, matrix(rows, HIDDEN),
-                                   *[x.new_empty(0)] * 3, "silu", "auto", 1.0, True, True, True, True, False)),
+                                   *[x.new_empty(0)] * 3, "silu", "auto", 1.0, MEGABLOCKS.code, True, True, True, True, False)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -605,7 +611,7 @@ def test_cuda_graphs_of_backward_were_given_sizes_on_the_host():
             slots, row_slots = empty(8, TOP_K, dtype=torch.int32), empty(16, dtype=torch.int32)
             sizes = empty(EXPERTS, dtype=torch.int64, device=place)
             backward_operator(x, x, None, slots, row_slots, sizes, w, w, None, h, *[empty(0)] * 5, "silu", "auto", 1.0,
-                                 True, False, True, True, False)
+                              MEGABLOCKS.code, True, False, True, True, False)
             grouped(h, w, sizes, engine="auto")
             grouped(h, y, sizes, True, engine="auto")
         assert [name for name in seen if name.startswith("gbmoe::")] == [f"gbmoe::{name}{suffix}" for name in
