@@ -4,7 +4,7 @@ Numbers that share a scale form a tile: 128 of a row of activations or gradients
 weight may be smaller. For a sum over rows a tile is 128 rows of an expert in one column. With the largest magnitude m of a tile,
 encode = 448 / m, each number is stored as e4m3(number * encode), rounded to nearest even, and stands for that times decode = 1 / encode,
 all in float32. Only decode is kept. A tile of zeros has scales of one. A tile that holds NaN or infinity has a decoding scale of NaN, so
-that all that is computed from it is NaN. csrc/hopper/float8.cuh is the same in CUDA, except for the sign of a NaN.
+that all that is computed from it is NaN. csrc/hopper/float8/float8.cuh is the same in CUDA, except for the sign of a NaN.
 
 Shape suffixes: T tokens, P rows, K columns, E experts, F and H the sides of a weight; C tiles of a row, ceil(K / 128); B k-blocks of
 R = 128 rows; Y bytes.

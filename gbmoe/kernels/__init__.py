@@ -122,7 +122,7 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
     if not _kernels_serve(h_PF):
         return plain_torch.activate(h_PF, g_PF, activation)
     a_PF = torch.empty_like(h_PF)
-    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, *plain_torch.kernel_arguments(activation), a_PF)
+    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, plain_torch.kernel_arguments(activation), a_PF)
     return a_PF
 
 
@@ -140,7 +140,7 @@ def activate_backward(
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
-    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, *plain_torch.kernel_arguments(activation),
+    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.kernel_arguments(activation),
                                            a_PF, dg_PF, grad_weights_TK)
     return a_PF, dg_PF, grad_weights_TK
 
@@ -164,7 +164,7 @@ def activate_backward_scaled(
     dh = empty_scaled_rows(h_PF, *h_PF.shape)
     dg = None if g_PF is None else empty_scaled_rows(h_PF, *h_PF.shape)
     torch.ops.gbmoe_cuda.activate_backward_scaled(
-        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, *plain_torch.kernel_arguments(activation), power_2_scale, a_PF, dg_PF, dh.values_PK,
+        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.kernel_arguments(activation), power_2_scale, a_PF, dg_PF, dh.values_PK,
         dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)), grad_weights_TK)
     return a_PF, dg_PF, grad_weights_TK, dh, dg
 
@@ -198,7 +198,7 @@ def activate_backward_k_blocks(
     dh, dh_blocks = empty_scaled_rows(h_PF, *h_PF.shape), like_a()
     dg, dg_blocks = (None, None) if g_PF is None else (empty_scaled_rows(h_PF, *h_PF.shape), like_a())
     torch.ops.gbmoe_cuda.activate_backward_k_blocks(
-        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, sizes_E, *plain_torch.kernel_arguments(activation), power_2_scale,
+        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, sizes_E, plain_torch.kernel_arguments(activation), power_2_scale,
         dh.values_PK, dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)),
         a.values_BKR, a.scales_BK, dh_blocks.values_BKR, dh_blocks.scales_BK,
         *((None, None) if dg_blocks is None else (dg_blocks.values_BKR, dg_blocks.scales_BK)), a.filled_rows_E, dots_CP, grad_weights_TK)

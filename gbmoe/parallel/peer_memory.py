@@ -35,7 +35,7 @@ from gbmoe.parallel.host_copy import wait_for_ranks
 from gbmoe.parallel.late_report import LateReport
 from gbmoe.parallel.notice_board import CHANNELS, NoticeBoard, open_board
 
-MOST_RANKS = 64  # kMostPeers of csrc/peer_memory.cuh
+MOST_RANKS = 64  # kMostPeers of csrc/peer/memory.cuh
 # The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_transport.py says why.
 RANKS_WITH_COPY_ENGINES = 4
 _ALIGNMENT = 256

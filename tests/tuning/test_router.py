@@ -13,9 +13,9 @@ TABLES = {"forward, 16 bits": (router.forward, False), "forward, float32": (rout
 
 
 def compiled(name):
-    """The instances of one table of csrc/router_instances.cuh, as tuples of a RouterConfig."""
+    """The instances of one table of csrc/router/instances.cuh, as tuples of a RouterConfig."""
     direction, dtype = name.split(", ")
-    text = (Path(__file__).resolve().parents[2] / "csrc" / "router_instances.cuh").read_text()
+    text = (Path(__file__).resolve().parents[2] / "csrc" / "router" / "instances.cuh").read_text()
     start = f"struct {direction.capitalize()}Instances" + ("<float> {" if dtype == "float32" else " {")
     table = text.split(start)[1].split("};\n};")[0]
     rows = [tuple(map(int, row.split(","))) for row in re.findall(r"\{((?:\s*\d+,){4}\s*\d+)\}", table)]
