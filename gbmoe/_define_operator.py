@@ -68,7 +68,7 @@ _CALLS_KERNELS = _REGISTERS_AUTOGRAD and _SEES_WATCHERS and _HAS_PROFILER_FLAG a
 
 
 def define(
-    schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None,
+    schema: str, *, reference: Callable, fake: Callable,
     backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[int] = (),
     waits: Callable[..., bool] | None = None, flops: Callable[..., int] | None = None,
 ) -> Callable:
@@ -77,10 +77,10 @@ def define(
     The call goes through PyTorch's dispatcher, which takes some 10 us, unless the tensors are on CUDA and nothing would intercept it:
     a layer's kernels may take no more than 70 us.
 
-    `reference` serves every device; `cuda`, where it is given, serves CUDA tensors. `backward` and `setup_context` are as in
+    `reference` serves every device. `backward` and `setup_context` are as in
     torch.library.register_autograd; an operator without them is not differentiable, and its results need no gradient on any device. Under
     autocast the floating tensors at the positions `autocast` are cast to the autocast dtype (float64 stays); all others are passed on
-    unchanged. What `reference`, `cuda` and `backward` compute is computed without autocast and, but for `backward`, below autograd.
+    unchanged. What `reference` and `backward` compute is computed without autocast and, but for `backward`, below autograd.
 
     `waits` is a function of the arguments of a call on CUDA. It tells whether the host reads the values of some of them, as it does
     with sizes on the device. A CUDA graph must not contain such a call, because its replays would repeat the values of the recording.
@@ -92,7 +92,6 @@ def define(
     """
     name, arguments = schema[: schema.index("(")], schema[schema.index("("):]
     assert "=" not in arguments, schema  # gradients take every argument by position
-    kernel = reference if cuda is None else cuda  # on CUDA
     if backward is None and name.endswith("_backward"):
         backward, setup_context = _refuse_second_derivative, None
     elif backward is not None:
@@ -106,15 +105,13 @@ def define(
     def register(name: str, *tags: torch.Tag) -> tuple[torch._ops.OpOverload, type[torch.autograd.Function] | None]:
         _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIBRARY.impl(name, without_autocast(reference), "CompositeExplicitAutograd")
-        if cuda is not None:
-            _LIBRARY.impl(name, without_autocast(cuda), "CUDA")
         torch.library.register_fake(f"gbmoe::{name}", described, lib=_LIBRARY)
         if flops is not None:
             add_formula(getattr(torch.ops.gbmoe, name), flops)
         operator = getattr(torch.ops.gbmoe, name).default
         function = None
         if backward is not None and _REGISTERS_AUTOGRAD:
-            function, differentiable = _differentiable(operator, kernel, backward, setup_context)
+            function, differentiable = _differentiable(operator, reference, backward, setup_context)
             _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
         elif backward is not None:
             torch.library.register_autograd(f"gbmoe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
@@ -148,8 +145,8 @@ def define(
             if function is not None:
                 return function.apply(*inputs, None)
             with _below_autograd():
-                return kernel(*inputs)
-        return kernel(*inputs)
+                return reference(*inputs)
+        return reference(*inputs)
 
     return call
 

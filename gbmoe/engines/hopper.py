@@ -13,9 +13,9 @@ import torch
 from gbmoe import extension, kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
-from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import availability, plain_torch
 from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
@@ -37,10 +37,10 @@ class Hopper(OwnKernels):
         found = Device.of(device).capability
         if found != (9, 0):
             return f"runs on compute capability 9.0, this device has {found[0]}.{found[1]}"
-        reason = why_no_extension()  # asked after the capability, so that no other GPU builds the extension for this engine
+        reason = availability.why_not()  # asked after the capability, so that no other GPU builds the extension for this engine
         if reason is not None:
             return reason
-        if not extension.answer("hopper_built"):
+        if not availability.hopper_built():
             return "the extension was compiled without sm_90; compile it: python -m gbmoe build --arch 9.0"
         return None
 

@@ -9,9 +9,9 @@ import torch
 
 from gbmoe import extension
 from gbmoe._checks import dtype_name
-from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.base import device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import availability, plain_torch
 from gbmoe.kernels.alignment import aligned, two_in_place
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
@@ -30,7 +30,7 @@ class TensorCore(OwnKernels):
         found = Device.of(device).capability
         if found < (8, 0):
             return f"runs on compute capability 8.0 and later, this device has {found[0]}.{found[1]}"
-        reason = why_no_extension()
+        reason = availability.why_not()
         if reason is not None:
             return reason
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from gbmoe import extension
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
+from gbmoe.kernels.availability import serves
 from gbmoe.tuning import router as tuning
 
 
@@ -71,7 +71,7 @@ def kernels_take(experts: int, top_k: int, p: float | None) -> bool:
 
 def _kernels_serve(loaded: torch.Tensor, top_k: int, p: float | None, stored: torch.dtype | None = None) -> bool:
     """Whether a kernel takes these logits and stores scores of a dtype (None: theirs); or these scores, and stores the logits' gradient."""
-    if loaded.device.type != "cuda" or torch.float64 in (loaded.dtype, stored) or not extension.loaded():
+    if torch.float64 in (loaded.dtype, stored) or not serves(loaded):
         return False
     return kernels_take(loaded.size(1), top_k, p)
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gbmoe import extension
 from gbmoe._checks import dtype_name, require
+from gbmoe.kernels import availability
 from gbmoe.kernels.peers import HEADER_NUMBERS, PeerRegion
 from gbmoe.parallel import agreement, groups
 from gbmoe.parallel.host_copy import wait_for_ranks
@@ -466,8 +466,8 @@ def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return f"at most {MOST_RANKS} ranks can map each other's memory, and the group has {dist.get_world_size(group)}"
     if device.type != "cuda":
         return None
-    if not extension.loaded():
-        return f"the CUDA extension is needed: {extension.status().reason}"
+    if availability.why_not() is not None:
+        return f"it {availability.why_not()}"
     try:
         import torch.distributed._symmetric_memory
     except ImportError as error:
