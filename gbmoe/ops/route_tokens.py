@@ -78,18 +78,18 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T):
     if grad_scores_TE is None and grad_weights_TK is None and grad_logsumexp_T is None:
-        return (None,) * 6
+        return {}
     x_TH, weight_EH, scores_TE, experts_TK = ctx.saved_tensors
     dtype = torch.promote_types(*ctx.dtypes)
     grad_logits_TE = route_backward(scores_TE, experts_TK, grad_scores_TE, grad_weights_TK, grad_logsumexp_T, ctx.p, dtype)
     if ctx.dtypes[0] == ctx.dtypes[1]:
-        return *products_of_gradient(grad_logits_TE, x_TH, weight_EH), None, None, None, None
+        return dict(zip(("x", "weight"), products_of_gradient(grad_logits_TE, x_TH, weight_EH)))
     operands = (None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH))
     grads = products_of_gradient(grad_logits_TE, *operands)
-    return *(None if grad is None else grad.to(of) for grad, of in zip(grads, ctx.dtypes)), None, None, None, None
+    return {name: None if grad is None else grad.to(of) for name, grad, of in zip(("x", "weight"), grads, ctx.dtypes)}
 
 
 _route_tokens = define(
     "route_tokens(Tensor x, Tensor weight, int top_k, float? p, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=(0, 1), flops=flops.router_logits,
+    reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"), flops=flops.router_logits,
 )

@@ -137,9 +137,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_scores, grad_weights, _grad_ids, grad_logsumexp):
     if grad_scores is None and grad_weights is None and grad_logsumexp is None:
-        return None, None, None, None
+        return {}
     scores, ids = ctx.saved_tensors
-    return route_backward(scores, ids, grad_scores, grad_weights, grad_logsumexp, ctx.p, ctx.dtype), None, None, None
+    return {"logits": route_backward(scores, ids, grad_scores, grad_weights, grad_logsumexp, ctx.p, ctx.dtype)}
 
 
 _route = define(
