@@ -50,7 +50,7 @@ class SplitConfig:
 
     @functools.cached_property
     def splitting(self) -> tuple[float, ...]:
-        """What a launch takes: a Splitting of csrc/hopper/tiling.cuh, field by field."""
+        """A Splitting of csrc/hopper/tiling.cuh, field by field, as a launch takes it."""
         return float(self.min_k_blocks), float(self.cost), float(self.most), float(self.even)
 
 
@@ -85,7 +85,7 @@ class GemmConfig:
 
     @functools.cached_property
     def tiling(self) -> tuple[int, ...]:
-        """What a launch takes: a Tiling of csrc/hopper/tiling.cuh, field by field."""
+        """A Tiling of csrc/hopper/tiling.cuh, field by field, as a launch takes it."""
         return self.tile_n, self.cluster_m, self.cluster_n, self.panel, int(self.even_panels), self.most_ahead
 
 

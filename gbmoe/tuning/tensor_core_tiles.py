@@ -28,7 +28,7 @@ class TensorCoreConfig:
 
     @functools.cached_property
     def tiling(self) -> tuple[int, ...]:
-        """What a launch takes: a Tiling of csrc/tensor_core/launch.cuh, field by field."""
+        """A Tiling of csrc/tensor_core/launch.cuh, field by field, as a launch takes it."""
         return self.tile_m, self.tile_n, self.panel
 
 
