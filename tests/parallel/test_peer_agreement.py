@@ -30,6 +30,7 @@ from gbmoe.ops import expert_pass
 from gbmoe.parallel import agreement, check_overflow, peer_memory, peer_transport
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
+from tests.forked_python import spawn
 
 EXPERTS, HIDDEN = 8, 64
 DEVICE_TYPE, WORLD = "cpu", 2  # of the processes that run the cases
@@ -660,7 +661,7 @@ def results_of(tmp_path_factory):
         with mp.Manager() as manager:
             results = manager.dict()
             with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
-                mp.spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), nprocs=world)
+                spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
             return dict(results)
 
     return start
