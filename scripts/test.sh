@@ -11,6 +11,7 @@ say "installing MegaBlocks"
 
 processes=$("$python" "$root/scripts/test_processes.py")  # with one thread each
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+unset PYTHONDONTWRITEBYTECODE  # which images of containers set: hundreds of processes would compile the same files
 if (($#)); then
   say "tests: pytest $*"
 else
