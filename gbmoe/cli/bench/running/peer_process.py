@@ -45,7 +45,7 @@ from gbmoe.cli.bench.running.verify_and_time import (
     verify,
 )
 
-# What each process would import, for seconds: torch.utils.checkpoint, of which the oracle makes use, imports torch._dynamo when it is called.
+# What each process would import, for seconds. torch.utils.checkpoint, which the oracle uses, imports torch._dynamo when it is called.
 _PRELOADED = [__name__, "torch._dynamo"]
 # How long importing a peer may take.
 _IMPORT_SECONDS = 300
