@@ -172,7 +172,8 @@ class Engine:
     def down_backward(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,
                       g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str,
                       ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple]:
-        """(w a, dh, dg, dweights, (dh, dg)), with d = dz @ w2[e].T and w the row's router weight, or 1 without weights.
+        """(w a, dh, dg, dweights, (dh, dg)), with d = dz @ w2[e].T and w the row's router weight, or 1 without weights. h and g are
+        contiguous, and aligned to 16 bytes.
 
         a = act(h) (* g), dh = w d act'(h) (* g), dg = w d act(h), all [P,F] with zeros in an expert's rows without a slot; dweights
         [T,K] is <a, d>, and 0 for a slot without a row. dg is None without g, dweights is None without weights. The formulas are

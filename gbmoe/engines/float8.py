@@ -94,12 +94,10 @@ class Float8(Engine):
         d_PF = self._product(self._gathered(dz), w2_EFH, sizes_E)
         if self.float8_weight_gradients:
             a, dh_blocks, dg_blocks, dweights_TK, dh, dg = kernels.activate_backward_k_blocks(
-                aligned(h_PF), None if g_PF is None else aligned(g_PF), d_PF, dz.slots.slot_of_row_P, weights_TK,
-                device_sizes(sizes_E, d_PF.device), activation, self.power_2_scale)
+                h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, device_sizes(sizes_E, d_PF.device), activation, self.power_2_scale)
             return a, dh_blocks, dg_blocks, dweights_TK, (dh, dg)
         a_PF, dg_PF, dweights_TK, dh, dg = kernels.activate_backward_scaled(
-            aligned(h_PF), None if g_PF is None else aligned(g_PF), d_PF, dz.slots.slot_of_row_P, weights_TK, activation,
-            self.power_2_scale)
+            h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation, self.power_2_scale)
         return a_PF, d_PF, dg_PF, dweights_TK, (dh, dg)
 
     def up_backward(self, dh, w1_EFH, dg, v1_EFH, sizes_E):

@@ -115,9 +115,8 @@ class Hopper(OwnKernels):
             return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
         if config.fuse_activation_gradient:
             a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
-                aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, aligned(h_PF),
-                None if g_PF is None else aligned(g_PF),
-                dz.slots.slot_of_row_P, weights_TK, activation)
+                aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, h_PF, g_PF, dz.slots.slot_of_row_P, weights_TK,
+                activation)
             return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
 

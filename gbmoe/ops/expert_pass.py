@@ -19,6 +19,7 @@ import torch
 
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.float8 import ScaledWeights
+from gbmoe.kernels.alignment import aligned
 from gbmoe.ops.gradient_scale import scales_exactly
 from gbmoe.weight_layout import WeightGradients
 
@@ -115,7 +116,8 @@ class Weights:
 
 class Saved:
     """h and g (None for a plain MLP), [P,F] each, which backward takes out once, so that their memory is free again as soon as they have
-    been used. The caller must hold no other references to them."""
+    been used. The caller must hold no other references to them. Engines get them contiguous and aligned to 16 bytes, whatever a compiler
+    or a caller of the operator made of forward's results."""
 
     def __init__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None):
         self._h_PF: torch.Tensor | None = h_PF
@@ -125,7 +127,7 @@ class Saved:
         h_PF, g_PF = self._h_PF, self._g_PF
         self._h_PF = self._g_PF = None
         assert h_PF is not None, "taken twice"
-        return h_PF, g_PF
+        return aligned(h_PF), None if g_PF is None else aligned(g_PF)
 
 
 def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, save: bool,

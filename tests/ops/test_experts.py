@@ -217,14 +217,16 @@ def test_every_gradient_alone_has_the_same_bits(device, ffn):
         assert torch.equal(torch.autograd.grad(out, leaves[name], grad)[0], full[f"grad_{name}"]), name
 
 
+LAYOUTS = {"transposed": lambda t: t.t().contiguous().t(),
+           "shifted": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)}
+
+
 @pytest.mark.parametrize("ffn", [40, 264, 640])
 def test_tokens_and_gradients_of_any_layout(device, ffn):
     """Transposed, off their 16 bytes, and one number for all."""
     tensors, ids, grad = inputs(torch.bfloat16, device, ffn=ffn)
-    layouts = {"transposed": lambda t: t.t().contiguous().t(),
-               "shifted": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)}
     plain, plan = run(tensors, ids, grad, "silu", align=16), RoutingPlan.from_experts(ids, 5, align=16)
-    for name, layout in layouts.items():
+    for name, layout in LAYOUTS.items():
         x = layout(tensors["x"]).requires_grad_()
         leaves = [x, *(tensors[n].clone().requires_grad_() for n in ("weights", "w1", "w2", "v1"))]
         out = gbmoe.expert_mlp(x, plan, *leaves[2:], weights_TK=leaves[1])
@@ -233,6 +235,22 @@ def test_tokens_and_gradients_of_any_layout(device, ffn):
     ones = grad.new_ones(()).expand(grad.shape)
     one, all_of_them = run(tensors, ids, ones, "silu", align=16), run(tensors, ids, ones.contiguous(), "silu", align=16)
     assert all(torch.equal(one[what], all_of_them[what]) for what in one)
+
+
+@pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
+@pytest.mark.parametrize("ffn", [40, 264, 640])
+@pytest.mark.parametrize("layout", ["transposed", "shifted"])
+def test_preactivations_in_columns_were_read_as_rows(device, layout, ffn, glu):
+    """What forward saves comes back from hooks of the caller, as those that offload it, or from a compiler, which choose the strides."""
+    tensors, ids, grad = inputs(torch.bfloat16, device, ffn=ffn, glu=glu)
+
+    def unpack(saved):
+        return LAYOUTS[layout](saved) if saved.dim() == 2 and saved.is_floating_point() else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        got = run(tensors, ids, grad, "silu", align=16, keep_gathered_rows=True)
+    plain = run(tensors, ids, grad, "silu", align=16)
+    assert all(torch.equal(got[what], plain[what]) for what in plain)
 
 
 @pytest.mark.parametrize("ffn", [40, 264, 640])
