@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+MOST_GROUPS = 64  # of experts that kernels choose from, a bit each
+
 _CANDIDATES = 0  # the variant, instead of a list's length, where the warp ranks candidates
 
 
