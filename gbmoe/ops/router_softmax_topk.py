@@ -140,6 +140,10 @@ def _plain_powers(p: float | None, experts: int) -> bool:
     return p is None or 1 <= p <= 126 / max(1.0, math.log2(experts))
 
 
+def _needs_powers(function: RouterFunction) -> bool:
+    return function.softmax_topk_norm not in (None, 1, 2)
+
+
 def _scores_dtype(logits: torch.Tensor, wide: bool) -> torch.dtype:
     return torch.float32 if wide and logits.dtype != torch.float64 else logits.dtype
 
@@ -165,7 +169,7 @@ def route_logits(
         return plain_router.route(logits, expert_bias, padding_mask, given, top_k, function, scores_dtype)
     outputs = empty_routing(logits, logits.shape, top_k, logits.dtype, scores_dtype)
     if plain:
-        config = tuning.forward(logits.size(1), top_k, logits.dtype != torch.bfloat16)
+        config = tuning.forward(logits.size(1), top_k, logits.dtype == torch.bfloat16, _needs_powers(function))
     else:
         config = tuning.any_function(logits.size(1), top_k)
         expert_bias, padding_mask, given = (
@@ -201,7 +205,11 @@ def _route_backward_kernel(saved, ids, padding_mask, grad_scores, grad_weights, 
         return plain_router.route_backward(saved, ids, padding_mask, *grads, function, dtype)
     grad = saved.new_empty(saved.shape, dtype=dtype)
     given = (None if g is None else aligned(g) for g in grads)
-    config = tuning.backward(saved.size(1), ids.size(1), dtype == torch.float32)
+    experts, top_k = saved.size(1), ids.size(1)
+    if of_scores:
+        config = tuning.backward(experts, top_k, dtype == torch.float32, _needs_powers(function))
+    else:
+        config = tuning.any_function_backward(experts)
     padding_mask = None if padding_mask is None else padding_mask.contiguous()
     torch.ops.gbmoe_cuda.route_backward(aligned(saved), ids, padding_mask, *given, *_formula(function, of_scores), *config, grad)
     return grad
