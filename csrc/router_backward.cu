@@ -5,7 +5,7 @@
 
 #include "ops.h"
 #include "router_backward.cuh"
-#include "router_function.cuh"
+#include "router_function_calls.h"
 #include "router_instances.cuh"
 #include "router_numbers.h"
 

@@ -6,7 +6,7 @@
 
 #include "ops.h"
 #include "router_forward.cuh"
-#include "router_function.cuh"
+#include "router_function_calls.h"
 #include "router_instances.cuh"
 #include "router_numbers.h"
 

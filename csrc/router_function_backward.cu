@@ -1,5 +1,6 @@
 // The gradient of the router of any RouterFunction, in one launch; the kernel is in router_function_backward.cuh.
 
+#include "router_function_calls.h"
 #include "router_function_backward.cuh"
 #include "router_instances.cuh"
 #include "router_numbers.h"

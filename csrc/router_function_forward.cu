@@ -1,5 +1,6 @@
 // The router of any RouterFunction, from the logits in one launch; the kernel is in router_function_forward.cuh.
 
+#include "router_function_calls.h"
 #include "router_function_forward.cuh"
 #include "router_instances.cuh"
 #include "router_numbers.h"
