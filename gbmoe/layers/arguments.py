@@ -238,7 +238,7 @@ class Arguments:
                     f"a divisor of moe_num_experts == {self.moe_num_experts}", groups)
             require(chosen is None or chosen <= groups, "Arguments", "moe_router_group_topk", f"at most moe_router_num_groups == {groups}",
                     chosen)
-        if groups is not None and chosen is not None and chosen < groups:
+        if self._has_groups:
             size = self.moe_num_experts // groups
             require(self.moe_top_k <= size * chosen, "Arguments", "moe_router_group_topk",
                     f"groups of {size} experts with at least moe_top_k == {self.moe_top_k} of them together", chosen)
@@ -255,20 +255,26 @@ class Arguments:
                 "None or 1 without moe_router_pre_softmax, as the softmax over the chosen logits sums to one", repr(p))
 
     @property
+    def _has_groups(self) -> bool:
+        """Whether groups limit the choice."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        return groups is not None and chosen is not None and chosen < groups
+
+    @property
     def _group_best(self) -> int:
-        if self.moe_router_group_best is not None or self.moe_router_group_topk is None:
-            return self.moe_router_group_best or 1
-        return max(1, self.moe_top_k // self.moe_router_group_topk)
+        return self.moe_router_group_best or max(1, self.moe_top_k // (self.moe_router_group_topk or 1))
 
     @property
     def router_function(self) -> RouterFunction:
         """What the router makes of its logits."""
         softmax, p = self.moe_router_score_function == "softmax", self.moe_normalize_expert_weights or None
-        groups = self.moe_router_num_groups if self.moe_router_group_topk is not None else None
         scale = self.moe_router_topk_scaling_factor
+        groups = {}
+        if self._has_groups:
+            groups = {"num_groups": self.moe_router_num_groups, "group_topk": self.moe_router_group_topk, "group_best": self._group_best}
         return RouterFunction(
-            self.moe_router_score_function, self.moe_router_pre_softmax or not softmax, groups or 1, self.moe_router_group_topk or 1,
-            self._group_best, p, 1e-20 if p is not None and not softmax else 0.0, 1.0 if scale is None else float(scale))
+            self.moe_router_score_function, self.moe_router_pre_softmax or not softmax, normalize=p,
+            epsilon=1e-20 if p is not None and not softmax else 0.0, scale=1.0 if scale is None else float(scale), **groups)
 
     def _check_shadows(self):
         shadows = self.expert_parallel_shadows

@@ -47,7 +47,6 @@ class LearnedRouter(torch.nn.Module):
     # Of modules that were pickled by older versions.
     _source: Source | None = None
     _function: RouterFunction | None = None  # None: MegaBlocks'
-    expert_bias: torch.Tensor | None = None
 
     def __init__(self, args: Arguments):
         super().__init__()
@@ -65,17 +64,16 @@ class LearnedRouter(torch.nn.Module):
         args.init_method(self.layer.weight)
         if args.moe_router_linear_bias:
             torch.nn.init.zeros_(self.layer.bias)
-        if args.moe_router_enable_expert_bias:
-            self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32, device=args.device))
+        biased = args.moe_router_enable_expert_bias
+        self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32, device=args.device) if biased else None)
 
     def _apply(self, fn, recurse=True):
         """What to(), half() and their like call: the bias moves to another device as all do, and stays what it is in float32."""
-        before = self.expert_bias
+        before = self._buffers.get("expert_bias")
         super()._apply(fn, recurse)
-        after = self.expert_bias
-        if before is not None and after.dtype != before.dtype:
-            moved = torch.empty_like(after, dtype=before.dtype) if before.is_meta else before.to(after.device)
-            self.expert_bias = moved
+        after = self._buffers.get("expert_bias")
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self._buffers["expert_bias"] = torch.empty_like(after, dtype=before.dtype) if before.is_meta else before.to(after.device)
         return self
 
     def jitter(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,8 +86,9 @@ class LearnedRouter(torch.nn.Module):
         """What the router decides, and the dtype in which MegaBlocks has the logits."""
         args, layer, engine = self.args, self.layer, None
         top_k = args.moe_top_k
-        if self._function is not None or self.expert_bias is not None or given:
-            given |= {"function": self._function or args.router_function, "expert_bias": self.expert_bias}
+        expert_bias = self._buffers.get("expert_bias")
+        if self._function is not None or expert_bias is not None or given:
+            given |= {"function": self._function or args.router_function, "expert_bias": expert_bias}
         else:
             given["normalize"] = args.moe_normalize_expert_weights or None
         plain = _is_plain_linear(layer, args.moe_router_linear_bias)
