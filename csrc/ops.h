@@ -40,17 +40,20 @@ void mask_row_map(Tensor mask, std::optional<Tensor> pad_offsets, Tensor counts_
 void map_slots(Tensor row, std::optional<Tensor> column, std::optional<Tensor> count, std::optional<Tensor> pad_offsets,
                std::optional<Tensor> probs, Tensor row_of_slot, Tensor slot_of_row);
 
-// router_forward.cu, router_backward.cu; `kind` and what follows it are a RouterFunction (router_function.cuh), p = 0 stands for no norm; ids and
-// given are int64, logsumexp and expert_bias float32, padding_mask bool; lanes and what follows are a tuning.router.RouterConfig. All other
-// tensors are bfloat16, float16 or float32. `saved` are the scores where kind is 0, and the logits of any other function.
-void route(Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given, int64_t kind,
-           int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon, double scale, int64_t lanes,
-           int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores, Tensor weights, Tensor ids,
-           Tensor logsumexp);
+// router_forward.cu, router_backward.cu; `kind` and what follows it are a RouterFunction (router_function.cuh), p = 0 stands for
+// no norm; ids and given are int64, logsumexp and expert_bias float32, padding_mask bool; lanes and what follows are a
+// tuning.router.RouterConfig. All other tensors are bfloat16, float16 or float32. `saved` are the scores where kind is 0, and the
+// logits of any other function.
+void route(
+    Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given,
+    int64_t kind, int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon, double scale, int64_t lanes,
+    int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores, Tensor weights, Tensor ids,
+    Tensor logsumexp);
 void route_backward(
-    Tensor saved, Tensor ids, std::optional<Tensor> padding_mask, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
-    std::optional<Tensor> grad_logsumexp, int64_t kind, int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon,
-    double scale, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t slots_per_lane, Tensor grad);
+    Tensor saved, Tensor ids, std::optional<Tensor> padding_mask, std::optional<Tensor> grad_scores,
+    std::optional<Tensor> grad_weights, std::optional<Tensor> grad_logsumexp, int64_t kind, int64_t groups, int64_t group_topk,
+    int64_t group_best, double p, double epsilon, double scale, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
+    int64_t slots_per_lane, Tensor grad);
 
 // padded_gather.cu, padded_scatter.cu, padded_scatter_backward.cu; row_of_slot, columns and counts may be views with a row
 // stride, short_row is tuning.permutation.SHORT_ROW

@@ -19,12 +19,16 @@ STABLE_TORCH_LIBRARY(gbmoe_cuda, m) {
         " Tensor(d!)? slot_of_row) -> ()");
   m.def("map_slots(Tensor row, Tensor? column, Tensor? count, Tensor? pad_offsets, Tensor? probs, Tensor(a!) row_of_slot,"
         " Tensor(b!) slot_of_row) -> ()");
-  m.def("route(Tensor logits, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int kind, int groups, int group_topk,"
-        " int group_best, float p, float epsilon, float scale, int lanes, int numbers_per_lane, int longest_vector, int list_length,"
-        " Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
-  m.def("route_backward(Tensor saved, Tensor ids, Tensor? padding_mask, Tensor? grad_scores, Tensor? grad_weights,"
-        " Tensor? grad_logsumexp, int kind, int groups, int group_topk, int group_best, float p, float epsilon, float scale, int lanes,"
-        " int numbers_per_lane, int longest_vector, int slots_per_lane, Tensor(a!) grad) -> ()");
+  m.def(
+      "route(Tensor logits, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int kind, int groups, int group_topk,"
+      " int group_best, float p, float epsilon, float scale, int lanes, int numbers_per_lane, int longest_vector, int "
+      "list_length,"
+      " Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
+  m.def(
+      "route_backward(Tensor saved, Tensor ids, Tensor? padding_mask, Tensor? grad_scores, Tensor? grad_weights,"
+      " Tensor? grad_logsumexp, int kind, int groups, int group_topk, int group_best, float p, float epsilon, float scale, int "
+      "lanes,"
+      " int numbers_per_lane, int longest_vector, int slots_per_lane, Tensor(a!) grad) -> ()");
   m.def("padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? scale,"
         " Tensor? probs, bool drop_zero_probs, bool clear_behind, int short_row, Tensor(a!) out, Tensor(b!)? probs_out) -> ()");
   m.def("padded_scatter(Tensor y, Tensor row_of_slot, Tensor? columns, Tensor? counts, Tensor? weights, Tensor(a!) out) -> ()");

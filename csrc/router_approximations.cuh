@@ -1,5 +1,5 @@
-// The hardware's approximations that the router takes. Unlike those of approximations.cuh they are not volatile: the compiler puts them where
-// it likes among the instructions of other numbers.
+// The hardware's approximations that the router takes. Unlike those of approximations.cuh they are not volatile: the compiler
+// puts them where it likes among the instructions of other numbers.
 
 #pragma once
 

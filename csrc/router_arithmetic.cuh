@@ -8,13 +8,13 @@
 namespace gbmoe {
 namespace {
 
-// e to the power of a logit of type T less the highest. Results that are stored in 16 bits, for which kExact is false, are not affected by
-// the error of the fast instruction (two units in the last place of a float, and 0 instead of a subnormal).
+// e to the power of a logit of type T less the highest. Results that are stored in 16 bits, for which kExact is false, are not
+// affected by the error of the fast instruction (two units in the last place of a float, and 0 instead of a subnormal).
 template <typename T, bool kExact> class Exponential {
  public:
-  // 16-bit logits: the rounding of highest * log2(e) is a factor of all results, and cancels as such, unless it overflows. Above a million
-  // these logits are so far apart that any rate only tells whether they are equal, and the products of this one, 0.5, are exact. Logits in
-  // float32 still differ by fractions there, so that the highest one is subtracted first.
+  // 16-bit logits: the rounding of highest * log2(e) is a factor of all results, and cancels as such, unless it overflows. Above
+  // a million these logits are so far apart that any rate only tells whether they are equal, and the products of this one, 0.5,
+  // are exact. Logits in float32 still differ by fractions there, so that the highest one is subtracted first.
   __device__ __forceinline__ explicit Exponential(float highest)
       : highest_(highest), rate_(sizeof(T) == 2 && fabsf(highest) > 1e6f ? 0.5f : 1.44269504f) {}
 

@@ -1,7 +1,7 @@
 // The gradient of the router's softmax, choice, p-norm and logsumexp, in one launch.
 //
-// Here are the launches; the kernel is in router_backward.cuh, its instances are in router_instances.cuh. That of any other function is computed by
-// router_function_backward.cu.
+// Here are the launches; the kernel is in router_backward.cuh, its instances are in router_instances.cuh. That of any other
+// function is computed by router_function_backward.cu.
 
 #include "ops.h"
 #include "router_backward.cuh"
@@ -12,9 +12,10 @@
 namespace gbmoe {
 
 void route_backward(
-    Tensor saved, Tensor ids, std::optional<Tensor> padding_mask, std::optional<Tensor> grad_scores, std::optional<Tensor> grad_weights,
-    std::optional<Tensor> grad_logsumexp, int64_t kind, int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon,
-    double scale, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector, int64_t slots_per_lane, Tensor grad) {
+    Tensor saved, Tensor ids, std::optional<Tensor> padding_mask, std::optional<Tensor> grad_scores,
+    std::optional<Tensor> grad_weights, std::optional<Tensor> grad_logsumexp, int64_t kind, int64_t groups, int64_t group_topk,
+    int64_t group_best, double p, double epsilon, double scale, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
+    int64_t slots_per_lane, Tensor grad) {
   const torch::stable::accelerator::DeviceGuard guard(saved.get_device_index());
   using Table = BackwardInstances;
   const char* const name = "route_backward";
@@ -23,10 +24,11 @@ void route_backward(
   const RouterShape shape{saved.size(0), static_cast<int>(saved.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
   if (shape.tokens == 0) return;
   if (function.kind != RouterKind::kSoftmaxTopK) {
-    return route_by_function_backward(saved, ids, padding_mask, grad_scores, grad_weights, grad_logsumexp, function, config, grad);
+    return route_by_function_backward(
+        saved, ids, padding_mask, grad_scores, grad_weights, grad_logsumexp, function, config, grad);
   }
-  const AnyNumbers from = any_numbers(name, saved), of_scores = any_numbers(name, grad_scores), of_weights = any_numbers(name, grad_weights),
-                   to = any_numbers(name, grad);
+  const AnyNumbers from = any_numbers(name, saved), of_scores = any_numbers(name, grad_scores),
+                   of_weights = any_numbers(name, grad_weights), to = any_numbers(name, grad);
   const int64_t* const chosen = data<int64_t>(ids);
   const float* const of_logsumexp = data<float>(grad_logsumexp);
   const cudaStream_t stream = current_stream(saved);

@@ -15,8 +15,9 @@ constexpr int kBackwardThreads = 256;
 // R: the most slots per lane.
 template <int G, int N, int R, int kMaxVector>
 __global__ void __launch_bounds__(kBackwardThreads) route_backward_kernel(
-    const AnyNumbers scores_TE, const int64_t* __restrict__ ids_TK, const AnyNumbers grad_scores_TE, const AnyNumbers grad_weights_TK,
-    const float* __restrict__ grad_logsumexp_T, const AnyNumbers grad_TE, const RouterShape shape) {
+    const AnyNumbers scores_TE, const int64_t* __restrict__ ids_TK, const AnyNumbers grad_scores_TE,
+    const AnyNumbers grad_weights_TK, const float* __restrict__ grad_logsumexp_T, const AnyNumbers grad_TE,
+    const RouterShape shape) {
   constexpr int V = kVector<float, N, kMaxVector>;
   constexpr bool kAnyNorm = serves_any_norm(G, N);
   using Layout = RowLayout<float, G, N, V>;
@@ -56,7 +57,9 @@ __global__ void __launch_bounds__(kBackwardThreads) route_backward_kernel(
       inner = group_sum<G>(inner);
 #pragma unroll
       for (int k = 0; k < R; ++k) {
-        const float share = shape.p == 1.0f ? 1.0f : !kAnyNorm || shape.p == 2.0f ? r[k] / norm : any_power(r[k] / norm, shape.p - 1.0f);
+        const float share = shape.p == 1.0f                ? 1.0f
+                            : !kAnyNorm || shape.p == 2.0f ? r[k] / norm
+                                                           : any_power(r[k] / norm, shape.p - 1.0f);
         gradient[k] = shape.slots == 1 ? 0.0f : gradient[k] / norm - inner / (norm * norm) * share;  // a lone weight is always 1
       }
     }

@@ -1,8 +1,8 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss, from
 // the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// Here are the launches; the kernel is in router_forward.cuh, its instances are in router_instances.cuh. Any other function is computed by
-// router_function_forward.cu.
+// Here are the launches; the kernel is in router_forward.cuh, its instances are in router_instances.cuh. Any other function is
+// computed by router_function_forward.cu.
 
 #include "ops.h"
 #include "router_forward.cuh"
@@ -38,10 +38,11 @@ struct Route {
 
 }  // namespace
 
-void route(Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given, int64_t kind,
-           int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon, double scale, int64_t lanes,
-           int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores, Tensor weights, Tensor ids,
-           Tensor logsumexp) {
+void route(
+    Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given,
+    int64_t kind, int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon, double scale, int64_t lanes,
+    int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores, Tensor weights, Tensor ids,
+    Tensor logsumexp) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const RouterFunction function = router_function("route", kind, groups, group_topk, group_best, p, epsilon, scale);
   const RouterConfig config{lanes, numbers_per_lane, longest_vector, list_length};
@@ -52,8 +53,14 @@ void route(Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tenso
   if (function.kind != RouterKind::kSoftmaxTopK) {
     return route_by_function(logits, expert_bias, padding_mask, given, function, config, scores, weights, ids, logsumexp);
   }
-  const Route call{any_numbers("route", logits), any_numbers("route", scores), any_numbers("route", weights), data<int64_t>(ids),
-                   data<float>(logsumexp), shape, logits};
+  const Route call{
+      any_numbers("route", logits),
+      any_numbers("route", scores),
+      any_numbers("route", weights),
+      data<int64_t>(ids),
+      data<float>(logsumexp),
+      shape,
+      logits};
   if (logits.scalar_type() == ScalarType::BFloat16 && call.launch<__nv_bfloat16>(config)) return;
   if (!call.launch<float>(config)) refuse_router_call("route", config);
 }

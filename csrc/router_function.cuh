@@ -1,5 +1,5 @@
-// What a router makes of its logits, as data: a score of each expert, a choice, and weights (gbmoe/router_function.py). The kernels that take it
-// serve every function; a softmax, the K highest and their norm, without biases, have kernels of their own.
+// What a router makes of its logits, as data: a score of each expert, a choice, and weights (gbmoe/router_function.py). The
+// kernels that take it serve every function; a softmax, the K highest and their norm, without biases, have kernels of their own.
 
 #pragma once
 
@@ -13,7 +13,7 @@ enum class RouterKind : int { kSoftmaxTopK = 0, kSoftmax = 1, kSigmoid = 2, kSqr
 struct RouterFunction {
   RouterKind kind;
   int groups, group_topk, group_best;  // one group is no limit; group_best is 1 or 2
-  bool normalize;                      // divide weights by their sum plus epsilon
+  bool normalize;  // divide weights by their sum plus epsilon
   float epsilon, scale;
 
   __host__ __device__ bool is_softmax() const { return kind == RouterKind::kSoftmax || kind == RouterKind::kSoftmaxOfChosen; }
@@ -22,11 +22,12 @@ constexpr int kMaxRouterGroups = 64;
 
 namespace {
 
-// The score of a logit, given the highest one of its token and the sum of the exponentials of all less the highest; and what it takes to
-// get the slope at it.
+// The score of a logit, given the highest one of its token and the sum of the exponentials of all less the highest; and what it
+// takes to get the slope at it.
 class Scoring {
  public:
-  __device__ __forceinline__ Scoring(RouterKind kind, float highest, float sum) : kind_(kind), exponential_(highest), share_(sum) {}
+  __device__ __forceinline__ Scoring(RouterKind kind, float highest, float sum)
+      : kind_(kind), exponential_(highest), share_(sum) {}
 
   __device__ __forceinline__ float share(float logit) const { return share_(exponential_(logit)); }
 
@@ -35,15 +36,16 @@ class Scoring {
     if (kind_ == RouterKind::kSqrtSoftplus) return router_square_root(fmaxf(logit, 0.0f) + log_of_one_plus(expf(-fabsf(logit))));
     return share(logit);
   }
-  // Of a sigmoid s the slope is s (1 - s), where 1 - s is the sigmoid of the negative logit; of a root s it is sigmoid / 2 s, or 0 at 0.
+  // Of a sigmoid s the slope is s (1 - s), where 1 - s is the sigmoid of the negative logit; of a root s it is sigmoid / 2 s, or
+  // 0 at 0.
   __device__ __forceinline__ float slope(float logit, float score) const {
     if (kind_ == RouterKind::kSigmoid) return score * sigmoid(-logit);
     return score == 0.0f ? 0.0f : sigmoid(logit) * router_reciprocal(2.0f * score);
   }
 
  private:
-  // For x from 0 to 1, by the series of the inverse hyperbolic tangent: its argument z is at most a third, and terms from z^17 on are below half
-  // a unit in the last place.
+  // For x from 0 to 1, by the series of the inverse hyperbolic tangent: its argument z is at most a third, and terms from z^17 on
+  // are below half a unit in the last place.
   static __device__ __forceinline__ float log_of_one_plus(float x) {
     const float z = x * reciprocal(2.0f + x), square = z * z;
     float series = 1.0f / 15;
@@ -65,8 +67,8 @@ class Scoring {
   Share<true> share_;
 };
 
-// What the lanes of a group share about a token's logits, which are in shared memory: the highest one, and the sum of their exponentials.
-// Lane l has the numbers of vectors l, l + G, l + 2 G and so on, `numbers` in all.
+// What the lanes of a group share about a token's logits, which are in shared memory: the highest one, and the sum of their
+// exponentials. Lane l has the numbers of vectors l, l + G, l + 2 G and so on, `numbers` in all.
 template <int G, int V> struct RouterRow {
   using Floats = Vector<float, V>;
 
@@ -131,7 +133,9 @@ template <int G, int V> struct RouterRow {
 };
 
 // Out of line, for the few logits of the experts that were chosen.
-__device__ __noinline__ float score_of(RouterKind kind, float highest, float sum, float logit) { return Scoring(kind, highest, sum)(logit); }
+__device__ __noinline__ float score_of(RouterKind kind, float highest, float sum, float logit) {
+  return Scoring(kind, highest, sum)(logit);
+}
 
 }  // namespace
 }  // namespace gbmoe

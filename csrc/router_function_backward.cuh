@@ -1,8 +1,9 @@
 // The gradient of the logits through a router of any RouterFunction, from the logits.
 //
-// With s the scores, r_j those chosen, n their sum plus epsilon and w = c r / n the weights: r_j receives c (gw_j / n - <gw, r> / n^2), or c gw_j
-// where nothing is normalised. A logit receives what its score receives, G, times the slope; through a softmax s (G - <s, G>). Where the softmax is
-// taken over the chosen logits, these receive c w_j (gw_j - <gw, w>) besides. Through logsumexp each receives its share of the exponentials.
+// With s the scores, r_j those chosen, n their sum plus epsilon and w = c r / n the weights: r_j receives c (gw_j / n - <gw, r> /
+// n^2), or c gw_j where nothing is normalised. A logit receives what its score receives, G, times the slope; through a softmax s
+// (G - <s, G>). Where the softmax is taken over the chosen logits, these receive c w_j (gw_j - <gw, w>) besides. Through
+// logsumexp each receives its share of the exponentials.
 
 #pragma once
 
@@ -40,10 +41,12 @@ template <int G> __device__ __forceinline__ void add_to_experts(const SlotGradie
   }
   if (__any_sync(kFullWarp, twice)) {
 #pragma unroll 1
-    for (int slot = 0; slot < slots; ++slot) if (lane == 0 && of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
+    for (int slot = 0; slot < slots; ++slot)
+      if (lane == 0 && of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
   } else {
 #pragma unroll 1
-    for (int slot = lane; slot < slots; slot += G) if (of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
+    for (int slot = lane; slot < slots; slot += G)
+      if (of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
   }
   __syncwarp();
 }
@@ -122,7 +125,8 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   if (function.is_softmax()) {
     Row::each(numbers, lane, [&](int at) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) if (at + v < shape.experts) inner += scoring.share(row[at + v]) * sent[at + v];
+      for (int v = 0; v < V; ++v)
+        if (at + v < shape.experts) inner += scoring.share(row[at + v]) * sent[at + v];
     });
     inner = group_sum<G>(inner);
   }

@@ -13,10 +13,13 @@ void route_by_function(
     const Tensor& weights, const Tensor& ids, const Tensor& logsumexp) {
   using Table = FunctionInstances;
   const RouterShape shape{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), 0.0f};
-  STD_TORCH_CHECK(function.groups == 1 || (shape.experts % function.groups == 0 && function.group_topk * (shape.experts / function.groups) >= shape.slots),
-                  "route: ", shape.slots, " slots per token of ", function.group_topk, " of ", function.groups, " groups");
-  const FunctionTensors tensors{any_numbers("route", logits), data<float>(expert_bias), data<bool>(padding_mask), data<int64_t>(given),
-                                any_numbers("route", scores), any_numbers("route", weights), data<int64_t>(ids), data<float>(logsumexp)};
+  STD_TORCH_CHECK(
+      function.groups == 1 ||
+          (shape.experts % function.groups == 0 && function.group_topk * (shape.experts / function.groups) >= shape.slots),
+      "route: ", shape.slots, " slots per token of ", function.group_topk, " of ", function.groups, " groups");
+  const FunctionTensors tensors{any_numbers("route", logits), data<float>(expert_bias),     data<bool>(padding_mask),
+                                data<int64_t>(given),         any_numbers("route", scores), any_numbers("route", weights),
+                                data<int64_t>(ids),           data<float>(logsumexp)};
   const bool served = launch_from<Table>(config, [&](auto index, auto list) {
     constexpr RouterInstances instance = Table::kAll[index];
     constexpr int kVectors = kVector<float, instance.numbers_per_lane, instance.longest_vector>;

@@ -1,8 +1,8 @@
 // The router's forward kernel for any RouterFunction.
 //
-// A token's lanes put its logits into shared memory and turn each into a score, which is stored, and into the order of what its expert is ranked
-// by, which takes the logit's place. Loops over them are not unrolled: code for all scores would be most of a kernel. The choice among the orders
-// is that of the other kernels (router_sorted_lists.cuh, router_candidates.cuh).
+// A token's lanes put its logits into shared memory and turn each into a score, which is stored, and into the order of what its
+// expert is ranked by, which takes the logit's place. Loops over them are not unrolled: code for all scores would be most of a
+// kernel. The choice among the orders is that of the other kernels (router_sorted_lists.cuh, router_candidates.cuh).
 
 #pragma once
 
@@ -74,8 +74,8 @@ template <int G> __device__ __forceinline__ void leave_groups_out(
 
 // kList: as that of route_kernel.
 template <int G, int N, int kList, int kMaxVector>
-__global__ void __launch_bounds__(kFunctionThreads) route_by_function_kernel(
-    const FunctionTensors tensors, const RouterShape shape, const RouterFunction function) {
+__global__ void __launch_bounds__(kFunctionThreads)
+    route_by_function_kernel(const FunctionTensors tensors, const RouterShape shape, const RouterFunction function) {
   wait_for_kernel_before();
   constexpr int V = kVector<float, N, kMaxVector>, kTokens = kFunctionThreads / G;
   using Layout = RowLayout<float, G, N, V>;

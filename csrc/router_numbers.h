@@ -9,8 +9,9 @@ namespace {
 
 inline AnyNumbers any_numbers(const char* name, const Tensor& tensor) {
   const ScalarType dtype = tensor.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float, name,
-                  ": expected bfloat16, float16 or float32");
+  STD_TORCH_CHECK(
+      dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float, name,
+      ": expected bfloat16, float16 or float32");
   return {tensor.data_ptr(), dtype};
 }
 inline AnyNumbers any_numbers(const char* name, const std::optional<Tensor>& tensor) {

@@ -4,11 +4,11 @@
 // vectors of V: lane l has the experts [(c * G + l) * V, ... + V) for c = 0, 1, ..., so that loads and stores are coalesced and
 // vectorised.
 //
-// The types of what is stored, and of logits but where a kernel is for those in bfloat16, are known at run time: to ask for one costs a branch
-// that all threads take alike, and a kernel for each pair of types would be the same code several times.
+// The types of what is stored, and of logits but where a kernel is for those in bfloat16, are known at run time: to ask for one
+// costs a branch that all threads take alike, and a kernel for each pair of types would be the same code several times.
 //
-// Legend of template parameters: T type of a row's numbers; G lanes per token, N numbers per lane, V numbers per vector, W words (registers)
-// per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
+// Legend of template parameters: T type of a row's numbers; G lanes per token, N numbers per lane, V numbers per vector, W words
+// (registers) per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
 
 #pragma once
 
@@ -26,7 +26,9 @@ template <int G, typename X> __device__ __forceinline__ X group_sum(X x) {
   return x;
 }
 // Whether the kernels of this layout serve norms other than those with p = 1 and 2: the code of a power is so long that few have it.
-constexpr bool serves_any_norm(int lanes, int numbers_per_lane) { return lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32); }
+constexpr bool serves_any_norm(int lanes, int numbers_per_lane) {
+  return lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32);
+}
 
 // Out of line: a copy for each of a lane's slots would be most of a kernel.
 __device__ __noinline__ float any_power(float x, float p) { return powf(x, p); }
@@ -177,7 +179,8 @@ struct AnyNumbers {
     with_type(dtype, [&](auto zero) { static_cast<decltype(zero)*>(data)[i] = narrow<decltype(zero)>(number); });
   }
   // The numbers of a lane in the row that begins at `first`, and `fill` for those beyond it.
-  template <int G, int V, int N> __device__ __forceinline__ void load(int64_t first, int experts, int lane, float fill, float (&to)[N]) const {
+  template <int G, int V, int N> __device__ __forceinline__ void load(
+      int64_t first, int experts, int lane, float fill, float (&to)[N]) const {
     with_type(dtype, [&](auto zero) {
       using Layout = RowLayout<decltype(zero), G, N, V>;
       uint32_t word[Layout::kWords];
@@ -186,7 +189,8 @@ struct AnyNumbers {
       for (int i = 0; i < N; ++i) to[i] = Layout::get(word, i);
     });
   }
-  template <int G, int V, int N> __device__ __forceinline__ void store(int64_t first, int experts, int lane, const float (&value)[N]) const {
+  template <int G, int V, int N> __device__ __forceinline__ void store(
+      int64_t first, int experts, int lane, const float (&value)[N]) const {
     with_type(dtype, [&](auto zero) {
       RowLayout<decltype(zero), G, N, V>::store(static_cast<decltype(zero)*>(data) + first, experts, lane, value);
     });

@@ -213,10 +213,9 @@ __device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], in
   if (__any_sync(kFullWarp, crowded)) find_places<G, P>(key, place);
 }
 
-
-// The keys of the `slots` highest of a group's numbers, whose orders the lanes hold: chosen[r] has slot[r], which is r * G + rank when this is
-// called, and may then be exchanged with a neighbour's. key_of(expert) is an expert's key from where all lanes can read it.
-// kListed: how many of its own keys a lane lists at first.
+// The keys of the `slots` highest of a group's numbers, whose orders the lanes hold: chosen[r] has slot[r], which is r * G + rank
+// when this is called, and may then be exchanged with a neighbour's. key_of(expert) is an expert's key from where all lanes can
+// read it. kListed: how many of its own keys a lane lists at first.
 template <typename T, typename Layout, int G, int N, int kList, int kListed, int W, typename KeyOf, typename Key, int R>
 __device__ __forceinline__ void choose_listed(
     const uint32_t (&order)[W], int experts, int lane, int slots, const KeyOf& key_of, Key (&chosen)[R], int (&slot)[R]) {
@@ -235,7 +234,8 @@ __device__ __forceinline__ void choose_listed(
     // right ones were chosen, because their brief keys differ in the experts only.
     uint32_t lowest = UINT_MAX;
 #pragma unroll
-    for (int r = 0; r < R; ++r) if (slot[r] < slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));
+    for (int r = 0; r < R; ++r)
+      if (slot[r] < slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));
     lowest = ~group_max<G>(~lowest);
     int missed = 0;
 #pragma unroll

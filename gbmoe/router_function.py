@@ -82,8 +82,8 @@ class RouterFunction:
     def of_code(code: str) -> RouterFunction:
         """The function whose `code` this is."""
         score, softmax, groups, chosen, best, p, epsilon, scale = code.split(" ")
-        return RouterFunction(score, softmax == "pre", int(groups), int(chosen), int(best), None if p == "None" else float(p), float(epsilon),
-                              float(scale))
+        return RouterFunction(score, softmax == "pre", int(groups), int(chosen), int(best), None if p == "None" else float(p),
+                              float(epsilon), float(scale))
 
     @property
     def has_groups(self) -> bool:
@@ -97,7 +97,8 @@ class RouterFunction:
 
     @property
     def softmax_topk_norm(self) -> float | None:
-        """The p-norm of a function that is_softmax_topk: a softmax over the chosen logits is one over all, divided by its sum over these."""
+        """The p-norm of a function that is_softmax_topk: a softmax over the chosen logits is one over all, divided by its sum over
+        these."""
         return self.normalize if self.pre_softmax else 1.0
 
     def check(self, operator: str, experts: int, top_k: int) -> None:

@@ -274,7 +274,8 @@ def calls(device, dtype, tokens, top_k):
     yield "router_logits", (x, matrix(EXPERTS, HIDDEN), "reference")
     for engine in (None, "reference"):
         yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), None, None, None, None, top_k, softmax, engine, dtype)
-        yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), matrix(1, EXPERTS)[0], expert_bias, padding, None, top_k, deepseek, engine, dtype)
+        yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), matrix(1, EXPERTS)[0], expert_bias, padding, None, top_k, deepseek, engine,
+                               dtype)
     yield "route_backward", (logits.softmax(-1), ids, None, logits, weights.to(dtype), None, softmax, True, dtype)
     yield "route_backward", (logits, ids, padding, logits, weights.to(dtype), None, deepseek, False, dtype)
     for scale in (None, weights):

@@ -52,8 +52,9 @@ class Arguments:
     - `moe_router_num_groups` and `moe_router_group_topk` choose experts from the best groups alone. A group is judged by the sum of its
       `moe_router_group_best` best; None is Megatron-Core's number, moe_top_k // moe_router_group_topk.
     - `moe_router_topk_scaling_factor` multiplies the weights.
-    - `moe_router_enable_expert_bias` gives the router `expert_bias`, a float32 buffer [E] that is added to what experts are ranked by. It is
-      saved with the layer and has no gradient; moe_router_bias_update_rate is the step by which it is moved to balance the experts.
+    - `moe_router_enable_expert_bias` gives the router `expert_bias`, a float32 buffer [E] that is added to what experts are
+      ranked by. It is saved with the layer and has no gradient; moe_router_bias_update_rate is the step by which it is moved to
+      balance the experts.
     - `moe_router_linear_bias` gives the router's linear layer a bias, a parameter.
     - `moe_router_dtype`: None has logits in float32, and rounds scores and weights to the layer's dtype; "fp32" leaves these in float32,
       too; "bf16" rounds the logits to bfloat16, as a linear layer of torch does.
@@ -229,10 +230,11 @@ class Arguments:
                 repr(self.moe_router_dtype))
         for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"):
             value = getattr(self, name)
-            require(value is None or (isinstance(value, int) and value >= 1), "Arguments", name, "None or an int of at least 1", repr(value))
+            require(value is None or (isinstance(value, int) and value >= 1), "Arguments", name, "None or an int of at least 1",
+                    repr(value))
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
-        require(chosen is None or groups is not None, "Arguments", "moe_router_num_groups", "the number of groups beside moe_router_group_topk",
-                groups)
+        require(chosen is None or groups is not None, "Arguments", "moe_router_num_groups",
+                "the number of groups beside moe_router_group_topk", groups)
         if groups is not None:
             require(self.moe_num_experts % groups == 0, "Arguments", "moe_router_num_groups",
                     f"a divisor of moe_num_experts == {self.moe_num_experts}", groups)
@@ -248,7 +250,8 @@ class Arguments:
         require(scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale)), "Arguments", "moe_router_topk_scaling_factor",
                 "None or a number", repr(scale))
         rate = self.moe_router_bias_update_rate
-        require(isinstance(rate, (int, float)) and rate >= 0, "Arguments", "moe_router_bias_update_rate", "a number of at least 0", repr(rate))
+        require(isinstance(rate, (int, float)) and rate >= 0, "Arguments", "moe_router_bias_update_rate", "a number of at least 0",
+                repr(rate))
         p = self.moe_normalize_expert_weights
         after = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         require(not after or p in (None, 1), "Arguments", "moe_normalize_expert_weights",
@@ -269,7 +272,7 @@ class Arguments:
         """What the router makes of its logits."""
         softmax, p = self.moe_router_score_function == "softmax", self.moe_normalize_expert_weights or None
         scale = self.moe_router_topk_scaling_factor
-        groups = {}
+        groups: dict[str, Any] = {}
         if self._has_groups:
             groups = {"num_groups": self.moe_router_num_groups, "group_topk": self.moe_router_group_topk, "group_best": self._group_best}
         return RouterFunction(

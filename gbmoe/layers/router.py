@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,9 +40,10 @@ class LearnedRouter(torch.nn.Module):
     module is cast to, because steps of 1e-3 are lost in 16 bits.
 
     Experts are ranked by their logits, which stay in float32 from the product on (float64 in a float64 layer); scores and weights are
-    rounded to the layer's dtype afterwards, or not at all with moe_router_dtype "fp32". MegaBlocks has logits in the layer's dtype, and ranks scores that are rounded once more. A
-    `layer` that is more than a torch.nn.Linear without bias (a subclass, one with hooks or a forward of its own, a parametrized or
-    quantised one) is called, and its logits are taken as they come. So is any while hooks are registered for all modules.
+    rounded to the layer's dtype afterwards, or not at all with moe_router_dtype "fp32". MegaBlocks has logits in the layer's
+    dtype, and ranks scores that are rounded once more. A `layer` that is more than a torch.nn.Linear without bias (a subclass,
+    one with hooks or a forward of its own, a parametrized or quantised one) is called, and its logits are taken as they come. So
+    is any while hooks are registered for all modules.
     """
 
     # Of modules that were pickled by older versions.
@@ -82,7 +84,7 @@ class LearnedRouter(torch.nn.Module):
         low, high = 1.0 - eps, 1.0 + eps
         return low + torch.rand_like(x) * (high - low)
 
-    def _route(self, x_TH: torch.Tensor, **given: torch.Tensor | None) -> tuple[Routing, torch.dtype]:
+    def _route(self, x_TH: torch.Tensor, **given: Any) -> tuple[Routing, torch.dtype]:
         """What the router decides, and the dtype in which MegaBlocks has the logits."""
         args, layer, engine = self.args, self.layer, None
         top_k = args.moe_top_k
@@ -109,7 +111,7 @@ class LearnedRouter(torch.nn.Module):
         layer = self.layer
         if plain and self.args.moe_router_dtype == "bf16" and x_TH.dtype != torch.float64:
             operands = (None if t is None else t.bfloat16() for t in (x_TH, layer.weight, layer.bias))
-            return torch.nn.functional.linear(*operands)  # type: ignore[arg-type]
+            return torch.nn.functional.linear(*operands)
         logits_TE = layer(_as_weight(layer, x_TH))
         return logits_TE.float() if self.args.moe_router_dtype == "fp32" and logits_TE.dtype != torch.float64 else logits_TE
 
@@ -121,7 +123,7 @@ class LearnedRouter(torch.nn.Module):
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.training and self.args.moe_jitter_eps is not None:
             x = x * self.jitter(x)
-        given: dict[str, torch.Tensor | None] = {}
+        given: dict[str, Any] = {}
         if padding_mask is not None or given_experts is not None:
             given = {"padding_mask": None if padding_mask is None else padding_mask.reshape(-1),
                      "given_experts": None if given_experts is None else given_experts.reshape(-1, given_experts.size(-1))}

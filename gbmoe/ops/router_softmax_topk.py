@@ -46,8 +46,8 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
         normalize: p of the norm that the weights are divided by (MegaBlocks' moe_normalize_expert_weights), positive or infinity;
             None leaves them as they are. CUDA kernels take None and 1 to 126 / log2(E); any other p is computed in plain PyTorch. With a
             `function`, which has one of its own, it stays None.
-        function: a RouterFunction. CUDA kernels take norms None and 1, up to 64 groups, and a group_best of 1 and 2; the others are computed
-            in plain PyTorch.
+        function: a RouterFunction. CUDA kernels take norms None and 1, up to 64 groups, and a group_best of 1 and 2; the others are
+            computed in plain PyTorch.
         expert_bias: [E], float32 or float64, added to what experts are ranked by, and to nothing else. It has no gradient.
         padding_mask: bool [T]. Where it is True the token is padding: its ids are -1, which a RoutingPlan leaves out, its weights, scores
             and logsumexp are 0, and it has no gradient, whatever its logits are.
@@ -110,7 +110,8 @@ def require_router_tensors(operator: str, like: torch.Tensor, experts: int, top_
 
 
 def is_softmax_topk(function: RouterFunction, *others: torch.Tensor | None) -> bool:
-    """Whether a call is no more than a softmax, the K highest and their norm; `others` are the bias, the mask and the ids that it is given."""
+    """Whether a call is no more than a softmax, the K highest and their norm; `others` are the bias, the mask and the ids that it is
+    given."""
     return function.is_softmax_topk and all(other is None for other in others)
 
 

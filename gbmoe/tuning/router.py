@@ -1,10 +1,10 @@
 """Which of the router's kernels computes a call: the one in the first row of a table that takes the call.
 
-A call is E experts, K slots a token and the dtype of the logits. A softmax and top-k has tables of its own, and any other function one more.
-There are few rows, because every kernel is a tenth of a megabyte: calls that no known model makes take a neighbour's. A row says how a
-token's logits are spread over the lanes of a warp: with fewer lanes each lane sorts more numbers, with more lanes they exchange more. More
-lanes than a row has are 4 to 20 % slower (docs/notes/router-longer-lists.md). Numbers of experts that vectors do not divide have rows of
-their own, without vectors. The last row of a table takes every call that is left.
+A call is E experts, K slots a token and the dtype of the logits. A softmax and top-k has tables of its own, and any other
+function one more. There are few rows, because every kernel is a tenth of a megabyte: calls that no known model makes take a
+neighbour's. A row says how a token's logits are spread over the lanes of a warp: with fewer lanes each lane sorts more numbers,
+with more lanes they exchange more. More lanes than a row has are 4 to 20 % slower (docs/notes/router-longer-lists.md). Numbers of
+experts that vectors do not divide have rows of their own, without vectors. The last row of a table takes every call that is left.
 
 A row says what one warp does, which no number of multiprocessors changes: it was measured on an H200, and is the same on every GPU.
 """
@@ -63,8 +63,8 @@ class _Row(NamedTuple):
 # Sorted lists are used up to the number of experts from which, as measured, a warp that ranks candidates is faster. With float32
 # logits, whose brief keys must be checked, that number is smaller, unless there are many slots.
 #
-# Logits in bfloat16: the calls that models make. Where no row takes a call, or one that does would leave more than half of its numbers unused,
-# the table of any logits has it.
+# Logits in bfloat16: the calls that models make. Where no row takes a call, or one that does would leave more than half of its
+# numbers unused, the table of any logits has it.
 _FORWARD_BFLOAT16 = tuple(_Row(*row) for row in (
     # E up to, multiple of, K up to, lanes, numbers a lane, longest vector, lists
     (   8, 4,  4,  2,  4,  8, (4,)),
@@ -155,8 +155,8 @@ def serves(experts: int, slots: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def forward(experts: int, slots: int, bfloat16: bool, any_norm: bool = False) -> RouterConfig:
-    """The kernel of a softmax and top-k, for logits in bfloat16 or in another dtype, where `serves` is true; `any_norm`: with a norm other than
-    those with p = 1 and 2."""
+    """The kernel of a softmax and top-k, for logits in bfloat16 or in another dtype, where `serves` is true; `any_norm`: with a norm
+    other than those with p = 1 and 2."""
     if bfloat16:
         for row in _FORWARD_BFLOAT16:
             if row.takes(experts, slots) and row.lanes * row.numbers_per_lane <= 2 * experts and (row.serves_any_norm or not any_norm):
@@ -181,7 +181,8 @@ def any_function(experts: int, slots: int) -> RouterConfig:
 
 @functools.lru_cache(maxsize=1024)
 def any_function_backward(experts: int) -> RouterConfig:
-    """The kernel of the gradient of any RouterFunction: its lanes, whose shared memory holds as many numbers as there are, and its vectors."""
+    """The kernel of the gradient of any RouterFunction: its lanes, whose shared memory holds as many numbers as there are, and its
+    vectors."""
     vector = 4 if experts % 4 == 0 else 1
     lanes = 8 if experts <= 256 else 16 if experts <= 512 and vector == 4 else 32
     return RouterConfig(lanes, -(-experts // (lanes * vector)) * vector, vector, 0)

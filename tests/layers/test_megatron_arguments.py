@@ -165,7 +165,8 @@ def test_options_that_change_no_layer(name):
 
 
 CANNOT = {
-    "moe_router_score_function": "tanh", "moe_router_dtype": "fp64", "moe_router_topk_limited_devices": 2, "moe_router_force_load_balancing": True,
+    "moe_router_score_function": "tanh", "moe_router_dtype": "fp64", "moe_router_topk_limited_devices": 2,
+    "moe_router_force_load_balancing": True,
     "moe_router_force_biased": -1.0, "moe_enable_routing_replay": True, "moe_token_dropping": True, "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.5, "moe_apply_probs_on_input": True, "moe_latent_size": 16,
     "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8", "moe_extended_tp": True, "add_bias_linear": True,

@@ -1,4 +1,4 @@
-"""The layer with routers of today's models: what Arguments say, the buffer of biases, padding and given experts, the shared expert's gate."""
+"""The layer with routers of today's models: what Arguments say, the buffer of biases, padding, given experts, the shared expert's gate."""
 
 import copy
 import pickle
@@ -28,10 +28,12 @@ def make(**fields):
     (dict(moe_router_pre_softmax=False), RouterFunction(pre_softmax=False)),
     (dict(moe_router_score_function="sigmoid"), RouterFunction("sigmoid")),
     (dict(moe_router_score_function="sigmoid", moe_router_pre_softmax=False), RouterFunction("sigmoid")),
-    (dict(moe_router_score_function="sqrtsoftplus", moe_normalize_expert_weights=1), RouterFunction("sqrtsoftplus", normalize=1, epsilon=1e-20)),
+    (dict(moe_router_score_function="sqrtsoftplus", moe_normalize_expert_weights=1),
+     RouterFunction("sqrtsoftplus", normalize=1, epsilon=1e-20)),
     (DEEPSEEK, RouterFunction("sigmoid", num_groups=4, group_topk=2, group_best=1, normalize=1, epsilon=1e-20, scale=2.5)),
     (dict(moe_router_num_groups=4, moe_router_group_topk=1), RouterFunction(num_groups=4, group_topk=1, group_best=2)),
-    (dict(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_group_best=2), RouterFunction(num_groups=4, group_topk=2, group_best=2)),
+    (dict(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_group_best=2),
+     RouterFunction(num_groups=4, group_topk=2, group_best=2)),
     (dict(moe_router_num_groups=4), RouterFunction()), (dict(moe_router_num_groups=4, moe_router_group_topk=4), RouterFunction()),
     (dict(moe_router_topk_scaling_factor=0.5), RouterFunction(scale=0.5)),
 ])
@@ -52,11 +54,14 @@ def test_arguments_say_what_the_router_computes(fields, function):
     (dict(moe_router_num_groups=0), "moe_router_num_groups: expected None or an int of at least 1, got 0"),
     (dict(moe_router_group_topk=2), "moe_router_num_groups: expected the number of groups beside moe_router_group_topk, got None"),
     (dict(moe_router_num_groups=2, moe_router_group_topk=3), "moe_router_group_topk: expected at most moe_router_num_groups == 2, got 3"),
-    (dict(moe_router_num_groups=8, moe_router_group_topk=1), "moe_router_group_topk: expected groups of 1 experts .* moe_top_k == 2 .*, got 1"),
-    (dict(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_group_best=3), "moe_router_group_best: expected at most 2, .*, got 3"),
+    (dict(moe_router_num_groups=8, moe_router_group_topk=1),
+     "moe_router_group_topk: expected groups of 1 experts .* moe_top_k == 2 .*, got 1"),
+    (dict(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_group_best=3),
+     "moe_router_group_best: expected at most 2, .*, got 3"),
     (dict(moe_router_topk_scaling_factor=float("nan")), "moe_router_topk_scaling_factor: expected None or a number, got nan"),
     (dict(moe_router_bias_update_rate=-1), "moe_router_bias_update_rate: expected a number of at least 0, got -1"),
-    (dict(moe_router_pre_softmax=False, moe_normalize_expert_weights=2), "moe_normalize_expert_weights: expected None or 1 without .*, got 2"),
+    (dict(moe_router_pre_softmax=False, moe_normalize_expert_weights=2),
+     "moe_normalize_expert_weights: expected None or 1 without .*, got 2"),
 ])
 def test_what_no_router_computes_is_refused(fields, words):
     with pytest.raises(ValueError, match="Arguments: " + words):
@@ -78,7 +83,8 @@ def test_the_bias_is_saved_and_has_no_gradient():
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(),
-                                  lambda m: m.bfloat16().float(), lambda m: copy.deepcopy(m).half(), lambda m: pickle.loads(pickle.dumps(m)).half(),
+                                  lambda m: m.bfloat16().float(), lambda m: copy.deepcopy(m).half(),
+                                  lambda m: pickle.loads(pickle.dumps(m)).half(),
                                   lambda m: m.to("cpu", torch.float16)])
 def test_the_bias_stays_float32_with_all_its_bits(cast):
     router = make(**DEEPSEEK).router
@@ -102,7 +108,8 @@ def test_the_bias_decides_who_computes():
 
 
 @pytest.mark.parametrize("layer_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("router_dtype, scores_dtype, rounded", [(None, None, False), ("fp32", torch.float32, False), ("bf16", torch.bfloat16, True)])
+@pytest.mark.parametrize("router_dtype, scores_dtype, rounded", [(None, None, False), ("fp32", torch.float32, False),
+                                                                 ("bf16", torch.bfloat16, True)])
 @pytest.mark.parametrize("linear_bias", [False, True])
 def test_the_dtypes_of_logits_and_weights(layer_dtype, router_dtype, scores_dtype, rounded, linear_bias):
     """The second expert's logit is higher by what bfloat16 cannot tell."""
@@ -231,7 +238,8 @@ def test_a_whole_block_is_qwen2_moes():
     layer = make(shared_expert=True, moe_shared_expert_gate=True, shared_expert_hidden_size=40)
     gate_up = block.experts.gate_up_proj
     layer.load_state_dict({
-        "router.layer.weight": block.gate.weight, "experts.mlp.w1": gate_up[:, :24].reshape(-1, 16), "experts.mlp.v1": gate_up[:, 24:].reshape(-1, 16),
+        "router.layer.weight": block.gate.weight, "experts.mlp.w1": gate_up[:, :24].reshape(-1, 16),
+        "experts.mlp.v1": gate_up[:, 24:].reshape(-1, 16),
         "experts.mlp.w2": block.experts.down_proj.transpose(1, 2).reshape(-1, 16),
         **{f"shared_expert.{name}.weight": getattr(block.shared_expert, name).weight for name in ("gate_proj", "up_proj", "down_proj")},
         "shared_expert.expert_gate.weight": block.shared_expert_gate.weight})

@@ -196,7 +196,8 @@ def test_operands_with_any_strides(device):
 
 def test_opcheck(device):
     x, weight = operands(6, 9, 16, torch.bfloat16, device)
-    torch.library.opcheck(torch.ops.gbmoe.route_tokens.default, (x, weight, None, None, None, None, 3, softmax_topk_code(1.0), None, torch.bfloat16))
+    torch.library.opcheck(torch.ops.gbmoe.route_tokens.default,
+                          (x, weight, None, None, None, None, 3, softmax_topk_code(1.0), None, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_id)

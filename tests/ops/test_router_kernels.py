@@ -37,7 +37,8 @@ def emulated(kernels, monkeypatch):
         call = router.forward if serves(logits, top_k, function, plain) else plain_forward
         return tuple(call(logits.contiguous(), bias, padding, given, top_k, function, scores_dtype))
 
-    def from_scores(scores, ids, *grads, p, dtype):
+    def from_scores(scores, ids, grad_scores, grad_weights, grad_logsumexp, p, dtype):
+        grads = grad_scores, grad_weights, grad_logsumexp
         function = RouterFunction(normalize=p)
         if not serves(scores, ids.size(1), function, True):
             return by_scores(scores, ids, *grads, p, dtype)
@@ -50,7 +51,7 @@ def emulated(kernels, monkeypatch):
         return router.backward(logits.contiguous(), ids, padding, *contiguous(grads), function.code, False, dtype)
 
     monkeypatch.setattr(router_softmax_topk, "route_logits", forward)
-    monkeypatch.setattr(plain_torch, "route_backward", lambda scores, ids, gs, gw, gl, p, dtype: from_scores(scores, ids, gs, gw, gl, p=p, dtype=dtype))
+    monkeypatch.setattr(plain_torch, "route_backward", from_scores)
     monkeypatch.setattr(plain_router, "route_backward", from_logits)
     return router
 
@@ -60,8 +61,8 @@ def contiguous(grads):
 
 
 # Of each kernel a call with all of its experts, and one with fewer.
-SHAPES = [(8, 2), (64, 8), (56, 3), (61, 5), (128, 8), (100, 8), (256, 8), (192, 6), (250, 8), (255, 12), (512, 8), (384, 8), (264, 8), (288, 6),
-          (1024, 32), (600, 8), (896, 16), (1000, 9), (1001, 32), (128, 20)]
+SHAPES = [(8, 2), (64, 8), (56, 3), (61, 5), (128, 8), (100, 8), (256, 8), (192, 6), (250, 8), (255, 12), (512, 8), (384, 8), (264, 8),
+          (288, 6), (1024, 32), (600, 8), (896, 16), (1000, 9), (1001, 32), (128, 20)]
 
 
 @pytest.mark.parametrize("experts, top_k", SHAPES)
@@ -96,7 +97,8 @@ def test_hard_choices_of_any_function(emulated, experts, top_k, function):
     assert torch.equal(got.experts_TK, softmax_topk.by_sorting(logits, top_k))
 
 
-@pytest.mark.parametrize("experts, top_k", [(64, 8), (128, 8), (192, 6), (256, 8), (384, 8), (512, 8), (512, 12), (160, 20), (64, 16), (128, 12)])
+@pytest.mark.parametrize("experts, top_k", [(64, 8), (128, 8), (192, 6), (256, 8), (384, 8), (512, 8), (512, 12), (160, 20), (64, 16),
+                                            (128, 12)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_logits_that_differ_in_their_last_bits_or_lie_in_one_lane(emulated, experts, top_k, biased):
     bias = torch.zeros(experts) if biased else None
@@ -111,14 +113,15 @@ def test_logits_that_differ_in_their_last_bits_or_lie_in_one_lane(emulated, expe
 
 
 @pytest.mark.parametrize("function", [
-    RouterFunction("sigmoid"), RouterFunction(num_groups=2, group_topk=1, group_best=1), RouterFunction("sigmoid", num_groups=3, group_topk=2),
-    RouterFunction(pre_softmax=False, num_groups=3, group_topk=2)], ids=str)
+    RouterFunction("sigmoid"), RouterFunction(num_groups=2, group_topk=1, group_best=1),
+    RouterFunction("sigmoid", num_groups=3, group_topk=2), RouterFunction(pre_softmax=False, num_groups=3, group_topk=2)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_order_of_a_few_logits(emulated, function, biased):
     functions.test_every_order_of_a_few_logits(CPU, function, biased)
 
 
-@pytest.mark.parametrize("experts, top_k, groups", [(256, 8, 8), (256, 8, 32), (512, 8, 64), (1024, 32, 64), (160, 6, 8), (72, 8, 9), (384, 16, 12)])
+@pytest.mark.parametrize("experts, top_k, groups", [(256, 8, 8), (256, 8, 32), (512, 8, 64), (1024, 32, 64), (160, 6, 8), (72, 8, 9),
+                                                    (384, 16, 12)])
 def test_groups_of_all_sizes(emulated, experts, top_k, groups):
     for best in (1, 2):
         function = RouterFunction("sigmoid", num_groups=groups, group_topk=max(2, -(-top_k * groups // experts) + 1), group_best=best)
@@ -155,7 +158,8 @@ def test_a_bias_decides_nan_stays_and_masks_hide(emulated):
     functions.test_masked_logits_have_no_score(CPU)
 
 
-@pytest.mark.parametrize("shape", [(33, 8, 2), (17, 33, 5), (9, 250, 7), (13, 512, 32), (50, 128, 16), (21, 256, 12), (9, 60, 16), (40, 192, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(33, 8, 2), (17, 33, 5), (9, 250, 7), (13, 512, 32), (50, 128, 16), (21, 256, 12), (9, 60, 16),
+                                   (40, 192, 4)], ids=str)
 @pytest.mark.parametrize("p", [None, 1.0, 2.0, 3.0])
 def test_a_softmax_forward_and_gradients(emulated, shape, p):
     for dtype in (torch.float32, torch.float16):

@@ -1,5 +1,5 @@
-"""The router's kernels for logits of any type on a CPU: their own source, compiled by the C++ compiler, with the instructions of a GPU emulated
-as in tests/engines/emulated_gpu. Those for bfloat16 alone are not: they are made of instructions for pairs of numbers."""
+"""The router's kernels for logits of any type on a CPU: their own source, compiled by the C++ compiler, with the instructions of a GPU
+emulated as in tests/engines/emulated_gpu. Those for bfloat16 alone are not: they are made of instructions for pairs of numbers."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ class Router:
         shape = _Shape(logits.size(0), logits.size(1), top_k, p)
         if plain:
             config = tuning.forward(logits.size(1), top_k, False, p not in (0, 1, 2))
-            self._call(self._kernels.forward, _Config(*config), *map(_Numbers.of, (logits, scores, weights)), _pointer(ids), _pointer(logsumexp),
-                       shape)
+            self._call(self._kernels.forward, _Config(*config), *map(_Numbers.of, (logits, scores, weights)), _pointer(ids),
+                       _pointer(logsumexp), shape)
             return outputs
         config = tuning.any_function(logits.size(1), top_k)
         given = None if given is None else given.long()
-        tensors = _Tensors(_Numbers.of(logits), *map(_address, (expert_bias, padding_mask, given)), _Numbers.of(scores), _Numbers.of(weights),
-                           ids.data_ptr(), logsumexp.data_ptr())
+        tensors = _Tensors(_Numbers.of(logits), *map(_address, (expert_bias, padding_mask, given)), _Numbers.of(scores),
+                           _Numbers.of(weights), ids.data_ptr(), logsumexp.data_ptr())
         self._call(self._kernels.function_forward, _Config(*config), tensors, shape, _Function(kind, *groups, p != 0, epsilon, scale))
         return outputs
 
@@ -115,12 +115,12 @@ class Router:
         shape, grad = _Shape(saved.size(0), saved.size(1), ids.size(1), p), torch.full(saved.shape, -77, dtype=dtype)
         if of_scores:
             config = tuning.backward(saved.size(1), ids.size(1), dtype == torch.float32, p not in (0, 1, 2))
-            self._call(self._kernels.backward, _Config(*config), _Numbers.of(saved), _pointer(ids), _Numbers.of(grad_scores), _Numbers.of(grad_weights),
-                       _pointer(grad_logsumexp), _Numbers.of(grad), shape)
+            self._call(self._kernels.backward, _Config(*config), _Numbers.of(saved), _pointer(ids), _Numbers.of(grad_scores),
+                       _Numbers.of(grad_weights), _pointer(grad_logsumexp), _Numbers.of(grad), shape)
             return grad
         config = tuning.any_function_backward(saved.size(1))
-        tensors = _Gradients(_Numbers.of(saved), ids.data_ptr(), _address(padding_mask), _Numbers.of(grad_scores), _Numbers.of(grad_weights),
-                             _address(grad_logsumexp), _Numbers.of(grad))
+        tensors = _Gradients(_Numbers.of(saved), ids.data_ptr(), _address(padding_mask), _Numbers.of(grad_scores),
+                             _Numbers.of(grad_weights), _address(grad_logsumexp), _Numbers.of(grad))
         self._call(self._kernels.function_backward, _Config(*config), tensors, shape, _Function(kind, *groups, p != 0, epsilon, scale))
         return grad
 

@@ -1,5 +1,5 @@
-// Stands in for csrc/common.cuh and csrc/early_launch.cuh: what the emulated kernels of the router use of them. The emulation itself is that of
-// tests/engines/emulated_gpu.
+// Stands in for csrc/common.cuh and csrc/early_launch.cuh: what the emulated kernels of the router use of them. The emulation
+// itself is that of tests/engines/emulated_gpu.
 
 #pragma once
 
