@@ -5,6 +5,7 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -176,17 +177,19 @@ def route_logits(
         expert_bias, padding_mask, given = (
             None if t is None else t.to(dtype).contiguous()
             for t, dtype in ((expert_bias, torch.float32), (padding_mask, torch.bool), (given, torch.int64)))
-    torch.ops.gbmoe_cuda.route(aligned(logits), expert_bias, padding_mask, given, *_formula(function, plain), *config, *outputs)
+    torch.ops.gbmoe_cuda.route(aligned(logits), expert_bias, padding_mask, given, *formula(function.code, plain), *config, *outputs)
     return tuple(outputs)
 
 
-def _formula(function: RouterFunction, plain: bool) -> tuple:
-    """The function as csrc/router_function.cuh has it, field by field."""
+@functools.lru_cache(maxsize=1024)
+def formula(code: str, plain: bool) -> tuple:
+    """The function of this code as csrc/router_function.cuh has it, field by field; `plain`: of a softmax, the K highest and their norm."""
+    function = RouterFunction.of_code(code)
     if plain:
         return 0, 1, 1, 1, function.softmax_topk_norm or 0.0, 0.0, 1.0
     kind = 1 + (SCORES.index(function.score) if function.pre_softmax else len(SCORES))
-    groups = function.num_groups if function.has_groups else 1
-    return kind, groups, function.group_topk, function.group_best, function.normalize or 0.0, function.epsilon, function.scale
+    groups = (function.num_groups, function.group_topk, function.group_best) if function.has_groups else (1, 1, 1)
+    return kind, *groups, function.normalize or 0.0, function.epsilon, function.scale
 
 
 def _route_fake(logits, expert_bias, padding_mask, given, top_k, function, wide):
@@ -212,7 +215,7 @@ def _route_backward_kernel(saved, ids, padding_mask, grad_scores, grad_weights, 
     else:
         config = tuning.any_function_backward(experts)
     padding_mask = None if padding_mask is None else padding_mask.contiguous()
-    torch.ops.gbmoe_cuda.route_backward(aligned(saved), ids, padding_mask, *given, *_formula(function, of_scores), *config, grad)
+    torch.ops.gbmoe_cuda.route_backward(aligned(saved), ids, padding_mask, *given, *formula(code, of_scores), *config, grad)
     return grad
 
 

@@ -13,7 +13,6 @@ import torch
 from gbmoe import extension
 from gbmoe.ops import router_softmax_topk
 from gbmoe.ops.router_softmax_topk import empty_routing
-from gbmoe.router_function import RouterFunction
 from gbmoe.tuning import router as tuning
 
 _HERE = Path(__file__).parent
@@ -95,7 +94,7 @@ class Router:
         for tensor in outputs:
             tensor.fill_(-77)
         scores, weights, ids, logsumexp = outputs
-        kind, *groups, p, epsilon, scale = router_softmax_topk._formula(function, plain)
+        kind, *groups, p, epsilon, scale = router_softmax_topk.formula(function.code, plain)
         shape = _Shape(logits.size(0), logits.size(1), top_k, p)
         if plain:
             config = tuning.forward(logits.size(1), top_k, False, p not in (0, 1, 2))
@@ -110,8 +109,7 @@ class Router:
         return outputs
 
     def backward(self, saved, ids, padding_mask, grad_scores, grad_weights, grad_logsumexp, code, of_scores, dtype):
-        function = RouterFunction.of_code(code)
-        kind, *groups, p, epsilon, scale = router_softmax_topk._formula(function, of_scores)
+        kind, *groups, p, epsilon, scale = router_softmax_topk.formula(code, of_scores)
         shape, grad = _Shape(saved.size(0), saved.size(1), ids.size(1), p), torch.full(saved.shape, -77, dtype=dtype)
         if of_scores:
             config = tuning.backward(saved.size(1), ids.size(1), dtype == torch.float32, p not in (0, 1, 2))
