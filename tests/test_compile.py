@@ -482,6 +482,8 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
     for operator, arguments in (
         (ops.routing_plan, (ids.t().contiguous().t(), EXPERTS, 4, "wait")),
         (ops.route, (matrix(tokens, EXPERTS), None, None, None, TOP_K, softmax_topk_code(1.0), True)),
+        (ops.route, (matrix(tokens, EXPERTS), matrix(1, EXPERTS)[0].float(), None, None, TOP_K, sigmoid, False)),
+        (ops.route, (matrix(tokens, EXPERTS), None, None, ids.t().contiguous().t(), TOP_K, sigmoid, False)),
         (ops.route_backward, (matrix(tokens, EXPERTS).softmax(-1), ids, None, matrix(tokens, EXPERTS), None, None, softmax_topk_code(1.0),
                               True, dtype)),
         (ops.route_backward, (matrix(tokens, EXPERTS), ids, None, matrix(tokens, EXPERTS), None, None, sigmoid, False, dtype)),

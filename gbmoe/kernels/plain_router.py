@@ -17,11 +17,12 @@ def route(
     function: RouterFunction, scores_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
     """(scores [T,E], weights [T,K], ids [T,K], logsumexp [T]); see gbmoe.ops.route."""
-    logits_TE = logits_TE.to(accumulate_dtype(logits_TE.dtype))
+    logits_TE = logits_TE.contiguous().to(accumulate_dtype(logits_TE.dtype))
     scores_TE, logsumexp_T = _scores(logits_TE, function), logits_TE.logsumexp(-1)
     if given_TK is None:
         ids_TK = _choose(scores_TE, logits_TE, bias_E, top_k, function)
     else:
+        given_TK = given_TK.contiguous()
         ids_TK = torch.where((given_TK >= 0) & (given_TK < logits_TE.size(1)), given_TK.long(), -1)
     weights_TK = _Weights(logits_TE, scores_TE, ids_TK, function).weights_TK
     if padding_T is not None:

@@ -205,8 +205,8 @@ def _route_backward_kernel(saved, ids, padding_mask, grad_scores, grad_weights, 
     grads = grad_scores, grad_weights, grad_logsumexp
     if not _kernels_serve(saved, ids.size(1), function, of_scores, dtype):
         if of_scores:
-            return plain_torch.route_backward(saved, ids, *grads, function.softmax_topk_norm, dtype)
-        return plain_router.route_backward(saved, ids, padding_mask, *grads, function, dtype)
+            return plain_torch.route_backward(saved, ids, *grads, function.softmax_topk_norm, dtype).contiguous()
+        return plain_router.route_backward(saved, ids, padding_mask, *grads, function, dtype).contiguous()
     grad = saved.new_empty(saved.shape, dtype=dtype)
     given = (None if g is None else aligned(g) for g in grads)
     experts, top_k = saved.size(1), ids.size(1)
