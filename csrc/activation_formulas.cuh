@@ -45,13 +45,13 @@ struct ActivationOf {
     else return i == 0 ? alpha : i == 1 ? limit : i == 2 ? gate_limit : gate_offset;
   }
 };
-// `constants` are alpha, limit, gate_limit and gate_offset, or none.
-inline ActivationOf activation_of(int64_t kind, const std::vector<double>& constants) {
-  ActivationOf of{static_cast<int>(kind), 1.0f, INFINITY, INFINITY, 0.0f, {1.0, INFINITY, INFINITY, 0.0}};
+// `kind_and_constants` are the kind, and alpha, limit, gate_limit and gate_offset or nothing; plain_torch.kernel_arguments makes them.
+inline ActivationOf activation_of(const std::vector<double>& kind_and_constants) {
+  ActivationOf of{static_cast<int>(kind_and_constants[0]), 1.0f, INFINITY, INFINITY, 0.0f, {1.0, INFINITY, INFINITY, 0.0}};
   float* const narrow[] = {&of.alpha, &of.limit, &of.gate_limit, &of.gate_offset};
-  for (size_t i = 0; i < constants.size() && i < 4; ++i) {
-    of.wide[i] = constants[i];
-    *narrow[i] = static_cast<float>(constants[i]);
+  for (size_t i = 0; i + 1 < kind_and_constants.size() && i < 4; ++i) {
+    of.wide[i] = kind_and_constants[i + 1];
+    *narrow[i] = static_cast<float>(of.wide[i]);
   }
   return of;
 }
@@ -160,7 +160,10 @@ __device__ __forceinline__ void activations_at(const float (&x)[N], ValueAndSlop
     for (int i = 0; i < N; ++i) {
       if constexpr (kKind == kSilu) s[i] = sigmoid_argument<kSilu>(x[i], kMinusLog2E);
       // The square is that of the slope, so that bounding it takes no instruction more than two squares would.
-      else s[i] = x[i] * fmaf(static_cast<float>(kGeluCubic) * kMinusLog2E, bounded_square(x[i]), static_cast<float>(kGeluLinear) * kMinusLog2E);
+      else
+        s[i] = x[i] * fmaf(
+                          static_cast<float>(kGeluCubic) * kMinusLog2E, bounded_square(x[i]),
+                          static_cast<float>(kGeluLinear) * kMinusLog2E);
     }
     fast_sigmoids(s);
 #pragma unroll

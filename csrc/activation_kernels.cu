@@ -15,7 +15,7 @@
 #include "activation_backward.cuh"
 #include "activation_formulas.cuh"
 #include "common.cuh"
-#include "ops.h"
+#include "operators.h"
 
 namespace gbmoe {
 namespace {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
 
 }  // namespace
 
-void activate(Tensor h, std::optional<Tensor> g, int64_t activation, std::vector<double> constants, Tensor out) {
+void activate(Tensor h, std::optional<Tensor> g, std::vector<double> activation, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (out.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
@@ -101,7 +101,7 @@ void activate(Tensor h, std::optional<Tensor> g, int64_t activation, std::vector
       const int64_t most_ctas = int64_t{kCtasPerMultiprocessor} * multiprocessors(h.get_device_index());
       const unsigned ctas = static_cast<unsigned>(std::min(ceil_div(vectors, kThreads), most_ctas));
       activate_kernel<T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
-          data<V>(h), data<V>(g), data<V>(out), vectors, activation_of(activation, constants));
+          data<V>(h), data<V>(g), data<V>(out), vectors, activation_of(activation));
     };
     if (fits_16_bytes(h.numel() * sizeof(T), {&h, gate, &out})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());
@@ -109,9 +109,10 @@ void activate(Tensor h, std::optional<Tensor> g, int64_t activation, std::vector
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// d becomes dh; grad_weights comes as zeros
 void activate_backward(
-    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, int64_t activation,
-    std::vector<double> constants, Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights,
+    std::vector<double> activation, Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (h.numel() == 0) return;
   const Tensor* gate = g ? &*g : nullptr;
@@ -124,7 +125,7 @@ void activate_backward(
       const unsigned ctas = static_cast<unsigned>(ceil_div(h.size(0), 2 * kWarpsPerCta));
       activate_backward_kernel<T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
           data<V>(h), data<V>(g), data<V>(d), data<const int>(slot_of_row), scalars(weights), slots, data<V>(a), data<V>(dg),
-          scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N), activation_of(activation, constants));
+          scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N), activation_of(activation));
     };
     const bool fits = fits_16_bytes(h.size(1) * sizeof(T), {&h, gate, &d, &a, gate_grad});
     if (fits) launch(std::integral_constant<int, kVectorLength<T>>());
@@ -132,5 +133,10 @@ void activate_backward(
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+GBMOE_OPERATOR(activate, "(Tensor h, Tensor? g, float[] activation, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(activate_backward,
+               "(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, float[] activation, Tensor(b!) a, "
+               "Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
 
 }  // namespace gbmoe

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "common.cuh"
-#include "ops.h"
+#include "operators.h"
 
 namespace gbmoe {
 namespace {
@@ -206,6 +206,7 @@ void cublas_loop(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, b
   for (const Gemm& gemm : grouped.gemms) multiply_one(handle, grouped, types, gemm, operands_of(a, b, out), accumulate);
 }
 
+// pointers: int64 on the device, room for three per group
 void cublas_grouped(
     Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor pointers, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
@@ -272,5 +273,11 @@ void cublas_grouped(
       group_size.data(),
       types.compute));
 }
+
+GBMOE_OPERATOR(cublas_loop,
+               "(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(cublas_grouped,
+               "(Tensor a, Tensor b, Tensor sizes, bool trans_a, bool trans_b, bool accumulate, Tensor(a!) pointers, "
+               "Tensor(b!) out) -> ()");
 
 }  // namespace gbmoe

@@ -1,7 +1,7 @@
 // The gradients of groups without rows: no GEMM writes them, so they are set to zero here, with the sizes on the device.
 
 #include "common.cuh"
-#include "ops.h"
+#include "operators.h"
 
 namespace gbmoe {
 namespace {
@@ -41,5 +41,7 @@ void zero_empty_groups(Tensor sizes, Tensor out) {
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+GBMOE_OPERATOR(zero_empty_groups, "(Tensor sizes, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe

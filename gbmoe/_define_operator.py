@@ -67,9 +67,25 @@ _SEES_WATCHERS = _HAS_LEVELS and _has(
 _CALLS_KERNELS = _REGISTERS_AUTOGRAD and _SEES_WATCHERS and _HAS_PROFILER_FLAG and _has(_profiler_enabled)
 
 
+def positions(schema: str) -> dict[str, int]:
+    """The positions of a schema's arguments, by their names."""
+    arguments = schema[schema.index("(") + 1:schema.index(")")]
+    return {argument.split()[-1]: number for number, argument in enumerate(arguments.split(","))}
+
+
+def _in_order(position_of: dict[str, int], backward: Callable) -> Callable:
+    """`backward`, whose results, by the names of arguments, become a tuple with one for each argument."""
+    def gradients(ctx, *grads):
+        in_order = [None] * len(position_of)
+        for name, gradient in backward(ctx, *grads).items():
+            in_order[position_of[name]] = gradient
+        return tuple(in_order)
+    return gradients
+
+
 def define(
-    schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None,
-    backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[int] = (),
+    schema: str, *, reference: Callable, fake: Callable,
+    backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[str] = (),
     waits: Callable[..., bool] | None = None, flops: Callable[..., int] | None = None,
 ) -> Callable:
     """Register `gbmoe::<schema>` and return a function that calls it, with every argument by position.
@@ -77,10 +93,11 @@ def define(
     The call goes through PyTorch's dispatcher, which takes some 10 us, unless the tensors are on CUDA and nothing would intercept it:
     a layer's kernels may take no more than 70 us.
 
-    `reference` serves every device; `cuda`, where it is given, serves CUDA tensors. `backward` and `setup_context` are as in
-    torch.library.register_autograd; an operator without them is not differentiable, and its results need no gradient on any device. Under
-    autocast the floating tensors at the positions `autocast` are cast to the autocast dtype (float64 stays); all others are passed on
-    unchanged. What `reference`, `cuda` and `backward` compute is computed without autocast and, but for `backward`, below autograd.
+    `reference` serves every device. `backward` and `setup_context` are as in torch.library.register_autograd, except that `backward`
+    returns a dictionary: a gradient, or None, by the name of its argument. An operator without them is not differentiable, and its results
+    need no gradient on any device. Under autocast the floating tensors named in `autocast` are cast to the autocast dtype (float64 stays);
+    all others are passed on unchanged. What `reference` and `backward` compute is computed without autocast and, but for `backward`, below
+    autograd.
 
     `waits` is a function of the arguments of a call on CUDA. It tells whether the host reads the values of some of them, as it does
     with sizes on the device. A CUDA graph must not contain such a call, because its replays would repeat the values of the recording.
@@ -92,11 +109,11 @@ def define(
     """
     name, arguments = schema[: schema.index("(")], schema[schema.index("("):]
     assert "=" not in arguments, schema  # gradients take every argument by position
-    kernel = reference if cuda is None else cuda  # on CUDA
+    position_of = positions(schema)
     if backward is None and name.endswith("_backward"):
         backward, setup_context = _refuse_second_derivative, None
     elif backward is not None:
-        backward = without_autocast(backward)
+        backward = without_autocast(_in_order(position_of, backward))
 
     def described(*inputs):
         if flops is not None:
@@ -106,15 +123,13 @@ def define(
     def register(name: str, *tags: torch.Tag) -> tuple[torch._ops.OpOverload, type[torch.autograd.Function] | None]:
         _LIBRARY.define(name + arguments, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIBRARY.impl(name, without_autocast(reference), "CompositeExplicitAutograd")
-        if cuda is not None:
-            _LIBRARY.impl(name, without_autocast(cuda), "CUDA")
         torch.library.register_fake(f"gbmoe::{name}", described, lib=_LIBRARY)
         if flops is not None:
             add_formula(getattr(torch.ops.gbmoe, name), flops)
         operator = getattr(torch.ops.gbmoe, name).default
         function = None
         if backward is not None and _REGISTERS_AUTOGRAD:
-            function, differentiable = _differentiable(operator, kernel, backward, setup_context)
+            function, differentiable = _differentiable(operator, reference, backward, setup_context)
             _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
         elif backward is not None:
             torch.library.register_autograd(f"gbmoe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
@@ -124,7 +139,7 @@ def define(
             torch.library.register_autograd(f"gbmoe::{name}", _no_gradients, setup_context=_mark_non_differentiable, lib=_LIBRARY)
         if autocast:
             for device_type, key in zip(_AUTOCASTS, ("AutocastCUDA", "AutocastCPU")):
-                _LIBRARY.impl(name, _autocast_kernel(operator, device_type, frozenset(autocast)), key)
+                _LIBRARY.impl(name, _autocast_kernel(operator, device_type, frozenset(position_of[argument] for argument in autocast)), key)
         return operator, function
 
     operator, function = register(name)
@@ -148,8 +163,8 @@ def define(
             if function is not None:
                 return function.apply(*inputs, None)
             with _below_autograd():
-                return kernel(*inputs)
-        return kernel(*inputs)
+                return reference(*inputs)
+        return reference(*inputs)
 
     return call
 
@@ -254,8 +269,7 @@ def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward:
         return output
 
     def gradients(ctx, *grads):
-        result = backward(ctx, *grads)
-        return (*result, None) if isinstance(result, tuple) else (result, None)
+        return *backward(ctx, *grads), None
 
     function = type(f"{operator.__name__.split('.')[0]}_autograd", (torch.autograd.Function,),
                     {"forward": staticmethod(forward), "backward": staticmethod(gradients)})

@@ -5,18 +5,14 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 
 from __future__ import annotations
 
-import functools
 from dataclasses import InitVar, dataclass
 
 import torch
 
-from gbmoe import extension
 from gbmoe._checks import as_device, require, require_tensor
 from gbmoe._define_operator import define, refuse_jit_tracing
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import permute, plain_torch
 from gbmoe.slot_map import SlotMap
-from gbmoe.tuning import permutation
-from gbmoe.tuning.device import Device
 
 _OF_EXPERTS = "RoutingPlan.from_experts"
 _OF_COUNTS = "RoutingPlan.from_counts"
@@ -27,16 +23,6 @@ def _fake_routing_plan(experts, num_experts, align, check):
     rows = plain_torch.padded_rows(experts.numel(), num_experts, align)
     sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (num_experts,))
     return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
-
-
-@functools.cache
-def _max_experts(device: torch.device) -> int:
-    return extension.answer("routing_plan_max_experts", device.index)
-
-
-def kernels_serve(device: torch.device, num_experts: int) -> bool:
-    """True where the CUDA kernels are loaded, and the device has enough shared memory for `num_experts` experts."""
-    return device.type == "cuda" and extension.loaded() and num_experts <= _max_experts(device)
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -70,21 +56,12 @@ def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check:
 
 def _routing_plan_reference(experts, num_experts, align, check):
     _check_values(experts, num_experts, align, check)
-    return plain_torch.routing_plan(experts, num_experts, align)
-
-
-def _routing_plan_cuda(experts, num_experts, align, check):
-    if not kernels_serve(experts.device, num_experts):
-        return _routing_plan_reference(experts, num_experts, align, check)
-    _check_values(experts, num_experts, align, check)
-    rows = plain_torch.padded_rows(experts.numel(), num_experts, align)
-    most_chunks = permutation.most_chunks(Device.of(experts.device))
-    return torch.ops.gbmoe_cuda.routing_plan(experts.contiguous(), num_experts, align, rows, most_chunks)
+    return permute.routing_plan(experts, num_experts, align)
 
 
 _routing_plan = define(
     "routing_plan(Tensor experts, int num_experts, int align, str check) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_routing_plan_reference, fake=_fake_routing_plan, cuda=_routing_plan_cuda,
+    reference=_routing_plan_reference, fake=_fake_routing_plan,
     waits=lambda experts, num_experts, align, check: check == "wait",
 )
 

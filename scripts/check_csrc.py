@@ -125,7 +125,7 @@ class Compiler:
         """What is wrong with a file, compiled for the oldest architecture, and for Hopper where its code differs there."""
         known = [a for a in build.DEFAULT_ARCHITECTURES if a.replace(".", "") in self.nvcc.codes]
         oldest, newest = known[0], known[-1]
-        if source.parent.name == "hopper":  # with its kernels, and without, as in a build for older or newer GPUs alone
+        if build.is_of_hopper(source):  # with its kernels, and without, as in a build for older or newer GPUs alone
             return [fault for one in ("9.0", oldest, newest) for fault in self.faults_for([one], source)]
         return self.faults_for([oldest, "9.0"] if includes_architecture_code(source) else [oldest], source)
 
@@ -166,7 +166,7 @@ def main() -> int:
         parser.error(f"expected architectures among {', '.join(_SHARED_KIB)}, got {', '.join(sorted(unknown))}")
     compiler, wrong = Compiler(), 0
     sources = build.sources(build.source_folder())
-    for_all = [source for source in sources if source.parent.name == "tensor_core" or source.name == "few_rows.cu"]
+    for_all = [source for source in sources if source.parent.name == "tensor_core"]
     others = [source for source in sources if source not in for_all]
     with ThreadPoolExecutor(jobs().count) as pool:
         by_architecture = {arch: [pool.submit(compiler.kernels_of, source, arch) for source in for_all] for arch in architectures}
@@ -177,7 +177,7 @@ def main() -> int:
             wrong += len(faults)
             most = max(kernel.registers for kernel in kernels)
             spilled = max(kernel.spilled for kernel in kernels)
-            print(f"tensor_core and few_rows for {architecture}: {len(kernels)} kernels, at most {most} registers, at most {spilled} bytes "
+            print(f"tensor_core for {architecture}: {len(kernels)} kernels, at most {most} registers, at most {spilled} bytes "
                   f"spilled, {len(faults)} faults", *faults, sep="\n", flush=True)
         for source, faults in zip(others, of_files):
             wrong += len(faults)

@@ -35,7 +35,7 @@ print(*sorted(str(file) for file in installed if file.parts[0] == "gbmoe" and fi
 PY
 }
 files >wheel.files
-for needed in gbmoe/py.typed gbmoe/csrc/register.cpp gbmoe/csrc/hopper/grouped_gemm.cuh; do
+for needed in gbmoe/py.typed gbmoe/csrc/operators.h gbmoe/csrc/hopper/grouped_gemm.cuh; do
   grep -qx "$needed" wheel.files || { echo "package.sh: expected $needed in the wheel" >&2; exit 1; }
 done
 tar -tf "$sdist" >sdist.files

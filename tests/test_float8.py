@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gbmoe import Float8BlockScaling, RoutingPlan, engines, float8, kernels
-from gbmoe.float8 import ScaledKBlocks, ScaledRows
+from gbmoe.float8 import ScaledKBlocks, ScaledRows, weight_cache
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
@@ -376,9 +376,9 @@ def test_a_context_that_checks_names_the_weight_that_changed_unseen(quantized):
 def test_optimizers_are_hooked_once(monkeypatch):
     """Each context's hooks would change what torch iterates over while another thread steps."""
     registered = []
-    monkeypatch.setattr(float8, "_optimizers_are_hooked", False)
+    monkeypatch.setattr(weight_cache, "_optimizers_are_hooked", False)
     for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
-        monkeypatch.setattr(float8, name, lambda hook, name=name: registered.append(name))
+        monkeypatch.setattr(weight_cache, name, lambda hook, name=name: registered.append(name))
     for _ in range(3):
         with float8.cached_weights([]):
             pass
@@ -417,7 +417,7 @@ def test_nothing_is_kept_after_an_exception(quantized):
         values = weakref.ref(lookup(w)[0].values_ENK)
         assert values() is not None
         raise KeyError
-    assert raised.tb is not None and values() is None and not float8._caches and lookup(w) is None
+    assert raised.tb is not None and values() is None and not weight_cache._caches and lookup(w) is None
 
 
 def test_contexts_are_nested(quantized):
@@ -440,7 +440,7 @@ def test_contexts_of_threads_may_end_in_any_order(quantized):
     first.close()
     assert lookup(w) is None and lookup(v) is not None and len(calls) == 2
     second.close()
-    assert not float8._caches
+    assert not weight_cache._caches
 
 
 def test_threads_share_what_is_kept(quantized):
@@ -469,7 +469,7 @@ def test_the_cache_says_what_it_does_not_take():
         float8.cached_weights(["w1"]).__enter__()
     with pytest.raises(TypeError, match="cached_weights: weights: expected plain tensors, whose memory stays, got Sharded"):
         float8.cached_weights([torch.zeros(2).as_subclass(Sharded)]).__enter__()
-    assert not float8._caches
+    assert not weight_cache._caches
 
 
 def test_the_recipe_says_what_it_does_not_take():

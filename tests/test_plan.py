@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather, plan
+from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather
+from gbmoe.kernels import availability
 from gbmoe.testing import cuda_graphs, exact_inputs
 
 
@@ -170,16 +171,16 @@ def test_the_extension_says_for_how_many_experts_a_device_has_room(monkeypatch):
     asked = []
     monkeypatch.setattr(extension, "loaded", lambda: True)
     monkeypatch.setattr(torch.ops.gbmoe_cuda, "routing_plan_max_experts", lambda i: asked.append(i) or (391, 1024)[i], raising=False)
-    plan._max_experts.cache_clear()
+    availability._most_experts.cache_clear()
     try:
         small, large, cpu = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
         served = [(device, experts) for device in (small, large, cpu) for experts in (391, 392, 1024, 1025)
-                  if plan.kernels_serve(device, experts)]
+                  if availability.sorts(device, experts)]
         assert served == [(small, 391), (large, 391), (large, 392), (large, 1024)] and asked == [0, 1]
         monkeypatch.setattr(extension, "loaded", lambda: False)
-        assert not plan.kernels_serve(small, 1)
+        assert not availability.sorts(small, 1)
     finally:
-        plan._max_experts.cache_clear()
+        availability._most_experts.cache_clear()
 
 
 @pytest.mark.gpu

@@ -87,7 +87,7 @@ def test_without_a_compiler_the_scripts_say_so_and_install_without_kernels(envir
     assert ("NO CUDA KERNELS" in done.stdout and done.stdout.endswith("GBMOE_BUILD=0\n")) == installed
 
 
-@pytest.mark.parametrize("cores, gpu_gib, expected", [(2, None, 2), (64, None, 64), (16, 139, 10), (16, 79, 6), (4, 79, 4), (16, 8, 1)])
+@pytest.mark.parametrize("cores, gpu_gib, expected", [(2, None, 3), (64, None, 65), (16, 139, 10), (16, 79, 6), (4, 79, 4), (16, 8, 1)])
 def test_processes_of_tests_are_as_many_as_a_gpu_has_memory_for(cores, gpu_gib, expected):
     processes = runpy.run_path(str(SCRIPTS / "test_processes.py"))["processes"]
     assert processes(cores, None if gpu_gib is None else gpu_gib << 30) == expected

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from gbmoe.compat.transformer_engine import mask_row_map
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import permute
 from gbmoe.slot_map import SlotMap
+from tests import csrc_operators
 
 FIELDS = [field.rsplit("_", 1)[0] for field in SlotMap._fields]  # without their shapes
 WITH_A_MAP = [kernels.gather, kernels.scatter, kernels.scatter_backward, plain_torch.padded_gather, plain_torch.padded_scatter,
@@ -39,9 +39,8 @@ def schemas():
         if name.startswith("gbmoe::"):
             schema = getattr(torch.ops.gbmoe, name.removeprefix("gbmoe::")).default._schema
             yield name, [argument.name for argument in schema.arguments]
-    source = (Path(__file__).parents[1] / "csrc" / "register.cpp").read_text()
-    for definition in re.findall(r"m\.def\((.*?)\);", source, re.DOTALL):
-        name, arguments = re.match(r"(\w+)\((.*)\) ->", "".join(re.findall(r'"(.*?)"', definition))).groups()
+    for name, schema in csrc_operators.schemas().items():
+        arguments = re.match(r"\w+\((.*)\) ->", schema).group(1)
         yield f"gbmoe_cuda::{name}", [argument.split()[-1] for argument in arguments.split(",") if argument]
 
 

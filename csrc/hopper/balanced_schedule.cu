@@ -14,7 +14,7 @@
 
 #include <climits>
 
-#include "../ops.h"
+#include "../operators.h"
 #include "device.cuh"
 #include "tile.cuh"
 
@@ -150,10 +150,14 @@ void make_schedule(const Arguments& args, const ScheduleShape& shape, cudaStream
 
 namespace gbmoe {
 
+// The bytes of a workspace, which may hold anything before it is used. `splits_per_sm`, 0 to 4: the number of tiles' partial sums
+// that it has room for, for each multiprocessor; with 0 no sum is split, and clusters only take their tiles from its counter.
 int64_t hopper_workspace(Tensor on, int64_t groups, int64_t splits_per_sm) {
   using namespace hopper;
   const int count = multiprocessors(on.get_device_index());
   return Workspace::head_bytes(static_cast<int>(groups), max_entries(count)) + splits_per_sm * count * Workspace::kEntryBytes;
 }
+
+GBMOE_OPERATOR(hopper_workspace, "(Tensor on, int groups, int splits_per_sm) -> int");
 
 }  // namespace gbmoe

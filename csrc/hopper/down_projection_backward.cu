@@ -25,15 +25,16 @@ void launch_down_backward(
 
 }  // namespace
 
+// d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
+// where grad_weights is
 void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
-                          std::optional<Tensor> weights, int64_t activation, std::vector<double> constants, int64_t tile_n,
-                          int64_t cluster_n, int64_t panel, Tensor a,
+                          std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling, Tensor a,
                           Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
-  const Tiling tiling{tile_n, 1, cluster_n, panel, false};
-  Arguments args = arguments(sizes, h.size(0), h.size(1), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  Arguments args = arguments(sizes, h.size(0), h.size(1), tiles);
   args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
-  args.activation = activation_of(activation, constants);
+  args.activation = activation_of(activation);
   args.slot_of_row = static_cast<const int*>(slot_of_row.data_ptr());
   args.slots = count_of_slots(weights);
   args.h = h.data_ptr();
@@ -44,17 +45,22 @@ void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::opt
   args.out[1] = dh.data_ptr();
   args.out[2] = dg ? dg->data_ptr() : nullptr;
   TensorMaps maps{};
-  maps.a[0] = map_of_a(dz, tiling);
-  maps.b[0] = weight_map(w2, static_cast<int>(tile_n));
+  maps.a[0] = map_of_a(dz, tiles);
+  maps.b[0] = weight_map(w2, static_cast<int>(tiles.tile_n));
   maps.out[0] = tensor_map(h, kBoxOut);
   if (g) maps.out[1] = tensor_map(*g, kBoxOut);
   GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward", {
-    if (g) launch_down_backward<T, true>(maps, args, tiling, contiguous_along_n(w2), dz);
-    else launch_down_backward<T, false>(maps, args, tiling, contiguous_along_n(w2), dz);
+    if (g) launch_down_backward<T, true>(maps, args, tiles, contiguous_along_n(w2), dz);
+    else launch_down_backward<T, false>(maps, args, tiles, contiguous_along_n(w2), dz);
   });
   if (dots)
     sum_dots(
         args.dots, ceil_div(args.size_n, 64), args.rows, args.slot_of_row, args.slots, scalars(grad_weights), current_stream(dz));
 }
+
+GBMOE_OPERATOR(hopper_down_backward,
+               "(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights, float[] "
+               "activation, int[] tiling, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? "
+               "grad_weights) -> ()");
 
 }  // namespace gbmoe

@@ -1,8 +1,8 @@
-// The launches of few_rows_gemm.cuh. ops.h has the operators' arguments.
+// The launches of few_rows_gemm.cuh.
 
 #include "few_rows_gemm.cuh"
 
-#include "../ops.h"
+#include "../operators.h"
 #include "device.cuh"
 #include "tensor_map.cuh"
 
@@ -68,6 +68,7 @@ template <typename T, bool kTransposed, EpilogueKind kEpilogue> void launch(
 
 }  // namespace
 
+// few_rows_gemm and few_rows_up, where a sum has the bits that hopper_rows gives it if it splits none
 void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
   if (out.numel() == 0) return;
   const OnDevice current(a);
@@ -84,7 +85,7 @@ void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool 
 
 void hopper_few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    int64_t activation, std::vector<double> constants, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   if (a.numel() == 0) return;
   const OnDevice current(x);
   few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);
@@ -92,7 +93,7 @@ void hopper_few_rows_up(
   STD_TORCH_CHECK(x.size(0) > 0, "hopper_few_rows_up: expected at least one token, got none beside ", args.rows, " rows");
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
   args.padded = slot_of_row && args.rows > x.size(0) * top_k;
-  args.activation = activation_of(activation, constants);
+  args.activation = activation_of(activation);
   args.out[1] = h ? h->data_ptr() : nullptr, args.out[2] = g ? g->data_ptr() : nullptr;
   args.next_begins_early = true;
   const int columns = v1 ? few::kColumns / 2 : few::kColumns;
@@ -105,5 +106,11 @@ void hopper_few_rows_up(
     else launch<T, false, EpilogueKind::kActivation>(maps, args, columns, x);
   });
 }
+
+GBMOE_OPERATOR(hopper_few_rows_gemm,
+               "(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(hopper_few_rows_up,
+               "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, float[] activation, "
+               "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

@@ -17,7 +17,7 @@
 #pragma once
 
 #include "../early_launch.cuh"
-#include "../few_rows_store.cuh"
+#include "../tensor_core/few_rows_store.cuh"
 #include "few_rows_schedule.cuh"
 
 namespace gbmoe::hopper::few_rows {

@@ -20,15 +20,17 @@ void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, 
 
 }  // namespace
 
-void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, int64_t panel, Tensor out) {
+// hopper_rows with b [E,N,K] and a[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot
+void hopper_rows_gathered(
+    Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, std::vector<int64_t> tiling, Tensor out) {
   using namespace hopper;
   const OnDevice current(tokens);
-  const Tiling tiling{kWideTileN, 1, 1, panel, false};
-  Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  Arguments args = arguments(sizes, out.size(0), out.size(1), tiles);
   args.k_blocks = ceil_div(static_cast<int>(tokens.size(1)), kBlockK);
   args.out[0] = out.data_ptr();
   TensorMaps maps{};
-  gather_from(maps, args, tokens, slot_of_row, top_k, tiling);
+  gather_from(maps, args, tokens, slot_of_row, top_k, tiles);
   maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(tokens.scalar_type(), "hopper_rows_gathered", {
@@ -36,6 +38,7 @@ void hopper_rows_gathered(Tensor tokens, Tensor slot_of_row, int64_t top_k, Tens
   });
 }
 
+// Whether the extension has the kernels of hopper/
 bool hopper_built() {
 #ifdef GBMOE_HOPPER
   return true;
@@ -44,34 +47,43 @@ bool hopper_built() {
 #endif
 }
 
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
+// group has all rows. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-    int64_t tile_n, int64_t cluster_m, int64_t cluster_n, int64_t panel, int64_t most_ahead, std::optional<Tensor> workspace,
-    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, Tensor out) {
+    std::vector<int64_t> tiling, std::optional<Tensor> workspace,
+    std::vector<double> splitting, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  const Tiling tiling{tile_n, cluster_m, cluster_n, panel, false, most_ahead};
-  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, 1.0}};
-  Arguments args = arguments(sizes, out.size(0), out.size(1), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  const Balancing balancing{workspace, splitting_of(splitting)};
+  Arguments args = arguments(sizes, out.size(0), out.size(1), tiles);
   args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
   args.operand_pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
-  const int box_b = trans_b ? box_of_b(static_cast<int>(tile_n)) : kBoxContiguousMN;
+  const int box_b = trans_b ? box_of_b(static_cast<int>(tiles.tile_n)) : kBoxContiguousMN;
   TensorMaps maps{};
-  maps.a[0] = map_of_a(a, tiling);
+  maps.a[0] = map_of_a(a, tiles);
   maps.b[0] = tensor_map(b, box_b);
   if (a2) {
-    maps.a[1] = map_of_a(*a2, tiling);
+    maps.a[1] = map_of_a(*a2, tiles);
     maps.b[1] = tensor_map(*b2, box_b);
   }
   const bool to_float = out.scalar_type() == ScalarType::Float;  // a router's logits, which are not rounded
-  if (to_float && !(trans_b && tiling.is(kSquareTileN, 1, 1))) tiling.refuse("hopper_rows in fp32");
+  if (to_float && !(trans_b && tiles.is(kSquareTileN, 1, 1))) tiles.refuse("hopper_rows in fp32");
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows", {
     if (to_float) launch<FloatRowsSettings<T>>(maps, args, balancing, a);
-    else if (trans_b) launch_rows<T, false>(maps, args, tiling, balancing, a);
-    else launch_rows<T, true>(maps, args, tiling, balancing, a);
+    else if (trans_b) launch_rows<T, false>(maps, args, tiles, balancing, a);
+    else launch_rows<T, true>(maps, args, tiles, balancing, a);
   });
 }
+
+GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
+GBMOE_OPERATOR(hopper_rows,
+               "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
+               "workspace, float[] splitting, Tensor(b!) out) -> ()");
+GBMOE_OPERATOR(hopper_rows_gathered,
+               "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe

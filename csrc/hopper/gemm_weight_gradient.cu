@@ -17,37 +17,40 @@ void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& arg
 
 }  // namespace
 
-void hopper_weights(Tensor a, Tensor b, Tensor sizes, int64_t cluster_m, int64_t cluster_n, int64_t panel, Tensor workspace,
-                    int64_t min_k_blocks, int64_t split_cost, int64_t most_splits, double even, Tensor out) {
+// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32
+void hopper_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, Tensor workspace,
+                    std::vector<double> splitting, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
-  const Tiling tiling{kWideTileN, cluster_m, cluster_n, panel, false};
-  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, even}};
-  Arguments args = arguments(sizes, a.size(0), out.size(2), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  const Balancing balancing{workspace, splitting_of(splitting)};
+  Arguments args = arguments(sizes, a.size(0), out.size(2), tiles);
   args.size_m = static_cast<int>(out.size(1));
   TensorMaps maps{};
   maps.a[0] = tensor_map(a, kBoxContiguousMN);
   maps.b[0] = tensor_map(b, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights", {
-    if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiling, balancing, a);
-    else launch_weights<T, EpilogueKind::kStore>(maps, args, tiling, balancing, a);
+    if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiles, balancing, a);
+    else launch_weights<T, EpilogueKind::kStore>(maps, args, tiles, balancing, a);
   });
 }
 
+// hopper_weights with b[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot; in their dtype only. With a2
+// and out2, which have the shapes of a and out, the same for these, too.
+//
 // The kernel's a are the gathered rows and its b is `a`, or a and a2 side by side: it makes tiles of out[e].T, which it stores transposed.
 void hopper_weights_gathered(
-    Tensor a, std::optional<Tensor> a2, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes, int64_t cluster_m,
-    int64_t cluster_n, int64_t panel, Tensor workspace, int64_t min_k_blocks, int64_t split_cost, int64_t most_splits,
-    double even, Tensor out, std::optional<Tensor> out2) {
+    Tensor a, std::optional<Tensor> a2, Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor sizes,
+    std::vector<int64_t> tiling, Tensor workspace, std::vector<double> splitting, Tensor out, std::optional<Tensor> out2) {
   using namespace hopper;
   const OnDevice current(a);
-  const Tiling tiling{kWideTileN, cluster_m, cluster_n, panel, false};
-  const Balancing balancing{workspace, {min_k_blocks, split_cost, most_splits, even}};
-  Arguments args = arguments(sizes, a.size(0), out.size(1), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  const Balancing balancing{workspace, splitting_of(splitting)};
+  Arguments args = arguments(sizes, a.size(0), out.size(1), tiles);
   args.size_m = static_cast<int>(out.size(2));
   TensorMaps maps{};
-  gather_from(maps, args, tokens, slot_of_row, top_k, tiling);
+  gather_from(maps, args, tokens, slot_of_row, top_k, tiles);
   maps.b[0] = tensor_map(a, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, 64, 32);  // a chunk's columns are 64 rows of out[e], a warp's 16 rows 32 bytes of each
   if (a2) {
@@ -57,11 +60,18 @@ void hopper_weights_gathered(
     maps.out[1] = tensor_map(*out2, 64, 32);
   }
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights_gathered", {
-    if (tiling.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2, 1>>(maps, args, balancing, a);
-    else if (tiling.is(kWideTileN, 1, 2)) launch<GatheredWeightsSettings<T, 1, 2>>(maps, args, balancing, a);
-    else if (tiling.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1, 1>>(maps, args, balancing, a);
-    else tiling.refuse("hopper_weights_gathered");
+    if (tiles.is(kWideTileN, 2, 1)) launch<GatheredWeightsSettings<T, 2, 1>>(maps, args, balancing, a);
+    else if (tiles.is(kWideTileN, 1, 2)) launch<GatheredWeightsSettings<T, 1, 2>>(maps, args, balancing, a);
+    else if (tiles.is(kWideTileN, 1, 1)) launch<GatheredWeightsSettings<T, 1, 1>>(maps, args, balancing, a);
+    else tiles.refuse("hopper_weights_gathered");
   });
 }
+
+GBMOE_OPERATOR(hopper_weights,
+               "(Tensor a, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) workspace, float[] splitting, Tensor(b!) out) "
+               "-> ()");
+GBMOE_OPERATOR(hopper_weights_gathered,
+               "(Tensor a, Tensor? a2, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int[] tiling, Tensor(a!) "
+               "workspace, float[] splitting, Tensor(b!) out, Tensor(c!)? out2) -> ()");
 
 }  // namespace gbmoe

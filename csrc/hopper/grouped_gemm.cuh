@@ -34,14 +34,14 @@
 #pragma once
 
 #include "epilogue_backward.cuh"
+#include "float8/mainloop_scaled.cuh"
+#include "float8/mainloop_scaled_weights.cuh"
+#include "float8/scale_loader.cuh"
+#include "float8/scale_scanner.cuh"
 #include "line_producer.cuh"
 #include "mainloop.cuh"
 #include "mainloop_ping_pong.cuh"
-#include "mainloop_scaled.cuh"
-#include "mainloop_scaled_weights.cuh"
 #include "producer.cuh"
-#include "scale_loader.cuh"
-#include "scale_scanner.cuh"
 
 namespace gbmoe::hopper {
 

@@ -1,8 +1,11 @@
 // Launches an instance of the grouped GEMM: its arguments, its schedule and its cluster.
+//
+// The operators of hopper/ need compute capability 9.0, bf16 or fp16, row lengths that are multiples of 8, and int32 or int64 sizes on the
+// device. `tiling` is a GemmConfig.tiling, `splitting` a SplitConfig.splitting (tiling.cuh).
 
 #pragma once
 
-#include "../ops.h"
+#include "../operators.h"
 #include "balanced_schedule.cuh"
 #include "device.cuh"
 #include "grouped_gemm.cuh"

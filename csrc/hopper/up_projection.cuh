@@ -49,17 +49,19 @@ void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tilin
 }
 
 template <EpilogueKind kKind>
-void launch_up(const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
-               const Tensor& sizes, int64_t activation, const std::vector<double>& constants, const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a,
-               const Tensor* h, const Tensor* g) {
+void launch_up(
+    const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
+    const Tensor& sizes, const std::vector<double>& activation, const Tiling& tiling, const std::optional<Tensor>& workspace,
+    const Tensor& a, const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(x.size(1)), kBlockK);
-  args.activation = activation_of(activation, constants);
+  args.activation = activation_of(activation);
   args.save = h != nullptr;
   TensorMaps maps{};
   if (slot_of_row) {
-    STD_TORCH_CHECK(activation == kSilu || activation == kGeluTanh, "hopper_up: only silu and gelu_tanh gather rows");
+    STD_TORCH_CHECK(args.activation.kind == kSilu || args.activation.kind == kGeluTanh,
+                    "hopper_up: only silu and gelu_tanh gather rows");
     gather_from(maps, args, x, *slot_of_row, top_k, tiling);
   } else {
     maps.a[0] = map_of_a(x, tiling);

@@ -4,13 +4,20 @@
 
 namespace gbmoe {
 
+// h = x @ w1[e].T and a = act(h), or with g = x @ v1[e].T a = act(h) * g; h and g are written if they are given, both or neither.
+// With slot_of_row, for silu and gelu_tanh only, x is [tokens,H], and row r that of token slot_of_row[r] / top_k; where cluster_n is
+// not 2 the workspace is not used then.
 void hopper_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, int64_t activation, std::vector<double> constants, int64_t cluster_n,
-    int64_t panel, bool even_panels, int64_t most_ahead, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h) {
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, Tensor sizes, std::vector<double> activation,
+    std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h) {
   using namespace hopper;
-  const Tiling tiling{kWideTileN, 1, cluster_n, panel, even_panels, most_ahead};
+  const Tiling tiles = tiling_of(tiling);
   launch_up<EpilogueKind::kActivation>(
-      x, slot_of_row, top_k, w1, nullptr, sizes, activation, constants, tiling, workspace, a, h ? &*h : nullptr, nullptr);
+      x, slot_of_row, top_k, w1, nullptr, sizes, activation, tiles, workspace, a, h ? &*h : nullptr, nullptr);
 }
+
+GBMOE_OPERATOR(hopper_up,
+               "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor sizes, float[] activation, int[] tiling, "
+               "Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
 
 }  // namespace gbmoe

@@ -1,16 +1,24 @@
 // Launches an instance of the grouped GEMM. Only these functions know a tile's size as a number; the kernels have it as a type.
+//
+// The operators of tensor_core/ need compute capability 8.0 or later, row lengths that are multiples of 8, and int32 or int64 sizes on the
+// device. `tiling` is a TensorCoreConfig.tiling.
 
 #pragma once
 
-#include "../ops.h"
+#include "../operators.h"
 #include "grouped_gemm.cuh"
 
 namespace gbmoe::tensor_core {
 
-// The fields of tuning.tensor_core_tiles.TensorCoreConfig, under its names.
+// tuning.tensor_core_tiles.TensorCoreConfig.tiling, field by field.
 struct Tiling {
   int64_t tile_m, tile_n, panel;
 };
+
+inline Tiling tiling_of(const std::vector<int64_t>& fields) {
+  STD_TORCH_CHECK(fields.size() == 3, "tiling: expected the 3 fields of a Tiling, got ", fields.size());
+  return {fields[0], fields[1], fields[2]};
+}
 
 // `rows` of all groups, `columns` of one output tensor.
 inline Arguments arguments(const std::optional<Tensor>& sizes, int64_t rows, int64_t columns, const Tiling& tiling) {

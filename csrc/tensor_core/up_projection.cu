@@ -1,4 +1,4 @@
-// The first GEMM of an expert with its activation. ops.h has the operator's arguments.
+// The first GEMM of an expert with its activation.
 
 #include "launch.cuh"
 
@@ -28,22 +28,28 @@ void launch_up_family(const tensor_core::Arguments& args, const tensor_core::Til
 
 }  // namespace
 
-void tensor_core_up(Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, int64_t activation,
-                    std::vector<double> constants, int64_t tile_m, int64_t tile_n,
-                    int64_t panel, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+// h = x[rows of e] @ w1[e].T, a = act(h); with v1 g = x[rows of e] @ v1[e].T, a = act(h) * g; h and g are stored where they are given;
+// bf16 and fp16
+void tensor_core_up(
+    Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling,
+    Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tiling tiling{tile_m, tile_n, panel};
-  Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  Arguments args = arguments(sizes, a.size(0), a.size(1), tiles);
   args.size_k = static_cast<int>(x.size(1));
-  args.activation = activation_of(activation, constants);
+  args.activation = activation_of(activation);
   args.a[0] = x.data_ptr();
   set_b(args, "tensor_core_up", w1, v1);
   args.out[0] = a.data_ptr(), args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "tensor_core_up", {
-    if (v1) launch_up_family<T, EpilogueKind::kGlu>(args, tiling, x);
-    else launch_up_family<T, EpilogueKind::kActivation>(args, tiling, x);
+    if (v1) launch_up_family<T, EpilogueKind::kGlu>(args, tiles, x);
+    else launch_up_family<T, EpilogueKind::kActivation>(args, tiles, x);
   });
 }
+
+GBMOE_OPERATOR(tensor_core_up,
+               "(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!)? "
+               "h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

@@ -1,4 +1,4 @@
-// k-grouped GEMMs, whose groups are summed over: the gradient of the weights. ops.h has the operator's arguments.
+// k-grouped GEMMs, whose groups are summed over: the gradient of the weights.
 
 #include "launch.cuh"
 
@@ -15,11 +15,12 @@ void launch_weights(const tensor_core::Arguments& args, const tensor_core::Tilin
 
 }  // namespace
 
-void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64_t tile_n, int64_t panel, bool accumulate, Tensor out) {
+// out[e] = a[rows of e].T @ b[rows of e], in their dtype; with `accumulate` it is added to out, which is fp32
+void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, bool accumulate, Tensor out) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  const Tiling tiling{tile_m, tile_n, panel};
-  Arguments args = arguments(sizes, a.size(0), out.size(2), tiling);
+  const Tiling tiles = tiling_of(tiling);
+  Arguments args = arguments(sizes, a.size(0), out.size(2), tiles);
   args.size_m = static_cast<int>(out.size(1));
   args.a[0] = a.data_ptr();
   args.b[0] = b.data_ptr();
@@ -27,9 +28,11 @@ void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, int64_t tile_m, int64
   args.pitch_out = pitch_of("tensor_core_weights", out);
   check_output("tensor_core_weights", out, accumulate ? ScalarType::Float : a.scalar_type());
   GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_weights", {
-    if (accumulate) launch_weights<T, float, EpilogueKind::kAccumulate>(args, tiling, a);
-    else launch_weights<T, T, EpilogueKind::kStore>(args, tiling, a);
+    if (accumulate) launch_weights<T, float, EpilogueKind::kAccumulate>(args, tiles, a);
+    else launch_weights<T, T, EpilogueKind::kStore>(args, tiles, a);
   });
 }
+
+GBMOE_OPERATOR(tensor_core_weights, "(Tensor a, Tensor b, Tensor sizes, int[] tiling, bool accumulate, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe

@@ -27,14 +27,11 @@ import warnings
 
 import torch
 
-from gbmoe import plan
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.kernels import map_slots
+from gbmoe.kernels import availability, map_slots, permute
 from gbmoe.ops.permute import FLOAT8, gather_slots, make_slot_map, scatter_slots
 from gbmoe.slot_map import SlotMap
-from gbmoe.tuning import permutation
-from gbmoe.tuning.device import Device
 
 __all__ = ["mask_row_map", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
            "moe_sort_chunks_and_pad_by_index_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
@@ -55,7 +52,7 @@ def mask_row_map(mask_TE: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels_serve(mask_TE):
-    return mask_TE.size(1) >= 1 and plan.kernels_serve(mask_TE.device, mask_TE.size(1))
+    return mask_TE.size(1) >= 1 and availability.sorts(mask_TE.device, mask_TE.size(1))
 
 
 def _mask_rows_kernel(mask_TE, pad_offsets_E, rows):
@@ -72,8 +69,7 @@ def _mask_rows_kernel(mask_TE, pad_offsets_E, rows):
         return torch.empty(shape, dtype=torch.int32, device=mask_TE.device)
 
     map_TM, slots = new(tokens, 2 * experts + 1), None if rows is None else (new(tokens, experts), new(rows))
-    counts_by_chunk = new(permutation.most_chunks(Device.of(mask_TE.device)), experts)
-    torch.ops.gbmoe_cuda.mask_row_map(mask_TE.contiguous(), pad_offsets_E, counts_by_chunk, map_TM, *(slots or (None, None)))
+    permute.mask_row_map(mask_TE, pad_offsets_E, map_TM, *(slots or (None, None)))
     return map_TM, *(slots or (new(0), new(0)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 import torch
 
-from gbmoe import extension, kernels
+from gbmoe import kernels
 from gbmoe._checks import require
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
@@ -223,12 +223,6 @@ class Engine:
 def why_not_cuda(device: torch.device) -> str | None:
     """None if the device is a CUDA device, otherwise why an engine that needs one does not run on it."""
     return None if device.type == "cuda" else f"runs on CUDA devices only, not on {device.type}"
-
-
-def why_no_extension() -> str | None:
-    """None if the CUDA extension is loaded, otherwise why an engine that needs it does not run. Loads it if it can be."""
-    status = extension.status()
-    return None if status.loaded else f"needs the CUDA extension: {status.reason}"
 
 
 def host_sizes(sizes: torch.Tensor) -> torch.Tensor:

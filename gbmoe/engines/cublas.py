@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.engines.base import Engine, host_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.base import Engine, host_sizes, why_not_cuda
+from gbmoe.kernels import availability
 from gbmoe.problem import result_shape
 
 
@@ -12,7 +13,7 @@ class _Cublas(Engine):
     needs_host_sizes = True
 
     def unavailable(self, device):
-        return why_not_cuda(device) or why_no_extension()
+        return why_not_cuda(device) or availability.why_not()
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if out is None:

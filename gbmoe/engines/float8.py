@@ -1,4 +1,4 @@
-"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8.py); the same steps on every device.
+"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8/numbers.py); the same steps on every device.
 
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
@@ -204,7 +204,7 @@ def _add_scaled_blocks(sum_MN: torch.Tensor, a: ScaledRows, rows: slice, b: Scal
 
 
 def _scaled(part_MN: torch.Tensor, scale_M1: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
-    """part * scale_a * scale_b as csrc/hopper/scale_product.cuh has it: times the product of both where that is a normal number, elsewhere
+    """part * scale_a * scale_b as csrc/hopper/float8/scale_product.cuh has it: times the product of both where that is normal, elsewhere
     times one after the other. For there the product has overflowed or lost bits, although the result may be in range."""
     scale_MN = scale_M1 * scale_N
     magnitude_MN = scale_MN.abs()
@@ -231,14 +231,14 @@ class Float8Hopper(Float8):
         second = (None,) * 4 if a2 is None else (a2.values_PK, a2.scales_PC, b2.values_ENK, b2.scales)
         sizes = device_sizes(sizes, out.device)
         torch.ops.gbmoe_cuda.hopper_scaled_rows(
-            a.values_PK, a.scales_PC, b.values_ENK, b.scales, *second, sizes, config.tile_n, config.cluster_n, config.panel,
+            a.values_PK, a.scales_PC, b.values_ENK, b.scales, *second, sizes, config.tiling,
             workspace(out, sizes, config), out)
         return out
 
     def scaled_weight_gradient(self, a, b, out):
         config, rows_E = float8_tiles.weight_gradient_gemm(Device.of(out.device)), a.filled_rows_E
         torch.ops.gbmoe_cuda.hopper_scaled_weights(
-            a.values_BKR, a.scales_BK, b.values_BKR, b.scales_BK, rows_E, config.panel, workspace(out, rows_E, config), out)
+            a.values_BKR, a.scales_BK, b.values_BKR, b.scales_BK, rows_E, config.tiling, workspace(out, rows_E, config), out)
         return out
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
@@ -252,6 +252,6 @@ class Float8Hopper(Float8):
         sizes = device_sizes(sizes_E, like.device)
         torch.ops.gbmoe_cuda.hopper_scaled_up(
             rows.values_PK, rows.scales_PC, w1.values_ENK, w1.scales, *((None, None) if v1 is None else (v1.values_ENK, v1.scales)), sizes,
-            *plain_torch.kernel_arguments(activation), config.cluster_n, config.panel, config.even_panels, workspace(like, sizes, config),
+            plain_torch.kernel_arguments(activation), config.tiling, workspace(like, sizes, config),
             self.power_2_scale, w1.dtype == torch.bfloat16, a.values_PK, a.scales_PC, h_PF, g_PF)
         return a, h_PF, g_PF

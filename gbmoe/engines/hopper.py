@@ -13,9 +13,9 @@ import torch
 from gbmoe import extension, kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
-from gbmoe.engines.base import GatheredRows, device_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import availability, plain_torch
 from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
@@ -37,10 +37,10 @@ class Hopper(OwnKernels):
         found = Device.of(device).capability
         if found != (9, 0):
             return f"runs on compute capability 9.0, this device has {found[0]}.{found[1]}"
-        reason = why_no_extension()  # asked after the capability, so that no other GPU builds the extension for this engine
+        reason = availability.why_not()  # asked after the capability, so that no other GPU builds the extension for this engine
         if reason is not None:
             return reason
-        if not extension.answer("hopper_built"):
+        if not availability.hopper_built():
             return "the extension was compiled without sm_90; compile it: python -m gbmoe build --arch 9.0"
         return None
 
@@ -81,10 +81,8 @@ class Hopper(OwnKernels):
         assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
         sizes = device_sizes(sizes, a.device)
         config = hopper_tiles.weight_gradient_gemm(Device.of(a.device), a.size(0), *out.shape, gathered=False)
-        split = config.split
         torch.ops.gbmoe_cuda.hopper_weights(
-            a, b, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a, sizes, config), split.min_k_blocks, split.cost,
-            split.most, split.even, out)
+            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
@@ -198,18 +196,18 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
 def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
     kind = plain_torch.kernel_arguments(activation)
-    tiling, memory = (config.cluster_n, config.panel, config.even_panels, config.most_ahead), workspace(x, sizes, config)
+    memory = workspace(x, sizes, config)
     if v1_EFH is None:
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, *kind, *tiling, memory, a_PF, h_PF)
+        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF)
     else:
-        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, *kind, *tiling, memory, a_PF, h_PF, g_PF)
+        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
     torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
-                                              hopper_tiles.gathered_rows_gemm(Device.of(x_TH.device)).panel, product_PF)
+                                              hopper_tiles.gathered_rows_gemm(Device.of(x_TH.device)).tiling, product_PF)
     return product_PF
 
 
@@ -231,10 +229,9 @@ def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x
     out2_EFH = torch.empty_like(out_EFH) if out2_EFH is None and a2_PF is not None else out2_EFH
     config = hopper_tiles.weight_gradient_gemm(Device.of(a_PF.device), a_PF.size(0), *out_EFH.shape, gathered=True,
                                                padded=_padded(slot_of_row_P, x_TH, top_k), two=a2_PF is not None)
-    split = config.split
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
-        a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.cluster_m, config.cluster_n, config.panel, workspace(a_PF, sizes, config),
-        split.min_k_blocks, split.cost, split.most, split.even, out_EFH, out2_EFH)
+        a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.tiling, workspace(a_PF, sizes, config), config.split.splitting, out_EFH,
+        out2_EFH)
     return out_EFH, out2_EFH
 
 
@@ -250,17 +247,15 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, *plain_torch.kernel_arguments(activation),
-        config.tile_n, config.cluster_n, config.panel, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.kernel_arguments(activation),
+        config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 
 def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
-    split = config.split
     torch.ops.gbmoe_cuda.hopper_rows(
-        a, b, a2, b2, sizes, trans_b, config.tile_n, config.cluster_m, config.cluster_n, config.panel, config.most_ahead,
-        workspace(a, sizes, config), split.min_k_blocks, split.cost, split.most, out)
+        a, b, a2, b2, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
 
 
 def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig) -> torch.Tensor | None:

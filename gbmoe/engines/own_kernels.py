@@ -101,8 +101,9 @@ class OwnKernels(Engine):
 
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #
-# csrc/few_rows.cu, from compute capability 8.0 on, and csrc/hopper/few_rows_gemm.cu. Operands are bfloat16 or float16, contiguous,
-# aligned to 16 bytes and on one device; rows of weights may lie further apart. Sizes are integers [E], on the host or the device.
+# csrc/tensor_core/few_rows.cu, from compute capability 8.0 on, and csrc/hopper/few_rows_gemm.cu. Operands are bfloat16 or float16,
+# contiguous, aligned to 16 bytes and on one device; rows of weights may lie further apart. Sizes are integers [E], on the host or the
+# device.
 
 
 class FewRowsKernels:
@@ -138,7 +139,7 @@ class FewRowsKernels:
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
         w1, v1 = two_with_rows_in_place(w1_EFH, v1_EFH)
         self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, device_sizes(sizes, rows.device),
-                       *plain_torch.kernel_arguments(activation), a_PF, h_PF, g_PF)
+                       plain_torch.kernel_arguments(activation), a_PF, h_PF, g_PF)
         x.forget()
         return a_PF, h_PF, g_PF
 

@@ -9,9 +9,9 @@ import torch
 
 from gbmoe import extension
 from gbmoe._checks import dtype_name
-from gbmoe.engines.base import device_sizes, why_no_extension, why_not_cuda
+from gbmoe.engines.base import device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import availability, plain_torch
 from gbmoe.kernels.alignment import aligned, two_in_place
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
@@ -30,7 +30,7 @@ class TensorCore(OwnKernels):
         found = Device.of(device).capability
         if found < (8, 0):
             return f"runs on compute capability 8.0 and later, this device has {found[0]}.{found[1]}"
-        reason = why_no_extension()
+        reason = availability.why_not()
         if reason is not None:
             return reason
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -106,18 +106,18 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
 def launch_up(config: TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, into a, h and g; h and g may be None."""
     torch.ops.gbmoe_cuda.tensor_core_up(
-        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), *plain_torch.kernel_arguments(activation),
-        config.tile_m, config.tile_n, config.panel, a_PF, h_PF, g_PF)
+        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_torch.kernel_arguments(activation),
+        config.tiling, a_PF, h_PF, g_PF)
 
 
 def launch_rows(config: TensorCoreConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], in a given configuration. With trans_b and without a2
     out may be float32, to which nothing is rounded."""
     torch.ops.gbmoe_cuda.tensor_core_rows(
-        a, b, a2, b2, device_sizes(sizes, a.device), trans_b, config.tile_m, config.tile_n, config.panel, out)
+        a, b, a2, b2, device_sizes(sizes, a.device), trans_b, config.tiling, out)
 
 
 def launch_weight_gradient(config: TensorCoreConfig, a, b, sizes, out, accumulate: bool = False) -> None:
     """out[e] = a[rows of e].T @ b[rows of e] in a given configuration; `accumulate` adds it to out, which is float32 then."""
     torch.ops.gbmoe_cuda.tensor_core_weights(
-        a, b, device_sizes(sizes, a.device), config.tile_m, config.tile_n, config.panel, accumulate, out)
+        a, b, device_sizes(sizes, a.device), config.tiling, accumulate, out)

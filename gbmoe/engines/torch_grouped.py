@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gbmoe import extension
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, device_sizes, why_not_cuda
+from gbmoe.kernels.availability import serves
 from gbmoe.problem import known
 
 
@@ -58,7 +58,7 @@ class TorchGrouped(Engine):
 
 def _zero_empty_groups(out, sizes):
     # Not every release of torch writes the groups without rows (pytorch #172439, #193633).
-    if extension.loaded():
+    if serves(out):
         torch.ops.gbmoe_cuda.zero_empty_groups(sizes, out)
     else:
         out.masked_fill_((sizes <= 0)[:, None, None], 0)

@@ -33,10 +33,10 @@ __all__ = ["DEFAULT_ARCHITECTURES", "CompileError", "Nvcc", "Torch", "architectu
 # The oldest torch whose stable ABI has all that csrc/ uses (2.10), in the encoding of TORCH_TARGET_VERSION.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 # Seconds of one core that a file takes: without kernels, and more for each architecture (nvcc 13.0, a server's core that has nothing else
-# to do). Of a file by its name, or else of a folder, whose average it is. Those of hopper/ have their kernels once, those of tensor_core/
-# from 8.0 on.
-_SECONDS = {"router_forward.cu": (5.0, 30.0), "router_backward.cu": (4.0, 10.0), "router_function_forward.cu": (4.0, 12.0),
-            "router_function_backward.cu": (4.0, 8.0), "": (2.0, 5.0), "tensor_core": (5.0, 25.0), "hopper": (0.0, 21.0)}
+# to do). Of a file by its path, or else of a folder of csrc/, whose average it is. Those of hopper/ have their kernels once, those of
+# tensor_core/ from 8.0 on.
+_SECONDS = {"router/forward.cu": (5.0, 30.0), "router/backward.cu": (4.0, 10.0), "router/function_forward.cu": (4.0, 12.0),
+            "router/function_backward.cu": (4.0, 8.0), "": (2.0, 5.0), "tensor_core": (5.0, 25.0), "hopper": (0.0, 21.0)}
 _LINK_SECONDS = 3.0
 
 
@@ -44,7 +44,7 @@ def source_folder() -> Path:
     """The folder csrc/: beside the package in a checkout, inside it where gbmoe is installed."""
     package = Path(__file__).parent.parent
     checkout = package.parent / "csrc"
-    return checkout if (checkout / "register.cpp").exists() else package / "csrc"
+    return checkout if (checkout / "operators.h").exists() else package / "csrc"
 
 
 def source_digest(folder: Path) -> str:
@@ -155,11 +155,16 @@ def unit_command(nvcc: Nvcc, torch: Torch, chosen: list[str], source: Path, outp
     alone; without it they are empty, and gbmoe_cuda::hopper_built returns false.
     """
     defines = []
-    if source.parent.name == "hopper":
+    if is_of_hopper(source):
         hopper = _has_hopper(chosen)
         chosen = ["9.0a"] if hopper else chosen[:1]
         defines = ["-DGBMOE_HOPPER"] if hopper else []
     return [str(nvcc.path), *compile_flags(nvcc, torch, chosen), *defines, *options, "-x", "cu", "-c", str(source), "-o", str(output)]
+
+
+def is_of_hopper(source: Path) -> bool:
+    """Whether a file of csrc/ has kernels for compute capability 9.0 alone."""
+    return source.parent.as_posix().endswith(("/hopper", "/hopper/float8"))
 
 
 def _has_hopper(chosen: list[str]) -> bool:
@@ -184,9 +189,9 @@ def duration(seconds: float) -> str:
 
 
 def _seconds(source: Path, chosen: list[str]) -> float:
-    if source.parent.name == "hopper":
+    if is_of_hopper(source):
         return sum(_SECONDS["hopper"]) if _has_hopper(chosen) else sum(_SECONDS[""])
-    base, architecture = _SECONDS.get(source.name) or _SECONDS.get(source.parent.name) or _SECONDS[""]
+    base, architecture = _SECONDS.get(f"{source.parent.name}/{source.name}") or _SECONDS.get(source.parent.name) or _SECONDS[""]
     with_kernels = [part for part in chosen if source.parent.name != "tensor_core" or part[0] != "7"]
     return base + architecture * (len(with_kernels) + sum(part.endswith("+PTX") for part in with_kernels) / 4)
 

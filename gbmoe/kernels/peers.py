@@ -1,5 +1,5 @@
 """What ranks do in each other's memory: publish and collect slots, pull rows, push sums. CUDA kernels where the memory is a GPU's
-(csrc/peer_*.cu), otherwise plain PyTorch on memory that processes share, which serves tests. No autograd.
+(csrc/peer/), otherwise plain PyTorch on memory that processes share, which serves tests. No autograd.
 
 None of these functions waits for another rank: the caller puts a barrier between one rank's write and another's read. The tokens of all
 ranks have one numbering, rank * C + index.

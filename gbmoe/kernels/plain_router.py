@@ -37,7 +37,7 @@ def route_backward(
     grad_weights_TK: torch.Tensor | None, grad_logsumexp_T: torch.Tensor | None, function: RouterFunction, dtype: torch.dtype,
 ) -> torch.Tensor:
     """Gradient of the logits, in `dtype`. Each slot of `ids` counts, so that an expert that is named twice gets both gradients; an id of no
-    expert counts as none, and padding has no gradient. The formulas stand in csrc/router_backward.cu."""
+    expert counts as none, and padding has no gradient. The formulas stand in csrc/router/function_backward.cuh."""
     wide = accumulate_dtype(logits_TE.dtype)
     logits_TE = logits_TE.to(wide)
     scores_TE = _scores(logits_TE, function)

@@ -102,7 +102,7 @@ def route_backward(
     scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
     grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router_backward.cu. An id of no expert counts as none."""
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router/backward.cuh. An id of no expert counts as none."""
     wide = accumulate_dtype(scores_TE.dtype)
     score_TE = scores_TE.to(wide)
     grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
@@ -419,10 +419,10 @@ def functions(activation: str) -> tuple[Callable, Callable]:
 
 
 @functools.cache
-def kernel_arguments(activation: str) -> tuple[int, list[float]]:
-    """The activation as the kernels take it: its number in the enum, and its constants."""
+def kernel_arguments(activation: str) -> tuple[float, ...]:
+    """The activation as the kernels take it (activation_of in csrc/activation_formulas.cuh): its number in the enum, and its constants."""
     name, constants = _parsed(activation)
-    return ACTIVATION_INDEX[name], constants
+    return float(ACTIVATION_INDEX[name]), *constants
 
 
 def _row_chunks(h_PF: torch.Tensor):

@@ -14,7 +14,8 @@ from gbmoe._define_operator import is_watched
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
 from gbmoe.layers.expert_weights import ExpertWeights, make_experts
-from gbmoe.layers.losses import Source, save_load_balancing_loss
+from gbmoe.layers.kept import Source
+from gbmoe.layers.losses import save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
 from gbmoe.parallel.expert_modules import ExpertModule

@@ -22,7 +22,7 @@ from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.layers.same_activation import require_same_activation
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
-from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, peer_memory, shadowing
+from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, peer_memory, uncompiled
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
@@ -172,7 +172,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         meanwhile()
     if _own(args, "expert_parallel_exact"):
         rows = experts.rows_before_weights()
-        return exchange.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
+        return uncompiled.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
                                                    layer=prepared.layer, trains=trains)
     return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, prepared.layer, trains)
 
@@ -212,7 +212,7 @@ def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, lay
             where, x_TH.size(0), args.hidden_size, args.ffn_hidden_size, args.moe_top_k, matrices, x_TH.dtype, x_TH.device))
     shadows = _own(args, "expert_parallel_shadows")
     if shadows and where.world > 1:
-        return shadowing.shadowed_experts_by_exchange(
+        return uncompiled.shadowed_experts_by_exchange(
             experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,
             expert_elements=matrices * args.hidden_size * args.ffn_hidden_size, layer=layer, trains=trains)
     if where.chunks == 1:

@@ -17,7 +17,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from gbmoe import engines
 from gbmoe._checks import PLAIN, autocast_enabled, require
 from gbmoe.layers.arguments import Arguments
-from gbmoe.layers.losses import Source, save_router_logsumexp
+from gbmoe.layers.kept import Source
+from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.ops.route_tokens import route_tokens
 from gbmoe.ops.router_softmax_topk import Routing, kernels_take, route
 from gbmoe.router_function import RouterFunction

@@ -17,7 +17,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_watched, may_be_transformed
+from gbmoe._define_operator import define, is_watched, may_be_transformed, positions
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
 from gbmoe.ops.activations import activation_name
@@ -242,29 +242,30 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    needs = ctx.needs_input_grad
-    wanted = {0: needs[0], 1: needs[1], 5: needs[5], 6: needs[6], 7: needs[7]}
-    grads = [None] * 15
     if grad is None:
-        return tuple(grads)
+        return {}
+    needed = [ctx.needs_input_grad[_POSITION_OF[name]] for name in _LEAVES]
     saved = list(ctx.saved_tensors)
     if torch.is_grad_enabled() or is_watched(grad, *saved):  # something watches this call, or will differentiate it again
-        computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *wanted.values())
+        computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *needed)
     else:
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
         # unless it was asked to retain the graph.
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, Gradients(*wanted.values()))
-    for (position, needed), value in zip(wanted.items(), computed):
-        grads[position] = value if needed else None
-    return tuple(grads)
+        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, Gradients(*needed))
+    return {name: gradient if need else None for name, gradient, need in zip(_LEAVES, computed, needed)}
 
 
-forward_operator = define(
+_FORWARD = (
     "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
     " Tensor? v1, str activation, str engine, bool save, bool keep_rows, bool keep_weights, float scale, str layout)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward, autocast=(0, 5, 6, 7),
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_POSITION_OF = positions(_FORWARD)
+_LEAVES = ("x", "weights", "w1", "w2", "v1")  # as Gradients has them, and backward's results
+
+forward_operator = define(
+    _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
+    autocast=("x", "w1", "w2", "v1"),
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
 )
 

@@ -155,12 +155,12 @@ def _gmm_backward(ctx, grad):
         if need_b:
             left, right = (grad, a) if ctx.trans_b else (a, grad)
             grad_b = _gmm(left, right, sizes, True, False, ctx.engine, False)
-    return grad_a, grad_b, None, None, None, None, None
+    return {"a": grad_a, "b": grad_b}
 
 
 _gmm = define(
     "gmm(Tensor a, Tensor b, Tensor batch_sizes, bool trans_a, bool trans_b, str engine, bool fills) -> Tensor",
-    reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=(0, 1),
+    reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=("a", "b"),
     waits=lambda a, b, batch_sizes, *_: batch_sizes.device.type == "cpu", flops=flops.gmm,
 )
 

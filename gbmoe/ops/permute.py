@@ -12,7 +12,7 @@ import torch
 
 from gbmoe import kernels
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._define_operator import define
+from gbmoe._define_operator import define, positions
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 
@@ -199,7 +199,7 @@ def _gather_fake(x, row_of_slot, slot_of_row, columns, counts, scale, probs, dro
 
 def _gather_setup_context(ctx, inputs, output):
     x, *slots, scale, probs, ctx.drop_zero_probs = inputs
-    need_scale = scale is not None and ctx.needs_input_grad[5]
+    need_scale = scale is not None and ctx.needs_input_grad[_OF_GATHER["scale"]]
     # The gradient of x reads the scale, that of the scale reads x, and both read probs, which tell which rows were zeroed.
     ctx.save_for_backward(x if need_scale else None, *slots, scale, probs)
     ctx.set_materialize_grads(False)
@@ -215,21 +215,23 @@ def _gather_backward(ctx, grad_out, grad_probs_P):
             mapped = make_slot_map(slots.row_of_slot_TK, rows=slots.num_rows, columns_TK=slots.columns_TK, counts_T=slots.counts_T,
                                    probs=probs)
             dependent = slots._replace(row_of_slot_TK=mapped.row_of_slot_TK)
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[_OF_GATHER["x"]]:
             grad_x = scatter_slots(grad_out, dependent, weights=scale)
         if x is not None:
             _, grad_scale = _scatter_backward_op(x, grad_out, *dependent, scale, False)
-    if grad_probs_P is not None and probs is not None and ctx.needs_input_grad[6]:
+    if grad_probs_P is not None and probs is not None and ctx.needs_input_grad[_OF_GATHER["probs"]]:
         # A slot's probability receives the gradient of its row's entry: a scatter's gradient of weights, with y all ones.
         ones_T1 = grad_probs_P.new_ones(slots.num_tokens, 1)
         _, grad_probs = _scatter_backward_op(ones_T1, grad_probs_P.unsqueeze(1), *slots, probs, False)
-    return grad_x, None, None, None, None, grad_scale, grad_probs, None
+    return {"x": grad_x, "scale": grad_scale, "probs": grad_probs}
 
 
-_gather = define(
+_GATHER = (
     "padded_gather(Tensor x, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? scale,"
-    " Tensor? probs, bool drop_zero_probs) -> (Tensor, Tensor)",
-    reference=_gather_kernel, fake=_gather_fake, setup_context=_gather_setup_context, backward=_gather_backward,
+    " Tensor? probs, bool drop_zero_probs) -> (Tensor, Tensor)")
+_OF_GATHER = positions(_GATHER)
+_gather = define(
+    _GATHER, reference=_gather_kernel, fake=_gather_fake, setup_context=_gather_setup_context, backward=_gather_backward,
 )
 
 
@@ -239,15 +241,15 @@ def _scatter_kernel(y, row_of_slot, slot_of_row, columns, counts, weights):
 
 def _scatter_setup_context(ctx, inputs, output):
     y, *slots, weights = inputs
-    need_weights = weights is not None and ctx.needs_input_grad[5]
+    need_weights = weights is not None and ctx.needs_input_grad[_OF_SCATTER["weights"]]
     ctx.save_for_backward(y if need_weights else None, *slots, weights)
 
 
 def _scatter_backward(ctx, grad):
     y, *slots, weights = ctx.saved_tensors
-    need_rows = ctx.needs_input_grad[0]
+    need_rows = ctx.needs_input_grad[_OF_SCATTER["y"]]
     grad_y, grad_weights = _scatter_backward_op(grad, y, *SlotMap(*slots), weights, need_rows)
-    return grad_y if need_rows else None, None, None, None, None, None if y is None else grad_weights
+    return {"y": grad_y if need_rows else None, "weights": None if y is None else grad_weights}
 
 
 def _scatter_backward_kernel(grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows):
@@ -260,9 +262,10 @@ def _scatter_backward_fake(grad, y, row_of_slot, slot_of_row, columns, counts, w
     return grad_y, grad.new_empty(0) if y is None or weights is None else weights.new_empty(weights.shape)
 
 
+_SCATTER = "padded_scatter(Tensor y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? weights) -> Tensor"
+_OF_SCATTER = positions(_SCATTER)
 _scatter = define(
-    "padded_scatter(Tensor y, Tensor row_of_slot, Tensor slot_of_row, Tensor? columns, Tensor? counts, Tensor? weights) -> Tensor",
-    reference=_scatter_kernel,
+    _SCATTER, reference=_scatter_kernel,
     fake=lambda y, row_of_slot, slot_of_row, columns, counts, weights: y.new_empty(row_of_slot.size(0), y.size(1)),
     setup_context=_scatter_setup_context, backward=_scatter_backward,
 )

@@ -110,7 +110,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
     if grad_scores_TE is None and grad_weights_TK is None and grad_logsumexp_T is None:
-        return (None,) * 10
+        return {}
     x_TH, weight_EH, *saved = ctx.saved_tensors
     dtype = torch.promote_types(*ctx.dtypes)
     grad_logits_TE = gradient_of_logits(ctx, saved, grad_scores_TE, grad_weights_TK, grad_logsumexp_T, dtype)
@@ -122,11 +122,11 @@ def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
     grad_bias_E = None
     if ctx.needs_input_grad[2]:
         grad_bias_E = grad_logits_TE.sum(0, dtype=plain_torch.accumulate_dtype(dtype)).to(ctx.bias_dtype)
-    return *grads, grad_bias_E, *(None,) * 7
+    return {**dict(zip(("x", "weight"), grads)), "bias": grad_bias_E}
 
 
 _route_tokens = define(
     "route_tokens(Tensor x, Tensor weight, Tensor? bias, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int top_k,"
     " str function, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=(0, 1), flops=flops.router_logits,
+    reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"), flops=flops.router_logits,
 )

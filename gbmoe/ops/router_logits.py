@@ -49,7 +49,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_TE):
-    return *products_of_gradient(grad_TE.to(ctx.dtype), *ctx.saved_tensors), None
+    return dict(zip(("x", "weight"), products_of_gradient(grad_TE.to(ctx.dtype), *ctx.saved_tensors)))
 
 
 def save_for_products(ctx, x_TH, weight_EH, *others):
@@ -66,4 +66,4 @@ def products_of_gradient(grad_TE, x_TH, weight_EH):
 
 
 _router_logits = define("router_logits(Tensor x, Tensor weight, str engine) -> Tensor", reference=_kernel, fake=_fake, backward=_backward,
-                        setup_context=_setup_context, autocast=(0, 1), flops=flops.router_logits)
+                        setup_context=_setup_context, autocast=("x", "weight"), flops=flops.router_logits)

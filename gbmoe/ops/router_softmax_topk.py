@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from gbmoe import extension
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
 from gbmoe.kernels import plain_router, plain_torch
 from gbmoe.kernels.alignment import aligned
+from gbmoe.kernels.availability import serves
 from gbmoe.router_function import SCORES, RouterFunction, softmax_topk_code
 from gbmoe.tuning import router as tuning
 
@@ -128,7 +128,7 @@ def kernels_take(experts: int, top_k: int, function: RouterFunction, softmax_top
 
 def _kernels_serve(loaded: torch.Tensor, top_k: int, function: RouterFunction, softmax_topk: bool, stored: torch.dtype) -> bool:
     """Whether a kernel takes these logits and stores scores of a dtype; or these scores or logits, and stores the logits' gradient."""
-    if loaded.device.type != "cuda" or torch.float64 in (loaded.dtype, stored) or not extension.loaded():
+    if torch.float64 in (loaded.dtype, stored) or not serves(loaded):
         return False
     return kernels_take(loaded.size(1), top_k, function, softmax_topk)
 
@@ -183,7 +183,7 @@ def route_logits(
 
 @functools.lru_cache(maxsize=1024)
 def formula(code: str, plain: bool) -> tuple:
-    """The function of this code as csrc/router_function.cuh has it, field by field; `plain`: of a softmax, the K highest and their norm."""
+    """The function of this code as csrc/router/function.cuh has it, field by field; `plain`: of a softmax, the K highest and their norm."""
     function = RouterFunction.of_code(code)
     if plain:
         return 0, 1, 1, 1, function.softmax_topk_norm or 0.0, 0.0, 1.0
@@ -244,8 +244,8 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_scores, grad_weights, _grad_ids, grad_logsumexp):
     if grad_scores is None and grad_weights is None and grad_logsumexp is None:
-        return (None,) * 7
-    return gradient_of_logits(ctx, ctx.saved_tensors, grad_scores, grad_weights, grad_logsumexp, ctx.dtype), *(None,) * 6
+        return {}
+    return {"logits": gradient_of_logits(ctx, ctx.saved_tensors, grad_scores, grad_weights, grad_logsumexp, ctx.dtype)}
 
 
 _route = define(

@@ -443,15 +443,7 @@ class _BackWeighed(torch.autograd.Function):
         return ctx.rows.out(grad_TH), None, None
 
 
-def __getattr__(name: str):
-    """exact_experts_by_exchange, made at its first use: torch.compiler.disable imports torch._dynamo, which takes longer than gbmoe."""
-    if name != "exact_experts_by_exchange":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    function = globals()[name] = torch.compiler.disable(_exact_experts_by_exchange)
-    return function
-
-
-def _exact_experts_by_exchange(
+def exact_experts_by_exchange(
     compute: Compute, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, p: Placement, *, weighs_later: bool,
     layer: int = 0, trains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:

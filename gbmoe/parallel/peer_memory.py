@@ -27,15 +27,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gbmoe import extension
 from gbmoe._checks import dtype_name, require
+from gbmoe.kernels import availability
 from gbmoe.kernels.peers import HEADER_NUMBERS, PeerRegion
 from gbmoe.parallel import agreement, groups
 from gbmoe.parallel.host_copy import wait_for_ranks
 from gbmoe.parallel.late_report import LateReport
 from gbmoe.parallel.notice_board import CHANNELS, NoticeBoard, open_board
 
-MOST_RANKS = 64  # kMostPeers of csrc/peer_memory.cuh
+MOST_RANKS = 64  # kMostPeers of csrc/peer/memory.cuh
 # The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_transport.py says why.
 RANKS_WITH_COPY_ENGINES = 4
 _ALIGNMENT = 256
@@ -466,8 +466,8 @@ def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return f"at most {MOST_RANKS} ranks can map each other's memory, and the group has {dist.get_world_size(group)}"
     if device.type != "cuda":
         return None
-    if not extension.loaded():
-        return f"the CUDA extension is needed: {extension.status().reason}"
+    if availability.why_not() is not None:
+        return f"it {availability.why_not()}"
     try:
         import torch.distributed._symmetric_memory
     except ImportError as error:

@@ -251,7 +251,7 @@ def _ids_with_shadows(ids_TK: torch.Tensor, shadowed: list[int], p: Placement) -
     return torch.where(exists_TK, of_E.to(ids_TK.device)[ids_TK.clamp(0, p.experts - 1).long()], -1)
 
 
-def _shadowed_experts_by_exchange(
+def shadowed_experts_by_exchange(
     in_chunks: Callable[[list[tuple[int, int]], Replicate | None], list[Compute]], x_TH: torch.Tensor, experts_TK: torch.Tensor,
     weights_TK: torch.Tensor, p: Placement, *, most: int, expert_elements: int, layer: int = 0, trains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -296,11 +296,3 @@ def _shadowed_experts_by_exchange(
     out_TH, _ = experts_by_exchange(in_chunks(bounds, replicate), x_TH, _ids_with_shadows(ids_TK, shadowed, p), weights_TK,
                                     p.with_shadows(len(shadowed)), layer=layer, trains=needs.experts)
     return out_TH, counts_E
-
-
-def __getattr__(name: str):
-    """shadowed_experts_by_exchange, made at its first use: torch.compiler.disable imports torch._dynamo, which takes longer than gbmoe."""
-    if name != "shadowed_experts_by_exchange":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    function = globals()[name] = torch.compiler.disable(_shadowed_experts_by_exchange)
-    return function

@@ -1,14 +1,27 @@
-"""Functions around which a compiler breaks its graph. They are made at their first use, which is in a trace: torch.compiler.disable imports
-torch._dynamo, which takes longer than gbmoe."""
+"""Functions around which torch.compile breaks its graph, by the names that they have where they are defined.
+
+They are made at their first use: torch.compiler.disable imports torch._dynamo, which takes longer than gbmoe.
+"""
+
+from typing import Any
 
 import torch
 
-from gbmoe.parallel import peer_experts as _peer_experts
+from gbmoe.parallel import exchange, shadowing
+from gbmoe.parallel.peer_experts import peer_experts as _peer_experts  # its own name is what is asked for
+
+# The function, and what to tell a user who asked for one graph.
+_MADE_OF: dict[str, tuple[Any, str]] = {
+    "peer_experts": (_peer_experts, "graphs hold no reads of other ranks' memory; expert_parallel_transport='exchange' can be compiled as"
+                                    " one graph"),
+    "exact_experts_by_exchange": (exchange.exact_experts_by_exchange, "the host cuts what travels to the numbers that it has received"),
+    "shadowed_experts_by_exchange": (shadowing.shadowed_experts_by_exchange, "the host chooses the experts that get shadows"),
+}
 
 
 def __getattr__(name: str):
-    if name != "peer_experts":
+    if name not in _MADE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    why = "graphs hold no reads of other ranks' memory; expert_parallel_transport='exchange' can be compiled as one graph"
-    function = globals()[name] = torch.compiler.disable(_peer_experts, reason=why)
-    return function
+    function, why = _MADE_OF[name]
+    made = globals()[name] = torch.compiler.disable(function, reason=why)
+    return made

@@ -13,7 +13,7 @@ _MOST_GROUPS = 1024  # each CTA looks through the sizes for its rows, 128 of the
 
 
 def few_rows(rows: int, groups: int) -> bool:
-    """Whether the kernels of any GPU (csrc/few_rows.cuh), which multiply 8 rows at a time, compute an m-grouped GEMM: up to two
+    """Whether the kernels of any GPU (csrc/tensor_core/few_rows.cuh), which multiply 8 rows at a time, compute an m-grouped GEMM: up to two
     rows a group on average they beat low tiles of tensor_core's, and with eight they lose (docs/notes/few-tokens.md)."""
     return rows <= 2 * groups <= 2 * _MOST_GROUPS
 

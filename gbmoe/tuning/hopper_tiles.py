@@ -48,13 +48,18 @@ class SplitConfig:
     most: int = 1
     even: float = 1.0
 
+    @functools.cached_property
+    def splitting(self) -> tuple[float, ...]:
+        """A Splitting of csrc/hopper/tiling.cuh, field by field, as a launch takes it."""
+        return float(self.min_k_blocks), float(self.cost), float(self.most), float(self.even)
+
 
 WHOLE = SplitConfig()
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How one grouped GEMM of the Hopper engine is divided; the launches take these fields by name.
+    """How one grouped GEMM of the Hopper engine is divided.
 
     Attributes:
         tile_n: columns of a CTA's tile.
@@ -77,6 +82,11 @@ class GemmConfig:
     tile_counter: bool = False
     most_ahead: int = 0
     split: SplitConfig = WHOLE
+
+    @functools.cached_property
+    def tiling(self) -> tuple[int, ...]:
+        """A Tiling of csrc/hopper/tiling.cuh, field by field, as a launch takes it."""
+        return self.tile_n, self.cluster_m, self.cluster_n, self.panel, int(self.even_panels), self.most_ahead
 
 
 def _pays_in_pairs(size: int, tile: int) -> bool:

@@ -16,7 +16,7 @@ from gbmoe.tuning.hopper_tiles import PANEL, WEIGHT_GRADIENT_PANEL, ceil_div
 
 @dataclass(frozen=True)
 class TensorCoreConfig:
-    """How one grouped GEMM of the tensor_core engine is divided; the launches take these fields by name.
+    """How one grouped GEMM of the tensor_core engine is divided.
 
     Attributes:
         tile_m, tile_n: the size of a CTA's tile; csrc/tensor_core/traits.cuh names those that there are.
@@ -25,6 +25,11 @@ class TensorCoreConfig:
     tile_m: int
     tile_n: int
     panel: int = PANEL
+
+    @functools.cached_property
+    def tiling(self) -> tuple[int, ...]:
+        """A Tiling of csrc/tensor_core/launch.cuh, field by field, as a launch takes it."""
+        return self.tile_m, self.tile_n, self.panel
 
 
 WIDE, SQUARE, LOW = TensorCoreConfig(128, 256), TensorCoreConfig(128, 128), TensorCoreConfig(64, 128)

@@ -8,6 +8,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines import hopper, tensor_core
+from gbmoe.kernels import availability
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import device as device_module
@@ -110,8 +111,7 @@ def pretend_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(tensor_core, "why_no_extension", lambda: None)
-    monkeypatch.setattr(hopper, "why_no_extension", lambda: None)
+    monkeypatch.setattr(availability, "why_not", lambda: None)
     monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(tensor_core_built=lambda index: True, hopper_built=lambda: True))
     for name in ("cublas_loop", "cublas_grouped"):
         monkeypatch.setattr(engines.ENGINES[name], "unavailable", lambda device: None)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, kernels
 from gbmoe.engines.float8 import Float8
-from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
+from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights, weight_cache
 from gbmoe.kernels import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs, oracle
@@ -788,7 +788,7 @@ def test_a_compiled_layer_in_a_context_and_around_one(device, quantizations):
             return layer(x)
 
     assert torch.equal(around(x), expected)
-    assert not float8._caches
+    assert not weight_cache._caches
 
 
 @pytest.mark.parametrize("recipe, kernel, first", [(Float8BlockScaling(), "activate_backward_scaled", 3),

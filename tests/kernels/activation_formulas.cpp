@@ -30,7 +30,11 @@ template <typename Family> void of_family(const Family& family, const float* x, 
   for (int i = 0; i < count; ++i) value[i] = family.value(x[i]);
 }
 
-ActivationOf with(int kind, const double* constants, int count) { return activation_of(kind, {constants, constants + count}); }
+ActivationOf with(int kind, const double* constants, int count) {
+  std::vector<double> values{static_cast<double>(kind)};
+  values.insert(values.end(), constants, constants + count);
+  return activation_of(values);
+}
 
 }  // namespace
 

@@ -69,8 +69,8 @@ def limit_slope(activation, x, slope):
 def computed(formulas, way, activation, x):
     x = x.to(WAYS[way]).contiguous()
     results = torch.zeros(2, x.numel(), dtype=x.dtype)
-    kind, constants = plain_torch.kernel_arguments(activation)
-    getattr(formulas, way)(kind, (ctypes.c_double * len(constants))(*constants), len(constants), *(
+    kind, *constants = plain_torch.kernel_arguments(activation)
+    getattr(formulas, way)(int(kind), (ctypes.c_double * len(constants))(*constants), len(constants), *(
         ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (x, x.numel(), results[0], results[1])))
     return results[0], None if way == "in_epilogue" else results[1]
 
@@ -146,8 +146,8 @@ def test_gates(formulas, activation):
     slope, = torch.autograd.grad(exact.sum(), g)
     g = g.detach()
     value, got = torch.zeros(2, g.numel(), dtype=torch.float64)
-    kind, constants = plain_torch.kernel_arguments(activation)
-    formulas.gate_in_double(kind, (ctypes.c_double * len(constants))(*constants), len(constants), *(
+    kind, *constants = plain_torch.kernel_arguments(activation)
+    formulas.gate_in_double(int(kind), (ctypes.c_double * len(constants))(*constants), len(constants), *(
         ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (g, g.numel(), value, got)))
     of_plain_torch = plain_torch.functions(activation)[1]
     for one in (value, of_plain_torch(g, False)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gbmoe import kernels
+from gbmoe.kernels import availability
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.uint8]
 
@@ -60,9 +61,9 @@ def test_rows_beyond_two_to_the_31_elements(length):
 @pytest.mark.parametrize("found, built, expected", [((8, 0), True, "compute capability 9.0, got cuda:0 of 8.0"),
                                                     ((9, 0), False, "an extension compiled for 9.0, got one without")])
 def test_float8_kernels_did_nothing_where_they_were_not_compiled(monkeypatch, found, built, expected):
-    kernels._has_float8_kernels.cache_clear()
+    availability._has_float8.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(hopper_built=lambda: built), raising=False)
     with pytest.raises(RuntimeError, match=expected):
-        kernels._has_float8_kernels(torch.device("cuda", 0))
-    kernels._has_float8_kernels.cache_clear()
+        availability._has_float8(torch.device("cuda", 0))
+    availability._has_float8.cache_clear()

@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
-from gbmoe.layers import Arguments, losses
-from gbmoe.layers.losses import Kept
+from gbmoe.layers import Arguments, kept as kept_module, losses
+from gbmoe.layers.kept import Kept
 from tests.conftest import dtype_id
 from tests.layers.test_dmoe import make
 from tests.layers.test_router import router
@@ -368,14 +368,14 @@ def test_losses_that_nobody_asked_for_piled_up_without_a_word(name, monkeypatch)
     for _ in range(2):  # so many micro-batches a step are no pile
         assert warned(100) == []
         clear()
-    message, = warned(2 * losses._PILE)
+    message, = warned(2 * kept_module._PILE)
     assert "forwards of one layer" in message and f"call {call}" in message
-    assert warned(losses._PILE) == []  # once
+    assert warned(kept_module._PILE) == []  # once
 
 
 def test_a_clear_in_a_graph_is_a_clear_for_layers_that_are_not(monkeypatch):
     torch.compiler.reset()
-    kept, source = Kept("the test"), losses.Source()
+    kept, source = Kept("the test"), kept_module.Source()
     clear = torch.compile(lambda x: kept.clear() or x + 1, backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

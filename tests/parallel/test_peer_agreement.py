@@ -30,6 +30,7 @@ from gbmoe.ops import expert_pass
 from gbmoe.parallel import agreement, check_overflow, peer_memory, peer_transport
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
+from tests.forked_python import spawn
 
 EXPERTS, HIDDEN = 8, 64
 DEVICE_TYPE, WORLD = "cpu", 2  # of the processes that run the cases
@@ -488,8 +489,8 @@ def checkpointing_failed_where_the_room_had_grown_since_forward(rank):
     peer_memory.release()
     for fields in ({}, {"expert_parallel_exact": True}, {"keep_gathered_rows": True}, {"expert_parallel_rows": 8.0}):
         layer, other = make(**fields), make()  # of one kind
-        call(layer, *mine(rank, (2100,) * WORLD)[:3])  # where rows are bounded, the first call makes the room
-        for few, many in (((9, 14, 0, 3), (3300, 7, 0, 3)), ((150, 90, 1, 3), (5000, 900, 80, 3)), ((0, 1, 2, 0), (7100, 1, 2, 0))):
+        call(layer, *mine(rank, (700,) * WORLD)[:3])  # where rows are bounded, the first call makes the room
+        for few, many in (((9, 14, 0, 3), (1100, 7, 0, 3)), ((150, 90, 1, 3), (1700, 300, 80, 3)), ((0, 1, 2, 0), (2400, 1, 2, 0))):
             few, many = few[:WORLD], many[:WORLD]
             x, ids, weights, grad = mine(rank, few)
             x.requires_grad_()
@@ -660,7 +661,7 @@ def results_of(tmp_path_factory):
         with mp.Manager() as manager:
             results = manager.dict()
             with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
-                mp.spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), nprocs=world)
+                spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
             return dict(results)
 
     return start

@@ -23,6 +23,7 @@ from gbmoe import RoutingPlan, expert_mlp, extension
 from gbmoe.parallel import Placement, arrival, check_overflow, peer_experts, peer_memory
 from gbmoe.parallel.peer_transport import sum_of_ranks
 from gbmoe.testing import cuda_graphs, mapped_files
+from tests.forked_python import spawn
 
 CASES, OF_GPUS = {}, set()
 DEVICE_TYPE = "cuda"
@@ -427,7 +428,7 @@ def results_of(tmp_path_factory):
         with mp.Manager() as manager:
             results = manager.dict()
             with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
-                mp.spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), nprocs=world)
+                spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
             return dict(results)
 
     return start

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from gbmoe.tuning import hopper_tiles as tuning
 from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WIDE, GemmConfig, SplitConfig
+from tests import csrc_operators
 from tests.tuning.cards import H20, H100, H100_PCIE, H200, LARGE, MIB, card_id, hoppers, multiprocessors
 
 ROWS = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8)
@@ -204,3 +205,10 @@ def test_choices_for_large_gemms_ask_for_more_on_larger_gpus(device, more, rows,
 def test_more_rows_keep_a_tile_counter(device, rows, more, inner, ffn, glu):
     fewer, others = (tuning.up_gemm(device, of, inner, ffn, glu) for of in (rows, rows + more))
     assert others.tile_counter >= fewer.tile_counter
+
+
+def test_a_launch_takes_the_fields_in_csrc_s_order():
+    """Each has another value, and the tuple has them in the order of the struct that it becomes."""
+    config = GemmConfig(256, cluster_m=1, cluster_n=2, panel=9, even_panels=True, most_ahead=4, split=SplitConfig(2, 16, 3, 127, 1.05))
+    assert config.tiling == tuple(int(getattr(config, name)) for name in csrc_operators.fields("hopper/tiling.cuh", "Tiling"))
+    assert config.split.splitting == tuple(getattr(config.split, name) for name in csrc_operators.fields("hopper/tiling.cuh", "Splitting"))

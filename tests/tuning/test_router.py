@@ -14,8 +14,8 @@ TABLES = {"forward, bfloat16": lambda *call: router.forward(*call, True), "forwa
 
 
 def compiled(name):
-    """The instances of one table of csrc/router_instances.cuh, as tuples of a RouterConfig."""
-    text = (Path(__file__).resolve().parents[2] / "csrc" / "router_instances.cuh").read_text()
+    """The instances of one table of csrc/router/instances.cuh, as tuples of a RouterConfig."""
+    text = (Path(__file__).resolve().parents[2] / "csrc" / "router" / "instances.cuh").read_text()
     table = text.split(f"struct {name} {{")[1].split("};\n};")[0]
     rows = [tuple(map(int, row.split(","))) for row in re.findall(r"\{((?:\s*\d+,){4}\s*\d+)\}", table)]
     assert rows
@@ -85,7 +85,7 @@ def test_every_choice_serves_its_call(name):
 
 
 def test_any_norm_has_kernels_with_the_code_of_powers():
-    """serves_any_norm in csrc/router_rows.cuh; the launches refuse the others."""
+    """serves_any_norm in csrc/router/rows.cuh; the launches refuse the others."""
     tables = compiled("ForwardInstances<float>") | compiled("ForwardInstances<__nv_bfloat16>") | compiled("BackwardInstances")
     for experts, slots in CALLS:
         for choose in (router.forward, router.backward):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gbmoe.tuning import tensor_core_tiles as tuning
-from gbmoe.tuning.tensor_core_tiles import LOW, SQUARE, WIDE
+from gbmoe.tuning.tensor_core_tiles import LOW, SQUARE, WIDE, TensorCoreConfig
+from tests import csrc_operators
 from tests.tuning.cards import A100, CARDS, H100, H200, L40S, card_id, devices, multiprocessors
 
 measured = pytest.mark.parametrize("device", [H100, H200], ids=card_id)
@@ -87,3 +88,8 @@ def test_larger_gpus_never_take_larger_tiles(device, more, rows, groups, columns
     assert one.tile_m * one.tile_n >= other.tile_m * other.tile_n
     one, other = (tuning.weight_gradient_gemm(d, groups, rows, columns) for d in (device, larger))
     assert one.tile_m * one.tile_n >= other.tile_m * other.tile_n
+
+
+def test_a_launch_takes_the_fields_in_csrc_s_order():
+    config = TensorCoreConfig(64, 128, 9)
+    assert config.tiling == tuple(getattr(config, name) for name in csrc_operators.fields("tensor_core/launch.cuh", "Tiling"))

@@ -400,7 +400,7 @@ def _replicate_setup_context(ctx, inputs, output):
 _replicate = define(
     "replicate(Tensor x, Tensor bins, SymInt num_outputs) -> Tensor", reference=_replicate_kernel,
     fake=lambda x, bins, num_outputs: x.new_empty(x.size(0), num_outputs),
-    setup_context=_replicate_setup_context, backward=lambda ctx, grad: (sum_bins(grad, *ctx.saved_tensors), None, None),
+    setup_context=_replicate_setup_context, backward=lambda ctx, grad: {"x": sum_bins(grad, *ctx.saved_tensors)},
 )
 
 

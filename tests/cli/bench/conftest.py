@@ -6,21 +6,16 @@ import pytest
 import torch
 
 from gbmoe.cli import main
-from gbmoe.cli.bench import command
-from gbmoe.cli.bench.running import parent_process, processes
-from gbmoe.cli.bench.running.cold_cache_timer import Effort
-from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.verify_and_time import few_threads
 from gbmoe.testing import moe_shapes
+from tests.cli.bench import hurried
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """--quick is two repetitions, or two rounds of some; what the limits are measured on is small; and one thread, as a run on the CPU has:
-    a busy machine must not slow this down a hundredfold."""
-    monkeypatch.setattr(command, "QUICK", Effort(0, 2, 2))
-    monkeypatch.setattr(processes, "IN_TURNS_QUICK", Sustained(1e-4, 2))
-    monkeypatch.setattr(parent_process, "LIMITS_ELSEWHERE", (64, 2**8))
+    """--quick repeats as little as it can, in one thread, as a run on the CPU has: a busy machine must not slow this down a hundredfold."""
+    for place in hurried.least():
+        monkeypatch.setattr(*place)
     with few_threads(torch.device("cpu")):
         yield
 

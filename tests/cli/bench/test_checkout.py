@@ -10,6 +10,7 @@ import pytest
 
 from gbmoe.cli import main
 from gbmoe.cli.bench import checkout
+from tests.cli.bench import hurried
 from tests.forked_python import python
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +28,7 @@ def wheel(tmp_path_factory):
 
 def called(arguments, path, folder, **more):
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **more}
-    command = [python("torch"), "-m", "gbmoe", "bench", *arguments]
+    command = [python("torch"), hurried.__file__, "bench", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 

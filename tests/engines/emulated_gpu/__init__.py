@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -18,18 +17,12 @@ from pathlib import Path
 import torch
 
 from gbmoe import extension
+from tests import csrc_operators
 
 _HERE = Path(__file__).parent
 _DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 _STAND_INS = {"common.cuh": "common.cuh", "emulated_gpu.h": "emulated_gpu.h", "approximations.cuh": "approximations.cuh",
               "early_launch.cuh": "early_launch.cuh", "ptx.cuh": "tensor_core/ptx.cuh"}
-
-
-def _schemas() -> dict[str, str]:
-    """The schema of each of the operators, as csrc/register.cpp defines it."""
-    definitions = re.findall(r'm\.def\(((?:\s*"[^"]*")+)\)', (extension.source_folder() / "register.cpp").read_text())
-    schemas = ("".join(re.findall(r'"([^"]*)"', definition)) for definition in definitions)
-    return {schema.partition("(")[0]: schema for schema in schemas if schema.startswith(("tensor_core_", "few_rows_"))}
 
 
 class _Activation(ctypes.Structure):
@@ -38,9 +31,10 @@ class _Activation(ctypes.Structure):
                 ("wide", ctypes.c_double * 4)]
 
     @classmethod
-    def of(cls, kind: int, constants: list[float]) -> _Activation:
+    def of(cls, kind_and_constants: tuple[float, ...]) -> _Activation:
+        kind, *constants = kind_and_constants
         constants = constants or [1.0, math.inf, math.inf, 0.0]
-        return cls(kind, *constants, (ctypes.c_double * 4)(*constants))
+        return cls(int(kind), *constants, (ctypes.c_double * 4)(*constants))
 
 
 class _Pitch(ctypes.Structure):
@@ -81,7 +75,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
     """Compile the kernels with their stand-ins in `folder`, and load them."""
     source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
     shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-    for name in ("few_rows.cuh", "few_rows_store.cuh", "group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh"):
+    for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh"):
         shutil.copy(extension.source_folder() / name, source / name)
     for name, place in _STAND_INS.items():
         shutil.copy(_HERE / name, source / place)
@@ -126,19 +120,22 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
         assert function(*leading, ctypes.byref(of), ctypes.byref(run)), "there is no such instance"
         assert kernels.failure() is None, kernels.failure().decode()
 
-    def rows(a, b, a2, b2, sizes, trans_b, tile_m, tile_n, panel, out):
+    def rows(a, b, a2, b2, sizes, trans_b, tiling, out):
+        tile_m, tile_n, panel = tiling
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
                        b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out))
         call(kernels.rows, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
 
-    def weights(a, b, sizes, tile_m, tile_n, panel, accumulate, out):
+    def weights(a, b, sizes, tiling, accumulate, out):
+        tile_m, tile_n, panel = tiling
         of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out),
                        pitch_out=_Pitch.of(out))
         call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
 
-    def up(x, w1, v1, sizes, activation, constants, tile_m, tile_n, panel, a, h, g):
+    def up(x, w1, v1, sizes, activation, tiling, a, h, g):
+        tile_m, tile_n, panel = tiling
         assert x.dtype == torch.bfloat16
-        of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=_Activation.of(activation, constants),
+        of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=_Activation.of(activation),
                        a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g))
         call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
@@ -158,10 +155,10 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
                       out_is_float=out.dtype == torch.float32)
         call(kernels.few_rows_linear, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
 
-    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, constants, a, h, g):
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
         of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
-                      activation=_Activation.of(activation, constants), **slots)
+                      activation=_Activation.of(activation), **slots)
         call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
@@ -169,7 +166,7 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
     try:
         functions = {"tensor_core_rows": rows, "tensor_core_weights": weights, "tensor_core_up": up, "few_rows_gemm": few_rows_gemm,
                      "few_rows_linear": few_rows_linear, "few_rows_up": few_rows_up}
-        schemas = _schemas()
+        schemas = csrc_operators.schemas()
         for name in functions:
             if not hasattr(torch.ops.gbmoe_cuda, name):
                 library.define(schemas[name])

@@ -49,7 +49,6 @@ struct Copy {
 struct Fiber {
   ucontext_t context;
   jmp_buf resume;
-  std::vector<char> stack = std::vector<char>(1 << 16);
   bool started = false, ended = false, waited = false;
   std::deque<std::vector<Copy>> groups;  // of cp.async, the oldest first
   std::vector<Copy> open_group;
@@ -83,6 +82,7 @@ struct Cta {
 };
 
 inline Cta cta;
+inline std::vector<std::vector<char>> stacks;  // of the fibers, by their number; every CTA uses them again
 inline unsigned steps;  // that fibers have taken: arrivals, and ends
 inline Run run;
 inline const char* failure;  // of the kernel that was launched last, or null
@@ -175,8 +175,8 @@ inline void resume(int index) {
   if (fiber.started) _longjmp(fiber.resume, 1);
   fiber.started = true;
   getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.data();
-  fiber.context.uc_stack.ss_size = fiber.stack.size();
+  fiber.context.uc_stack.ss_sp = stacks[index].data();
+  fiber.context.uc_stack.ss_size = stacks[index].size();
   makecontext(&fiber.context, run_fiber, 0);
   setcontext(&fiber.context);
 }
@@ -200,6 +200,7 @@ inline void launch(const Run& as, int threads, unsigned char* shared, std::funct
   std::mt19937 generator(as.seed);
   std::vector<int> order(threads / 32);
   for (int i = 0; i < threads / 32; ++i) order[i] = i;
+  while (stacks.size() < static_cast<size_t>(threads)) stacks.emplace_back(1 << 16);
   run = as;
   early = static_cast<bool>(kernel_before);
   failure = nullptr;

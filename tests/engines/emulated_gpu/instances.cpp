@@ -1,6 +1,6 @@
 // The instances of the kernels in csrc/tensor_core/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
 
-#include "csrc/few_rows.cuh"
+#include "csrc/tensor_core/few_rows.cuh"
 #include "csrc/tensor_core/grouped_gemm.cuh"
 
 namespace gbmoe::tensor_core {

@@ -16,6 +16,7 @@ from gbmoe.ops.router_softmax_topk import empty_routing
 from gbmoe.tuning import router as tuning
 
 _HERE = Path(__file__).parent
+_STAND_INS = {"common.cuh": "common.cuh", "early_launch.cuh": "early_launch.cuh", "approximations.cuh": "router/approximations.cuh"}
 _SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # of torch
 
 
@@ -60,11 +61,9 @@ class _Run(ctypes.Structure):
 def compile_kernels(folder: Path) -> ctypes.CDLL:
     """Compile the kernels with their stand-ins in `folder`, and load them."""
     source = folder / "csrc"
-    source.mkdir()
-    for header in extension.source_folder().glob("router_*.*h"):
-        shutil.copy(header, source / header.name)
-    for stand_in in _HERE.glob("*.cuh"):
-        shutil.copy(stand_in, source / stand_in.name)
+    shutil.copytree(extension.source_folder() / "router", source / "router")
+    for name, place in _STAND_INS.items():
+        shutil.copy(_HERE / name, source / place)
     shutil.copy(_HERE.parents[1] / "engines" / "emulated_gpu" / "emulated_gpu.h", source / "emulated_gpu.h")
     library = folder / "router.so"
     options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fno-extern-tls-init",

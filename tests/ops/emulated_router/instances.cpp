@@ -1,10 +1,10 @@
 // The router's kernels that are emulated, by their RouterConfig; tests/ops/emulated_router/__init__.py calls them.
 
-#include "csrc/router_backward.cuh"
-#include "csrc/router_forward.cuh"
-#include "csrc/router_function_backward.cuh"
-#include "csrc/router_function_forward.cuh"
-#include "csrc/router_instances.cuh"
+#include "csrc/router/backward.cuh"
+#include "csrc/router/forward.cuh"
+#include "csrc/router/function_backward.cuh"
+#include "csrc/router/function_forward.cuh"
+#include "csrc/router/instances.cuh"
 
 namespace gbmoe {
 namespace {

@@ -45,6 +45,8 @@ from gbmoe.cli.bench.running.verify_and_time import (
     verify,
 )
 
+# What each process would import, for seconds. torch.utils.checkpoint, which the oracle uses, imports torch._dynamo when it is called.
+_PRELOADED = [__name__, "torch._dynamo"]
 # How long importing a peer may take.
 _IMPORT_SECONDS = 300
 # How long a process that has closed its connection may take to end.
@@ -147,7 +149,7 @@ class Worker:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(_PRELOADED)
         _start_server()
         descriptor, self._log = tempfile.mkstemp(prefix="gbmoe-bench-", suffix=".log")
         os.close(descriptor)
