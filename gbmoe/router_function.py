@@ -16,7 +16,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 @dataclass(frozen=True)
 class RouterFunction:
-    """What a router's choice and weights depend on, besides its logits and the experts' biases.
+    """What a router's choice and weights depend on, apart from its logits and the experts' biases.
 
     1. The scores [T,E] are a softmax over the experts, or the sigmoid or the root of the softplus of each logit.
     2. What experts are ranked by is the score plus the expert's bias. With `pre_softmax` False it is the logit plus the bias. Where there

@@ -14,7 +14,7 @@ struct RouterConfig {
   int64_t lanes;             // per token
   int64_t numbers_per_lane;
   int64_t longest_vector;    // 8 in kernels for bfloat16, 4 in those for any type, or 1 for no vectors
-  int64_t variant;           // forward: the list's length, or 0 for ranked candidates; backward: slots per lane
+  int64_t variant;           // forward: the list's length, or 0 for ranked candidates; backward: the most slots per lane, or 0 for any function
 };
 
 }  // namespace gbmoe

@@ -15,8 +15,8 @@ template <int G, int V> bool launch_backward(
   if (config.lanes != G || config.longest_vector != V) return false;
   check_router_call("route_backward", config, shape, V, kMaxRouterSlots);
   STD_TORCH_CHECK(
-      config.numbers_per_lane % V == 0, "route_backward: expected vectors of ", V, ", got ", config.numbers_per_lane,
-      " numbers per lane");
+      config.numbers_per_lane % V == 0 && config.numbers_per_lane <= kMaxNumbersPerLane, "route_backward: expected up to ",
+      kMaxNumbersPerLane, " numbers per lane in vectors of ", V, ", got ", config.numbers_per_lane);
   const int numbers = static_cast<int>(config.numbers_per_lane);
   const size_t shared_bytes = 2 * sizeof(float) * kFunctionBackwardThreads * numbers;
   const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * G, kFunctionBackwardThreads));
@@ -33,9 +33,6 @@ void route_by_function_backward(
     const RouterConfig& config, const Tensor& grad) {
   const RouterShape shape{logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), 0.0f};
   const char* const name = "route_backward";
-  STD_TORCH_CHECK(
-      shape.experts <= kMaxRouterExperts && config.numbers_per_lane <= kMaxRouterSlots, name, ": more than ", kMaxRouterExperts,
-      " experts");
   const FunctionGradients tensors{
       any_numbers(name, logits),       data<int64_t>(ids),          data<bool>(padding_mask), any_numbers(name, grad_scores),
       any_numbers(name, grad_weights), data<float>(grad_logsumexp), any_numbers(name, grad)};

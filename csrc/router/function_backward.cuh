@@ -2,7 +2,7 @@
 //
 // With s the scores, r_j those chosen, n their sum plus epsilon and w = c r / n the weights: r_j receives c (gw_j / n - <gw, r> /
 // n^2), or c gw_j where nothing is normalised. A logit receives what its score receives, G, times the slope; through a softmax s
-// (G - <s, G>). Where the softmax is taken over the chosen logits, these receive c w_j (gw_j - <gw, w>) besides. Through
+// (G - <s, G>). Where the softmax is taken over the chosen logits, these receive c w_j (gw_j - <gw, w>) as well. Through
 // logsumexp each receives its share of the exponentials.
 
 #pragma once
@@ -14,6 +14,7 @@ namespace gbmoe {
 namespace {
 
 constexpr int kFunctionBackwardThreads = 128;
+constexpr int kMaxNumbersPerLane = 32;  // a CTA has no more than 48 KiB of shared memory unless it asks for it
 
 // The tensors of one call; those that are not given are null.
 struct FunctionGradients {

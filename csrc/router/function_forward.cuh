@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kFunctionThreads)
   __shared__ uint32_t worths[kTokens][kMaxRouterGroups];
   const int lane = threadIdx.x % G, own = threadIdx.x / G;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokens + own;
-  // Lanes of a warp stay together for the shuffles; those behind the last token read token 0 and write nothing.
+  // Lanes of a warp stay together for the shuffles; those after the last token read token 0 and write nothing.
   const bool live = token < shape.tokens;
   const bool padding = live && tensors.padding_T && tensors.padding_T[token];
   const int64_t first = (live ? token : 0) * shape.experts;

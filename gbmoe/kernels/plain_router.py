@@ -18,7 +18,7 @@ def route(
 ) -> tuple[torch.Tensor, ...]:
     """(scores [T,E], weights [T,K], ids [T,K], logsumexp [T]); see gbmoe.ops.route."""
     logits_TE = logits_TE.contiguous().to(accumulate_dtype(logits_TE.dtype))
-    scores_TE, logsumexp_T = _scores(logits_TE, function), logits_TE.logsumexp(-1)
+    scores_TE, logsumexp_T = scores_of(logits_TE, function), logits_TE.logsumexp(-1)
     if given_TK is None:
         ids_TK = _choose(scores_TE, logits_TE, bias_E, top_k, function)
     else:
@@ -40,7 +40,7 @@ def route_backward(
     expert counts as none, and padding has no gradient. The formulas stand in csrc/router/function_backward.cuh."""
     wide = accumulate_dtype(logits_TE.dtype)
     logits_TE = logits_TE.to(wide)
-    scores_TE = _scores(logits_TE, function)
+    scores_TE = scores_of(logits_TE, function)
     of_scores_TE = torch.zeros_like(logits_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
     of_logits_TE = torch.zeros_like(logits_TE)
     if grad_weights_TK is not None:
@@ -63,7 +63,8 @@ def route_backward(
     return of_logits_TE.to(dtype)
 
 
-def _scores(logits_TE: torch.Tensor, function: RouterFunction) -> torch.Tensor:
+def scores_of(logits_TE: torch.Tensor, function: RouterFunction) -> torch.Tensor:
+    """The scores [T,E] of these logits."""
     if function.score == "softmax":
         return logits_TE.softmax(-1)
     return logits_TE.sigmoid() if function.score == "sigmoid" else _softplus(logits_TE).sqrt()

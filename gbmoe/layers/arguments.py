@@ -53,8 +53,8 @@ class Arguments:
       `moe_router_group_best` best; None is Megatron-Core's number, moe_top_k // moe_router_group_topk.
     - `moe_router_topk_scaling_factor` multiplies the weights.
     - `moe_router_enable_expert_bias` gives the router `expert_bias`, a float32 buffer [E] that is added to what experts are
-      ranked by. It is saved with the layer and has no gradient; moe_router_bias_update_rate is the step by which it is moved to
-      balance the experts.
+      ranked by. It is saved with the layer and has no gradient. No layer moves it: balancing the experts with it, by steps of
+      moe_router_bias_update_rate, is up to the training loop.
     - `moe_router_linear_bias` gives the router's linear layer a bias, a parameter.
     - `moe_router_dtype`: None has logits in float32, and rounds scores and weights to the layer's dtype; "fp32" leaves these in float32,
       too; "bf16" rounds the logits to bfloat16, as a linear layer of torch does.
@@ -234,7 +234,7 @@ class Arguments:
                     repr(value))
         groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
         require(chosen is None or groups is not None, "Arguments", "moe_router_num_groups",
-                "the number of groups beside moe_router_group_topk", groups)
+                "the number of groups with moe_router_group_topk", groups)
         if groups is not None:
             require(self.moe_num_experts % groups == 0, "Arguments", "moe_router_num_groups",
                     f"a divisor of moe_num_experts == {self.moe_num_experts}", groups)
@@ -292,6 +292,8 @@ class Arguments:
         engines.batch_invariant(self.engine)
         for name, expected in (("mlp_impl", "gbmoe"), ("shared_expert", False), ("moe_expert_model_parallelism", False)):
             require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside batch_invariant", repr(getattr(self, name)))
+        require(self.moe_router_dtype != "bf16", "Arguments", "moe_router_dtype", "None or 'fp32' with batch_invariant, whose logits are"
+                " float32", repr(self.moe_router_dtype))
 
     @property
     def experts_engine(self) -> str:

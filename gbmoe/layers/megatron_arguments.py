@@ -192,7 +192,7 @@ class _Translation:
         score, biased = self.get("moe_router_score_function", "softmax"), bool(self.get("moe_router_enable_expert_bias", False))
         groups, chosen = self.get("moe_router_num_groups"), self.get("moe_router_group_topk")
         if chosen and not groups:
-            self.problem("moe_router_num_groups", "the number of groups beside moe_router_group_topk", groups)
+            self.problem("moe_router_num_groups", "the number of groups with moe_router_group_topk", groups)
         limited = bool(chosen and groups and chosen != groups)
         if self.has("moe_router_num_groups", "moe_router_group_topk"):
             result |= {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": chosen if limited else None}

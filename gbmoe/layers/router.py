@@ -88,24 +88,33 @@ class LearnedRouter(torch.nn.Module):
     def _route(self, x_TH: torch.Tensor, **given: Any) -> tuple[Routing, torch.dtype]:
         """What the router decides, and the dtype in which MegaBlocks has the logits."""
         args, layer, engine = self.args, self.layer, None
-        top_k = args.moe_top_k
+        top_k, plain = args.moe_top_k, _is_plain_linear(layer, args.moe_router_linear_bias)
+        if args.batch_invariant:
+            self._require_batch_invariance(plain, bool(given))
+            engine = engines.batch_invariant(args.engine, x_TH.device)
         expert_bias = self._buffers.get("expert_bias")
         if self._function is not None or expert_bias is not None or given:
             given |= {"function": self._function or args.router_function, "expert_bias": expert_bias}
         else:
             given["normalize"] = args.moe_normalize_expert_weights or None
-        plain = _is_plain_linear(layer, args.moe_router_linear_bias)
-        if args.batch_invariant:
-            require(plain, "dMoE", "router.layer", "a torch.nn.Linear without bias beside batch_invariant, and without"
-                    " hooks or a forward of its own", type(layer).__name__, TypeError)
-            engine = engines.batch_invariant(args.engine, x_TH.device)
-        elif not plain or args.moe_router_dtype == "bf16" or _has_any_global_hook():
+        if engine is None and (not plain or args.moe_router_dtype == "bf16" or _has_any_global_hook()):
             logits_TE = self._logits(x_TH, plain)
             self._require_experts(logits_TE.shape)
             return route(logits_TE, top_k, **given), logits_TE.dtype
         self._require_experts((x_TH.size(0), layer.weight.size(0)))
         scores_dtype = torch.float32 if args.moe_router_dtype == "fp32" else None
         return route_tokens(x_TH, layer.weight, top_k, engine=engine, bias=layer.bias, scores_dtype=scores_dtype, **given), x_TH.dtype
+
+    def _require_batch_invariance(self, plain: bool, given: bool) -> None:
+        """Raise where the layer, which is `plain` or not, or the router's kernel might depend on other tokens. `given`: with padding or
+        given experts, for which there are not kernels of every norm."""
+        args = self.args
+        bias = "with a" if args.moe_router_linear_bias else "without"
+        require(plain, "dMoE", "router.layer", f"a torch.nn.Linear {bias} bias beside batch_invariant, and without"
+                " hooks or a forward of its own", type(self.layer).__name__, TypeError)
+        require(not given or kernels_take(args.moe_num_experts, args.moe_top_k, args.router_function, False), "dMoE",
+                "moe_normalize_expert_weights", "None or 1 with batch_invariant and padding_mask or given_experts",
+                repr(args.moe_normalize_expert_weights))
 
     def _logits(self, x_TH: torch.Tensor, plain: bool) -> torch.Tensor:
         """What the layer returns, or a product in the dtype that moe_router_dtype names."""

@@ -199,7 +199,7 @@ def test_options_that_no_layer_can_do_are_named(name, value):
     (CONFIG, dict(shared_expert=False, moe_shared_expert_intermediate_size=8), "shared_expert: expected True, .* got False"),
     (CONFIG, dict(moe_router_topk=None), "moe_router_topk: expected the number of experts a token, got None"),
     (CONFIG, dict(moe_router_topk=1), "moe_router_pre_softmax: expected True where moe_router_topk is 1: .*, got False"),
-    (CONFIG, dict(moe_router_group_topk=2), "moe_router_num_groups: expected the number of groups beside .*, got None"),
+    (CONFIG, dict(moe_router_group_topk=2), "moe_router_num_groups: expected the number of groups with .*, got None"),
     (CONFIG, dict(moe_router_load_balancing_type="sinkhorn"),
      "moe_router_load_balancing_type: expected 'aux_loss' or 'none', got 'sinkhorn'"),
     (CONFIG, dict(moe_router_load_balancing_type="quantile_balancing"), "moe_router_load_balancing_type: .*, got 'quantile_balancing'"),

@@ -52,7 +52,7 @@ def test_arguments_say_what_the_router_computes(fields, function):
     (dict(moe_router_dtype="fp8"), "moe_router_dtype: expected None, 'fp32' or 'bf16', got 'fp8'"),
     (dict(moe_router_num_groups=3), "moe_router_num_groups: expected a divisor of moe_num_experts == 8, got 3"),
     (dict(moe_router_num_groups=0), "moe_router_num_groups: expected None or an int of at least 1, got 0"),
-    (dict(moe_router_group_topk=2), "moe_router_num_groups: expected the number of groups beside moe_router_group_topk, got None"),
+    (dict(moe_router_group_topk=2), "moe_router_num_groups: expected the number of groups with moe_router_group_topk, got None"),
     (dict(moe_router_num_groups=2, moe_router_group_topk=3), "moe_router_group_topk: expected at most moe_router_num_groups == 2, got 3"),
     (dict(moe_router_num_groups=8, moe_router_group_topk=1),
      "moe_router_group_topk: expected groups of 1 experts .* moe_top_k == 2 .*, got 1"),
@@ -172,6 +172,18 @@ def test_given_experts_are_those_that_compute(fields):
     scores = new.router(x)[0]
     torch.testing.assert_close(weights / weights.sum(1, keepdim=True),
                                scores.gather(1, given) / scores.gather(1, given).sum(1, keepdim=True))
+
+
+def test_batch_invariance_was_promised_for_norms_without_a_kernel_for_padding():
+    layer = make(moe_normalize_expert_weights=2, batch_invariant=True)
+    for given in ({"padding_mask": torch.zeros(3, dtype=torch.bool)}, {"given_experts": torch.zeros(3, 2, dtype=torch.int64)}):
+        with pytest.raises(ValueError, match="dMoE: moe_normalize_expert_weights: expected None or 1 with batch_invariant .*, got 2"):
+            layer(torch.randn(3, 16), **given)
+
+
+def test_batch_invariant_logits_were_not_rounded_to_bfloat16():
+    with pytest.raises(ValueError, match="Arguments: moe_router_dtype: expected None or 'fp32' with batch_invariant, .*, got 'bf16'"):
+        Arguments(**SMALL, moe_router_dtype="bf16", batch_invariant=True)
 
 
 def test_uniform_assignment_leaves_padding_out():
