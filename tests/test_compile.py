@@ -24,6 +24,7 @@ from gbmoe.layers import Arguments
 from gbmoe.ops import route
 from gbmoe.ops.experts import backward_operator
 from gbmoe.ops.gmm import grouped
+from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import accuracy, cuda_graphs, exact_inputs
 from gbmoe.weight_layout import MEGABLOCKS
 from tests.conftest import assert_as_accurate_as
@@ -474,13 +475,18 @@ def strided(*shape, dtype=torch.float32):
 def test_fakes_say_what_kernels_return_for_any_strides(dtype):
     ops, matrix = torch.ops.gbmoe, functools.partial(strided, dtype=dtype)
     ids, tokens = exact_inputs.expert_ids(10, EXPERTS, TOP_K, device="cpu", seed=0), 10
+    sigmoid = RouterFunction("sigmoid", normalize=1).code
     plan, weights = RoutingPlan.from_experts(ids, EXPERTS), strided(tokens, TOP_K)
     maps, rows = (plan.row_of_slot_TK, plan.slot_of_row_P), plan.num_rows
     x, w, h = matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN), matrix(rows, FFN)
     for operator, arguments in (
         (ops.routing_plan, (ids.t().contiguous().t(), EXPERTS, 4, "wait")),
-        (ops.route, (matrix(tokens, EXPERTS), TOP_K, 1.0, True)),
-        (ops.route_backward, (matrix(tokens, EXPERTS).softmax(-1), ids, matrix(tokens, EXPERTS), None, None, 1.0, dtype)),
+        (ops.route, (matrix(tokens, EXPERTS), None, None, None, TOP_K, softmax_topk_code(1.0), True)),
+        (ops.route, (matrix(tokens, EXPERTS), matrix(1, EXPERTS)[0].float(), None, None, TOP_K, sigmoid, False)),
+        (ops.route, (matrix(tokens, EXPERTS), None, None, ids.t().contiguous().t(), TOP_K, sigmoid, False)),
+        (ops.route_backward, (matrix(tokens, EXPERTS).softmax(-1), ids, None, matrix(tokens, EXPERTS), None, None, softmax_topk_code(1.0),
+                              True, dtype)),
+        (ops.route_backward, (matrix(tokens, EXPERTS), ids, None, matrix(tokens, EXPERTS), None, None, sigmoid, False, dtype)),
         (ops.padded_gather, (x, *maps, None, None, weights, weights, False)),
         (ops.padded_scatter, (matrix(rows, HIDDEN), *maps, None, None, weights)),
         (ops.padded_scatter_backward, (x, matrix(rows, HIDDEN), *maps, None, None, weights, True)),

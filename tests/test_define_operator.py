@@ -26,6 +26,7 @@ from gbmoe.layers import Arguments
 from gbmoe.ops import route
 from gbmoe.ops.permute import make_slot_map
 from gbmoe.ops.plan_sizes import plan_sizes
+from gbmoe.router_function import RouterFunction
 from gbmoe.testing import exact_inputs
 from tests.forked_python import python
 
@@ -264,12 +265,19 @@ def calls(device, dtype, tokens, top_k):
         yield "routing_plan" if check == "none" else "routing_plan_by_host", (ids, EXPERTS, 4, check)
         yield "plan_of_counts" if check == "none" else "plan_of_counts_by_host", (plan.counts_E, tokens * top_k, check)
         yield "bounded_counts", (plan.counts_E, tokens * top_k, check)
-    yield "route", (logits, top_k, 1.0, True)
-    yield "route", (logits, top_k, None, False)
+    expert_bias, padding = torch.arange(EXPERTS, dtype=torch.float32, device=device) / 100, torch.arange(tokens, device=device) % 3 == 1
+    softmax, deepseek = (f.code for f in (RouterFunction(normalize=1), RouterFunction("sigmoid", normalize=1, epsilon=1e-20, scale=2.5)))
+    yield "route", (logits, None, None, None, top_k, softmax, True)
+    yield "route", (logits, None, None, None, top_k, RouterFunction().code, False)
+    yield "route", (logits, expert_bias, padding, None, top_k, deepseek, True)
+    yield "route", (logits, None, None, ids, top_k, softmax, False)
     yield "router_logits", (x, matrix(EXPERTS, HIDDEN), "reference")
     for engine in (None, "reference"):
-        yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), top_k, 1.0, engine, dtype)
-    yield "route_backward", (logits.softmax(-1), ids, logits, weights.to(dtype), None, 1.0, dtype)
+        yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), None, None, None, None, top_k, softmax, engine, dtype)
+        yield "route_tokens", (x, matrix(EXPERTS, HIDDEN), matrix(1, EXPERTS)[0], expert_bias, padding, None, top_k, deepseek, engine,
+                               dtype)
+    yield "route_backward", (logits.softmax(-1), ids, None, logits, weights.to(dtype), None, softmax, True, dtype)
+    yield "route_backward", (logits, ids, padding, logits, weights.to(dtype), None, deepseek, False, dtype)
     for scale in (None, weights):
         yield "padded_gather", (x, *maps, None, None, scale, scale, False)
         yield "padded_scatter", (y, *maps, None, None, scale)

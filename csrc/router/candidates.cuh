@@ -90,6 +90,8 @@ template <typename Key> class Ranking {
       key[m] = memory_.waiting[m * 32 + lane_];
       rank[m] = m * 32 + lane_ < count_ ? 0 : slots_;
     }
+    constexpr int kUnrolled = M == 1 ? 4 : 1;  // few wait, nearly always
+#pragma unroll kUnrolled
     for (int i = 0; i < count_; i += kPerRead) {
       const Read others = reinterpret_cast<const Read*>(memory_.waiting)[i / kPerRead];
 #pragma unroll

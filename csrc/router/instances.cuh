@@ -12,21 +12,11 @@
 #include <type_traits>
 #include <utility>
 
+#include "config.h"
 #include "rows.cuh"
 
 namespace gbmoe {
 namespace {
-
-// What the router's kernels serve: brief keys hold experts below 1024, and a warp has a lane for each slot.
-constexpr int kMaxRouterExperts = 1024, kMaxRouterSlots = 32;
-
-// One of them, under the names of tuning.router.RouterConfig.
-struct RouterConfig {
-  int64_t lanes;             // per token
-  int64_t numbers_per_lane;
-  int64_t longest_vector;    // 16 is no limit
-  int64_t variant;           // forward: the list's length, or 0 for ranked candidates; backward: slots per lane
-};
 
 // The instances that differ in nothing but their variant, from `first` to `last`: powers of two, or 0.
 struct RouterInstances {
@@ -38,42 +28,41 @@ struct RouterInstances {
   }
 };
 
-// Forward, by the type of the logits. The variant is the length of the sorted list that a token's lanes share
-// (sorted_lists.cuh), or 0 where its warp ranks candidates (candidates.cuh).
-template <typename T> struct ForwardInstances {  // 16-bit logits
+// Forward. The variant is the length of the sorted list that a token's lanes share (sorted_lists.cuh), or 0 where its warp
+// ranks candidates (candidates.cuh). Logits in bfloat16 have kernels of their own, with vectors of eight, for the calls
+// that models make; the others serve any logits.
+template <typename T> struct ForwardInstances;
+template <> struct ForwardInstances<__nv_bfloat16> {
   static constexpr RouterInstances kAll[] = {
       // lanes, numbers per lane, longest vector, variants from, to
-      { 2,  4, 16,  4,  8}, { 4,  4, 16,  4, 16}, { 8,  2,  1,  4, 16}, { 8,  4, 16, 32, 32}, { 8,  8, 16, 32, 32},
-      { 8,  8,  4, 32, 32}, { 4,  8, 16,  4, 16}, { 4, 16, 16,  4, 16}, { 4, 16,  4,  4, 16}, { 8,  8,  1,  4, 32},
-      { 4, 32, 16,  4, 32}, { 4, 40, 16,  4, 32}, { 4, 48, 16,  4, 32}, { 8, 32, 16,  4, 32}, { 8, 48, 16,  4, 32},
-      {16, 32, 16,  4, 32}, {32,  4, 16,  0,  0}, {32,  8,  1,  0,  0}, {32, 32, 16,  0,  0}, {32, 32,  1,  0,  0},
+      {2, 4, 8, 4, 4},  {4, 4, 8, 4, 4},   {4, 8, 8, 4, 8},  {4, 16, 8, 8, 8},   {4, 32, 8, 4, 8},  {4, 40, 8, 8, 8},
+      {4, 48, 8, 8, 8}, {8, 32, 8, 8, 16}, {8, 48, 8, 8, 8}, {16, 32, 8, 8, 16}, {32, 32, 8, 0, 0},
   };
 };
 template <> struct ForwardInstances<float> {
   static constexpr RouterInstances kAll[] = {
       // lanes, numbers per lane, longest vector, variants from, to
-      { 2,  4, 16,  4,  8}, { 4,  4, 16,  4, 16}, { 8,  2,  1,  4, 16}, { 4,  8, 16,  4, 32}, { 4, 16, 16,  4, 32},
-      { 4, 16,  4,  4, 32}, { 8,  8,  1,  4, 32}, { 4, 32, 16,  4, 16}, { 8, 16, 16, 32, 32}, { 8, 20, 16,  4, 32},
-      { 8, 24, 16,  4, 32}, {16, 16, 16, 32, 32}, { 8, 32, 16,  4, 16}, {16, 24, 16,  4,  8}, {16, 24, 16, 32, 32},
-      {32, 12, 16,  0,  0}, {16, 32, 16, 32, 32}, {32,  8,  1,  0,  0}, {32, 16, 16,  0,  0}, {32, 32, 16,  0,  0}, {32, 32,  1,  0,  0},
+      {2, 4, 4, 4, 4},   {4, 4, 4, 4, 8},     {8, 2, 1, 8, 16}, {4, 8, 4, 4, 8},   {4, 16, 4, 4, 8},  {8, 8, 1, 8, 16},
+      {4, 32, 4, 4, 8},  {8, 16, 4, 16, 16},  {8, 20, 4, 8, 8}, {8, 24, 4, 8, 8},  {8, 32, 4, 8, 16}, {16, 24, 4, 8, 8},
+      {32, 12, 4, 0, 0}, {16, 32, 4, 32, 32}, {32, 8, 1, 0, 0}, {32, 16, 4, 0, 0}, {32, 32, 4, 0, 0}, {32, 32, 1, 0, 0},
   };
 };
 
-// Backward, by the type of the logits' gradient. The variant is the number of slots per lane.
-template <typename T> struct BackwardInstances {  // 16-bit logits
+// Backward. The variant is the most slots per lane.
+struct BackwardInstances {
   static constexpr RouterInstances kAll[] = {
       // lanes, numbers per lane, longest vector, variants from, to
-      { 8,  2,  1, 1, 2}, { 8,  4, 16, 1, 2}, { 8,  8, 16, 1, 2}, { 8,  8,  1, 1, 2}, { 8, 16, 16, 1, 2},
-      { 8, 32, 16, 1, 2}, {32,  2,  1, 1, 1}, {32,  4, 16, 1, 1}, {32,  8, 16, 1, 1}, {32,  8,  1, 1, 1},
-      {32, 16, 16, 1, 1}, {32, 32, 16, 1, 1}, {32, 32,  1, 1, 1},
+      {8, 2, 1, 2, 2},  {8, 4, 4, 2, 2},  {8, 8, 4, 2, 2},  {8, 8, 1, 2, 2},   {8, 16, 4, 2, 2},  {8, 32, 4, 2, 2},
+      {32, 4, 4, 1, 1}, {32, 8, 4, 1, 1}, {32, 8, 1, 1, 1}, {32, 16, 4, 1, 1}, {32, 32, 4, 1, 1}, {32, 32, 1, 1, 1},
   };
 };
-template <> struct BackwardInstances<float> {
+
+// Forward of any RouterFunction; variants are those of the other forward.
+struct FunctionInstances {
   static constexpr RouterInstances kAll[] = {
       // lanes, numbers per lane, longest vector, variants from, to
-      { 8,  2,  1, 1, 2}, { 8,  4, 16, 1, 2}, { 8,  8, 16, 1, 2}, { 8,  8,  1, 1, 2}, { 8, 16, 16, 1, 1},
-      {32,  2,  1, 1, 1}, {32,  4, 16, 1, 1}, {32,  8, 16, 1, 1}, {32,  8,  1, 1, 1}, {32, 16, 16, 1, 1},
-      {32, 32, 16, 1, 1}, {32, 32,  1, 1, 1},
+      {8, 8, 4, 8, 8},   {8, 8, 1, 8, 8},  {8, 16, 4, 8, 8},  {8, 32, 4, 8, 8},
+      {16, 32, 4, 8, 8}, {32, 8, 1, 0, 0}, {32, 32, 4, 0, 0}, {32, 32, 1, 0, 0},
   };
 };
 
@@ -110,6 +99,10 @@ inline void check_router_call(const char* name, const RouterConfig& config, cons
   STD_TORCH_CHECK(shape.experts <= config.lanes * config.numbers_per_lane && shape.experts % vector == 0 && shape.slots <= slots, name,
                   ": ", config.lanes, " lanes of ", config.numbers_per_lane, " numbers in vectors of ", vector, " do not serve ",
                   shape.experts, " experts and ", shape.slots, " slots per token");
+  STD_TORCH_CHECK(
+      shape.p == 0 || shape.p == 1 || shape.p == 2 ||
+          serves_any_norm(static_cast<int>(config.lanes), static_cast<int>(config.numbers_per_lane)),
+      name, ": ", config.lanes, " lanes of ", config.numbers_per_lane, " numbers serve no norm with p = ", shape.p);
 }
 inline void refuse_router_call(const char* name, const RouterConfig& config) {
   STD_TORCH_CHECK(false, name, ": no kernel has ", config.lanes, " lanes of ", config.numbers_per_lane, " numbers in vectors of up to ",

@@ -4,9 +4,11 @@
 // vectors of V: lane l has the experts [(c * G + l) * V, ... + V) for c = 0, 1, ..., so that loads and stores are coalesced and
 // vectorised.
 //
-// Legend of template parameters: T type of the logits, S type of the scores and weights, or void for one that is known at run time; G
-// lanes per token, N numbers per lane, V numbers per vector, W words (registers) per lane; P places of a list, Q keys that a lane lists of
-// its own, R slots per lane.
+// The types of what is stored, and of logits but where a kernel is for those in bfloat16, are known at run time: to ask for one
+// costs a branch that all threads take alike, and a kernel for each pair of types would be the same code several times.
+//
+// Legend of template parameters: T type of a row's numbers; G lanes per token, N numbers per lane, V numbers per vector, W words
+// (registers) per lane; P places of a list, Q keys that a lane lists of its own, R slots per lane.
 
 #pragma once
 
@@ -23,12 +25,19 @@ template <int G, typename X> __device__ __forceinline__ X group_sum(X x) {
   for (int step = G / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
   return x;
 }
+// Whether the kernels of this layout serve norms other than those with p = 1 and 2: the code of a power is so long that few have it.
+constexpr bool serves_any_norm(int lanes, int numbers_per_lane) {
+  return lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32);
+}
+
 // Out of line: a copy for each of a lane's slots would be most of a kernel.
 __device__ __noinline__ float any_power(float x, float p) { return powf(x, p); }
-__device__ __forceinline__ float power(float x, float p) { return p == 1.0f ? x : p == 2.0f ? x * x : any_power(x, p); }
-__device__ __forceinline__ float root(float x, float p) {
+template <bool kAnyNorm> __device__ __forceinline__ float power(float x, float p) {
+  return p == 1.0f ? x : !kAnyNorm || p == 2.0f ? x * x : any_power(x, p);
+}
+template <bool kAnyNorm> __device__ __forceinline__ float root(float x, float p) {
   if (p == 1.0f) return x;
-  if (p == 2.0f) return sqrtf(x);
+  if (!kAnyNorm || p == 2.0f) return sqrtf(x);
   // The power is off by the rounding of 1 / p times log(x); one step of Newton's method takes that away.
   const float y = any_power(x, 1.0f / p);
   return y + y * (x / any_power(y, p) - 1.0f) / p;
@@ -146,32 +155,47 @@ template <typename T, int G, int N, int V> struct RowLayout {
   }
 };
 
-// How many numbers a vector has: as many as fit 16 bytes of either type, but at most kMaxVector (16 is no limit, and 1 means no
-// vectors). Logits and scores have vectors of the same length, so that a lane's experts are the same in both.
-template <typename T, typename S, int N, int kMaxVector>
-constexpr int kVector = std::min({N, kMaxVector, kVectorLength<T>, kVectorLength<std::conditional_t<std::is_void_v<S>, T, S>>});
+// How many numbers a vector has: as many as fit 16 bytes of T, but at most kMaxVector. A lane's experts
+// are the same in rows of all types.
+template <typename T, int N, int kMaxVector> constexpr int kVector = std::min({N, kMaxVector, kVectorLength<T>});
 
-// Calls f with a number of the scores' type: S, or where S is void the one that `dtype` names. To ask for it costs a branch that all
-// threads take alike, and kernels for float32 logits are not compiled three times.
-template <typename S, typename F> __device__ __forceinline__ void with_scores_type(ScalarType dtype, const F& f) {
-  if constexpr (!std::is_void_v<S>) f(S());
-  else if (dtype == ScalarType::BFloat16) f(__nv_bfloat16());
+// Calls f with a number of the type that `dtype` names: bfloat16, float16 or float32.
+template <typename F> __device__ __forceinline__ void with_type(ScalarType dtype, const F& f) {
+  if (dtype == ScalarType::BFloat16) f(__nv_bfloat16());
   else if (dtype == ScalarType::Half) f(__half());
   else f(float());
 }
+// An array of such a type.
+struct AnyNumbers {
+  void* data;
+  ScalarType dtype;
 
-// Runs body with T bound to the logits' type and S to the scores': the same, or float, or void for any beside logits of float.
-#define GBMOE_DISPATCH_LOGITS(logits, scores, name, ...)                                                              \
-  do {                                                                                                                \
-    STD_TORCH_CHECK(scores == logits || scores == ScalarType::Float || logits == ScalarType::Float, name,             \
-                    ": expected scores in float32 or in the logits' dtype");                                          \
-    if (logits == ScalarType::Float) { using T = float; using S = void; __VA_ARGS__; }                                \
-    else if (logits == ScalarType::BFloat16 && scores == logits) { using T = __nv_bfloat16; using S = T; __VA_ARGS__; } \
-    else if (logits == ScalarType::BFloat16) { using T = __nv_bfloat16; using S = float; __VA_ARGS__; }               \
-    else if (logits == ScalarType::Half && scores == logits) { using T = __half; using S = T; __VA_ARGS__; }          \
-    else if (logits == ScalarType::Half) { using T = __half; using S = float; __VA_ARGS__; }                          \
-    else STD_TORCH_CHECK(false, name, ": expected bfloat16, float16 or float32");                                     \
-  } while (0)
+  __device__ __forceinline__ float read(int64_t i) const {
+    float number = 0;
+    with_type(dtype, [&](auto zero) { number = widen(static_cast<const decltype(zero)*>(data)[i]); });
+    return number;
+  }
+  __device__ __forceinline__ void write(int64_t i, float number) const {
+    with_type(dtype, [&](auto zero) { static_cast<decltype(zero)*>(data)[i] = narrow<decltype(zero)>(number); });
+  }
+  // The numbers of a lane in the row that begins at `first`, and `fill` for those beyond it.
+  template <int G, int V, int N> __device__ __forceinline__ void load(
+      int64_t first, int experts, int lane, float fill, float (&to)[N]) const {
+    with_type(dtype, [&](auto zero) {
+      using Layout = RowLayout<decltype(zero), G, N, V>;
+      uint32_t word[Layout::kWords];
+      Layout::load(static_cast<const decltype(zero)*>(data) + first, experts, lane, fill, word);
+#pragma unroll
+      for (int i = 0; i < N; ++i) to[i] = Layout::get(word, i);
+    });
+  }
+  template <int G, int V, int N> __device__ __forceinline__ void store(
+      int64_t first, int experts, int lane, const float (&value)[N]) const {
+    with_type(dtype, [&](auto zero) {
+      RowLayout<decltype(zero), G, N, V>::store(static_cast<decltype(zero)*>(data) + first, experts, lane, value);
+    });
+  }
+};
 
 }  // namespace
 }  // namespace gbmoe

@@ -158,19 +158,20 @@ __device__ __forceinline__ void list_highest(
 }
 
 // For the slots from `from` on, the highest of a group's keys below `top`, one after the other: each round takes a maximum over
-// all keys. chosen[r] of a lane has slot r * G + rank.
-template <typename T, typename Layout, int G, int N, typename Key, int W, int R>
+// all keys, which are read again. It is rare, and not unrolled. chosen[r] of a lane has slot r * G + rank.
+template <typename Layout, int G, int N, typename KeyOf, typename Key, int R>
 __device__ __forceinline__ void choose_in_rounds(
-    const uint32_t (&order)[W], uint32_t complement, Key top, int from, int slots, int rank, Key (&chosen)[R]) {
+    int experts, int lane, const KeyOf& key_of, Key top, int from, int slots, int rank, Key (&chosen)[R]) {
+#pragma unroll 1
   for (int slot = from; __any_sync(kFullWarp, slot < slots); ++slot) {
-    // The distance of a key that is not below top wraps around, to top or more.
-    Key nearest = top;
-#pragma unroll
+    Key next = 0;
+#pragma unroll 2
     for (int i = 0; i < N; ++i) {
-      const Key key = Keys<T>::make(order[i / Layout::kNumbers], i % Layout::kNumbers, complement ^ Layout::expert(i, 0));
-      nearest = min(nearest, top - 1 - key);
+      const int expert = Layout::expert(i, lane);
+      const Key key = expert < experts ? key_of(expert) : 0;
+      if (key < top && key > next) next = key;
     }
-    top = group_max<G>(nearest < top ? top - 1 - nearest : 0);
+    top = group_max<G>(next);
 #pragma unroll
     for (int r = 0; r < R; ++r) if (slot == r * G + rank && slot < slots) chosen[r] = top;
   }
@@ -181,10 +182,13 @@ template <int G, int P, typename Key, int R> __device__ __forceinline__ void fin
 #pragma unroll
   for (int r = 0; r < R; ++r) place[r] = 0;
 #pragma unroll
-  for (int i = 0; i < P; ++i) {
-    const Key other = __shfl_sync(kFullWarp, key[i / G], i % G, G);
+  for (int of = 0; of < R; ++of) {
+#pragma unroll 1
+    for (int lane = 0; lane < G && of * G + lane < P; ++lane) {
+      const Key other = __shfl_sync(kFullWarp, key[of], lane, G);
 #pragma unroll
-    for (int r = 0; r < R; ++r) place[r] += other > key[r];
+      for (int r = 0; r < R; ++r) place[r] += other > key[r];
+    }
   }
 }
 // The same where keys are in order already but for neighbours that are alike; place[r] is r * G + rank at first.
@@ -207,6 +211,46 @@ __device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], in
     place[r] += below_next - above_previous;
   }
   if (__any_sync(kFullWarp, crowded)) find_places<G, P>(key, place);
+}
+
+// The keys of the `slots` highest of a group's numbers, whose orders the lanes hold: chosen[r] has slot[r], which is r * G + rank
+// when this is called, and may then be exchanged with a neighbour's. key_of(expert) is an expert's key from where all lanes can
+// read it. kListed: how many of its own keys a lane lists at first.
+template <typename T, typename Layout, int G, int N, int kList, int kListed, int W, typename KeyOf, typename Key, int R>
+__device__ __forceinline__ void choose_listed(
+    const uint32_t (&order)[W], int experts, int lane, int slots, const KeyOf& key_of, Key (&chosen)[R], int (&slot)[R]) {
+  const int rank = rank_of(lane);
+  const uint32_t complement = Keys<T>::complement(Layout::expert(0, lane));
+  uint32_t brief[R];
+  list_highest<T, Layout, G, N, kList, kListed>(order, complement, lane, slots, brief);
+  if constexpr (Keys<T>::kBriefIsExact) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) chosen[r] = brief[r];
+  } else {
+#pragma unroll
+    for (int r = 0; r < R; ++r) chosen[r] = slot[r] < slots ? key_of(Keys<T>::expert(brief[r])) : 0;
+    // Among logits whose first 22 bits are alike, brief keys choose the lowest experts, not the highest logits. So it is
+    // checked whether any logit that was not chosen is above the lowest one that was. Among logits equal to the lowest the
+    // right ones were chosen, because their brief keys differ in the experts only.
+    uint32_t lowest = UINT_MAX;
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+      if (slot[r] < slots) lowest = min(lowest, static_cast<uint32_t>(chosen[r] >> 32));
+    lowest = ~group_max<G>(~lowest);
+    int missed = 0;
+#pragma unroll
+    for (int w = 0; w < W; ++w) missed += order[w] > lowest;
+#pragma unroll
+    for (int r = 0; r < R; ++r) missed -= static_cast<uint32_t>(chosen[r] >> 32) > lowest;
+    if (__any_sync(kFullWarp, group_sum<G>(missed) > 0)) {
+      const Key above = Keys<T>::above(lowest);
+      int certain = 0;
+#pragma unroll
+      for (int r = 0; r < R; ++r) certain += chosen[r] > above;
+      choose_in_rounds<Layout, G, N>(experts, lane, key_of, above, group_sum<G>(certain), slots, rank, chosen);
+    }
+    exchange_neighbours<G, kList>(chosen, rank, slot);
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from gbmoe import engines
 from gbmoe._checks import as_device, names_the_nearest_field, require, require_choice
 from gbmoe.float8 import Float8BlockScaling
+from gbmoe.router_function import SCORES, RouterFunction
 
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
 MLP_TYPES = ("mlp", "glu")
@@ -40,6 +42,24 @@ class Arguments:
     which layers share, and not to a layer: as in MegaBlocks, it is in no layer's parameters(), state_dict() or to(), and only a shared
     expert registers it, as `shared_expert.act`. Where it has parameters, register it once on your model, move it to the layers' device
     and dtype, and give the optimizer the model's parameters.
+
+    What the router computes is MegaBlocks' (a softmax over all experts, the moe_top_k highest, their norm) unless fields with
+    Megatron-Core's names say otherwise; `router_function` is what they come to, and gbmoe.RouterFunction says what that is:
+
+    - `moe_router_score_function` is "softmax", "sigmoid" or "sqrtsoftplus". Where weights are normalised, the norm of the latter two gets
+      1e-20 more, as DeepSeek-V3's and Megatron-Core's.
+    - `moe_router_pre_softmax` False takes the softmax over the chosen logits. It says nothing of other scores.
+    - `moe_router_num_groups` and `moe_router_group_topk` choose experts from the best groups alone. A group is judged by the sum of its
+      `moe_router_group_best` best; None is Megatron-Core's number, moe_top_k // moe_router_group_topk.
+    - `moe_router_topk_scaling_factor` multiplies the weights.
+    - `moe_router_enable_expert_bias` gives the router `expert_bias`, a float32 buffer [E] that is added to what experts are
+      ranked by. It is saved with the layer and has no gradient. No layer moves it: balancing the experts with it, by steps of
+      moe_router_bias_update_rate, is up to the training loop.
+    - `moe_router_linear_bias` gives the router's linear layer a bias, a parameter.
+    - `moe_router_dtype`: None has logits in float32, and rounds scores and weights to the layer's dtype; "fp32" leaves these in float32,
+      too; "bf16" rounds the logits to bfloat16, as a linear layer of torch does.
+
+    `moe_shared_expert_gate` multiplies a shared expert's output by the sigmoid of a linear layer of one output.
 
     moe_capacity_factor exists for compatibility and has no effect: the layers here drop no token.
 
@@ -102,6 +122,18 @@ class Arguments:
     moe_jitter_eps: float | None = None
     moe_lbl_in_fp32: bool = False
 
+    # Router, with Megatron-Core's names where it has one.
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = True
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_group_best: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: float = 1e-3
+    moe_router_linear_bias: bool = False
+    moe_router_dtype: str | None = None
+
     # Parallelism.
     moe_expert_model_parallelism: bool = False
     expert_parallel_group: dist.ProcessGroup | None = None
@@ -130,6 +162,7 @@ class Arguments:
     remat_act_fn: bool = True
     shared_expert_hidden_size: int | None = None
     shared_expert_weighted_sum: bool = False
+    moe_shared_expert_gate: bool = False
 
     # Router z-loss.
     moe_zloss_weight: float = 0
@@ -186,9 +219,65 @@ class Arguments:
         require(p is None or (isinstance(p, (int, float)) and p >= 0), "Arguments", "moe_normalize_expert_weights",
                 "None or 0 for none, or a positive p of the norm", repr(p))
         self.moe_normalize_expert_weights = p or None
+        self._check_router()
         as_device(self.device, "Arguments")
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
+
+    def _check_router(self):
+        require_choice("Arguments", "moe_router_score_function", self.moe_router_score_function, SCORES)
+        require(self.moe_router_dtype in (None, "fp32", "bf16"), "Arguments", "moe_router_dtype", "None, 'fp32' or 'bf16'",
+                repr(self.moe_router_dtype))
+        for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"):
+            value = getattr(self, name)
+            require(value is None or (isinstance(value, int) and value >= 1), "Arguments", name, "None or an int of at least 1",
+                    repr(value))
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        require(chosen is None or groups is not None, "Arguments", "moe_router_num_groups",
+                "the number of groups with moe_router_group_topk", groups)
+        if groups is not None:
+            require(self.moe_num_experts % groups == 0, "Arguments", "moe_router_num_groups",
+                    f"a divisor of moe_num_experts == {self.moe_num_experts}", groups)
+            require(chosen is None or chosen <= groups, "Arguments", "moe_router_group_topk", f"at most moe_router_num_groups == {groups}",
+                    chosen)
+        if self._has_groups:
+            size = self.moe_num_experts // groups
+            require(self.moe_top_k <= size * chosen, "Arguments", "moe_router_group_topk",
+                    f"groups of {size} experts with at least moe_top_k == {self.moe_top_k} of them together", chosen)
+            require(self._group_best <= size, "Arguments", "moe_router_group_best", f"at most {size}, the experts of a group",
+                    self._group_best)
+        scale = self.moe_router_topk_scaling_factor
+        require(scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale)), "Arguments", "moe_router_topk_scaling_factor",
+                "None or a number", repr(scale))
+        rate = self.moe_router_bias_update_rate
+        require(isinstance(rate, (int, float)) and rate >= 0, "Arguments", "moe_router_bias_update_rate", "a number of at least 0",
+                repr(rate))
+        p = self.moe_normalize_expert_weights
+        after = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
+        require(not after or p in (None, 1), "Arguments", "moe_normalize_expert_weights",
+                "None or 1 without moe_router_pre_softmax, as the softmax over the chosen logits sums to one", repr(p))
+
+    @property
+    def _has_groups(self) -> bool:
+        """Whether groups limit the choice."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        return groups is not None and chosen is not None and chosen < groups
+
+    @property
+    def _group_best(self) -> int:
+        return self.moe_router_group_best or max(1, self.moe_top_k // (self.moe_router_group_topk or 1))
+
+    @property
+    def router_function(self) -> RouterFunction:
+        """What the router makes of its logits."""
+        softmax, p = self.moe_router_score_function == "softmax", self.moe_normalize_expert_weights or None
+        scale = self.moe_router_topk_scaling_factor
+        groups: dict[str, Any] = {}
+        if self._has_groups:
+            groups = {"num_groups": self.moe_router_num_groups, "group_topk": self.moe_router_group_topk, "group_best": self._group_best}
+        return RouterFunction(
+            self.moe_router_score_function, self.moe_router_pre_softmax or not softmax, normalize=p,
+            epsilon=1e-20 if p is not None and not softmax else 0.0, scale=1.0 if scale is None else float(scale), **groups)
 
     def _check_shadows(self):
         shadows = self.expert_parallel_shadows
@@ -203,6 +292,8 @@ class Arguments:
         engines.batch_invariant(self.engine)
         for name, expected in (("mlp_impl", "gbmoe"), ("shared_expert", False), ("moe_expert_model_parallelism", False)):
             require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside batch_invariant", repr(getattr(self, name)))
+        require(self.moe_router_dtype != "bf16", "Arguments", "moe_router_dtype", "None or 'fp32' with batch_invariant, whose logits are"
+                " float32", repr(self.moe_router_dtype))
 
     @property
     def experts_engine(self) -> str:

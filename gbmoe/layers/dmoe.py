@@ -132,8 +132,12 @@ class dMoE(torch.nn.Module):
     def _init_experts_mlp(self, args: Arguments) -> torch.nn.Module:
         return ParallelDroplessMLP(args)
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor, *, padding_mask: torch.Tensor | None = None, given_experts: torch.Tensor | None = None):
         """x [sl, bs, H] (any leading dimensions) -> the same shape, or (that, bias [H]); see ParallelDroplessMLP.
+
+        `padding_mask`, bool [sl, bs], is True for tokens that no expert computes. `given_experts`, ids [sl, bs, K], are taken instead of
+        the router's choice, with weights that the router computes for them. A router of your own is called with those that are given, as
+        keywords.
 
         Under autocast x may have any floating dtype; a float64 layer takes float64 and computes in it, as torch's own do.
 
@@ -141,7 +145,10 @@ class dMoE(torch.nn.Module):
             TypeError, ValueError: naming what x, or what the router returned, should be and what it is.
         """
         x = self._checked(x)
-        scores, expert_weights, top_experts = self._route(x)
+        given = {} if padding_mask is None else {"padding_mask": padding_mask}
+        if given_experts is not None:
+            given["given_experts"] = given_experts
+        scores, expert_weights, top_experts = self._route(x, **given)
         if self.shared_expert is None:
             return self.experts(x, scores, expert_weights, top_experts)
         shared: list[torch.Tensor] = []
@@ -168,10 +175,10 @@ class dMoE(torch.nn.Module):
                 x.dtype, TypeError)
         return x
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _route(self, x: torch.Tensor, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the router returns for x. Raises where it is not what the class says."""
         router = self.router
-        routing = router(x)
+        routing = router(x, **given)
         if type(router) is not LearnedRouter or "forward" in router.__dict__:
             needs_scores = self.training and self.args.moe_loss_weight > 0
             _check_routing(routing, x, self.args.moe_num_experts, self.args.moe_top_k, needs_scores)

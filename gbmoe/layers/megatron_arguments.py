@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN, Arguments
 from gbmoe.ops.activations import activation_name, relu_squared
+from gbmoe.router_function import SCORES
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Arguments))
 _EXPERTS = ("num_experts", "num_moe_experts")
@@ -48,11 +49,9 @@ def _is_one_of(*values: Any) -> Callable[[Any], bool]:
 
 # Option, whether a layer can do it at this value, and the value in words.
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "moe_router_score_function": (_is_one_of(None, "softmax"), "'softmax'"),
+    "moe_router_score_function": (_is_one_of(None, *SCORES), "one of " + ", ".join(SCORES)),
     "moe_router_dtype": (_is_one_of(None, "fp32"), "None or 'fp32': logits are float32 in either case"),
-    "moe_router_topk_scaling_factor": (lambda value: _unset(value) or value == 1, "None or 1"),
     "moe_router_topk_limited_devices": (_unset, "None: experts are not chosen by groups"),
-    "moe_router_enable_expert_bias": (_unset, "False: the choice has no bias"),
     "moe_router_force_load_balancing": (_unset, "False"),
     "moe_router_force_biased": (_unset, "None"),
     "moe_enable_routing_replay": (_unset, "False"),
@@ -63,7 +62,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_dispatch_fwd_dtype": (_is_one_of(None, "bf16"), "'bf16': rows travel in the layer's dtype"),
     "moe_combine_bwd_dtype": (_is_one_of(None, "bf16"), "'bf16': rows travel in the layer's dtype"),
     "moe_latent_size": (_unset, "None"),
-    "moe_shared_expert_gate": (_unset, "False"),
     "moe_extended_tp": (_unset, "False: experts are not divided among tensor-parallel ranks"),
     "add_bias_linear": (_unset, "False (--disable-bias-linear): experts have no biases"),
     "disable_bias_linear": (lambda value: value is None or bool(value), "True: experts have no biases"),
@@ -77,7 +75,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 # Options of Megatron's kernels, memory, communication, logging, and of the layout and origin of its checkpoints: the layer is the same.
 WITHOUT_EFFECT = frozenset({
-    "moe_router_bias_update_rate", "moe_router_quantile_balancing_ema", "moe_router_padding_for_quantization",
+    "moe_router_quantile_balancing_ema", "moe_router_padding_for_quantization",
     "moe_router_padding_for_fp8", "moe_router_fusion", "moe_permute_fusion", "moe_grouped_gemm",
     "moe_use_legacy_grouped_gemm", "moe_use_grouped_tensor", "moe_single_grouped_weight", "moe_single_grouped_bias",
     "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_permute_fusion_into_hybridep",
@@ -93,6 +91,7 @@ WITHOUT_EFFECT = frozenset({
 # Options that _Translation reads.
 TRANSLATED = frozenset({
     "moe_router_topk", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_shared_expert_gate",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size", "moe_layer_freq",
 })
@@ -114,11 +113,12 @@ def translate(options: Any) -> dict[str, Any]:
     if named and all(not getattr(options, name) for name in named):
         if "moe_num_experts" not in values:
             raise ValueError(f"from_megatron: {named[0]}: expected the number of experts, got {getattr(options, named[0])!r}")
-        return values  # Megatron's own mixture is off, and what it says of it means nothing: these are options of MegaBlocks
+        # Megatron's own mixture is off, and what it says of it means nothing: these are options of MegaBlocks.
+        return {name: value for name, value in values.items() if name not in TRANSLATED | REFUSED.keys()}
     translation = _Translation(options)
     translation.check_names()
     for name, value in translation.fields().items():
-        given = None if name in _OF_THE_MODEL else values.get(name)
+        given = None if name in _OF_THE_MODEL or name in TRANSLATED else values.get(name)
         if given is not None and not _same(name, given, value):
             translation.problem(name, f"{value!r}, as Megatron's options say", given)
         values[name] = value
@@ -189,25 +189,42 @@ class _Translation:
 
     def _router(self) -> dict[str, Any]:
         result: dict[str, Any] = {}
+        score, biased = self.get("moe_router_score_function", "softmax"), bool(self.get("moe_router_enable_expert_bias", False))
+        groups, chosen = self.get("moe_router_num_groups"), self.get("moe_router_group_topk")
+        if chosen and not groups:
+            self.problem("moe_router_num_groups", "the number of groups with moe_router_group_topk", groups)
+        limited = bool(chosen and groups and chosen != groups)
+        if self.has("moe_router_num_groups", "moe_router_group_topk"):
+            result |= {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": chosen if limited else None}
         if self.has("moe_router_topk"):
             top_k = result["moe_top_k"] = self.get("moe_router_topk")
-            if not self.get("moe_router_pre_softmax", False):
-                # The softmax of the chosen logits is that of all of them, divided by its sum over those chosen.
-                result["moe_normalize_expert_weights"] = 1
-                if top_k == 1:
-                    self.problem("moe_router_pre_softmax", "True where moe_router_topk is 1: the softmax of one logit has no gradient",
-                                 self.get("moe_router_pre_softmax"))
-            elif self.get("moe_normalize_expert_weights"):
-                self.problem("moe_normalize_expert_weights", "None or 0 where moe_router_pre_softmax is set",
-                             self.get("moe_normalize_expert_weights"))
-        groups, chosen = self.get("moe_router_num_groups"), self.get("moe_router_group_topk")
-        if chosen and chosen != groups:
-            self.problem("moe_router_group_topk", "None, or all of moe_router_num_groups: experts are not chosen by groups", chosen)
+            result |= self._normalisation(score, top_k, biased or limited)
+        if hasattr(self._options, "moe_router_topk_scaling_factor"):
+            result["moe_router_topk_scaling_factor"] = self.get("moe_router_topk_scaling_factor") or None
+        for name, value in (("moe_router_score_function", score), ("moe_router_enable_expert_bias", biased),
+                            ("moe_router_bias_update_rate", self.get("moe_router_bias_update_rate", 1e-3))):
+            if hasattr(self._options, name):
+                result[name] = value
         if self.has("moe_input_jitter_eps"):
             result["moe_jitter_eps"] = self.get("moe_input_jitter_eps")
         if self.get("batch_invariant_mode", False):
             result["batch_invariant"] = True
         return result
+
+    def _normalisation(self, score: str, top_k: int, ranks_scores: bool) -> dict[str, Any]:
+        """How a token's weights are normalised. `ranks_scores`: the choice has biases or groups."""
+        if score != "softmax":  # Megatron's sigmoids are divided by their sum where there are several, and have no softmax
+            return {"moe_normalize_expert_weights": 1 if top_k > 1 else None, "moe_router_pre_softmax": True}
+        if self.get("moe_router_pre_softmax", False):
+            if self.get("moe_normalize_expert_weights"):
+                self.problem("moe_normalize_expert_weights", "None or 0 where moe_router_pre_softmax is set",
+                             self.get("moe_normalize_expert_weights"))
+            return {"moe_router_pre_softmax": True}
+        if top_k == 1:
+            self.problem("moe_router_pre_softmax", "True where moe_router_topk is 1: the softmax of one logit has no gradient",
+                         self.get("moe_router_pre_softmax"))
+        # The softmax of the chosen logits is that of all of them, divided by its sum over those chosen. Biases and groups see the logits.
+        return {"moe_normalize_expert_weights": 1, "moe_router_pre_softmax": not ranks_scores}
 
     # ------------------------------------------------------------------------------------------------------------- losses
 
@@ -285,7 +302,8 @@ class _Translation:
         if self.get("tensor_model_parallel_size", 1) > 1:
             self.problem("tensor_model_parallel_size", "1 beside moe_shared_expert_intermediate_size: the shared expert is not divided",
                          self.get("tensor_model_parallel_size"))
-        return {"shared_expert": True, "shared_expert_hidden_size": size, "bias": False}
+        return {"shared_expert": True, "shared_expert_hidden_size": size, "bias": False,
+                "moe_shared_expert_gate": bool(self.get("moe_shared_expert_gate", False))}
 
     def _dtype(self) -> dict[str, Any]:
         if not self.has("fp16", "bf16", "params_dtype"):

@@ -12,7 +12,11 @@ from gbmoe.ops.activations import gated
 
 
 class SharedMLP(torch.nn.Module):
-    """down_proj(act(up_proj(x))), with linear layers of class args.fc_cls, made with args.fc_kwargs."""
+    """down_proj(act(up_proj(x))), with linear layers of class args.fc_cls, made with args.fc_kwargs.
+
+    With moe_shared_expert_gate the result is multiplied by the sigmoid of expert_gate(x), a torch.nn.Linear of one output without bias, as
+    in Qwen2-MoE and Qwen3.5.
+    """
 
     def __init__(self, args: Arguments):
         super().__init__()
@@ -27,6 +31,9 @@ class SharedMLP(torch.nn.Module):
         self.act = args.activation_fn
         self.down_proj = args.fc_cls(args.shared_expert_hidden_size, args.hidden_size, **self.fc_kwargs)
         self.down_proj._is_residual = True  # llm-foundry's initialisation reads this attribute
+        self.expert_gate = None
+        if args.moe_shared_expert_gate:
+            self.expert_gate = torch.nn.Linear(args.hidden_size, 1, bias=False, device=args.device, dtype=args.dtype)
 
     def add_experts_sharedexpert(self, shared_expert_out: torch.Tensor, expert_out: torch.Tensor) -> torch.Tensor:
         """The sum of both outputs; with shared_expert_weighted_sum their mean over the K + 1 experts of a token."""
@@ -36,7 +43,11 @@ class SharedMLP(torch.nn.Module):
         return shared_expert_out + expert_out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.up_proj(x)))
+        return self._gated(x, self.down_proj(self.act(self.up_proj(x))))
+
+    def _gated(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        gate = self._modules.get("expert_gate")  # which modules that were pickled before there were gates lack
+        return out if gate is None else torch.sigmoid(gate(x)) * out
 
 
 class SharedGLU(SharedMLP):
@@ -47,7 +58,7 @@ class SharedGLU(SharedMLP):
         self.gate_proj = args.fc_cls(args.hidden_size, args.shared_expert_hidden_size, **self.fc_kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(gated(self.act, self.gate_proj(x), self.up_proj(x)))
+        return self._gated(x, self.down_proj(gated(self.act, self.gate_proj(x), self.up_proj(x))))
 
 
 def make_shared_expert(args: Arguments) -> SharedMLP:

@@ -16,26 +16,40 @@ from gbmoe._define_operator import define
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import flops
 from gbmoe.ops.router_logits import products_of_gradient, save_for_products
-from gbmoe.ops.router_softmax_topk import Routing, empty_routing, require_choice, route_backward, route_logits
+from gbmoe.ops.router_softmax_topk import (
+    Routing,
+    empty_routing,
+    gradient_of_logits,
+    is_softmax_topk,
+    require_router_tensors,
+    route_logits,
+    router_code,
+    save_for_gradient,
+)
+from gbmoe.router_function import RouterFunction
 
 
 def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, normalize: float | None = None,
-                 engine: str | None = None) -> Routing:
-    """route(x @ weight.T, top_k, normalize=normalize) with logits in float32, which are rounded nowhere.
+                 engine: str | None = None, bias: torch.Tensor | None = None, function: RouterFunction | None = None,
+                 expert_bias: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
+                 given_experts: torch.Tensor | None = None, scores_dtype: torch.dtype | None = None) -> Routing:
+    """route(x @ weight.T + bias, top_k, ...) with logits in float32, which are rounded nowhere.
 
-    Differentiable in x and weight through scores, weights and logsumexp. Runs on every device; float64 is computed in float64. Under
+    Differentiable in x, weight and bias through scores, weights and logsumexp. Runs on every device; float64 is computed in float64. Under
     autocast both operands are cast to its dtype, and scores and weights are float32.
 
     Args:
         x_TH: [T,H], bfloat16, float16, float32 or float64.
         weight_EH: [E,H], one of these too. Of two dtypes the product has the wider one: a float32 weight beside bfloat16 tokens makes a
-            product of float32.
-        top_k, normalize: as those of route().
+            product of float32, in TF32 where torch.set_float32_matmul_precision allows it.
+        top_k, normalize, function, expert_bias, padding_mask, given_experts: as those of route().
         engine: one of engines.BATCH_INVARIANT computes the product, so that a token's logits have the same bits whatever other tokens
             there are; None leaves it to torch.
+        bias: [E], of any of these dtypes, added to the logits in float32.
+        scores_dtype: the dtype of scores and weights: torch.float32, or None for that of x.
 
     Returns:
-        Routing; scores and weights have the dtype of x.
+        Routing; scores and weights have the dtype of x, or scores_dtype.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came; and if the engine cannot compute the product.
@@ -48,48 +62,71 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
     require_tensor(x_TH, "route_tokens", "x", rank=2, dtypes=FLOATING)
     require_tensor(weight_EH, "route_tokens", "weight", rank=2, dtypes=FLOATING, device=x_TH.device)
     require(weight_EH.size(1) == x_TH.size(1), "route_tokens", "weight", lambda: f"size(1) == {x_TH.size(1)}", weight_EH.size(1))
-    require_choice("route_tokens", top_k, weight_EH.size(0), normalize)
-    wide = autocast_enabled(x_TH.device.type) and x_TH.dtype != torch.float64
-    return Routing(*_route_tokens(x_TH, weight_EH, top_k, None if normalize is None else float(normalize), engine,
-                                  torch.float32 if wide else x_TH.dtype))
+    experts = weight_EH.size(0)
+    code = router_code("route_tokens", experts, top_k, normalize, function)
+    if expert_bias is not None or padding_mask is not None or given_experts is not None:
+        require_router_tensors("route_tokens", x_TH, experts, top_k, expert_bias, padding_mask, given_experts)
+    if bias is not None:
+        require_tensor(bias, "route_tokens", "bias", rank=1, dtypes=FLOATING, device=x_TH.device)
+        require(bias.size(0) == experts, "route_tokens", "bias", lambda: f"shape [E] == [{experts}]", list(bias.shape))
+    require(scores_dtype in (None, torch.float32), "route_tokens", "scores_dtype", "None or torch.float32", scores_dtype)
+    if x_TH.dtype == torch.float64:
+        scores_dtype = torch.float64
+    elif scores_dtype is None:
+        scores_dtype = torch.float32 if autocast_enabled(x_TH.device.type) else x_TH.dtype
+    outputs = _route_tokens(x_TH, weight_EH, bias, expert_bias, padding_mask, given_experts, top_k, code, engine, scores_dtype)
+    return Routing(*outputs[:4])
 
 
-def _kernel(x_TH, weight_EH, top_k, p, engine, scores_dtype):
+def _kernel(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, code, engine, scores_dtype):
+    function = RouterFunction.of_code(code)
     if weight_EH.dtype != x_TH.dtype:
         dtype = torch.promote_types(x_TH.dtype, weight_EH.dtype)
         x_TH, weight_EH = x_TH.to(dtype), weight_EH.to(dtype)
     logits_TE = plain_torch.linear(x_TH, weight_EH) if engine is None else engines.linear(x_TH, weight_EH, engine=engine)
-    return route_logits(logits_TE, top_k, p, scores_dtype)
+    if bias_E is not None:
+        logits_TE += bias_E
+    routing = route_logits(logits_TE, expert_bias_E, padding_T, given_TK, top_k, function, scores_dtype)
+    # The gradient of a softmax, the K highest and their norm needs no logits: nobody keeps them.
+    kept = logits_TE.new_empty(0) if is_softmax_topk(function, expert_bias_E, padding_T, given_TK) else logits_TE
+    return *routing, kept
 
 
-def _fake(x_TH, weight_EH, top_k, p, engine, scores_dtype):
+def _fake(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, code, engine, scores_dtype):
     logits_dtype = plain_torch.accumulate_dtype(torch.promote_types(x_TH.dtype, weight_EH.dtype))
-    return tuple(empty_routing(x_TH, (x_TH.size(0), weight_EH.size(0)), top_k, logits_dtype, scores_dtype))
+    shape = (x_TH.size(0), weight_EH.size(0))
+    plain = is_softmax_topk(RouterFunction.of_code(code), expert_bias_E, padding_T, given_TK)
+    return *empty_routing(x_TH, shape, top_k, logits_dtype, scores_dtype), x_TH.new_empty(0 if plain else shape, dtype=logits_dtype)
 
 
 def _setup_context(ctx, inputs, output):
-    x_TH, weight_EH, _, ctx.p, _, _ = inputs
-    scores_TE, _, experts_TK, _ = output
-    ctx.dtypes = x_TH.dtype, weight_EH.dtype
-    ctx.mark_non_differentiable(experts_TK)
-    ctx.set_materialize_grads(False)
-    save_for_products(ctx, x_TH, weight_EH, scores_TE, experts_TK)
+    x_TH, weight_EH, bias_E, *others, _, code, _, _ = inputs
+    scores_TE, _, experts_TK, _, logits_TE = output
+    ctx.dtypes, ctx.bias_dtype = (x_TH.dtype, weight_EH.dtype), None if bias_E is None else bias_E.dtype
+    save_for_products(ctx, x_TH, weight_EH, *save_for_gradient(ctx, RouterFunction.of_code(code), tuple(others), scores_TE, logits_TE,
+                                                               experts_TK))
+    ctx.mark_non_differentiable(experts_TK, logits_TE)
 
 
-def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T):
+def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
     if grad_scores_TE is None and grad_weights_TK is None and grad_logsumexp_T is None:
         return {}
-    x_TH, weight_EH, scores_TE, experts_TK = ctx.saved_tensors
+    x_TH, weight_EH, *saved = ctx.saved_tensors
     dtype = torch.promote_types(*ctx.dtypes)
-    grad_logits_TE = route_backward(scores_TE, experts_TK, grad_scores_TE, grad_weights_TK, grad_logsumexp_T, ctx.p, dtype)
+    grad_logits_TE = gradient_of_logits(ctx, saved, grad_scores_TE, grad_weights_TK, grad_logsumexp_T, dtype)
     if ctx.dtypes[0] == ctx.dtypes[1]:
-        return dict(zip(("x", "weight"), products_of_gradient(grad_logits_TE, x_TH, weight_EH)))
-    operands = (None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH))
-    grads = products_of_gradient(grad_logits_TE, *operands)
-    return {name: None if grad is None else grad.to(of) for name, grad, of in zip(("x", "weight"), grads, ctx.dtypes)}
+        grads = products_of_gradient(grad_logits_TE, x_TH, weight_EH)
+    else:
+        grads = products_of_gradient(grad_logits_TE, *(None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH)))
+        grads = (None if grad is None else grad.to(of) for grad, of in zip(grads, ctx.dtypes))
+    grad_bias_E = None
+    if ctx.needs_input_grad[2]:
+        grad_bias_E = grad_logits_TE.sum(0, dtype=plain_torch.accumulate_dtype(dtype)).to(ctx.bias_dtype)
+    return {**dict(zip(("x", "weight"), grads)), "bias": grad_bias_E}
 
 
 _route_tokens = define(
-    "route_tokens(Tensor x, Tensor weight, int top_k, float? p, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "route_tokens(Tensor x, Tensor weight, Tensor? bias, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int top_k,"
+    " str function, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"), flops=flops.router_logits,
 )

@@ -79,8 +79,23 @@ TAKEN = {
     "moe_router_pre_softmax": (dict(moe_router_pre_softmax=True), dict(moe_normalize_expert_weights=None)),
     "moe_router_group_topk": (dict(moe_router_num_groups=1, moe_router_group_topk=1), dict(moe_top_k=2)),
     "moe_router_num_groups": (dict(moe_router_num_groups=4), dict(moe_top_k=2)),
-    "moe_router_dtype": (dict(moe_router_dtype="fp32"), dict(moe_zloss_in_fp32=True)),
-    "moe_router_topk_scaling_factor": (dict(moe_router_topk_scaling_factor=1.0), dict()),
+    "moe_router_dtype": (dict(moe_router_dtype="fp32"), dict(moe_zloss_in_fp32=True, moe_router_dtype="fp32")),
+    "moe_router_topk_scaling_factor": (dict(moe_router_topk_scaling_factor=2.5), dict(moe_router_topk_scaling_factor=2.5)),
+    "moe_router_topk_scaling_factor, none": (dict(moe_router_topk_scaling_factor=0.0), dict(moe_router_topk_scaling_factor=None)),
+    "moe_router_score_function": (dict(moe_router_score_function="sigmoid"),
+                                  dict(moe_router_score_function="sigmoid", moe_normalize_expert_weights=1, moe_router_pre_softmax=True)),
+    "moe_router_score_function, one": (dict(moe_router_score_function="sqrtsoftplus", moe_router_topk=1),
+                                       dict(moe_router_score_function="sqrtsoftplus", moe_normalize_expert_weights=None)),
+    "moe_router_score_function, none": (dict(moe_router_score_function=None), dict(moe_router_score_function="softmax")),
+    "moe_router_enable_expert_bias": (dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+                                      dict(moe_router_enable_expert_bias=True)),
+    "moe_router_bias_update_rate": (dict(moe_router_bias_update_rate=0.5), dict(moe_router_bias_update_rate=0.5)),
+    "moe_router_bias_update_rate, none": (dict(moe_router_bias_update_rate=None), dict(moe_router_bias_update_rate=1e-3)),
+    "moe_router_group_topk, limited": (dict(moe_router_num_groups=4, moe_router_group_topk=2), dict(
+        moe_router_num_groups=4, moe_router_group_topk=2, moe_router_group_best=None, moe_router_pre_softmax=False,
+        moe_normalize_expert_weights=1)),
+    "moe_shared_expert_gate": (dict(moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True),
+                               dict(shared_expert=True, moe_shared_expert_gate=True)),
     "moe_input_jitter_eps": (dict(moe_input_jitter_eps=1e-2), dict(moe_jitter_eps=1e-2)),
     "moe_ffn_hidden_size": (dict(moe_ffn_hidden_size=48), dict(ffn_hidden_size=48)),
     "moe_ffn_hidden_size, alone": (dict(moe_ffn_hidden_size=48, ffn_hidden_size=None), dict(ffn_hidden_size=48)),
@@ -150,10 +165,10 @@ def test_options_that_change_no_layer(name):
 
 
 CANNOT = {
-    "moe_router_score_function": "sigmoid", "moe_router_dtype": "fp64", "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_topk_limited_devices": 2, "moe_router_enable_expert_bias": True, "moe_router_force_load_balancing": True,
+    "moe_router_score_function": "tanh", "moe_router_dtype": "fp64", "moe_router_topk_limited_devices": 2,
+    "moe_router_force_load_balancing": True,
     "moe_router_force_biased": -1.0, "moe_enable_routing_replay": True, "moe_token_dropping": True, "moe_expert_capacity_factor": 1.0,
-    "moe_expert_rank_capacity_factor": 1.5, "moe_apply_probs_on_input": True, "moe_latent_size": 16, "moe_shared_expert_gate": True,
+    "moe_expert_rank_capacity_factor": 1.5, "moe_apply_probs_on_input": True, "moe_latent_size": 16,
     "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8", "moe_extended_tp": True, "add_bias_linear": True,
     "disable_bias_linear": False, "activation_func_clamp_value": 10.0, "glu_linear_offset": 1.0,
     "activation_func_fp8_input_store": True, "fp4": "e2m1", "use_mup": True,
@@ -184,7 +199,7 @@ def test_options_that_no_layer_can_do_are_named(name, value):
     (CONFIG, dict(shared_expert=False, moe_shared_expert_intermediate_size=8), "shared_expert: expected True, .* got False"),
     (CONFIG, dict(moe_router_topk=None), "moe_router_topk: expected the number of experts a token, got None"),
     (CONFIG, dict(moe_router_topk=1), "moe_router_pre_softmax: expected True where moe_router_topk is 1: .*, got False"),
-    (CONFIG, dict(moe_router_num_groups=4, moe_router_group_topk=2), "moe_router_group_topk: expected None, .* got 2"),
+    (CONFIG, dict(moe_router_group_topk=2), "moe_router_num_groups: expected the number of groups with .*, got None"),
     (CONFIG, dict(moe_router_load_balancing_type="sinkhorn"),
      "moe_router_load_balancing_type: expected 'aux_loss' or 'none', got 'sinkhorn'"),
     (CONFIG, dict(moe_router_load_balancing_type="quantile_balancing"), "moe_router_load_balancing_type: .*, got 'quantile_balancing'"),
@@ -222,8 +237,8 @@ def test_what_contradicts_itself_or_is_not_known_is_named(base, changes, words):
 
 
 def test_all_that_is_wrong_is_named_at_once():
-    with pytest.raises(ValueError, match="moe_router_score_function: .*sigmoid.*; moe_latent_size: .*; moe_router_group_topk: .*"):
-        of(moe_router_score_function="sigmoid", moe_latent_size=16, moe_router_num_groups=8, moe_router_group_topk=4)
+    with pytest.raises(ValueError, match="moe_router_score_function: .*tanh.*; moe_latent_size: .*; moe_router_num_groups: .*"):
+        of(moe_router_score_function="tanh", moe_latent_size=16, moe_router_group_topk=4)
 
 
 def test_options_of_megablocks_in_megatrons_arguments_without_its_own_experts():

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gbmoe import engines
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import route, route_tokens
+from gbmoe.router_function import softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
 from tests.ops.test_router_softmax_topk import torchs
@@ -195,7 +196,8 @@ def test_operands_with_any_strides(device):
 
 def test_opcheck(device):
     x, weight = operands(6, 9, 16, torch.bfloat16, device)
-    torch.library.opcheck(torch.ops.gbmoe.route_tokens.default, (x, weight, 3, 1.0, None, torch.bfloat16))
+    torch.library.opcheck(torch.ops.gbmoe.route_tokens.default,
+                          (x, weight, None, None, None, None, 3, softmax_topk_code(1.0), None, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_id)

@@ -11,6 +11,7 @@ from gbmoe import extension
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import route
 from gbmoe.ops.router_softmax_topk import Routing, route_backward, route_logits
+from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
 
@@ -238,7 +239,7 @@ def test_logits_in_the_middle_of_a_tensor(device):
 
 def test_opcheck(device):
     logits = distinct_logits(6, 9, torch.float32, device).requires_grad_()
-    torch.library.opcheck(torch.ops.gbmoe.route.default, (logits, 3, 1.0, False))
+    torch.library.opcheck(torch.ops.gbmoe.route.default, (logits, None, None, None, 3, softmax_topk_code(1.0), False))
 
 
 @pytest.mark.parametrize("experts, top_k", [(96, 6), (1024, 32)])
@@ -283,7 +284,9 @@ def test_ids_that_name_no_expert_give_no_gradient(device, experts, top_k, dtype,
     grads = draw(tokens, experts, seed=2), draw(tokens, top_k, seed=3), draw(tokens, seed=4)
     logsumexp_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     exact_inputs.poison(device)
-    result = torch.ops.gbmoe.route_backward(*(t.to(device) for t in (scores, ids, *grads[:2], grads[2].to(logsumexp_dtype))), p, dtype)
+    result = torch.ops.gbmoe.route_backward(scores.to(device), ids.to(device), None,
+                                            *(t.to(device) for t in (*grads[:2], grads[2].to(logsumexp_dtype))),
+                                            softmax_topk_code(p), True, dtype)
 
     expected = []
     for score, chosen, grad_score, grad_weight, grad_lse in zip(scores.double(), ids, *(g.double() for g in grads)):
@@ -341,11 +344,12 @@ def test_what_no_kernel_serves_is_computed_in_plain_pytorch(monkeypatch):
 
     def serves(experts, top_k, p=None, **changes):
         logits = SimpleNamespace(**{"device": torch.device("cuda", 0), "dtype": torch.float32, **changes}, size=lambda _: experts)
-        return module._kernels_serve(logits, top_k, p)
+        return module._kernels_serve(logits, top_k, RouterFunction(normalize=p), True, torch.float32)
 
     assert serves(1024, 32) and serves(1, 1, p=2.0)
     assert not serves(1025, 5) and not serves(48, 33) and not serves(48, 5, p=math.inf)
-    assert not module._kernels_serve(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32), 5, None, torch.float64)
+    assert not module._kernels_serve(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32), 5, RouterFunction(), True,
+                                     torch.float64)
     assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
     monkeypatch.setattr(extension, "loaded", lambda: False)
     assert not serves(48, 5)
@@ -360,7 +364,7 @@ def test_float32_logits_with_scores_of_16_bits(device, shape, dtype, p):
     tokens, experts, top_k = shape
     logits = torch.randn(tokens, experts, device=device, generator=exact_inputs.generator(device, 1))
     exact_inputs.poison(device)
-    scores, weights, ids, logsumexp = route_logits(logits, top_k, p, dtype)
+    scores, weights, ids, logsumexp = route_logits(logits, None, None, None, top_k, RouterFunction(normalize=p), dtype)
     exact = logits.double()
     assert torch.equal(exact.gather(1, ids), exact.topk(top_k).values)
     for got, expected in zip((scores, weights, logsumexp), torchs(exact, ids, p)):
@@ -373,7 +377,7 @@ def test_float32_logits_that_are_large_and_near_each_other(device):
     """Kernels took logits above a million for ones that are either equal or far apart, as those of 16 bits are there."""
     logits = torch.tensor([[2e6, 2e6 + 1, 2e6 - 2, -1e7], [3e38, -3e38, 3e38, 0], [-2e6, -2e6 - 0.5, -4e6, -2e6 - 1]], device=device)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        scores, _, ids, _ = route_logits(logits, 2, None, dtype)
+        scores, _, ids, _ = route_logits(logits, None, None, None, 2, RouterFunction(), dtype)
         torch.testing.assert_close(scores.double(), logits.double().softmax(1), rtol=torch.finfo(dtype).eps, atol=2**-24)
         assert ids.tolist() == [[1, 0], [0, 2], [0, 1]]
 
@@ -390,7 +394,7 @@ def test_a_gradient_in_another_dtype_than_the_scores(device, shape, scores_dtype
     scores, grads = draw[0].softmax(1).to(scores_dtype), (draw[1].to(scores_dtype), draw[2].to(scores_dtype), draw[3])
     ids = scores.topk(top_k).indices
     exact_inputs.poison(device)
-    result = route_backward(scores, ids, *grads, 1.0, dtype)
+    result = route_backward(scores, ids, None, *grads, softmax_topk_code(1.0), True, dtype)
     exact = plain_torch.route_backward(scores.double(), ids, *(g.double() for g in grads), 1.0, torch.float64)
     assert result.dtype == dtype
     tolerance = (1e-5 if dtype == torch.float32 else 1e-3) * (float(exact.abs().max()) if tokens else 1.0)

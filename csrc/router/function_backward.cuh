@@ -1,0 +1,162 @@
+// The gradient of the logits through a router of any RouterFunction, from the logits.
+//
+// With s the scores, r_j those chosen, n their sum plus epsilon and w = c r / n the weights: r_j receives c (gw_j / n - <gw, r> /
+// n^2), or c gw_j where nothing is normalised. A logit receives what its score receives, G, times the slope; through a softmax s
+// (G - <s, G>). Where the softmax is taken over the chosen logits, these receive c w_j (gw_j - <gw, w>) as well. Through
+// logsumexp each receives its share of the exponentials.
+
+#pragma once
+
+#include "config.h"
+#include "function.cuh"
+
+namespace gbmoe {
+namespace {
+
+constexpr int kFunctionBackwardThreads = 128;
+constexpr int kMaxNumbersPerLane = 32;  // a CTA has no more than 48 KiB of shared memory unless it asks for it
+
+// The tensors of one call; those that are not given are null.
+struct FunctionGradients {
+  AnyNumbers logits_TE;
+  const int64_t* ids_TK;
+  const bool* padding_T;
+  AnyNumbers grad_scores_TE, grad_weights_TK;
+  const float* grad_logsumexp_T;
+  AnyNumbers grad_TE;
+};
+
+// What a token's slots send back: their experts, or -1 for none, and a number for each, in shared memory.
+struct SlotGradients {
+  int id[kMaxRouterSlots];
+  float part[kMaxRouterSlots], gradient[kMaxRouterSlots];
+};
+
+// Adds the gradients to row[id], one after the other where an expert has several slots, so that the order of the sum is fixed.
+template <int G> __device__ __forceinline__ void add_to_experts(const SlotGradients& of, int slots, int lane, float* row) {
+  bool twice = false;
+#pragma unroll 1
+  for (int slot = lane; slot < slots; slot += G) {
+#pragma unroll 1
+    for (int other = 0; other < slot; ++other) twice |= of.id[slot] >= 0 && of.id[slot] == of.id[other];
+  }
+  if (__any_sync(kFullWarp, twice)) {
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot)
+      if (lane == 0 && of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
+  } else {
+#pragma unroll 1
+    for (int slot = lane; slot < slots; slot += G)
+      if (of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
+  }
+  __syncwarp();
+}
+
+// Shared memory: two rows of floats for each token, of `numbers` for each lane.
+template <int G, int V>
+__global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_backward_kernel(
+    const FunctionGradients tensors, const RouterShape shape, const RouterFunction function, const int numbers) {
+  constexpr int kTokens = kFunctionBackwardThreads / G;
+  using Row = RouterRow<G, V>;
+  using Floats = typename Row::Floats;
+  extern __shared__ Vector<float, 4> function_rows[];
+  __shared__ SlotGradients of_slots[kTokens];
+  const int lane = threadIdx.x % G, own = threadIdx.x / G;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokens + own;
+  const bool live = token < shape.tokens;
+  const bool padding = live && tensors.padding_T && tensors.padding_T[token];
+  const int64_t first = (live ? token : 0) * shape.experts, first_slot = (live ? token : 0) * shape.slots;
+  float* const row = reinterpret_cast<float*>(function_rows) + own * (G * numbers);
+  float* const sent = row + kTokens * (G * numbers);  // what each expert's score receives
+
+  Row::load(tensors.logits_TE, first, shape.experts, numbers, lane, -INFINITY, row);
+  if (tensors.grad_scores_TE.data) {
+    Row::load(tensors.grad_scores_TE, first, shape.experts, numbers, lane, 0.0f, sent);
+  } else {
+    Row::each(numbers, lane, [&](int at) { *reinterpret_cast<Floats*>(sent + at) = Floats{}; });
+  }
+  // Only shares of exponentials need their sum.
+  const bool shares = function.is_softmax() || tensors.grad_logsumexp_T;
+  const float highest = shares ? Row::highest(numbers, lane, row) : 0.0f;
+  const float sum = shares ? Row::sum_of_exponentials(highest, numbers, lane, row) : 1.0f;
+  const Scoring scoring(function.kind, highest, sum);
+  const bool after = function.kind == RouterKind::kSoftmaxOfChosen;
+  __syncwarp();
+
+  SlotGradients& slots = of_slots[own];
+  if (tensors.grad_weights_TK.data) {
+    uint32_t highest_chosen = 0;
+#pragma unroll 1
+    for (int slot = lane; slot < shape.slots; slot += G) {
+      // An id that names no expert counts as none.
+      const int64_t expert = live ? tensors.ids_TK[first_slot + slot] : -1;
+      const bool exists = static_cast<uint64_t>(expert) < static_cast<uint64_t>(shape.experts);
+      slots.id[slot] = exists ? static_cast<int>(expert) : -1;
+      if (exists) highest_chosen = max(highest_chosen, order_of(row[expert]));
+    }
+    highest_chosen = group_max<G>(highest_chosen);
+    const Exponential<float, true> exponential(logit_of(highest_chosen));
+    float total = 0, inner = 0;
+#pragma unroll 1
+    for (int slot = lane; slot < shape.slots; slot += G) {
+      const int id = slots.id[slot];
+      float part = 0, gradient = 0;
+      if (id >= 0) {
+        part = after ? exponential(row[id]) : score_of(function.kind, highest, sum, row[id]);
+        gradient = tensors.grad_weights_TK.read(first_slot + slot) * function.scale;
+      }
+      slots.part[slot] = part;
+      slots.gradient[slot] = gradient;
+      total += part;
+      inner += gradient * part;
+    }
+    total = group_sum<G>(total) + (after ? 0.0f : function.epsilon);
+    inner = group_sum<G>(inner);
+#pragma unroll 1
+    for (int slot = lane; slot < shape.slots; slot += G) {
+      const float gradient = slots.gradient[slot];
+      if (after) slots.gradient[slot] = slots.part[slot] / total * (gradient - inner / total);
+      else if (function.normalize) slots.gradient[slot] = (gradient - inner / total) / total;
+    }
+    __syncwarp();
+    if (!after) add_to_experts<G>(slots, shape.slots, lane, sent);
+  }
+
+  float inner = 0;
+  if (function.is_softmax()) {
+    Row::each(numbers, lane, [&](int at) {
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        if (at + v < shape.experts) inner += scoring.share(row[at + v]) * sent[at + v];
+    });
+    inner = group_sum<G>(inner);
+  }
+  const float grad_logsumexp = live && tensors.grad_logsumexp_T ? tensors.grad_logsumexp_T[token] : 0.0f;
+  const bool in_two_steps = after && tensors.grad_weights_TK.data;
+  Row::each(numbers, lane, [&](int at) {
+    Floats result;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const float logit = row[at + v], received = sent[at + v];
+      if (function.is_softmax()) {
+        result.element[v] = scoring.share(logit) * (received - inner + grad_logsumexp);
+      } else {
+        result.element[v] = scoring.slope(logit, scoring(logit)) * received;
+        if (tensors.grad_logsumexp_T) result.element[v] += grad_logsumexp * scoring.share(logit);
+      }
+      if (padding) result.element[v] = 0.0f;
+    }
+    if (in_two_steps) *reinterpret_cast<Floats*>(sent + at) = result;
+    else if (live && at < shape.experts) Row::store(tensors.grad_TE, first, at, result);
+  });
+  if (!in_two_steps) return;
+  __syncwarp();
+  // An id of padding is -1.
+  add_to_experts<G>(slots, shape.slots, lane, sent);
+  Row::each(numbers, lane, [&](int at) {
+    if (live && at < shape.experts) Row::store(tensors.grad_TE, first, at, *reinterpret_cast<const Floats*>(sent + at));
+  });
+}
+
+}  // namespace
+}  // namespace gbmoe
