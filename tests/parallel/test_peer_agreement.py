@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import re
 import time
 import traceback
@@ -643,7 +644,8 @@ def worker(rank, world, device_type, store, results):
             results[rank, name] = None
         except Exception:
             results[rank, name] = traceback.format_exc()
-            break  # the ranks may no longer go together
+            time.sleep(2)  # in which others find the same
+            os._exit(1)  # the ranks may no longer go together: what waits for this one is ended
     peer_memory.release()
 
 
@@ -660,7 +662,7 @@ def results_of(tmp_path_factory):
     def start(device_type, world):
         with mp.Manager() as manager:
             results = manager.dict()
-            with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
+            with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):  # whose case says why
                 spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
             return dict(results)
 

@@ -427,7 +427,7 @@ def results_of(tmp_path_factory):
     def start(device_type, world):
         with mp.Manager() as manager:
             results = manager.dict()
-            with contextlib.suppress(mp.ProcessExitedException):  # whose case says why
+            with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):  # whose case says why
                 spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
             return dict(results)
 
