@@ -194,6 +194,7 @@ class Arrival:
         assert self._on_host is not None
         ranks = self._memory.ranks
         numbers = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
+        self._memory.board.check()  # before the header of a rank that has left the pass is read
         headers_WN = numbers[: ranks * peers.HEADER_NUMBERS].view(ranks, peers.HEADER_NUMBERS)
         if len(set(headers_WN[:, peers.DIGEST].tolist())) > 1:
             self._memory.refuse()

@@ -2,9 +2,10 @@
 
 Between ranks that map each other's memory a device waits for another's, and the host does not see it. So hosts have a page of memory that
 they share. A rank that leaves a pass early, by an exception between two barriers, says so there; every other rank sees it at its next
-barrier, pass or wait, and raises as well. Until then the barriers that it has begun stay open, so that no result of such a pass is read
-before the error. The next pass of each rank then begins with a recovery (PeerMemory.begin): all ranks meet, and close the barriers that
-some have begun and others have not.
+barrier, pass or wait, and raises as well. Whoever leaves begins the barriers that others have begun and it has not, so that no device
+waits for a rank that has left: a host that waits for its device, or for a collective on it, goes on. Nobody begins a barrier after that
+(`enters`), so that all ranks have begun equally many once each of them has seen the failure. The next pass of each rank then begins with
+a recovery (PeerMemory._recover), for which all ranks meet.
 
 A failure belongs to an epoch, and each recovery begins the next one. Writers and readers need no locks: each word has one writer, but for
 the page's first, to which all write the same, and a rank first writes what it does and then reads what others say.
@@ -34,7 +35,8 @@ _WHY = 2  # the text of why
 _FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, where the system has it as a folder
 # The words of a rank. The first CHANNELS count barriers that it has begun.
 _MEETINGS, _SAID, _NUMBER, _DIGEST, _FORWARDS = 2, 3, 5, 6, 8  # _SAID and _DIGEST are two: of even and of odd numbers
-_RECOVERS, _RECOVERED, _FAILED, _LOST, _WAS_LATE, _DIFFERS = 9, 10, 11, 12, 13, 14
+_RECOVERS, _RECOVERED, _FAILED, _LOST, _WAS_LATE, _DIFFERS, _ENTERS = 9, 10, 11, 12, 13, 14, 15
+_SECONDS_TO_ENTER = 1.0  # far more than a host takes that is not stopped
 
 
 class PassLost(CollectiveFailed):
@@ -150,22 +152,32 @@ class NoticeBoard:
     # ----------------------------------------------------------------------------------------------------------- waits
 
     def enters(self, channel: int) -> None:
-        """This rank begins one more barrier. Raises as `check` does, after which the barrier counts as begun."""
-        self._words[self._mine + channel] += 1
-        self.check()
+        """This rank begins one more barrier, unless `check` raises."""
+        words, at = self._words, self._mine
+        words[at + _ENTERS] = 1
+        try:
+            self.check()
+            words[at + channel] += 1
+        finally:
+            words[at + _ENTERS] = 0
 
-    def barriers(self, channel: int) -> int:
-        """The most barriers that any rank has begun."""
-        return max(self._words[at + channel] for at in self._at)
+    def most_barriers(self) -> list[int]:
+        """The most barriers that any rank has begun, by channel. After a failure no rank begins more, as those that have not seen it are
+        waited for where they are about to begin one."""
+        until = time.monotonic() + _SECONDS_TO_ENTER
+        while any(self._words[at + _ENTERS] for at in self._at) and time.monotonic() < until:
+            time.sleep(0)
+        return [max(self._words[at + channel] for at in self._at) for channel in range(CHANNELS)]
 
     def closes(self, channel: int, barriers: int) -> None:
-        """This rank has begun as many barriers, as part of a recovery."""
+        """This rank has begun as many barriers as others have begun in a pass that is lost."""
         self._words[self._mine + channel] = barriers
 
     def wait_in_barrier(self, channel: int) -> None:
         """Wait until all ranks have begun the barrier that this rank has begun last; where no device waits. Raises as `look` does."""
         mine = self._words[self._mine + channel]
         self._wait(lambda: all(self._words[at + channel] >= mine for at in self._at), self.look)
+        self.check()  # a rank that has left begins barriers, too
 
     def meet(self, said: int) -> list[int]:
         """Wait for all ranks, and return what each of them says: a number of 63 bits. Raises as `look` does."""

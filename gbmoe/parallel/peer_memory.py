@@ -8,8 +8,8 @@ memory at once.
 
 When the memory grows, the layers go on with new memory. That which a CUDA graph has captured is kept, as its replays go on using it.
 
-A pass that a rank leaves by an exception breaks the memory for all ranks: each of them raises (gbmoe.parallel.notice_board), and the next
-pass of each begins with all ranks together.
+A pass that a rank leaves by an exception breaks the memory for all ranks: each of them raises (gbmoe.parallel.notice_board), and begins
+the barriers that others have begun and it has not, so that no device waits for it. The next pass of each begins with all ranks together.
 
 Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert; N numbers
 of a header.
@@ -138,6 +138,7 @@ class PeerMemory:
         self._used_on: Any = None
         self._side: Any = None
         self._begun = [0] * CHANNELS  # barriers outside of graphs, by channel
+        self._begun_before = 0  # those of channel 0 that the passes before this one had
         self._in_pass = False
         self._captures = False  # whether a graph captures the pass
         self._forward_text = "\n"  # of the last forward
@@ -229,7 +230,8 @@ class PeerMemory:
         """
         if self._in_pass:  # within `meanwhile` or a hook, on one thread: barriers would be those of another pass
             raise RuntimeError("peer_experts: expected no layer with experts over the same group to be called inside another one's pass")
-        self._begin()
+        with self._closing_barriers():
+            self._begin()
         self._in_pass = True
         try:
             if backward_of is not None:
@@ -240,6 +242,7 @@ class PeerMemory:
             if self._in_pass:
                 if not self.board.told:  # by the board itself
                     self.board.fail(error)
+                self._close_barriers()
                 with contextlib.suppress(RuntimeError):  # of a device that is lost
                     self.end()
             raise
@@ -258,8 +261,10 @@ class PeerMemory:
 
     def _begin(self) -> None:
         captures = self._captures = self._capturing()
+        self._begun_before = self._begun[0]
         if not captures and self.board.must_recover():
             self._recover()
+            self._begun_before = self._begun[0]
         stream = self.stream()
         # A graph is replayed on streams that are not known here.
         if captures or self._kept or stream != self._used_on or (self._allocation is not None and self._allocation.captured):
@@ -294,13 +299,12 @@ class PeerMemory:
             PassLost, ValueError: where another rank has left a pass early.
         """
         if self._capturing():
-            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+            self._launch_barrier(channel)
             return
         self.board.enters(channel)
         self._begun[channel] += 1
-        if self.device.type == "cuda":
-            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
-        else:
+        self._launch_barrier(channel)
+        if self.device.type != "cuda":
             self.board.wait_in_barrier(channel)
 
     def side_stream(self) -> Any:
@@ -313,12 +317,19 @@ class PeerMemory:
         """`with memory.on(stream):` work goes to that stream."""
         return self._streams.stream(stream)
 
+    def check(self) -> None:
+        """Raise what later passes would raise: that another rank has left a pass early, or what passes have reported for which no host
+        waited. Waits for the device. Not within a pass."""
+        with self._closing_barriers():
+            self.board.check()
+        self.report.check()
+
     # ------------------------------------------------------------------------------------------------------- recoveries
 
     def _recover(self) -> None:
         """Go on after a failure, with all ranks together: no barrier is open any more, and none has been begun by some ranks alone. What
         ranks have agreed about is forgotten, as a part of them may have failed while they did."""
-        agreement.go_on(self.board.recover(self._close_barriers), self.group)
+        agreement.go_on(self.board.recover(self._end_passes), self.group)
         self.report.forget()
         self._set_aside()
         self._capacities.clear()
@@ -330,25 +341,61 @@ class PeerMemory:
         if allocation is not None and allocation.captured:
             self._kept.append(allocation)
 
-    def _close_barriers(self) -> None:
-        """Begin the barriers that other ranks have begun, and wait for this rank's device. Passes that were under way on other ranks then
-        end; they read NaN and no expert where this rank has not written."""
-        self.stream().wait_event(self._used)
-        most = [self.board.barriers(channel) for channel in range(CHANNELS)]
-        if self._allocation is not None and most != self._begun:
-            for memory in self._allocation.of_rank:
-                memory.fill_(0xFF)
-        for channel, barriers in enumerate(most):
-            if self.device.type == "cuda" and self._allocation is not None:
-                with self.on(self.side_stream() if channel else self.stream()):
-                    for _ in range(barriers - self._begun[channel]):
-                        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
-            self._begun[channel] = barriers
-            self.board.closes(channel, barriers)
+    def _end_passes(self) -> None:
+        """Wait until this rank's device has ended what it has begun of passes that are lost."""
+        self._close_barriers()
         done = torch.cuda.Event() if self.device.type == "cuda" else torch.cpu.Event()
+        self.stream().wait_event(self._used)
         self.stream().wait_stream(self.side_stream())
         done.record(self.stream())
         wait_for_ranks(done.query, self.group)
+
+    @contextlib.contextmanager
+    def _closing_barriers(self) -> Iterator[None]:
+        """Outside of passes: what is raised here tells this rank of a failure."""
+        try:
+            yield
+        except Exception:
+            self._close_barriers()
+            raise
+
+    def _close_barriers(self) -> None:
+        """After a failure, begin the barriers that other ranks have begun and this one has not. Passes that are under way on other ranks
+        then end; they read NaN and no expert where this rank has not written. Does not wait."""
+        if not self.board.is_broken or self._capturing():
+            return
+        most, begun = self.board.most_barriers(), self._begun
+        missing = [there - here for there, here in zip(most, begun)]
+        self._begun = most
+        with contextlib.suppress(RuntimeError):  # of a device that is lost
+            if any(missing) and self._allocation is not None:
+                self._meet_without_rows(self._allocation, missing, reached=begun[0] > self._begun_before)
+        for channel, barriers in enumerate(most):
+            self.board.closes(channel, barriers)
+
+    def _meet_without_rows(self, allocation: _Allocation, missing: list[int], reached: bool) -> None:
+        """Begin so many barriers of each channel, with 0xFF in all that this rank would have written. `reached`: whether it has begun a
+        barrier of this pass. Before that, another rank may still read what the pass before has brought it."""
+        stream, side = self.stream(), self.side_stream()
+        stream.wait_event(self._used)
+        allocation.own.fill_(0xFF)
+        if reached:
+            self._fill_others(allocation)
+        side.wait_stream(stream)
+        for channel, on in enumerate((stream, side)):
+            with self.on(on):
+                for number in range(missing[channel]):
+                    self._launch_barrier(channel)
+                    if not (reached or channel or number):
+                        self._fill_others(allocation)
+
+    def _fill_others(self, allocation: _Allocation) -> None:
+        for rank in self.others():
+            allocation.of_rank[rank].fill_(0xFF)
+
+    def _launch_barrier(self, channel: int) -> None:
+        if self.device.type == "cuda":
+            self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
 def capturing(device: torch.device) -> bool:
@@ -419,12 +466,12 @@ def release() -> None:
 
 def check_overflow() -> None:
     """Raise ValueError if a step since the last report had more rows on this rank than their bound, or was another one than that of other
-    ranks. Waits for the device.
+    ranks; RuntimeError if another rank has left one early. Waits for the device.
 
     Eager calls raise the same error by themselves in a later step. Replays of a CUDA graph cannot: call this after them.
     """
     for memory in _MEMORIES.values():
-        memory.report.check()
+        memory.check()
 
 
 def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:

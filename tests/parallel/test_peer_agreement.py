@@ -429,6 +429,48 @@ def an_exception_between_barriers_of_backward(rank):
             lost(rank, backward_and_more)
 
 
+def goes_on_at_once(rank, do, is_lost):
+    """`do` fails on rank 0. Before the next pass, all hosts wait for their devices, and for a collective; then the others know."""
+    told = False
+    try:
+        do()
+    except (Simulated, PassLost) as error:
+        told = True
+        assert isinstance(error, Simulated) == (rank == 0)
+    torch.get_device_module(DEVICE_TYPE).synchronize()
+    total = torch.ones((), device=device())
+    dist.all_reduce(total)
+    assert total.item() == WORLD
+    if not told:
+        assert rank and is_lost()
+        with pytest.raises(PassLost, match="rank 0 ended a pass early: Simulated: no memory is left"):
+            check_overflow() if rank == 1 else step(make(), rank)
+    for seed in (1, 2):
+        compare(step(make(), rank, seed=seed), expected(rank, seed=seed))
+
+
+@case
+def hosts_that_waited_for_their_devices_after_a_failure_of_another_hung(rank):
+    """Their devices waited in a barrier that the rank which had left did not begin."""
+    for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_exact": True}):
+        for module, name in ((peer_transport, "push_sums"), (peer_transport, "sum_of_ranks"), (expert_pass, "backward"),
+                             (expert_pass, "_give_back_dx")):
+            layer = make(**fields)
+            x, ids, weights, grad = mine(rank, tokens_of_ranks())
+            x.requires_grad_()
+            results = []
+
+            def do(layer=layer, x=x, ids=ids, weights=weights, grad=grad, results=results, module=module, name=name):
+                with pytest.MonkeyPatch.context() as patch:
+                    failing_once(patch, module, name, rank == 0)
+                    results.append(call(layer, x, ids, weights))
+                    results[0].backward(grad)
+                    results.append(x.grad)
+
+            step(layer, rank)
+            goes_on_at_once(rank, do, lambda name=name, results=results: name == "sum_of_ranks" or bool(results[-1].isnan().any()))
+
+
 @case
 def an_exception_in_what_runs_meanwhile(rank):
     layer = make()
