@@ -32,9 +32,15 @@ def draw(*shape, seed=0, device="cpu", dtype=torch.float32):
     return torch.randn(*shape, generator=exact_inputs.generator("cpu", seed)).to(dtype).to(device)
 
 
+def exact_sigmoid(x):
+    """PyTorch's own, but in float64, the oracle's dtype, a formula whose slope is exp(-x) s^2. That of torch.sigmoid is s (1 - s), which
+    loses as many bits as a score s near 1 leaves of 1 - s: its error is then many times that of what is tested."""
+    return 1 / (1 + (-x).exp()) if x.dtype == torch.float64 else x.sigmoid()
+
+
 def exact(logits, function, top_k, bias=None, ids=None):
     """(scores, weights, ids, logsumexp) as a formula that PyTorch differentiates."""
-    scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid,
+    scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": lambda: exact_sigmoid(logits),
               "sqrtsoftplus": lambda: torch.nn.functional.softplus(logits).sqrt()}[function.score]()
     if ids is None:
         by = scores.detach() if function.pre_softmax else logits.detach()
@@ -171,6 +177,24 @@ def test_forward_and_gradients(device, shape, dtype, name, replay):
         gradients = [torch.autograd.grad([outputs[of][i] for i in chosen], leaf, [grads[i].to(leaf.dtype) for i in chosen],
                                          retain_graph=True)[0] for of, leaf in (("got", logits), *leaves.items())]
         assert_as_accurate_as(*gradients, f"gradient through {chosen}", factor=3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_slopes_keep_their_bits_where_scores_round_to_one(device, dtype, score):
+    """Of each logit on its own, to a few units in the last place; the formulas that are expected add nothing but positive terms."""
+    logits = torch.linspace(-40, 40, 324, dtype=dtype, device=device).view(9, 36).requires_grad_()
+    got = route(logits, 8, function=RouterFunction(score))
+    x = logits.detach().double()
+    small = (-x.abs()).exp()
+    expected = small / (1 + small).square()
+    if score == "sqrtsoftplus":
+        expected = torch.where(x < 0, small, 1) / (1 + small) / (2 * (x.clamp(min=0) + small.log1p()).sqrt())
+    tolerance = dict(rtol=16 * torch.finfo(dtype).eps, atol=0)
+    of_scores, = torch.autograd.grad(got.scores_TE.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(of_scores.double(), expected, **tolerance)
+    of_weights, = torch.autograd.grad(got.weights_TK.sum(), logits)
+    torch.testing.assert_close(of_weights.double().gather(1, got.experts_TK), expected.gather(1, got.experts_TK), **tolerance)
 
 
 def vars_of(function):

@@ -148,6 +148,11 @@ def test_given_ids_may_name_no_expert_or_one_twice(emulated, function):
     functions.test_given_ids_may_name_no_expert_or_one_twice(CPU, function)
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_slopes_keep_their_bits_where_scores_round_to_one(emulated, score):
+    functions.test_slopes_keep_their_bits_where_scores_round_to_one(CPU, torch.float32, score)
+
+
 def test_weights_of_given_ids_far_below_the_highest_logit(emulated):
     functions.test_weights_of_given_ids_far_below_the_highest_logit(CPU)
 
