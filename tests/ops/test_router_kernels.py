@@ -113,7 +113,7 @@ def test_logits_that_differ_in_their_last_bits_or_lie_in_one_lane(emulated, expe
 
 
 @pytest.mark.parametrize("function", [
-    RouterFunction("sigmoid"), RouterFunction(num_groups=2, group_topk=1, group_best=1),
+    RouterFunction("sigmoid"), RouterFunction(num_groups=2, group_topk=1, group_best=1), RouterFunction(num_groups=2, group_topk=1),
     RouterFunction("sigmoid", num_groups=3, group_topk=2), RouterFunction(pre_softmax=False, num_groups=3, group_topk=2)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_order_of_a_few_logits(emulated, function, biased):
