@@ -13,7 +13,7 @@ from gbmoe import RouterFunction, extension
 from gbmoe.kernels import plain_router
 from gbmoe.ops import route, route_tokens
 from gbmoe.ops.router_softmax_topk import is_softmax_topk, kernels_take, route_backward, route_logits
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 DEEPSEEK = RouterFunction("sigmoid", num_groups=8, group_topk=4, normalize=1, epsilon=1e-20, scale=2.5)
@@ -559,6 +559,33 @@ def test_which_calls_are_a_softmax_alone():
     assert not is_softmax_topk(RouterFunction(), None, some, None) and not is_softmax_topk(RouterFunction("sigmoid"))
     assert not is_softmax_topk(RouterFunction(scale=2)) and not is_softmax_topk(RouterFunction(num_groups=2))
     assert is_softmax_topk(RouterFunction(num_groups=2, group_topk=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts, top_k", [(64, 8), (32, 12), (1024, 32)])
+@pytest.mark.parametrize("function", [RouterFunction(normalize=3.0), RouterFunction(pre_softmax=False), DEEPSEEK,
+                                      RouterFunction("sqrtsoftplus", normalize=2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("arguments", ["none", *ARGUMENTS])
+def test_a_step_can_be_captured(experts, top_k, function, dtype, arguments):
+    """Kernels or plain PyTorch, forward and backward: neither waits for the device, and a replay computes what a call does."""
+    given = tensors(ARGUMENTS.get(arguments, ()), 50, experts, top_k, "cuda")
+    logits = draw(50, experts, seed=1, device="cuda", dtype=dtype).requires_grad_()
+    grads = [draw(*shape, seed=seed, device="cuda") for seed, shape in enumerate(((50, experts), (50, top_k), (50,)))]
+
+    def step():
+        got = route(logits, top_k, function=function, **given)
+        outputs = got.scores_TE, got.weights_TK, got.logsumexp_T
+        gradient = torch.autograd.grad(outputs, logits, [grad.to(of.dtype) for grad, of in zip(grads, outputs)])
+        # A node of autograd that outlives its call would tie the next call to its stream.
+        return [t.detach() for t in (*got, *gradient)]
+
+    graph, captured = cuda_graphs.captured(step)
+    with torch.no_grad():
+        logits.copy_(draw(50, experts, seed=5, device="cuda"))
+    graph.replay()
+    for one, other in zip(captured, step()):
+        assert torch.equal(one, other)
 
 
 # Logits, scores and the logits' gradient.
