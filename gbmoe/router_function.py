@@ -26,7 +26,8 @@ class RouterFunction:
     4. The weights [T,K] are the scores of those chosen, without biases, divided by their p-norm plus epsilon, times scale. With
        `pre_softmax` False they are the softmax over the chosen logits instead, times scale.
 
-    Groups and experts that are worth the same are taken in order, the lower one first, and NaN ranks above every number.
+    Groups and experts that are worth the same are taken in order, the lower one first, and NaN ranks above every number. Scores and sums
+    are rounded to float32 (float64 of float64 logits): where two of them differ by that alone, which is larger depends on the device.
 
     Attributes:
         score: "softmax", "sigmoid" or "sqrtsoftplus".

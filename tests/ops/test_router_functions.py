@@ -13,7 +13,7 @@ from gbmoe import RouterFunction, extension
 from gbmoe.kernels import plain_router
 from gbmoe.ops import route, route_tokens
 from gbmoe.ops.router_softmax_topk import is_softmax_topk, kernels_take, route_backward, route_logits
-from gbmoe.testing import exact_inputs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
 DEEPSEEK = RouterFunction("sigmoid", num_groups=8, group_topk=4, normalize=1, epsilon=1e-20, scale=2.5)
@@ -32,9 +32,15 @@ def draw(*shape, seed=0, device="cpu", dtype=torch.float32):
     return torch.randn(*shape, generator=exact_inputs.generator("cpu", seed)).to(dtype).to(device)
 
 
+def exact_sigmoid(x):
+    """PyTorch's own, but in float64, the oracle's dtype, a formula whose slope is exp(-x) s^2. That of torch.sigmoid is s (1 - s), which
+    loses as many bits as a score s near 1 leaves of 1 - s: its error is then many times that of what is tested."""
+    return 1 / (1 + (-x).exp()) if x.dtype == torch.float64 else x.sigmoid()
+
+
 def exact(logits, function, top_k, bias=None, ids=None):
     """(scores, weights, ids, logsumexp) as a formula that PyTorch differentiates."""
-    scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid,
+    scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": lambda: exact_sigmoid(logits),
               "sqrtsoftplus": lambda: torch.nn.functional.softplus(logits).sqrt()}[function.score]()
     if ids is None:
         by = scores.detach() if function.pre_softmax else logits.detach()
@@ -173,6 +179,24 @@ def test_forward_and_gradients(device, shape, dtype, name, replay):
         assert_as_accurate_as(*gradients, f"gradient through {chosen}", factor=3.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_slopes_keep_their_bits_where_scores_round_to_one(device, dtype, score):
+    """Of each logit on its own, to a few units in the last place; the formulas that are expected add nothing but positive terms."""
+    logits = torch.linspace(-40, 40, 324, dtype=dtype, device=device).view(9, 36).requires_grad_()
+    got = route(logits, 8, function=RouterFunction(score))
+    x = logits.detach().double()
+    small = (-x.abs()).exp()
+    expected = small / (1 + small).square()
+    if score == "sqrtsoftplus":
+        expected = torch.where(x < 0, small, 1) / (1 + small) / (2 * (x.clamp(min=0) + small.log1p()).sqrt())
+    tolerance = dict(rtol=16 * torch.finfo(dtype).eps, atol=0)
+    of_scores, = torch.autograd.grad(got.scores_TE.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(of_scores.double(), expected, **tolerance)
+    of_weights, = torch.autograd.grad(got.weights_TK.sum(), logits)
+    torch.testing.assert_close(of_weights.double().gather(1, got.experts_TK), expected.gather(1, got.experts_TK), **tolerance)
+
+
 def vars_of(function):
     return {name: getattr(function, name) for name in ("score", "pre_softmax", "num_groups", "group_topk", "group_best", "normalize",
                                                        "epsilon", "scale")}
@@ -224,12 +248,18 @@ def test_a_norm_of_its_own_is_that_of_normalize():
 # --------------------------------------------------------------------------------------------------------------- hard choices
 
 
-def by_rule(logits, function, top_k, bias=None):
-    """The choice in Python's words: groups by worth, then experts by what they are ranked by, the lower one among equals; NaN first."""
+def by_rule(logits, function, top_k, bias=None, scores=None):
+    """The choice in Python's words: groups by worth, then experts by what they are ranked by, the lower one among equals; NaN first.
+
+    `scores` are those that the choice is made by, for groups whose sums differ by no more than the last bit of their scores.
+    """
     def key(value, index):
         return (0, 0, index) if math.isnan(value) else (1, -value, index)
 
-    by = logits if not function.pre_softmax or (bias is None and not function.has_groups) else plain_router.scores_of(logits, function)
+    if function.pre_softmax and (bias is not None or function.has_groups):
+        by = plain_router.scores_of(logits, function) if scores is None else scores
+    else:
+        by = logits
     by = by if bias is None else by + bias
     chosen = []
     for values in by.tolist():
@@ -251,14 +281,22 @@ def by_rule(logits, function, top_k, bias=None):
     RouterFunction("sqrtsoftplus", num_groups=6, group_topk=4, group_best=1)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_order_of_a_few_logits(device, function, biased):
-    """All ties, infinities and NaN among six experts whose logits are of few values."""
+    """All ties, infinities and NaN among six experts whose logits are of few values.
+
+    (a + 1/4) + b and (b + 1/4) + a are the same worth, but not the same float: which is larger depends on the last bits of the scores a
+    and b. So the choice is compared with that by the operator's own scores, and these with the exact ones.
+    """
     values = [0.0, 1.0, -math.inf, math.nan] if function.num_groups == 2 else [0.0, -1.0, 2.0]
     logits = torch.tensor(list(itertools.product(values, repeat=6)))
     bias = torch.tensor([0.0, 0.25, 0.0, 0.25, -0.5, 0.0]) if biased else None
     for top_k in (1, 2, 3):
         on = None if bias is None else bias.to(device)
-        got = route(logits.to(device), top_k, function=function, expert_bias=on).experts_TK.cpu()
-        assert torch.equal(got, by_rule(logits, function, top_k, bias)), top_k
+        scores, _, got, _ = (t.cpu() for t in route(logits.to(device), top_k, function=function, expert_bias=on))
+        assert torch.equal(got, by_rule(logits, function, top_k, bias, scores)), top_k
+        torch.testing.assert_close(scores, plain_router.scores_of(logits, function), rtol=1e-6, atol=0, equal_nan=True)
+        for value in values:  # equal logits have equal scores
+            of_value = scores.masked_fill(logits != value, -1), scores.masked_fill(logits != value, math.inf)
+            assert bool((of_value[0].amax(1) <= of_value[1].amin(1)).logical_or(scores.isnan().any(1)).all()), value
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -521,6 +559,33 @@ def test_which_calls_are_a_softmax_alone():
     assert not is_softmax_topk(RouterFunction(), None, some, None) and not is_softmax_topk(RouterFunction("sigmoid"))
     assert not is_softmax_topk(RouterFunction(scale=2)) and not is_softmax_topk(RouterFunction(num_groups=2))
     assert is_softmax_topk(RouterFunction(num_groups=2, group_topk=2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts, top_k", [(64, 8), (32, 12), (1024, 32)])
+@pytest.mark.parametrize("function", [RouterFunction(normalize=3.0), RouterFunction(pre_softmax=False), DEEPSEEK,
+                                      RouterFunction("sqrtsoftplus", normalize=2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("arguments", ["none", *ARGUMENTS])
+def test_a_step_can_be_captured(experts, top_k, function, dtype, arguments):
+    """Kernels or plain PyTorch, forward and backward: neither waits for the device, and a replay computes what a call does."""
+    given = tensors(ARGUMENTS.get(arguments, ()), 50, experts, top_k, "cuda")
+    logits = draw(50, experts, seed=1, device="cuda", dtype=dtype).requires_grad_()
+    grads = [draw(*shape, seed=seed, device="cuda") for seed, shape in enumerate(((50, experts), (50, top_k), (50,)))]
+
+    def step():
+        got = route(logits, top_k, function=function, **given)
+        outputs = got.scores_TE, got.weights_TK, got.logsumexp_T
+        gradient = torch.autograd.grad(outputs, logits, [grad.to(of.dtype) for grad, of in zip(grads, outputs)])
+        # A node of autograd that outlives its call would tie the next call to its stream.
+        return [t.detach() for t in (*got, *gradient)]
+
+    graph, captured = cuda_graphs.captured(step)
+    with torch.no_grad():
+        logits.copy_(draw(50, experts, seed=5, device="cuda"))
+    graph.replay()
+    for one, other in zip(captured, step()):
+        assert torch.equal(one, other)
 
 
 # Logits, scores and the logits' gradient.

@@ -113,7 +113,7 @@ def test_logits_that_differ_in_their_last_bits_or_lie_in_one_lane(emulated, expe
 
 
 @pytest.mark.parametrize("function", [
-    RouterFunction("sigmoid"), RouterFunction(num_groups=2, group_topk=1, group_best=1),
+    RouterFunction("sigmoid"), RouterFunction(num_groups=2, group_topk=1, group_best=1), RouterFunction(num_groups=2, group_topk=1),
     RouterFunction("sigmoid", num_groups=3, group_topk=2), RouterFunction(pre_softmax=False, num_groups=3, group_topk=2)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_order_of_a_few_logits(emulated, function, biased):
@@ -146,6 +146,11 @@ def test_what_the_operator_promises(emulated, name):
 @pytest.mark.parametrize("function", [RouterFunction(normalize=1), RouterFunction(pre_softmax=False), functions.DEEPSEEK], ids=str)
 def test_given_ids_may_name_no_expert_or_one_twice(emulated, function):
     functions.test_given_ids_may_name_no_expert_or_one_twice(CPU, function)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_slopes_keep_their_bits_where_scores_round_to_one(emulated, score):
+    functions.test_slopes_keep_their_bits_where_scores_round_to_one(CPU, torch.float32, score)
 
 
 def test_weights_of_given_ids_far_below_the_highest_logit(emulated):
