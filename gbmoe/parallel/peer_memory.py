@@ -375,19 +375,20 @@ class PeerMemory:
 
     def _meet_without_rows(self, allocation: _Allocation, missing: list[int], reached: bool) -> None:
         """Begin so many barriers of each channel, with 0xFF in all that this rank would have written. `reached`: whether it has begun a
-        barrier of this pass. Before that, another rank may still read what the pass before has brought it."""
-        stream, side = self.stream(), self.side_stream()
-        stream.wait_event(self._used)
-        allocation.own.fill_(0xFF)
-        if reached:
-            self._fill_others(allocation)
-        side.wait_stream(stream)
-        for channel, on in enumerate((stream, side)):
-            with self.on(on):
-                for number in range(missing[channel]):
-                    self._launch_barrier(channel)
-                    if not (reached or channel or number):
-                        self._fill_others(allocation)
+        barrier of this pass. Before that, another rank may still read what the pass before has brought it.
+
+        No stream waits for the other: another rank's may be the one that has to go on first. What others read after a barrier of channel 1
+        is this rank's own memory.
+        """
+        for channel, stream in enumerate((self.stream(), self.side_stream())):
+            if missing[channel]:
+                stream.wait_event(self._used)
+                with self.on(stream):
+                    allocation.own.fill_(0xFF)
+                    for number in range(missing[channel]):
+                        if channel == 0 and number == (0 if reached else 1):
+                            self._fill_others(allocation)
+                        self._launch_barrier(channel)
 
     def _fill_others(self, allocation: _Allocation) -> None:
         for rank in self.others():
