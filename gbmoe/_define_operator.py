@@ -1,70 +1,24 @@
 """One way to register an operator with torch.library: schema, kernels, fake, gradient and autocast rule in one call.
 
-Some private names of torch make a call cheap; they are looked up once, when this is imported. With a torch that lacks one, every call
-goes through the dispatcher, and gradients and autocast are registered by torch's public functions alone: the results are the same, and
-a call takes some 10 us longer.
+Some private names of torch make a call cheap (_torch_names.py). With a torch that lacks one the results are the same, and a call takes some
+10 us longer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from gbmoe import _torch_names as names
 from gbmoe._checks import PLAIN
 from gbmoe._flop_counter import add_formula, hand_over
 
 _Function = TypeVar("_Function", bound=Callable)
 
 _LIBRARY = torch.library.Library("gbmoe", "FRAGMENT")
-
-
-def _private(name: str) -> Any:
-    """torch.`name`, a private name, or None where this torch has none."""
-    found: Any = torch
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-# Tells whether any input needs a gradient.
-_any_requires_grad = _private("_C._any_requires_grad")
-
-# Computes an operator below autograd, inside the autograd.Function that is its gradient.
-_below_autograd = _private("_C._AutoDispatchBelowAutograd")
-_after_autograd_keyset = _private("_C._after_autograd_keyset")
-_OpOverload = _private("_ops.OpOverload")
-
-# Tells whether autocast is on for any type of device, and turns it off for all.
-_is_any_autocast_enabled = _private("_C._is_any_autocast_enabled")
-_DisableAutocast = _private("_C._DisableAutocast")
-
-# What tells whether anything would intercept a call. Levels and flags are variables of their modules: whether they exist is found out
-# here; their values are read at each call.
-_is_tracing = _private("_C._is_tracing")
-_profiler_enabled = _private("_C._autograd._profiler_enabled")
-_len_torch_dispatch_stack = _private("_C._len_torch_dispatch_stack")
-_len_torch_function_stack = _private("_C._len_torch_function_stack")
-_is_legacy_batchedtensor = _private("_C._functorch.is_legacy_batchedtensor")
-_peek_interpreter_stack = _private("_C._functorch.peek_interpreter_stack")
-_is_fwd_grad_enabled = _private("_C._is_fwd_grad_enabled")
-_forward_ad, _profiler = torch.autograd.forward_ad, torch.autograd.profiler
-_HAS_LEVELS = hasattr(_forward_ad, "_current_level")
-_HAS_PROFILER_FLAG = hasattr(_profiler, "_is_profiler_enabled")
-
-
-def _has(*found: Any) -> bool:
-    return all(value is not None for value in found)
-
-
-_REGISTERS_AUTOGRAD = _has(_any_requires_grad, _below_autograd, _after_autograd_keyset) and hasattr(_OpOverload, "redispatch")
-_DISABLES_AUTOCAST = _has(_is_any_autocast_enabled, _DisableAutocast)
-_SEES_WATCHERS = _HAS_LEVELS and _has(
-    _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack, _is_legacy_batchedtensor, _peek_interpreter_stack)
-_CALLS_KERNELS = _REGISTERS_AUTOGRAD and _SEES_WATCHERS and _HAS_PROFILER_FLAG and _has(_profiler_enabled)
 
 
 def positions(schema: str) -> dict[str, int]:
@@ -128,17 +82,17 @@ def define(
             add_formula(getattr(torch.ops.gbmoe, name), flops)
         operator = getattr(torch.ops.gbmoe, name).default
         function = None
-        if backward is not None and _REGISTERS_AUTOGRAD:
+        if backward is not None and names.REGISTERS_AUTOGRAD:
             function, differentiable = _differentiable(operator, reference, backward, setup_context)
             _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
         elif backward is not None:
             torch.library.register_autograd(f"gbmoe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-        elif _REGISTERS_AUTOGRAD:
+        elif names.REGISTERS_AUTOGRAD:
             _LIBRARY.impl(name, functools.partial(_below_autograd_kernel, operator), "Autograd", with_keyset=True)
         elif not schema.endswith("-> ()"):
             torch.library.register_autograd(f"gbmoe::{name}", _no_gradients, setup_context=_mark_non_differentiable, lib=_LIBRARY)
         if autocast:
-            for device_type, key in zip(_AUTOCASTS, ("AutocastCUDA", "AutocastCPU")):
+            for device_type, key in zip(names.AUTOCASTS, ("AutocastCUDA", "AutocastCPU")):
                 _LIBRARY.impl(name, _autocast_kernel(operator, device_type, frozenset(position_of[argument] for argument in autocast)), key)
         return operator, function
 
@@ -152,17 +106,17 @@ def define(
             if not torch.compiler.is_compiling():
                 if flops is not None:
                     hand_over()
-                if not _REGISTERS_AUTOGRAD:
+                if not names.REGISTERS_AUTOGRAD:
                     _refuse_tangents(operator, inputs)  # torch.library.register_autograd would lose them silently
                 if takes_sizes:
                     refuse_jit_tracing(f"gbmoe::{name}")
             if by_host is not None and inputs[0].is_cuda and waits(*inputs):
                 return by_host(*inputs)
             return operator(*inputs)
-        if torch.is_grad_enabled() and _any_requires_grad(*inputs):
+        if torch.is_grad_enabled() and names.any_requires_grad(*inputs):
             if function is not None:
                 return function.apply(*inputs, None)
-            with _below_autograd():
+            with names.below_autograd():
                 return reference(*inputs)
         return reference(*inputs)
 
@@ -177,24 +131,12 @@ def without_autocast(function: _Function) -> _Function:
     """
     @functools.wraps(function)
     def call(*args):
-        if not (_is_any_autocast_enabled() if _DISABLES_AUTOCAST else any(map(torch.is_autocast_enabled, _AUTOCASTS))):
+        if not names.is_any_autocast_enabled():
             return function(*args)
-        with _autocast_off():
+        with names.autocast_off():
             return function(*args)
 
     return call  # type: ignore[return-value]
-
-
-_AUTOCASTS = ("cuda", "cpu")  # the types of devices for which operators have rules
-
-
-def _autocast_off() -> contextlib.AbstractContextManager:
-    if _DISABLES_AUTOCAST:
-        return _DisableAutocast()
-    stack = contextlib.ExitStack()
-    for device_type in _AUTOCASTS:
-        stack.enter_context(torch.autocast(device_type, enabled=False))
-    return stack
 
 
 def _is_unseen(inputs: tuple) -> bool:
@@ -204,25 +146,25 @@ def _is_unseen(inputs: tuple) -> bool:
     ExecutionTraceObserver without a profiler cannot be detected.
     """
     # Asked first, because a compiler would trace all that follows.
-    if not _CALLS_KERNELS or torch.compiler.is_compiling() or not inputs[0].is_cuda or torch.is_autocast_enabled("cuda"):
+    if not names.CALLS_KERNELS or torch.compiler.is_compiling() or not inputs[0].is_cuda or torch.is_autocast_enabled("cuda"):
         return False
-    return not (_profiler_enabled() or _profiler._is_profiler_enabled or is_watched(*inputs))
+    return not (names.profiler_enabled() or names.profiler._is_profiler_enabled or is_watched(*inputs))
 
 
 def is_watched(*inputs: object) -> bool:
     """True where something would intercept operators on these inputs: a compiler or torch.jit that traces, a mode, a transform of
     torch.func, a tensor subclass, the meta device, or forward-mode derivatives; and always where this torch cannot tell.
     """
-    if torch.compiler.is_compiling() or not _SEES_WATCHERS or _is_tracing():
+    if torch.compiler.is_compiling() or not names.SEES_WATCHERS or names.is_tracing():
         return True
-    if _len_torch_dispatch_stack() or _len_torch_function_stack():
+    if names.len_torch_dispatch_stack() or names.len_torch_function_stack():
         return True
-    if may_be_transformed() or _forward_ad._current_level >= 0:
+    if may_be_transformed() or names.forward_ad._current_level >= 0:
         return True
     # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
     # meta device have no numbers to compute with.
     return any(isinstance(t, torch.Tensor)
-               and (type(t) not in PLAIN or t.is_neg() or t.is_meta or _is_legacy_batchedtensor(t)) for t in inputs)
+               and (type(t) not in PLAIN or t.is_neg() or t.is_meta or names.is_legacy_batchedtensor(t)) for t in inputs)
 
 
 def refuse_jit_tracing(what: str) -> None:
@@ -237,14 +179,14 @@ def may_be_transformed() -> bool:
     """True inside a transform of torch.func, where a tensor may hide that an outer one requires a gradient; and always where this
     torch cannot tell.
     """
-    return not torch.compiler.is_compiling() and (_peek_interpreter_stack is None or _peek_interpreter_stack() is not None)
+    return not torch.compiler.is_compiling() and (names.peek_interpreter_stack is None or names.peek_interpreter_stack() is not None)
 
 
 def may_be_batched(tensor: torch.Tensor) -> bool:
     """True for a gradient that autograd batches (is_grads_batched), which operators that write to their argument do not take; and
     always where this torch cannot tell.
     """
-    return _is_legacy_batchedtensor is None or _is_legacy_batchedtensor(tensor)
+    return names.is_legacy_batchedtensor is None or names.is_legacy_batchedtensor(tensor)
 
 
 def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward: Callable,
@@ -258,8 +200,8 @@ def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward:
     def below(keyset, *inputs):
         if keyset is None:
             return direct(*inputs)
-        with _below_autograd():
-            return operator.redispatch(keyset & _after_autograd_keyset, *inputs)
+        with names.below_autograd():
+            return operator.redispatch(keyset & names.after_autograd_keyset, *inputs)
 
     def forward(ctx, *inputs_and_keyset):
         *inputs, keyset = inputs_and_keyset
@@ -276,8 +218,8 @@ def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward:
 
     def kernel(keyset, *inputs):
         _refuse_tangents(operator, inputs)
-        if torch.is_grad_enabled() and _any_requires_grad(*inputs):
-            if _peek_interpreter_stack is not None and may_be_transformed():
+        if torch.is_grad_enabled() and names.any_requires_grad(*inputs):
+            if names.peek_interpreter_stack is not None and may_be_transformed():
                 raise NotImplementedError(f"{operator.name()}: torch.func.grad, vjp and what is built from them are not supported,"
                                           " use torch.autograd")
             return function.apply(*inputs, keyset)
@@ -289,8 +231,8 @@ def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward:
 def _below_autograd_kernel(operator: torch._ops.OpOverload, keyset, *inputs):
     """The Autograd kernel of an operator that is not differentiable. Without one, what plain PyTorch computes inside would be recorded, and
     torch would mark other results as needing a gradient that does not exist."""
-    with _below_autograd():
-        return operator.redispatch(keyset & _after_autograd_keyset, *inputs)
+    with names.below_autograd():
+        return operator.redispatch(keyset & names.after_autograd_keyset, *inputs)
 
 
 def _mark_non_differentiable(ctx, inputs, output) -> None:
@@ -303,11 +245,11 @@ def _no_gradients(ctx, *grads):
 
 def _refuse_tangents(operator: torch._ops.OpOverload, inputs: tuple) -> None:
     """Raise where an input carries a derivative in forward mode, which would be lost silently."""
-    if _HAS_LEVELS and _forward_ad._current_level < 0:
+    if names.HAS_LEVELS and names.forward_ad._current_level < 0:
         return
-    if _is_fwd_grad_enabled is not None and not _is_fwd_grad_enabled():
+    if names.is_fwd_grad_enabled is not None and not names.is_fwd_grad_enabled():
         return
-    if any(isinstance(t, torch.Tensor) and _forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+    if any(isinstance(t, torch.Tensor) and names.forward_ad.unpack_dual(t).tangent is not None for t in inputs):
         raise NotImplementedError(f"{operator.name()}: differentiation in forward mode (torch.func.jvp, torch.autograd.forward_ad)"
                                   " is not supported, use torch.autograd's backward mode")
 
@@ -325,7 +267,7 @@ def _autocast_kernel(operator, device_type: str, positions: frozenset[int]) -> C
 
     def kernel(*args):
         operands = [cast(position, value) for position, value in enumerate(args)]
-        with _autocast_off():
+        with names.autocast_off():
             return operator(*operands)
 
     return kernel

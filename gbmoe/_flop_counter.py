@@ -13,15 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch
+
+from gbmoe._torch_names import dispatch_modes
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[torch._ops.OpOverloadPacket, Callable[..., int]] = {}
-
-# The modes that see the next operator. A torch without this private name tells none: then hand_over reaches the counters that are made
-# after it, and no others.
-_active_modes: Callable[[], Any] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", tuple)
-
 
 def add_formula(operator: torch._ops.OpOverloadPacket, formula: Callable[..., int]) -> None:
     """Keep the formula of an operator, which is given shapes where the operator is given tensors."""
@@ -45,7 +41,8 @@ def hand_over() -> None:
     if count_mode is None:
         return
     _register(counter)
-    for mode in _active_modes():
+    # A torch that tells no modes reaches the counters that are made after this alone.
+    for mode in dispatch_modes():
         counting = getattr(mode, "counter", None)
         if isinstance(counting, count_mode):
             for operator in _formulas:

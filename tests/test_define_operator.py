@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import gbmoe
-from gbmoe import _define_operator, engines
+from gbmoe import _define_operator, _torch_names, engines
 from gbmoe.compat import transformer_engine
 from gbmoe.compat.megablocks import ops as megablocks
 from gbmoe.float8 import quantize_rows, quantize_weights
@@ -556,26 +556,39 @@ def test_a_trace_that_would_make_sizes_constants_is_refused(device):
 
 
 def private_names():
-    """The names that the module looks up in torch, without `torch.`."""
-    source = inspect.getsource(_define_operator)
-    flags = [f"autograd.{module}.{name}" for module, name in re.findall(r'hasattr\(_(forward_ad|profiler), "(\w+)"\)', source)]
+    """The names that gbmoe looks up in torch when it is imported, without `torch.`."""
+    source = inspect.getsource(_torch_names)
+    flags = [f"autograd.{module}.{name}" for module, name in re.findall(r'hasattr\((forward_ad|profiler), "(\w+)"\)', source)]
     assert len(flags) == 2
     return [*re.findall(r'_private\("([\w.]+)"\)', source), "_ops.OpOverload.redispatch", *flags]
 
 
+PUBLIC = r"torch\.(_check|_assert_async|ops\.aten\._unsafe_view(\.default)?|distributed\._symmetric_memory)$"  # but for their names
+
+
 def test_private_names_are_asked_for_in_one_place():
     """One place is what lets the test below take them all away. Annotations, which are not evaluated, may contain them."""
-    tree = ast.parse(inspect.getsource(_define_operator))
-    annotations = [part for node in ast.walk(tree) for part in (getattr(node, "annotation", None), getattr(node, "returns", None)) if part]
-    left_out = {id(node) for annotation in annotations for node in ast.walk(annotation)}
-    used = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in left_out]
-    assert [name for name in used if re.match(r"(torch|operator)\b.*\._[a-z]", name, re.IGNORECASE)] == []
+    package, used = Path(gbmoe.__file__).parent, []
+    for file in package.rglob("*.py"):
+        if file == Path(_torch_names.__file__) or file.parent.name in ("peers", "testing"):
+            continue
+        tree = ast.parse(file.read_text())
+        annotations = [part for node in ast.walk(tree) for part in (getattr(node, "annotation", None), getattr(node, "returns", None))]
+        left_out = {id(node) for annotation in annotations if annotation for node in ast.walk(annotation)}
+        nodes = [node for node in ast.walk(tree) if id(node) not in left_out]
+        found = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+        found += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        from_modules = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        found += [f"{node.module}.{alias.name}" for node in from_modules for alias in node.names]
+        used += [(file.name, name) for name in found if re.match(r"(torch|operator|dist)\b.*\._[a-z]", name, re.IGNORECASE)
+                 and not re.match(PUBLIC, name)]
+    assert used == []
 
 
 def test_a_torch_without_one_of_its_private_names(device):
     """Calls raised AttributeError. Gradients, autocast and what is refused are as ever, to the bit; nothing is looked for at a call."""
     names = private_names()
-    command = [sys.executable, "-m", "tests.without_private_names", _define_operator.__name__, device.type, *names]
+    command = [sys.executable, "-m", "tests.without_private_names", _torch_names.__name__, device.type, *names]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)

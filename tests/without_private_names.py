@@ -1,6 +1,6 @@
 """What operators compute with a torch that lacks a private name: python -m tests.without_private_names MODULE DEVICE NAME ...
 
-MODULE, which registers the operators, sees a torch without torch.NAME; torch itself keeps it. Operators can be registered only once in
+MODULE, which looks the names up, sees a torch without torch.NAME; torch itself keeps it. Operators can be registered only once in
 a process, so each name is tried in a fork. Prints JSON: for each NAME, and for "" (nothing missing), the digest of all results and
 those of MODULE's variables that are None, True or False.
 """

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, require
+from gbmoe._torch_names import wraps_tensors
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import ClampedSilu, activation_name
@@ -234,7 +234,7 @@ _LAYOUTS = {(gate_up, transposed): WeightLayout(gate_up, up_transposed=transpose
 def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:
     """The parameter `name`. Raises TypeError where it does not hold plain numbers to multiply by."""
     tensor = getattr(module, name)
-    usable = tensor.dtype in FLOATING and not is_traceable_wrapper_subclass(tensor)
+    usable = tensor.dtype in FLOATING and not wraps_tensors(tensor)
     require(usable, _NAME, f"{type(module).__name__}.{name}", "a plain tensor of bfloat16, float16, float32 or float64"
             " (choose another experts_implementation for quantised experts)",
             f"{type(tensor).__name__} of {tensor.dtype}", TypeError)

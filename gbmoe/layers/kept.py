@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gbmoe import _torch_names
 from gbmoe._checks import require
 
 
@@ -40,48 +41,6 @@ class _Chains(threading.local):
         every.append(self.own)
 
 
-def _in_a_checkpoint() -> bool:
-    """Whether torch.compile, while it traces, is inside the function of exactly one torch.utils.checkpoint.
-
-    Items kept inside nested checkpoints, or inside torch's other higher-order operators, cannot leave them.
-    """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
-        return tracer.description == "torch.utils.checkpoint.checkpoint" and tracer.parent.parent is None
-    except (AttributeError, ImportError):  # this torch has other names for them: the graph breaks here, as at any side effect
-        return False
-
-
-def _begins_without_gradients() -> bool:
-    """Whether gradients were off when the frame began that torch.compile traces; its graph is guarded by that."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-        state: Any = InstructionTranslator.current_tx().output.tracing_context.global_context.global_state
-        return not state["grad_enabled"][1]
-    except (AttributeError, ImportError, KeyError):  # this torch has other names for it
-        return True
-
-
-def _is_transformed() -> bool:
-    """Whether this is inside a transform of torch.func, such as torch.vmap."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-# torch.compile calls these functions instead of tracing them. The attribute is what torch.compiler.assume_constant_result sets.
-for _function in (_in_a_checkpoint, _begins_without_gradients, _is_transformed):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _current_trace() -> Any:
-    """What traces eager calls at this moment: torch.jit's state, or the mode of fake tensors, as under torch.export; None for nothing."""
-    if torch._C._is_tracing():
-        return torch._C._get_tracing_state()
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return torch._guards.detect_fake_mode()
-    return None
-
-
 def _loses_gradient() -> bool:
     """Whether this is a function that the reentrant torch.utils.checkpoint, or one like it, runs without gradients and will repeat.
 
@@ -89,8 +48,7 @@ def _loses_gradient() -> bool:
     """
     if torch.is_inference_mode_enabled():
         return False
-    is_forward_mode_enabled = getattr(torch._C, "_is_fwd_grad_enabled", None)
-    return is_forward_mode_enabled is None or not is_forward_mode_enabled()
+    return _torch_names.is_fwd_grad_enabled is None or not _torch_names.is_fwd_grad_enabled()
 
 
 _PILE = 128  # items of one layer without a clear, which is more than the micro-batches of a step
@@ -122,18 +80,17 @@ class Kept:
     def append(self, item: Any, source: object | None = None) -> None:
         """Keep one more item, of the layer that `source` stands for."""
         if torch.compiler.is_dynamo_compiling():
-            if _is_transformed():
+            if _torch_names.is_transformed():
                 return
-            loses_gradient = not torch.is_grad_enabled() and _begins_without_gradients()
-            if _in_a_checkpoint():
-                # A checkpoint's function may have no side effects except those allowed here. The kept item becomes an additional result
-                # of the function, and backward repeats its operators alone.
-                torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(
-                    self._append, item, source, loses_gradient, None)
+            loses_gradient = not torch.is_grad_enabled() and _torch_names.begins_without_gradients()
+            # Items kept inside nested checkpoints, or inside torch's other higher-order operators, cannot leave them.
+            if _torch_names.is_in_a_checkpoint():
+                # The kept item becomes an additional result of the function, and backward repeats its operators alone.
+                _torch_names.with_side_effects(self._append, item, source, loses_gradient, None)
             else:
                 self._append(item, source, loses_gradient, None)
-        elif torch._C._current_graph_task_id() == -1 and torch._C._functorch.peek_interpreter_stack() is None:
-            self._append(item, source, not torch.is_grad_enabled() and _loses_gradient(), _current_trace())
+        elif not _torch_names.is_in_backward() and not _torch_names.is_transformed():
+            self._append(item, source, not torch.is_grad_enabled() and _loses_gradient(), _torch_names.current_trace())
             self._appended += 1
             if self._appended >= self._look_at:
                 self._look_for_a_pile()
@@ -194,7 +151,7 @@ class Kept:
                     " frozen in evaluation mode)", "some that were kept while gradients were off")
 
     def _links(self) -> list[_Link]:
-        trace = None if torch.compiler.is_dynamo_compiling() else _current_trace()
+        trace = None if torch.compiler.is_dynamo_compiling() else _torch_names.current_trace()
         return [link for link in self._every_link() if link.trace is trace]
 
     def _every_link(self) -> list[_Link]:

@@ -10,11 +10,8 @@ import warnings
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.module import _has_any_global_hook
 
-from gbmoe import engines
+from gbmoe import _torch_names, engines
 from gbmoe._checks import PLAIN, autocast_enabled, require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Source
@@ -97,7 +94,7 @@ class LearnedRouter(torch.nn.Module):
             given |= {"function": self._function or args.router_function, "expert_bias": expert_bias}
         else:
             given["normalize"] = args.moe_normalize_expert_weights or None
-        if engine is None and (not plain or args.moe_router_dtype == "bf16" or _has_any_global_hook()):
+        if engine is None and (not plain or args.moe_router_dtype == "bf16" or _torch_names.has_global_hooks()):
             logits_TE = self._logits(x_TH, plain)
             self._require_experts(logits_TE.shape)
             return route(logits_TE, top_k, **given), logits_TE.dtype
@@ -157,7 +154,7 @@ def _is_plain_linear(layer: torch.nn.Module, with_bias: bool) -> bool:
 
 
 # Weights of other types (DTensor, quantised ones) have products of their own.
-_PLAIN_PARAMETERS = {*PLAIN, FakeTensor, FunctionalTensor, type(None)}
+_PLAIN_PARAMETERS = {*PLAIN, *_torch_names.FAKES, type(None)}
 
 
 def _as_weight(layer: torch.nn.Module, x_TH: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gbmoe import _torch_names
 from gbmoe._define_operator import define
 from gbmoe.parallel import groups
 from gbmoe.parallel.host_copy import to_device
@@ -175,20 +176,14 @@ def refusal(texts: Sequence[str], group: dist.ProcessGroup | None) -> ValueError
     return ValueError(PASSES_DIFFER + "; ".join(groups.differences([in_words(text) for text in texts], group)))
 
 
-def _saved_tensors_hooks() -> tuple | None:
-    """The functions through which saved tensors pass now, or None; also where this torch does not tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None or torch.compiler.is_compiling() else top(True)
-
-
 def saved_tensors_are_packed() -> bool:
     """Whether something takes saved tensors away and brings others back, as torch.utils.checkpoint does, which compares their shapes."""
-    return _saved_tensors_hooks() is not None
+    return _torch_names.saved_tensors_hooks() is not None
 
 
 def _is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint packs what is saved now, or repeats it. False where this torch does not tell."""
-    hooks = _saved_tensors_hooks()
+    hooks = _torch_names.saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
@@ -200,13 +195,8 @@ def _is_checkpointed() -> bool:
 EVERY = Needs(True, True, True)
 
 
-def _named(group_name: str) -> dist.ProcessGroup:
-    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  # what torch's own functional collectives do
-    return resolve(group_name)
-
-
 def _begin(like: torch.Tensor, group_name: str, layer: int, path: str, records: bool) -> torch.Tensor:
-    group = _named(group_name)
+    group = _torch_names.process_group(group_name)
     needs = EVERY if records else Needs(False, False, False)
     with torch.set_grad_enabled(records):
         header = begin(layer, path, needs, group, in_graph=True)
@@ -214,7 +204,7 @@ def _begin(like: torch.Tensor, group_name: str, layer: int, path: str, records: 
 
 
 def _check(messages: torch.Tensor, group_name: str) -> torch.Tensor:
-    check(messages[:, :NUMBERS].amax(0).tolist(), _named(group_name))
+    check(messages[:, :NUMBERS].amax(0).tolist(), _torch_names.process_group(group_name))
     return messages[:, NUMBERS:].clone()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gbmoe import _torch_names
 from gbmoe._checks import require
 from gbmoe.parallel import roll_call
 
@@ -110,7 +111,7 @@ def _can_be_made(group: dist.ProcessGroup, asked: int | None, size: int | None) 
     different names. Raises ValueError where the caller asked for nodes.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    each = of_all_ranks_unless_alike((size, len(dist.distributed_c10d._world.pg_names), local), group, "finding nodes")
+    each = of_all_ranks_unless_alike((size, _torch_names.number_of_process_groups(), local), group, "finding nodes")
     sizes, counts, locals_ = zip(*each) if each is not None else ((), (), ())
     if len(set(sizes)) <= 1 and (size is None or len(set(counts)) <= 1):
         return size is not None

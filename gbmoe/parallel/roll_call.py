@@ -42,6 +42,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gbmoe import _torch_names
+
 _PERIOD_SECONDS = 0.2  # how often the thread looks for calls
 _LOOKS_PER_SECOND = 8192  # of all ranks together, at most: the store has to answer them
 _CLOSING_SECONDS = 0.3  # in which a process that ends closes all its connections, of which a failed collective saw one
@@ -110,7 +112,7 @@ class RollCall:
     def _begin(self) -> None:
         """Start the thread that answers. Where that cannot be, collectives work without it, and their errors name no rank."""
         try:
-            default_store: Any = dist.distributed_c10d._get_default_store()
+            default_store: Any = _torch_names.default_store()
             over_tcp = _over_tcp(default_store)
             if over_tcp is not None:
                 self._server = _Server(over_tcp.host, over_tcp.port)
