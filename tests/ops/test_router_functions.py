@@ -705,6 +705,19 @@ def test_bad_linear_bias_or_dtype():
         route_tokens(x, weight, 4, bias=torch.zeros(8))
     with pytest.raises(ValueError, match="route_tokens: scores_dtype: expected None or torch.float32, got torch.float16"):
         route_tokens(x, weight, 4, scores_dtype=torch.float16)
+    with pytest.raises(ValueError, match="route: scores_dtype: expected None or torch.float32, got torch.float16"):
+        route(x, 4, scores_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_scores_of_logits_in_16_bits_are_kept_in_float32(device, dtype):
+    logits = draw(20, 16, device=device, dtype=dtype).requires_grad_()
+    got = route(logits, 4, function=DEEPSEEK, scores_dtype=torch.float32)
+    expected = route(logits.detach().to(got.scores_TE.dtype), 4, function=DEEPSEEK)
+    assert got.scores_TE.dtype == got.weights_TK.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for one, other in zip(got, expected):
+        torch.testing.assert_close(one, other)
+    assert torch.autograd.grad(got.weights_TK.square().sum(), logits)[0].dtype == dtype
 
 
 def test_it_is_public():
