@@ -131,6 +131,22 @@ def transformer_engines_permutation():
     return run
 
 
+def transformer_engines_router():
+    logits = values(TOKENS, EXPERTS, dtype=torch.bfloat16, seed=5)
+
+    def run():
+        leaf = logits.clone().requires_grad_()
+        probs, routing_map = transformer_engine.fused_topk_with_score_function(leaf, TOP_K, False, None, None, 2.5, "sigmoid", None)
+        yield from (routing_map, *backward(probs, leaf))
+        routing_map, scores = transformer_engine.fused_compute_score_for_moe_aux_loss(leaf, TOP_K, "sigmoid")
+        counts = routing_map.sum(0)
+        yield from (routing_map, *backward(scores, leaf))
+        leaf = scores.detach().requires_grad_()
+        yield from backward(transformer_engine.fused_moe_aux_loss(leaf, counts, TOKENS, EXPERTS, TOP_K, 0.1), leaf)
+
+    return run
+
+
 def megablocks_operators():
     x, ids_R = values(TOKENS, HIDDEN, dtype=torch.bfloat16, seed=1), IDS_TK.flatten().int()
     weights = torch.rand(TOKENS * TOP_K, generator=exact_inputs.generator("cpu", 2), dtype=torch.float32, device="cpu")
@@ -179,7 +195,8 @@ CASES |= {f"a layer with {_in_words(changes)}": functools.partial(layer, **chang
     {"moe_lbl_in_fp32": True, "moe_zloss_in_fp32": True}, {"shared_expert": True, "shared_expert_hidden_size": 16},
     *({"dtype": dtype, "moe_normalize_expert_weights": p} for p in (0.5, 1, 2, 3, float("inf"))
       for dtype in (torch.bfloat16, torch.float32)))}
-CASES |= {case.__name__: case for case in (operators, products, transformer_engines_permutation, megablocks_operators, decisions)}
+CASES |= {case.__name__: case for case in (operators, products, transformer_engines_permutation, transformer_engines_router,
+                                           megablocks_operators, decisions)}
 
 
 # ------------------------------------------------------------------------------------------------------------------ tests

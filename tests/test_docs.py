@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").rglob("*.md"),
                 *(ROOT / "results").rglob("README.md")])
 # A block that cannot run here says why, in a comment above it.
-BLOCK = re.compile(r"(<!-- not run: .+ -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(<!-- not run: [^\n]+ -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 
 
@@ -31,6 +31,13 @@ def blocks(page, language):
 
 def page_id(page):
     return page.relative_to(ROOT).as_posix()
+
+
+def test_a_second_block_that_is_not_run_hid_all_blocks_before_it(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"{before}```python\n{code}\n```\n" for before, code in (
+        ("<!-- not run: because -->\n", "a"), ("", "b"), ("<!-- not run: because -->\n", "c"), ("", "d"))))
+    assert blocks(page, "python") == ["b\n", "d\n"]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)

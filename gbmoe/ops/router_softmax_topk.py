@@ -31,7 +31,7 @@ class Routing(NamedTuple):
 
 def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None, function: RouterFunction | None = None,
           expert_bias: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
-          given_experts: torch.Tensor | None = None) -> Routing:
+          given_experts: torch.Tensor | None = None, scores_dtype: torch.dtype | None = None) -> Routing:
     """Scores of all experts, the top_k best experts, their weights, and the logits' logsumexp.
 
     Without a `function` it is MegaBlocks' router: softmax over the experts, the top_k highest, their weights divided by their p-norm. With
@@ -54,9 +54,10 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
             and logsumexp are 0, and it has no gradient, whatever its logits are.
         given_experts: ids [T,K], int32 or int64, that are taken instead of a choice, as for replay. The weights are those of these experts
             by the logits of now, and gradients flow through them. An id outside [0,E) becomes -1, with the weight 0.
+        scores_dtype: the dtype of scores and weights: torch.float32, or None for that of the logits. Those of float64 logits are float64.
 
     Returns:
-        Routing; scores and weights have the dtype of the logits or, under autocast, float32, as torch.softmax.
+        Routing; scores and weights have the dtype of the logits or scores_dtype or, under autocast, float32, as torch.softmax.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -71,7 +72,9 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     code = router_code("route", logits_TE.size(1), top_k, normalize, function)
     if expert_bias is not None or padding_mask is not None or given_experts is not None:
         require_router_tensors("route", logits_TE, logits_TE.size(1), top_k, expert_bias, padding_mask, given_experts)
-    return Routing(*_route(logits_TE, expert_bias, padding_mask, given_experts, top_k, code, autocast_enabled(logits_TE.device.type)))
+    require(scores_dtype in (None, torch.float32), "route", "scores_dtype", "None or torch.float32", scores_dtype)
+    wide = scores_dtype is not None or autocast_enabled(logits_TE.device.type)
+    return Routing(*_route(logits_TE, expert_bias, padding_mask, given_experts, top_k, code, wide))
 
 
 def router_code(operator: str, experts: int, top_k: int, normalize: float | None, function: RouterFunction | None) -> str:

@@ -1,8 +1,10 @@
-"""Routers of any RouterFunction: against the models' own code, against PyTorch's autograd in float64, and where choices are hard."""
+"""Routers of any RouterFunction: against PyTorch's autograd in float64, and where choices are hard.
+
+tests/test_routers_of_models.py compares them with the models' own code.
+"""
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,82 +60,6 @@ def exact(logits, function, top_k, bias=None, ids=None):
     else:
         weights = logits.gather(1, ids).softmax(-1)
     return scores, weights * function.scale, ids, logits.logsumexp(-1)
-
-
-# ---------------------------------------------------------------------------------------------------- the models' own code
-
-
-def models():
-    """(name, router of transformers made with small sizes, RouterFunction, its weights' epsilon in the model)."""
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek_v4
-    from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
-    from transformers.models.glm4_moe import modeling_glm4_moe as glm
-    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-    from transformers.models.granitemoe import modeling_granitemoe as granite
-    from transformers.models.hunyuan_v1_moe import modeling_hunyuan_v1_moe as hunyuan
-    from transformers.models.llama4 import modeling_llama4 as llama4
-    from transformers.models.minimax_m2 import modeling_minimax_m2 as minimax
-    from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
-
-    config = SimpleNamespace(
-        hidden_size=24, num_local_experts=32, num_experts=32, num_experts_per_tok=4, n_group=8, topk_group=4, norm_topk_prob=True,
-        routed_scaling_factor=2.5, moe_norm_min=1e-12, moe_topk=4, scoring_func="sqrtsoftplus")
-    one_group = SimpleNamespace(**{**vars(config), "n_group": 1, "topk_group": 1})
-    not_normalised = SimpleNamespace(**{**vars(config), "norm_topk_prob": False})
-    sigmoid = dict(normalize=1, epsilon=1e-20, scale=2.5)
-    return {
-        "deepseek_v3": (deepseek.DeepseekV3TopkRouter(config), RouterFunction("sigmoid", num_groups=8, group_topk=4, **sigmoid)),
-        "glm4_moe": (glm.Glm4MoeTopkRouter(one_group), RouterFunction("sigmoid", **sigmoid)),
-        "deepseek_v4": (deepseek_v4.DeepseekV4TopKRouter(config), RouterFunction("sqrtsoftplus", **sigmoid)),
-        "minimax_m2": (minimax.MiniMaxM2TopKRouter(config), RouterFunction("sigmoid", normalize=1)),
-        "ernie4_5_moe": (ernie.Ernie4_5_MoeTopKRouter(config), RouterFunction(normalize=1, epsilon=1e-12)),
-        "gpt_oss": (gpt_oss.GptOssTopKRouter(config), RouterFunction(pre_softmax=False)),
-        "granitemoe": (granite.GraniteMoeTopKRouter(config), RouterFunction(pre_softmax=False)),
-        "hunyuan_v1_moe": (hunyuan.HunYuanMoEV1Gate(config), RouterFunction(normalize=1)),
-        "qwen2_moe": (qwen2.Qwen2MoeTopKRouter(not_normalised), RouterFunction()),
-        "qwen3_moe": (qwen3.Qwen3MoeTopKRouter(config), RouterFunction(normalize=1)),
-        "llama4": (llama4.Llama4Router(config), RouterFunction("sigmoid")),
-    }
-
-
-MODELS = ("deepseek_v3", "glm4_moe", "deepseek_v4", "minimax_m2", "ernie4_5_moe", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "qwen2_moe",
-          "qwen3_moe", "llama4")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_ids_weights_and_gradients_are_those_of_the_model(name):
-    pytest.importorskip("transformers")
-    router, function = models()[name]
-    tokens, hidden, experts, top_k = 200, 24, 32, 4
-    for seed, parameter in enumerate(router.parameters()):
-        parameter.data = draw(*parameter.shape, seed=seed) / 3
-    bias = draw(experts, seed=7) / 10 if name in ("deepseek_v3", "glm4_moe", "deepseek_v4", "minimax_m2", "ernie4_5_moe") else None
-    if name == "ernie4_5_moe":
-        bias = bias / 10
-        router.moe_statics.e_score_correction_bias.data = bias.unsqueeze(0)
-    elif bias is not None and name != "minimax_m2":
-        router.e_score_correction_bias = bias
-    x = draw(tokens, hidden, seed=11).requires_grad_()
-    if name == "llama4":
-        scores, _ = router(x)
-        weights, ids = scores.topk(top_k)
-    else:
-        _, weights, ids = router(x, bias) if name == "minimax_m2" else router(x)
-    weight = router.wg.weight if name == "hunyuan_v1_moe" else router.weight
-    linear_bias = getattr(router, "bias", None)
-    leaves = [t for t in (x, weight, linear_bias) if t is not None]
-    grad = draw(tokens, experts, seed=12)  # by expert, because the model's own order of slots may be another
-    expected = torch.autograd.grad((weights * grad.gather(1, ids)).sum(), leaves)
-
-    got = route_tokens(x, weight, top_k, function=function, expert_bias=bias, bias=linear_bias)
-    order, mine = ids.sort(1), got.experts_TK.sort(1)
-    assert torch.equal(mine.values, order.values)
-    torch.testing.assert_close(got.weights_TK.gather(1, mine.indices), weights.gather(1, order.indices), rtol=2e-6, atol=1e-7)
-    gradients = torch.autograd.grad((got.weights_TK * grad.gather(1, got.experts_TK)).sum(), leaves)
-    for one, other in zip(gradients, expected):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------- the formula, forward and gradients
@@ -705,6 +631,19 @@ def test_bad_linear_bias_or_dtype():
         route_tokens(x, weight, 4, bias=torch.zeros(8))
     with pytest.raises(ValueError, match="route_tokens: scores_dtype: expected None or torch.float32, got torch.float16"):
         route_tokens(x, weight, 4, scores_dtype=torch.float16)
+    with pytest.raises(ValueError, match="route: scores_dtype: expected None or torch.float32, got torch.float16"):
+        route(x, 4, scores_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_scores_of_logits_in_16_bits_are_kept_in_float32(device, dtype):
+    logits = draw(20, 16, device=device, dtype=dtype).requires_grad_()
+    got = route(logits, 4, function=DEEPSEEK, scores_dtype=torch.float32)
+    expected = route(logits.detach().to(got.scores_TE.dtype), 4, function=DEEPSEEK)
+    assert got.scores_TE.dtype == got.weights_TK.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for one, other in zip(got, expected):
+        torch.testing.assert_close(one, other)
+    assert torch.autograd.grad(got.weights_TK.square().sum(), logits)[0].dtype == dtype
 
 
 def test_it_is_public():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gbmoe.compat import transformer_engine as te
+from gbmoe.compat.transformer_engine import permutation as te
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.compat import checked
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id

@@ -1,7 +1,6 @@
 """TransformerEngine's MoE permutation functions by name and signature, on gbmoe's operators; and a chunk sort that pads.
 
-TransformerEngine need not be installed. Everything here runs on CPU and CUDA, is differentiable in rows and probabilities,
-gives the same bits on every run, sums in float32 (float64 for float64) in slot order and rounds once. Rows without a token
+They are differentiable in rows and probabilities, sum in float32 (float64 for float64) in slot order and round once. Rows without a token
 are zero, and so are their probabilities and gradients. Whatever the maps hold, no row outside the result is touched: a slot whose row
 would lie behind the last one is dropped. The values of sizes and indices are checked where they are on the CPU; on a device that
 would need a host wait.
