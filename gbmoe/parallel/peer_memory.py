@@ -1,4 +1,4 @@
-"""The memory that ranks of an expert-parallel group map from each other: what it holds, how large it is, and who waits for whom.
+"""The memory that ranks of an expert-parallel group map from each other: how large it is, and who waits for whom.
 
 A group has one allocation of torch's symmetric memory (torch.distributed._symmetric_memory) for each device, shared by all layers. A
 pass through a layer, forward or backward, uses it inside of `passing`. Passes follow one another in the order of the calls, which
@@ -11,8 +11,7 @@ When the memory grows, the layers go on with new memory. That which a CUDA graph
 A pass that a rank leaves by an exception breaks the memory for all ranks: each of them raises (gbmoe.parallel.notice_board), and begins
 the barriers that others have begun and it has not, so that no device waits for it. The next pass of each begins with all ranks together.
 
-Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert; N numbers
-of a header.
+What lies where in it is gbmoe/parallel/regions.py.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ import torch.distributed as dist
 
 from gbmoe._checks import dtype_name, require
 from gbmoe.kernels import availability
-from gbmoe.kernels.peers import HEADER_NUMBERS, PeerRegion
 from gbmoe.parallel import agreement, groups
 from gbmoe.parallel.host_copy import wait_for_ranks
 from gbmoe.parallel.late_report import LateReport
 from gbmoe.parallel.notice_board import CHANNELS, NoticeBoard, open_board
+from gbmoe.parallel.regions import Layout, Regions
 
 MOST_RANKS = 64  # kMostPeers of csrc/peer/memory.cuh
 # The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_transport.py says why.
 RANKS_WITH_COPY_ENGINES = 4
-_ALIGNMENT = 256
 
 
 def _symmetric_memory() -> Any:
@@ -49,53 +47,6 @@ def _symmetric_memory() -> Any:
 # What maps memory between ranks, by type of device: a function that returns an object with `empty` and `rendezvous` as those of
 # torch.distributed._symmetric_memory. Tests put gbmoe.testing.mapped_files in for "cpu": this is the one switch, and no way to be fast.
 MAPPERS: dict[str, Callable[[], Any]] = {"cuda": _symmetric_memory}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one layer divides the memory: a header, ids and weights, tokens and gradients that others pull, and rows and scalars that
-    others push. Every layer's regions begin at the start of the memory, as passes follow one another.
-
-    Attributes:
-        tokens: C.
-        top_k: K.
-        hidden: H.
-        dtype: the dtype of the rows.
-        ranks: W.
-        shards: Z.
-        by_slot: the pushed rows are one for every slot, [C * K, H]; otherwise they are one sum for every rank, [W, C, H].
-    """
-
-    tokens: int
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    ranks: int
-    shards: int
-    by_slot: bool
-
-    @property
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each region by its name, in the order in which they lie in memory."""
-        C, K, H = self.tokens, self.top_k, self.hidden
-        return {
-            "header": ((HEADER_NUMBERS,), torch.int32),
-            "ids": ((C, K), torch.int32),
-            "weights": ((C, K), torch.float32),
-            "pushed_scalars": ((self.shards, C, K), torch.float32),
-            "x": ((C, H), self.dtype),
-            "grad": ((C, H), self.dtype),
-            "pushed": ((C * K, H) if self.by_slot else (self.ranks, C, H), self.dtype),
-        }
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """The byte at which each region begins; "end" is the size of all of them."""
-        offsets, at = {}, 0
-        for name, (shape, dtype) in self.shapes.items():
-            offsets[name] = at
-            at += math.ceil(math.prod(shape) * dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
-        return {**offsets, "end": at}
 
 
 @dataclass
@@ -407,25 +358,6 @@ def capturing(device: torch.device) -> bool:
 def rounded_up(tokens: int) -> int:
     """The capacity for so many tokens. It is rounded up, so that numbers that vary from step to step soon stop being a reason to grow."""
     return math.ceil(max(tokens, 1) / 128) * 128
-
-
-class Regions:
-    """A layout's regions: `own` are tensors in this rank's memory, `peers` those of all ranks. `sums` is, in the memory of each rank, the
-    part [C,H] of the region of pushed sums that this rank fills; None with by_slot."""
-
-    def __init__(self, memory_of_rank: list[torch.Tensor], rank: int, layout: Layout):
-        self.layout = layout
-        of_rank = [self._divided(memory, layout) for memory in memory_of_rank]
-        self.own = of_rank[rank]
-        self.peers = {name: PeerRegion.of([theirs[name] for theirs in of_rank]) for name in layout.shapes}
-        pushed = self.peers["pushed"]
-        self.sums = None if layout.by_slot else PeerRegion([sums_WCH[rank] for sums_WCH in pushed.of_rank], pushed.addresses)
-
-    @staticmethod
-    def _divided(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-        offsets = layout.offsets
-        return {name: memory[offsets[name]:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                for name, (shape, dtype) in layout.shapes.items()}
 
 
 _MEMORIES: dict[tuple[str, torch.device], PeerMemory] = {}
