@@ -24,8 +24,8 @@ from gbmoe.kernels.plain_torch import padded_rows
 from gbmoe.ops.plan_sizes import wants_host_sizes
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
-from gbmoe.parallel.regions import Layout, Regions
 from gbmoe.parallel.placement import Placement
+from gbmoe.parallel.regions import Layout, Regions
 from gbmoe.plan import RoutingPlan
 from gbmoe.problem import allows_tf32
 from gbmoe.slot_map import SlotMap
