@@ -11,6 +11,7 @@ import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import is_watched
+from gbmoe.layers import token_counts
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
 from gbmoe.layers.expert_weights import ExpertWeights, make_experts
@@ -28,12 +29,16 @@ class ParallelDroplessMLP(ExpertModule):
     forward(x [..., H], scores [T,E], expert_weights [T,K], top_experts [T,K]) follows MegaBlocks' return convention: out;
     (out, bias) with bias and return_bias; out + bias with bias alone. The bias is one vector [H] a layer.
 
+    With moe_router_enable_expert_bias `tokens_per_expert`, int64 [E], has how many tokens each expert got in training since the last
+    update_expert_bias. It is no buffer, and is not saved.
+
     With experts spread over a group, construction and forward are collective: every rank of the group must call them, in the
     same order, with any number of tokens.
     """
 
     _source: Source | None = None  # in modules that were pickled before 0.3
     _prepared = Prepared()  # likewise
+    tokens_per_expert: torch.Tensor | None = None
 
     def __init__(self, args: Arguments):
         super().__init__()
@@ -45,6 +50,20 @@ class ParallelDroplessMLP(ExpertModule):
             self.bias = torch.nn.Parameter(torch.zeros(args.hidden_size, device=args.device, dtype=args.dtype))
         else:
             self.register_parameter("bias", None)
+        if args.moe_router_enable_expert_bias:
+            # No buffer: DistributedDataParallel gives all ranks the buffers of the first.
+            self.tokens_per_expert = torch.zeros(args.moe_num_experts, dtype=torch.int64, device=args.device)
+
+    def _apply(self, fn, recurse=True):
+        """What to(), cuda() and their like call: the counts move with the parameters."""
+        super()._apply(fn, recurse)
+        counts_E = self.tokens_per_expert
+        if counts_E is not None:
+            device = fn(counts_E.new_empty(0)).device
+            if device != counts_E.device:
+                moved = counts_E.is_meta or device.type == "meta"  # no numbers to take along
+                self.tokens_per_expert = torch.zeros_like(counts_E, device=device) if moved else counts_E.to(device)
+        return self
 
     def expert_root(self):
         """The experts, or what was put round them, such as an adapter; the bias is the same on all ranks."""
@@ -63,6 +82,8 @@ class ParallelDroplessMLP(ExpertModule):
             # The router's ids are in range by construction.
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")
             out_TH, counts_E = self.mlp(x_TH, plan, expert_weights), plan.counts_E
+        if self.training and self.tokens_per_expert is not None:
+            token_counts.add(counts_E, self.tokens_per_expert)
         if self.training and self.args.moe_loss_weight > 0:
             save_load_balancing_loss((counts_E, scores), self._source)
         # To autograd this is not a view. fully_shard gathers the weights for backward in a hook on the result of its unit, and the

@@ -68,6 +68,11 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_repeated() -> bool:
+    """Whether this eager forward runs while autograd computes gradients: torch.utils.checkpoint repeats it."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # torch.compile calls these functions instead of tracing them. The attribute is what torch.compiler.assume_constant_result sets.
 for _function in (_in_a_checkpoint, _begins_without_gradients, _is_transformed):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -132,7 +137,7 @@ class Kept:
                     self._append, item, source, loses_gradient, None)
             else:
                 self._append(item, source, loses_gradient, None)
-        elif torch._C._current_graph_task_id() == -1 and torch._C._functorch.peek_interpreter_stack() is None:
+        elif not is_repeated() and not _is_transformed():
             self._append(item, source, not torch.is_grad_enabled() and _loses_gradient(), _current_trace())
             self._appended += 1
             if self._appended >= self._look_at:
