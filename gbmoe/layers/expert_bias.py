@@ -6,7 +6,7 @@ Shape suffixes: L layers, E experts.
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -136,7 +136,7 @@ def _counts_of_all_ranks(layers: list[_Layer], model: torch.nn.Module, group: di
 
 def _require_like_layers(layers: list[_Layer], model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise ValueError on all ranks, in a model's first call in a group, where ranks have other layers. Collective in this call alone."""
-    whole = dist.group.WORLD if group is None else group
+    whole: Any = dist.group.WORLD if group is None else group
     compared = _ALIKE.setdefault(model, set())
     if whole.group_name in compared:
         return
