@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gbmoe._checks import require
+from gbmoe.layers import this_forward
 
 
 class Source:
@@ -38,64 +39,6 @@ class _Chains(threading.local):
         # threading.local calls this in every thread that accesses the object, with the same list.
         self.own, self.every = _Chain(), every
         every.append(self.own)
-
-
-def _in_a_checkpoint() -> bool:
-    """Whether torch.compile, while it traces, is inside the function of exactly one torch.utils.checkpoint.
-
-    Items kept inside nested checkpoints, or inside torch's other higher-order operators, cannot leave them.
-    """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
-        return tracer.description == "torch.utils.checkpoint.checkpoint" and tracer.parent.parent is None
-    except (AttributeError, ImportError):  # this torch has other names for them: the graph breaks here, as at any side effect
-        return False
-
-
-def _begins_without_gradients() -> bool:
-    """Whether gradients were off when the frame began that torch.compile traces; its graph is guarded by that."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-        state: Any = InstructionTranslator.current_tx().output.tracing_context.global_context.global_state
-        return not state["grad_enabled"][1]
-    except (AttributeError, ImportError, KeyError):  # this torch has other names for it
-        return True
-
-
-def _is_transformed() -> bool:
-    """Whether this is inside a transform of torch.func, such as torch.vmap."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_repeated() -> bool:
-    """Whether this eager forward runs while autograd computes gradients: torch.utils.checkpoint repeats it."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# torch.compile calls these functions instead of tracing them. The attribute is what torch.compiler.assume_constant_result sets.
-for _function in (_in_a_checkpoint, _begins_without_gradients, _is_transformed):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _current_trace() -> Any:
-    """What traces eager calls at this moment: torch.jit's state, or the mode of fake tensors, as under torch.export; None for nothing."""
-    if torch._C._is_tracing():
-        return torch._C._get_tracing_state()
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return torch._guards.detect_fake_mode()
-    return None
-
-
-def _loses_gradient() -> bool:
-    """Whether this is a function that the reentrant torch.utils.checkpoint, or one like it, runs without gradients and will repeat.
-
-    Unlike torch.no_grad, an autograd.Function's forward has forward-mode derivatives off as well.
-    """
-    if torch.is_inference_mode_enabled():
-        return False
-    is_forward_mode_enabled = getattr(torch._C, "_is_fwd_grad_enabled", None)
-    return is_forward_mode_enabled is None or not is_forward_mode_enabled()
 
 
 _PILE = 128  # items of one layer without a clear, which is more than the micro-batches of a step
@@ -127,18 +70,18 @@ class Kept:
     def append(self, item: Any, source: object | None = None) -> None:
         """Keep one more item, of the layer that `source` stands for."""
         if torch.compiler.is_dynamo_compiling():
-            if _is_transformed():
+            if this_forward.is_transformed():
                 return
-            loses_gradient = not torch.is_grad_enabled() and _begins_without_gradients()
-            if _in_a_checkpoint():
+            loses_gradient = not torch.is_grad_enabled() and this_forward.begins_without_gradients()
+            if this_forward.is_in_one_checkpoint():
                 # A checkpoint's function may have no side effects except those allowed here. The kept item becomes an additional result
                 # of the function, and backward repeats its operators alone.
                 torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(
                     self._append, item, source, loses_gradient, None)
             else:
                 self._append(item, source, loses_gradient, None)
-        elif not is_repeated() and not _is_transformed():
-            self._append(item, source, not torch.is_grad_enabled() and _loses_gradient(), _current_trace())
+        elif not this_forward.is_repeated() and not this_forward.is_transformed():
+            self._append(item, source, not torch.is_grad_enabled() and this_forward.loses_gradient(), this_forward.current_trace())
             self._appended += 1
             if self._appended >= self._look_at:
                 self._look_for_a_pile()
@@ -199,7 +142,7 @@ class Kept:
                     " frozen in evaluation mode)", "some that were kept while gradients were off")
 
     def _links(self) -> list[_Link]:
-        trace = None if torch.compiler.is_dynamo_compiling() else _current_trace()
+        trace = None if torch.compiler.is_dynamo_compiling() else this_forward.current_trace()
         return [link for link in self._every_link() if link.trace is trace]
 
     def _every_link(self) -> list[_Link]:

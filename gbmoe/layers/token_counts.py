@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from gbmoe._define_operator import define
-from gbmoe.layers.kept import _begins_without_gradients, _current_trace, _is_transformed, _loses_gradient, is_repeated
+from gbmoe.layers import this_forward
 
 
 def _add(counts_E: torch.Tensor, without_gradients: bool, total_E: torch.Tensor) -> None:
     # What a graph cannot know when it is traced: that an eager checkpoint calls it, or that the caller has gradients off for good.
-    if not is_repeated() and (not without_gradients or _loses_gradient()):
+    if not this_forward.is_repeated() and (not without_gradients or this_forward.loses_gradient()):
         total_E.add_(counts_E.to(total_E.device))
 
 
@@ -30,7 +30,8 @@ def add(counts_E: torch.Tensor, total_E: torch.Tensor) -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         without_gradients = not torch.is_grad_enabled()
-        if not (_is_transformed() or torch.compiler.is_exporting() or (without_gradients and not _begins_without_gradients())):
+        may_be_trained = not without_gradients or this_forward.begins_without_gradients()
+        if may_be_trained and not this_forward.is_transformed() and not torch.compiler.is_exporting():
             _add_in_graph(counts_E, without_gradients, total_E)
-    elif not (_is_transformed() or _current_trace() is not None or counts_E.is_meta):
+    elif not (this_forward.is_transformed() or this_forward.current_trace() is not None or counts_E.is_meta):
         _add(counts_E, not torch.is_grad_enabled(), total_E)
