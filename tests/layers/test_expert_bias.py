@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -173,6 +174,27 @@ def test_a_cuda_graph_counts_in_every_replay(device):
     for _ in range(3):
         graph.replay()
     assert torch.equal(layer.experts.tokens_per_expert, 3 * counts_of(layer, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_what_inductor_compiles_counts_in_every_call(device, mode):
+    torch.compiler.reset()
+    layer, x = make(device), tokens(device=device)
+    compiled, expected = torch.compile(layer, fullgraph=True, mode=mode), counts_of(layer, x)
+    for calls in range(1, 6):
+        compiled(x).sum().backward()
+        assert torch.equal(layer.experts.tokens_per_expert, calls * expected)
+
+
+def test_layers_compiled_one_by_one_share_a_graph():
+    torch.compiler.reset()
+    counter, layers = CompileCounterWithBackend("aot_eager"), [make(seed=seed) for seed in range(3)]
+    for compiled in [torch.compile(layer, backend=counter, fullgraph=True) for layer in layers]:
+        compiled(tokens())
+    assert counter.frame_count == 1
+    for layer in layers:
+        assert torch.equal(layer.experts.tokens_per_expert, counts_of(layer, tokens()))
 
 
 @pytest.mark.gpu

@@ -1,11 +1,13 @@
 """The kinds of load-balancing losses against their formulas in float64, with their gradients: padding, sequences, the global batch."""
 
 import functools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
@@ -233,6 +235,43 @@ def test_losses_of_checkpoints_and_graphs(how, kind):
     expected = expected_of(layers, x, sequence_T, mask.flatten()) + 0.5 * sum(
         (x[~mask].double() @ layer.router.layer.weight.double().t()).logsumexp(1).square().mean() for layer in layers)
     check(forward(x, mask, bounds), expected, layers)
+
+
+@pytest.mark.parametrize("layout", ["sequence first", "packed"])
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+def test_losses_take_no_operator_whose_sums_have_no_order(device, kind, layout):
+    fields, leading, bounds, _ = LAYOUTS[layout]
+    layers = model(device, moe_router_load_balancing_type=kind, moe_zloss_weight=0.5, **SIGMOID, **fields)
+    given = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device)}
+    for layer in layers:
+        layer(inputs(*leading, device=device), padding_mask=torch.zeros(leading, dtype=torch.bool, device=device), **given)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (gbmoe.batched_load_balancing_loss(layers[0].args) + gbmoe.batched_router_zloss(layers[0].args).sum()).backward(
+                inputs=[layer.router.layer.weight for layer in layers])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # The router's own product may be cuBLAS's, which has an order where CUBLAS_WORKSPACE_CONFIG asks for it.
+    assert [str(warning.message) for warning in caught if "CUBLAS_WORKSPACE_CONFIG" not in str(warning.message)] == []
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
+def test_numbers_of_tokens_share_a_graph(kind):
+    torch.compiler.reset()
+    layer, counter = make(num_layers=1, moe_router_load_balancing_type=kind, **SIGMOID), CompileCounterWithBackend("aot_eager")
+
+    def forward(x, mask):
+        gbmoe.clear_load_balancing_loss()
+        layer(x, padding_mask=mask)
+        return gbmoe.batched_load_balancing_loss(layer.args)
+
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
+    for length in (6, 7, 9, 12):
+        x, mask = inputs(length, BATCH), padding_of(length, BATCH)
+        torch.testing.assert_close(compiled(x, mask), forward(x, mask))
+    assert counter.frame_count == 2
 
 
 @pytest.mark.gpu
