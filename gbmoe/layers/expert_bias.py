@@ -65,10 +65,12 @@ def update_expert_bias(model: torch.nn.Module, group: dist.ProcessGroup | None =
     layers = _layers_with_bias(model)
     with torch.no_grad():
         for same, counts_LE in _counts_of_all_ranks(layers, model, group):
-            steps_LE = (counts_LE.sum(1, keepdim=True) - counts_LE.size(1) * counts_LE).sign()  # exact, as all are integers
-            for layer, step_E in zip(same, steps_LE):
-                if layer.rate:
-                    layer.bias_E.add_(step_E.to(layer.bias_E), alpha=layer.rate)
+            # Exact, as these are integers.
+            signs_LE = (counts_LE.sum(1, keepdim=True) - counts_LE.size(1) * counts_LE).sign().to(torch.float32)
+            for rate in {layer.rate for layer in same} - {0.0}:
+                moved = [(layer.bias_E, sign_E.to(layer.bias_E)) for layer, sign_E in zip(same, signs_LE) if layer.rate == rate]
+                biases, signs = zip(*moved)
+                torch._foreach_add_(biases, signs, alpha=rate)
         torch._foreach_zero_([layer.counts_E for layer in layers])
 
 

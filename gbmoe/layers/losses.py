@@ -70,7 +70,7 @@ def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None
     - "none": 0.
 
     Scores that are not a softmax are divided by their sum over the experts first, as in DeepSeek-V3 and Megatron-Core. Tokens of padding
-    count nowhere, in T neither.
+    do not count, nor does T include them.
 
     The dtype is that of the scores, float32 with moe_lbl_in_fp32; in float16, where a count of 65,520 is infinite, it is computed in
     float32 and rounded once, and so is all but MegaBlocks' own loss without padding.
