@@ -285,6 +285,7 @@ def calls(device, dtype, tokens, top_k):
             yield "padded_scatter_backward", (x, y, *maps, None, None, scale, need_rows)
     yield "map_slots", (plan.row_of_slot_TK, None, None, None, weights, rows)
     yield "clear_rows_without_slot", (plan.slot_of_row_P, h.clone())
+    yield "add_token_counts", (plan.counts_E, False, torch.zeros(EXPERTS, dtype=torch.int64, device=device))
     mask = logits > 0
     for routed in (None, int(mask.sum())):
         yield "mask_rows", (mask, None, routed)
