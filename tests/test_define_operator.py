@@ -414,8 +414,8 @@ def test_a_mode_of_the_caller_changed_what_an_operator_computes(device, dtype, m
                 positions = autocast_positions(name)
         of_autocast = torch.float16 if "float16" in mode else torch.bfloat16
         cast = [t.to(of_autocast) if place in positions and t is not None else t for place, t in enumerate(arguments)]
-        if name == "clear_rows_without_slot":
-            continue  # it writes to its argument, and computes nothing
+        if name in ("clear_rows_without_slot", "add_token_counts"):
+            continue  # they write to an argument, and compute nothing
         expected = operator(*cast)
         with MODES[mode](device):
             got = operator(*arguments)
