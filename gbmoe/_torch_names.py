@@ -126,6 +126,14 @@ def is_in_backward() -> bool:
     return _current_graph_task_id is not None and _current_graph_task_id() != -1
 
 
+def loses_gradient() -> bool:
+    """Whether this is a function that the reentrant torch.utils.checkpoint, or one like it, runs without gradients and will repeat.
+
+    Unlike torch.no_grad, an autograd.Function's forward has forward-mode derivatives off as well.
+    """
+    return not torch.is_inference_mode_enabled() and (is_fwd_grad_enabled is None or not is_fwd_grad_enabled())
+
+
 def saved_tensors_hooks() -> tuple | None:
     """The functions through which saved tensors pass now, or None; also where this torch does not tell."""
     return None if _saved_tensors_hooks is None or torch.compiler.is_compiling() else _saved_tensors_hooks(True)

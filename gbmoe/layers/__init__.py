@@ -2,6 +2,7 @@
 
 from gbmoe.layers.arguments import Arguments, from_megatron
 from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
+from gbmoe.layers.expert_bias import update_expert_bias, update_expert_bias_after
 from gbmoe.layers.losses import (
     batched_load_balancing_loss,
     batched_router_zloss,
@@ -15,5 +16,5 @@ from gbmoe.layers.router import LearnedRouter
 __all__ = [
     "Arguments", "LearnedRouter", "ParallelDroplessMLP", "batched_load_balancing_loss", "batched_router_zloss",
     "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "from_megatron", "get_load_balancing_loss",
-    "save_load_balancing_loss",
+    "save_load_balancing_loss", "update_expert_bias", "update_expert_bias_after",
 ]

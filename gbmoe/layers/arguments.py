@@ -18,6 +18,7 @@ from gbmoe.float8 import Float8BlockScaling
 from gbmoe.router_function import SCORES, RouterFunction
 
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
+LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 MLP_TYPES = ("mlp", "glu")
 MLP_IMPLS = ("gbmoe", "bmm", "reference")
 MLP_IMPLS_OF_MEGABLOCKS = ("grouped", "sparse")
@@ -53,11 +54,15 @@ class Arguments:
       `moe_router_group_best` best; None is Megatron-Core's number, moe_top_k // moe_router_group_topk.
     - `moe_router_topk_scaling_factor` multiplies the weights.
     - `moe_router_enable_expert_bias` gives the router `expert_bias`, a float32 buffer [E] that is added to what experts are
-      ranked by. It is saved with the layer and has no gradient. No layer moves it: balancing the experts with it, by steps of
-      moe_router_bias_update_rate, is up to the training loop.
+      ranked by. It is saved with the layer and has no gradient. gbmoe.update_expert_bias moves it by steps of
+      moe_router_bias_update_rate.
     - `moe_router_linear_bias` gives the router's linear layer a bias, a parameter.
     - `moe_router_dtype`: None has logits in float32, and rounds scores and weights to the layer's dtype; "fp32" leaves these in float32,
       too; "bf16" rounds the logits to bfloat16, as a linear layer of torch does.
+    - `moe_router_load_balancing_type` is the loss that gbmoe.batched_load_balancing_loss computes, with the weight moe_loss_weight:
+      "aux_loss" of a layer's tokens, "seq_aux_loss" of each sequence, "global_aux_loss" of the global batch, or "none".
+
+    `batch_first` says that x is [batch, sequence, H], for the loss of each sequence; nothing else depends on it.
 
     `moe_shared_expert_gate` multiplies a shared expert's output by the sigmoid of a linear layer of one output.
 
@@ -133,6 +138,10 @@ class Arguments:
     moe_router_bias_update_rate: float = 1e-3
     moe_router_linear_bias: bool = False
     moe_router_dtype: str | None = None
+    moe_router_load_balancing_type: str = "aux_loss"
+
+    # Whether x is [batch, sequence, H] instead of [sequence, batch, H].
+    batch_first: bool = False
 
     # Parallelism.
     moe_expert_model_parallelism: bool = False
@@ -226,6 +235,7 @@ class Arguments:
 
     def _check_router(self):
         require_choice("Arguments", "moe_router_score_function", self.moe_router_score_function, SCORES)
+        require_choice("Arguments", "moe_router_load_balancing_type", self.moe_router_load_balancing_type, LOAD_BALANCING_TYPES)
         require(self.moe_router_dtype in (None, "fp32", "bf16"), "Arguments", "moe_router_dtype", "None, 'fp32' or 'bf16'",
                 repr(self.moe_router_dtype))
         for name in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_best"):
@@ -294,6 +304,11 @@ class Arguments:
             require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside batch_invariant", repr(getattr(self, name)))
         require(self.moe_router_dtype != "bf16", "Arguments", "moe_router_dtype", "None or 'fp32' with batch_invariant, whose logits are"
                 " float32", repr(self.moe_router_dtype))
+
+    @property
+    def has_load_balancing_loss(self) -> bool:
+        """Whether layers keep what a load-balancing loss needs."""
+        return self.moe_loss_weight > 0 and self.moe_router_load_balancing_type != "none"
 
     @property
     def experts_engine(self) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import is_watched
+from gbmoe.layers import token_counts
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
 from gbmoe.layers.expert_weights import ExpertWeights, make_experts
@@ -28,12 +29,16 @@ class ParallelDroplessMLP(ExpertModule):
     forward(x [..., H], scores [T,E], expert_weights [T,K], top_experts [T,K]) follows MegaBlocks' return convention: out;
     (out, bias) with bias and return_bias; out + bias with bias alone. The bias is one vector [H] a layer.
 
+    With moe_router_enable_expert_bias `tokens_per_expert`, int64 [E], has how many tokens each expert got in training since the last
+    update_expert_bias. It is no buffer, and is not saved.
+
     With experts spread over a group, construction and forward are collective: every rank of the group must call them, in the
     same order, with any number of tokens.
     """
 
     _source: Source | None = None  # in modules that were pickled before 0.3
     _prepared = Prepared()  # likewise
+    tokens_per_expert: torch.Tensor | None = None
 
     def __init__(self, args: Arguments):
         super().__init__()
@@ -45,13 +50,27 @@ class ParallelDroplessMLP(ExpertModule):
             self.bias = torch.nn.Parameter(torch.zeros(args.hidden_size, device=args.device, dtype=args.dtype))
         else:
             self.register_parameter("bias", None)
+        if args.moe_router_enable_expert_bias:
+            # No buffer: DistributedDataParallel gives all ranks the buffers of the first.
+            self.tokens_per_expert = torch.zeros(args.moe_num_experts, dtype=torch.int64, device=args.device)
+
+    def _apply(self, fn, recurse=True):
+        """What to(), cuda() and their like call: the counts move with the parameters."""
+        super()._apply(fn, recurse)
+        counts_E = self.tokens_per_expert
+        if counts_E is not None:
+            device = fn(counts_E.new_empty(0)).device
+            if device != counts_E.device:
+                moved = counts_E.is_meta or device.type == "meta"  # no numbers to take along
+                self.tokens_per_expert = torch.zeros_like(counts_E, device=device) if moved else counts_E.to(device)
+        return self
 
     def expert_root(self):
         """The experts, or what was put round them, such as an adapter; the bias is the same on all ranks."""
         return self._modules.get("mlp")
 
-    def forward(self, x, scores, expert_weights, top_experts, *, meanwhile=None):
-        """Shapes and results are those of the class.
+    def forward(self, x, scores, expert_weights, top_experts, *, meanwhile=None, padding_mask=None, cu_seqlens=None):
+        """Shapes and results are those of the class. padding_mask [...] and cu_seqlens [S+1] are for the load-balancing loss.
 
         With expert parallelism `meanwhile` is called once. Work that it starts on the device runs there while the host waits for the
         numbers of rows. Without expert parallelism it is not called.
@@ -63,8 +82,13 @@ class ParallelDroplessMLP(ExpertModule):
             # The router's ids are in range by construction.
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")
             out_TH, counts_E = self.mlp(x_TH, plan, expert_weights), plan.counts_E
-        if self.training and self.args.moe_loss_weight > 0:
-            save_load_balancing_loss((counts_E, scores), self._source)
+        if self.training and self.tokens_per_expert is not None:
+            token_counts.add(counts_E, self.tokens_per_expert)
+        if self.training and self.args.has_load_balancing_loss:
+            by_sequence = self.args.moe_router_load_balancing_type == "seq_aux_loss"
+            experts = top_experts.view(*x.shape[:-1], top_experts.size(-1)) if by_sequence else None
+            save_load_balancing_loss((counts_E, scores), self._source, experts=experts, padding_mask=padding_mask,
+                                     cu_seqlens=cu_seqlens if by_sequence else None)
         # To autograd this is not a view. fully_shard gathers the weights for backward in a hook on the result of its unit, and the
         # hook of a view is lost where the caller adds to it in place.
         # torch.jit.trace records the sizes of a view, but would make those of this operator constants.
@@ -88,7 +112,7 @@ class dMoE(torch.nn.Module):
 
     `router` itself may be any module that maps x [..., H], in the layer's dtype or autocast's, to a tuple (scores, weights, ids):
 
-    - scores [T,E], floating, which the load-balancing loss reads in training; None where moe_loss_weight is 0
+    - scores [T,E], floating, which the load-balancing loss reads in training; None where there is none
     - weights [T,K], floating, of any dtype, by which the experts' outputs are multiplied; gradients flow back through them
     - ids [T,K], int32 or int64, in [0,E); a slot with the id -1 is left out
 
@@ -132,12 +156,18 @@ class dMoE(torch.nn.Module):
     def _init_experts_mlp(self, args: Arguments) -> torch.nn.Module:
         return ParallelDroplessMLP(args)
 
-    def forward(self, x: torch.Tensor, *, padding_mask: torch.Tensor | None = None, given_experts: torch.Tensor | None = None):
+    def forward(self, x: torch.Tensor, *, padding_mask: torch.Tensor | None = None, given_experts: torch.Tensor | None = None,
+                cu_seqlens: torch.Tensor | None = None):
         """x [sl, bs, H] (any leading dimensions) -> the same shape, or (that, bias [H]); see ParallelDroplessMLP.
 
-        `padding_mask`, bool [sl, bs], is True for tokens that no expert computes. `given_experts`, ids [sl, bs, K], are taken instead of
-        the router's choice, with weights that the router computes for them. A router of your own is called with those that are given, as
-        keywords.
+        `padding_mask`, bool [sl, bs], is True for tokens that no expert computes and no loss counts. `given_experts`, ids [sl, bs, K], are
+        taken instead of the router's choice, with weights that the router computes for them. A router of your own is called with those
+        that are given, as keywords.
+
+        `cu_seqlens`, int32 or int64 [S+1] on the device of x, tells packed sequences apart for the loss of each sequence
+        (moe_router_load_balancing_type "seq_aux_loss"): sequence s has the tokens from cu_seqlens[s] to cu_seqlens[s+1], in the order
+        in which they lie in x, and the first begins at 0. Without it x is [sl, bs, H], or [bs, sl, H] with Arguments.batch_first. Other
+        losses do not look at it.
 
         Under autocast x may have any floating dtype; a float64 layer takes float64 and computes in it, as torch's own do.
 
@@ -149,13 +179,17 @@ class dMoE(torch.nn.Module):
         if given_experts is not None:
             given["given_experts"] = given_experts
         scores, expert_weights, top_experts = self._route(x, **given)
+        further: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
+        if cu_seqlens is not None:
+            require_tensor(cu_seqlens, "dMoE", "cu_seqlens", rank=1, dtypes=(torch.int32, torch.int64), device=x.device)
+            further["cu_seqlens"] = cu_seqlens
         if self.shared_expert is None:
-            return self.experts(x, scores, expert_weights, top_experts)
+            return self.experts(x, scores, expert_weights, top_experts, **further)
         shared: list[torch.Tensor] = []
         if self.args.moe_expert_model_parallelism:  # the shared expert hides the host's wait
-            out = self.experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(self.shared_expert(x)))
+            out = self.experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(self.shared_expert(x)), **further)
         else:
-            out = self.experts(x, scores, expert_weights, top_experts)
+            out = self.experts(x, scores, expert_weights, top_experts, **further)
             shared.append(self.shared_expert(x))
         out, *bias = out if isinstance(out, tuple) else (out,)
         out = self.shared_expert.add_experts_sharedexpert(shared[0], out)
@@ -180,7 +214,7 @@ class dMoE(torch.nn.Module):
         router = self.router
         routing = router(x, **given)
         if type(router) is not LearnedRouter or "forward" in router.__dict__:
-            needs_scores = self.training and self.args.moe_loss_weight > 0
+            needs_scores = self.training and self.args.has_load_balancing_loss
             _check_routing(routing, x, self.args.moe_num_experts, self.args.moe_top_k, needs_scores)
         return routing
 

@@ -41,16 +41,6 @@ class _Chains(threading.local):
         every.append(self.own)
 
 
-def _loses_gradient() -> bool:
-    """Whether this is a function that the reentrant torch.utils.checkpoint, or one like it, runs without gradients and will repeat.
-
-    Unlike torch.no_grad, an autograd.Function's forward has forward-mode derivatives off as well.
-    """
-    if torch.is_inference_mode_enabled():
-        return False
-    return _torch_names.is_fwd_grad_enabled is None or not _torch_names.is_fwd_grad_enabled()
-
-
 _PILE = 128  # items of one layer without a clear, which is more than the micro-batches of a step
 
 
@@ -83,14 +73,14 @@ class Kept:
             if _torch_names.is_transformed():
                 return
             loses_gradient = not torch.is_grad_enabled() and _torch_names.begins_without_gradients()
-            # Items kept inside nested checkpoints, or inside torch's other higher-order operators, cannot leave them.
             if _torch_names.is_in_a_checkpoint():
-                # The kept item becomes an additional result of the function, and backward repeats its operators alone.
+                # A checkpoint's function may have no side effects except those allowed here. The kept item becomes an additional result
+                # of the function, and backward repeats its operators alone.
                 _torch_names.with_side_effects(self._append, item, source, loses_gradient, None)
             else:
                 self._append(item, source, loses_gradient, None)
         elif not _torch_names.is_in_backward() and not _torch_names.is_transformed():
-            self._append(item, source, not torch.is_grad_enabled() and _loses_gradient(), _torch_names.current_trace())
+            self._append(item, source, not torch.is_grad_enabled() and _torch_names.loses_gradient(), _torch_names.current_trace())
             self._appended += 1
             if self._appended >= self._look_at:
                 self._look_for_a_pile()

@@ -1,6 +1,6 @@
 """The auxiliary losses, that is, the load-balancing loss and the router's z-loss, from what layers keep for them in forward.
 
-Shape suffixes: T tokens, K slots a token (top-k), E experts.
+Shape suffixes: T tokens, K slots a token (top-k), E experts, S sequences.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ import functools
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from gbmoe._checks import autocast_enabled, require
 from gbmoe.kernels.plain_torch import accumulate_dtype
+from gbmoe.layers import load_balance
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Kept
+from gbmoe.layers.routed import Routed
 
 # ----------------------------------------------------------------------------------------------- the load-balancing loss
 
-_LOAD_BALANCING_LOSS = Kept(  # of (tokens_per_expert [E], scores [T,E])
+_LOAD_BALANCING_LOSS = Kept(  # of Routed
     "the load-balancing loss since the last clear, with the memory of their scores: call gbmoe.batched_load_balancing_loss(args) and then"
     " gbmoe.clear_load_balancing_loss() once a step, or set moe_loss_weight=0 in the Arguments of the layers")
 
 
-def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor], source: object | None = None) -> None:
+def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor], source: object | None = None, *,
+                             experts: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
+                             cu_seqlens: torch.Tensor | None = None) -> None:
     """Keep one layer's (tokens_per_expert [E], scores [T,E]) for batched_load_balancing_loss.
 
     A forward that torch.utils.checkpoint repeats in backward keeps nothing, because it did so when it first ran; nor does one inside
@@ -32,13 +37,18 @@ def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor], source: ob
     Args:
         source: any object, the same for each call of a layer, by which forwards of one layer are known. Without it each call counts as a
             layer of its own.
+        experts: ids [sl, bs, K], or with other leading dimensions of T tokens together, -1 for none. A "seq_aux_loss" needs them.
+        padding_mask: bool [T], or of the ids' leading dimensions: True for tokens that count nowhere.
+        cu_seqlens: [S+1], the bounds of packed sequences.
     """
-    _LOAD_BALANCING_LOSS.append(loss, source)
+    counts_E, scores_TE = loss
+    mask_T = None if padding_mask is None else padding_mask.reshape(-1)
+    _LOAD_BALANCING_LOSS.append(Routed(counts_E, scores_TE, experts, mask_T, cu_seqlens), source)
 
 
 def get_load_balancing_loss() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the layers have kept since the last clear, in the order in which they ran, one thread after the other."""
-    return _LOAD_BALANCING_LOSS.items()
+    return [(routed.counts_E, routed.scores_TE) for routed in _LOAD_BALANCING_LOSS.items()]
 
 
 def clear_load_balancing_loss() -> None:
@@ -46,35 +56,80 @@ def clear_load_balancing_loss() -> None:
     _LOAD_BALANCING_LOSS.clear()
 
 
-def batched_load_balancing_loss(args: Arguments) -> torch.Tensor | float:
-    """moe_loss_weight / (num_layers * K) * sum over layers of E / T * <tokens_per_expert, mean score>, E and T being each layer's.
+def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None = None, so_far: list[torch.Tensor] | None = None,
+                                ) -> torch.Tensor | float:
+    """moe_loss_weight / num_layers times the sum over layers of the loss that args.moe_router_load_balancing_type names.
 
-    Mirrors megablocks.layers.moe.batched_load_balancing_loss (Switch Transformers, arXiv 2101.03961, summed over layers). The
-    dtype is that of the scores, float32 with moe_lbl_in_fp32; in float16, where a count of 65,520 is infinite, it is computed in
-    float32 and rounded once.
+    - "aux_loss": E / (K * T) * <tokens_per_expert, mean score>, E and T being each layer's. Mirrors
+      megablocks.layers.moe.batched_load_balancing_loss (Switch Transformers, arXiv 2101.03961, summed over layers).
+    - "seq_aux_loss": the same of each sequence by itself, and the mean over those that have tokens (DeepSeek-V3, arXiv 2412.19437,
+      equations 17 to 20).
+    - "global_aux_loss": tokens_per_expert and T are those of the global batch (Qwen3; arXiv 2501.11873): summed over the ranks of
+      `group` and, with `so_far`, over the micro-batches of the step. Gradients flow through this rank's scores. The losses are such that
+      their mean over the ranks, and the mean of their gradients, as DistributedDataParallel takes it, is that of the global batch.
+    - "none": 0.
+
+    Scores that are not a softmax are divided by their sum over the experts first, as in DeepSeek-V3 and Megatron-Core. Tokens of padding
+    do not count, nor does T include them.
+
+    The dtype is that of the scores, float32 with moe_lbl_in_fp32; in float16, where a count of 65,520 is infinite, it is computed in
+    float32 and rounded once, and so is all but MegaBlocks' own loss without padding.
 
     The sum is over the layers that ran in training since the last clear, however many of the model's layers these are: the stages of a
     pipeline may differ, and frozen layers may run in evaluation mode, where they keep nothing, or under torch.no_grad, where their terms
     have no gradient. A layer that is called several times in a forward counts as many in num_layers.
 
+    Args:
+        group: for "global_aux_loss", the data-parallel ranks, expert-parallel ones among them; None for the default group, or this process
+            alone where torch.distributed is not initialised. Collective: all of its ranks call it after the same layers.
+        so_far: for "global_aux_loss", a list, empty at a step's first micro-batch: a call adds what it holds of the micro-batches before,
+            and puts the sum into it for the next. Call clear_load_balancing_loss between micro-batches.
+
     Raises:
         ValueError: where no layer ran; where one ran more than once, and the number of forwards is not that of the layers that this
-            pipeline stage has according to `args`, as when clear_load_balancing_loss was not called after the step before; and where
-            gradients are enabled now but were not when a layer ran that is to be trained, as under the reentrant torch.utils.checkpoint.
+            pipeline stage has according to `args`, as when clear_load_balancing_loss was not called after the step before; where
+            gradients are enabled now but were not when a layer ran that is to be trained, as under the reentrant torch.utils.checkpoint;
+            where `so_far` is of other layers; where a "seq_aux_loss" lacks the layers' ids.
+        RuntimeError: where the collective fails; it names the ranks that are missing.
     """
-    if args.moe_loss_weight == 0:
+    kind = args.moe_router_load_balancing_type
+    if args.moe_loss_weight == 0 or kind == "none":
         return 0.0
-    kept = get_load_balancing_loss()
+    kept = _LOAD_BALANCING_LOSS.items()
     _check_number_of_layers(len(kept), args)
     _LOAD_BALANCING_LOSS.require_gradients("batched_load_balancing_loss")
-    for count_E, score_TE in kept:
-        require(count_E.dim() == 1, "batched_load_balancing_loss", "tokens_per_expert", "shape [E]", list(count_E.shape))
-        require(score_TE.dim() == 2 and score_TE.size(1) == count_E.size(0), "batched_load_balancing_loss", "scores",
-                lambda: f"shape [T, {count_E.size(0)}]", list(score_TE.shape))  # noqa: B023  (called at once)
-    with _without_autocast(kept[0][1].device.type):
-        first = kept[0][1]
-        alike = all(score_TE.shape == first.shape and score_TE.device == first.device for _, score_TE in kept)
-        return (_sum_of_like_layers if alike else _sum_of_layers)(kept, args)
+    for routed in kept:
+        _check_shapes(routed)
+    device = kept[0].scores_TE.device
+    with _without_autocast(device.type):
+        normalize = args.moe_router_score_function != "softmax"
+        if kind == "aux_loss" and not normalize and all(routed.padding_mask_T is None for routed in kept):
+            return load_balance.of_megablocks([(routed.counts_E, routed.scores_TE) for routed in kept], args)
+        dtype = functools.reduce(torch.promote_types, (routed.scores_TE.dtype for routed in kept))
+        dtype = torch.float32 if args.moe_lbl_in_fp32 else dtype
+        wide = accumulate_dtype(dtype)
+        if kind == "seq_aux_loss":
+            terms = [load_balance.of_sequences(routed, wide, normalize, args.batch_first) for routed in kept]
+        elif kind == "global_aux_loss":
+            terms = load_balance.of_global_batch(kept, wide, normalize, group, so_far)
+        else:
+            terms = [load_balance.of_batch(routed, wide, normalize) for routed in kept]
+        total = torch.stack([term.to(device) for term in terms]).sum()
+        return (args.moe_loss_weight / (args.num_layers * args.moe_top_k) * total).to(dtype)
+
+
+def _check_shapes(routed: Routed) -> None:
+    operator, (counts_E, scores_TE, experts, mask_T, cu_seqlens) = "batched_load_balancing_loss", routed
+    require(counts_E.dim() == 1, operator, "tokens_per_expert", "shape [E]", list(counts_E.shape))
+    require(scores_TE.dim() == 2 and scores_TE.size(1) == counts_E.size(0), operator, "scores",
+            lambda: f"shape [T, {counts_E.size(0)}]", list(scores_TE.shape))
+    tokens = scores_TE.size(0)
+    require(experts is None or experts.numel() == tokens * experts.size(-1), operator, "experts",
+            lambda: f"shape [..., K] with {tokens} tokens, as scores have", None if experts is None else list(experts.shape))
+    require(mask_T is None or mask_T.size(0) == tokens, operator, "padding_mask", lambda: f"{tokens} entries, as scores have tokens",
+            None if mask_T is None else mask_T.size(0))
+    require(cu_seqlens is None or (cu_seqlens.dim() == 1 and cu_seqlens.size(0) > 0), operator, "cu_seqlens", "shape [S+1]",
+            None if cu_seqlens is None else list(cu_seqlens.shape))
 
 
 def _check_number_of_layers(forwards: int, args: Arguments) -> None:
@@ -102,43 +157,16 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else contextlib.nullcontext()
 
 
-def _sum_of_like_layers(kept: list[tuple[torch.Tensor, torch.Tensor]], args: Arguments) -> torch.Tensor:
-    counts, each_scores = zip(*kept)
-    tokens, experts = each_scores[0].shape
-    scores = torch.cat(each_scores, dim=1)
-    if args.moe_lbl_in_fp32:
-        scores = scores.float()
-    dtype, scores = scores.dtype, scores.mean(dim=0) if tokens else scores.sum(dim=0)
-    if dtype == torch.float16:
-        scores = scores.float()  # counts, and sums of them, may be too large for float16
-    scale = experts * args.moe_loss_weight / (args.num_layers * max(tokens, 1) * args.moe_top_k)
-    return (scale * torch.dot(torch.cat(counts).to(scores.dtype), scores)).to(dtype)
-
-
-def _sum_of_layers(kept: list[tuple[torch.Tensor, torch.Tensor]], args: Arguments) -> torch.Tensor:
-    """The sum over layers with different numbers of tokens or experts, or on different devices."""
-    dtype = functools.reduce(torch.promote_types, (score_TE.dtype for _, score_TE in kept))
-    dtype = torch.float32 if args.moe_lbl_in_fp32 else dtype
-    wide, device = accumulate_dtype(dtype), kept[0][1].device
-    terms = []
-    for count_E, score_TE in kept:
-        tokens, experts = score_TE.shape
-        score_E = score_TE.mean(dim=0, dtype=wide) if tokens else score_TE.sum(dim=0, dtype=wide)
-        scale = experts * args.moe_loss_weight / (args.num_layers * max(tokens, 1) * args.moe_top_k)
-        terms.append((scale * torch.dot(count_E.to(wide), score_E)).to(device))
-    return torch.stack(terms).sum().to(dtype)
-
-
 # --------------------------------------------------------------------------------------------------- the router's z-loss
 
-_ROUTER_LOGSUMEXP = Kept(  # of logsumexp [T]
+_ROUTER_LOGSUMEXP = Kept(  # of (logsumexp [T], padding mask [T] or None)
     "the router's z-loss since the last clear: call gbmoe.batched_router_zloss(args) and then gbmoe.clear_router_zloss() once a step, or"
     " set moe_zloss_weight=0 in the Arguments of the layers")
 
 
-def save_router_logsumexp(logsumexp_T: torch.Tensor, source: object | None = None) -> None:
-    """Keep one router's logsumexp [T] of its logits for batched_router_zloss, as save_load_balancing_loss does."""
-    _ROUTER_LOGSUMEXP.append(logsumexp_T, source)
+def save_router_logsumexp(logsumexp_T: torch.Tensor, source: object | None = None, padding_mask_T: torch.Tensor | None = None) -> None:
+    """Keep one router's logsumexp [T] of its logits for batched_router_zloss, as save_load_balancing_loss does. It is 0 for padding."""
+    _ROUTER_LOGSUMEXP.append((logsumexp_T, padding_mask_T), source)
 
 
 def clear_router_zloss() -> None:
@@ -147,7 +175,8 @@ def clear_router_zloss() -> None:
 
 
 def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
-    """moe_zloss_weight * mean over tokens of logsumexp(logits)**2, an entry for each router that ran in training since the last clear.
+    """moe_zloss_weight * mean over tokens but padding of logsumexp(logits)**2, an entry for each router that ran in training since the last
+    clear.
 
     Mirrors megablocks.layers.router.batched_router_zloss (ST-MoE, arXiv 2202.08906), except that routers in evaluation keep nothing
     here. The entry of one that ran under torch.no_grad, such as a frozen layer's, has no gradient. Where the weight is 0 it returns 0 with
@@ -165,10 +194,20 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
     require(len(kept) > 0, "batched_router_zloss", "routers that ran in training since the last clear",
             "at least 1 (run the layers in training mode, with moe_zloss_weight in the Arguments that they are built from)", 0)
     _ROUTER_LOGSUMEXP.require_gradients("batched_router_zloss")
-    dtype = torch.float32 if args.moe_zloss_in_fp32 else kept[0].dtype
+    first = kept[0][0]
+    dtype = torch.float32 if args.moe_zloss_in_fp32 else first.dtype
     if args.moe_zloss_in_fp32 or dtype == torch.float16:
-        kept = [logsumexp_T.float() for logsumexp_T in kept]
-    with _without_autocast(kept[0].device.type):
-        squares = [logsumexp_T.square() for logsumexp_T in kept]
-        means = [square_T.mean() if square_T.size(0) else square_T.sum() for square_T in squares]
+        kept = [(logsumexp_T.float(), mask_T) for logsumexp_T, mask_T in kept]
+    with _without_autocast(first.device.type):
+        means = [_mean_square(logsumexp_T, mask_T) for logsumexp_T, mask_T in kept]
         return (args.moe_zloss_weight * torch.stack(means)).to(dtype)
+
+
+def _mean_square(logsumexp_T: torch.Tensor, mask_T: torch.Tensor | None) -> torch.Tensor:
+    square_T = logsumexp_T.square()
+    if mask_T is None:
+        return square_T.mean() if square_T.size(0) else square_T.sum()
+    # One sum over the tokens, rounded once.
+    tokens = (mask_T.numel() - mask_T.sum()).clamp(min=1)
+    wide = accumulate_dtype(square_T.dtype)
+    return (square_T.sum(dtype=wide) / tokens).to(square_T.dtype)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN, Arguments
+from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN, LOAD_BALANCING_TYPES, Arguments
 from gbmoe.ops.activations import activation_name, relu_squared
 from gbmoe.router_function import SCORES
 
@@ -237,22 +237,26 @@ class _Translation:
             self.get("moe_router_load_balancing_type", "aux_loss"), self.get("moe_aux_loss_coeff")))
         if len(coefficients) != len(kinds):
             self.problem("moe_aux_loss_coeff", f"a value for each moe_router_load_balancing_type, {list(kinds)}", list(coefficients))
-        for kind, coefficient in zip(kinds, coefficients):
-            is_loss = kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
-            if kind == "none":
+        kind, chosen = kinds[0], 0
+        for each, coefficient in zip(kinds, coefficients):
+            if each not in LOAD_BALANCING_TYPES:
+                self.problem("moe_router_load_balancing_type", f"one of {', '.join(LOAD_BALANCING_TYPES)}", each)
+            elif each == "none" or (coefficient is None and each != "aux_loss"):
                 result.setdefault("moe_loss_weight", 0.0)
-            elif kind == "aux_loss" and coefficient is not None:
-                # Megatron adds the loss of every layer, times the coefficient; batched_load_balancing_loss is the mean over layers.
-                if coefficient and layers is None:
+            elif coefficient:
+                kind, chosen = each, chosen + 1
+                if layers is None:
                     self.problem("num_layers", "the number of layers beside moe_aux_loss_coeff", None)
+                # Megatron adds the loss of every layer, times the coefficient; batched_load_balancing_loss is the mean over layers.
                 result["moe_loss_weight"] = float(coefficient) * (layers or 1)
-                if not self.has("moe_lbl_in_fp32"):
-                    result["moe_lbl_in_fp32"] = True
-            elif is_loss and not coefficient:
-                if kind != "aux_loss":
-                    result.setdefault("moe_loss_weight", 0.0)
-            else:
-                self.problem("moe_router_load_balancing_type", "'aux_loss' or 'none'", kind)
+            elif coefficient is not None:
+                result.setdefault("moe_loss_weight", 0.0)
+            if each not in ("none", None) and coefficient is not None and not self.has("moe_lbl_in_fp32"):
+                result["moe_lbl_in_fp32"] = True
+        if chosen > 1:
+            self.problem("moe_router_load_balancing_type", "one loss with a coefficient", list(kinds))
+        if hasattr(self._options, "moe_router_load_balancing_type"):
+            result["moe_router_load_balancing_type"] = kind
         if result.get("moe_loss_weight"):
             for name in ("tensor_model_parallel_size", "context_parallel_size"):
                 if self.get(name, 1) > 1:

@@ -137,7 +137,8 @@ class LearnedRouter(torch.nn.Module):
         (scores_TE, weights_TK, experts_TK, logsumexp_T), dtype = self._route(x.reshape(-1, x.size(-1)), **given)
         if self.training and self.args.moe_zloss_weight != 0:
             # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
-            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(dtype), self._source)
+            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(dtype), self._source,
+                                  given.get("padding_mask"))
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), dtype=torch.int64, device=experts_TK.device)
             uniform_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
