@@ -24,7 +24,7 @@ def some_of(suite, *more):
     content = json.loads((MEASURED / f"{suite}.json").read_text())
     rows, timing = {}, {name: value for name, value in content["rows"][0].items() if name == "timing"}
     others = [row for other in more for row in json.loads((MEASURED / f"{other}.json").read_text())["rows"]]
-    for row in content["rows"] + [{**row, **timing} for row in others]:  # a file's rows are timed in one way
+    for row in content["rows"] + [{**row, **timing, "run": 0} for row in others]:  # a file's rows are timed in one way
         rows.setdefault((*sort_of(row), row["implementation"] == "gbmoe"), row)
     return content | {"rows": list(rows.values()), "configurations": content["configurations"][:2]}
 
