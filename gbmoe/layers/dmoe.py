@@ -117,6 +117,8 @@ class dMoE(torch.nn.Module):
         torch.Size([7, 3, 32])
     """
 
+    _tape: Any = None  # of record_experts or replay_experts
+
     def __init__(self, args: Arguments):
         super().__init__()
         self.args = args
@@ -144,11 +146,15 @@ class dMoE(torch.nn.Module):
         Raises:
             TypeError, ValueError: naming what x, or what the router returned, should be and what it is.
         """
-        x = self._checked(x)
+        x, tape = self._checked(x), self._tape
+        if tape is not None:
+            given_experts = tape.before(x, given_experts)
         given = {} if padding_mask is None else {"padding_mask": padding_mask}
         if given_experts is not None:
             given["given_experts"] = given_experts
         scores, expert_weights, top_experts = self._route(x, **given)
+        if tape is not None:
+            tape.after(top_experts)
         if self.shared_expert is None:
             return self.experts(x, scores, expert_weights, top_experts)
         shared: list[torch.Tensor] = []
