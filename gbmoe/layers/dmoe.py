@@ -148,7 +148,7 @@ class dMoE(torch.nn.Module):
         """
         x, tape = self._checked(x), self._tape
         if tape is not None:
-            given_experts = tape.before(x, given_experts)
+            padding_mask, given_experts = tape.before(x, padding_mask, given_experts)
         given = {} if padding_mask is None else {"padding_mask": padding_mask}
         if given_experts is not None:
             given["given_experts"] = given_experts

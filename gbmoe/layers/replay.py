@@ -53,7 +53,7 @@ def record_experts(model: torch.nn.Module, *, dtype: torch.dtype = torch.int32) 
         require(experts - 1 <= torch.iinfo(dtype).max, "record_experts", "dtype", f"one that holds the ids of {_said(name)},"
                 f" which has {experts} experts", dtype)
     recorded: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
-    with _on_layers(layers, {name: _Recorder(name, recorded[name], dtype) for name in layers}, "record_experts"):
+    with _on_layers(layers, {name: _Recorder(name, layer, recorded[name], dtype) for name, layer in layers.items()}, "record_experts"):
         yield recorded
 
 
@@ -202,7 +202,8 @@ def _require_ids(operator: str, argument: str, ids: Any, rank: int, top_k: int |
 
 
 class _Tape:
-    """What a layer calls around its router. `before` may give experts to it, `after` sees those that it returned.
+    """What a layer calls around its router: `before` returns the padding_mask and the given_experts that this is given, `after` sees the
+    experts that it returned.
 
     torch.compile does not trace what is done with them: the state of a tape would become a part of the graph.
     """
@@ -213,8 +214,9 @@ class _Tape:
         self.name = name
         self._called = torch.compiler.disable(self._call, reason=_EAGER)
 
-    def before(self, x: torch.Tensor, given_experts: torch.Tensor | None) -> torch.Tensor | None:
-        return given_experts
+    def before(self, x: torch.Tensor, padding_mask: torch.Tensor | None, given_experts: torch.Tensor | None,
+               ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return padding_mask, given_experts
 
     def after(self, experts_TK: torch.Tensor) -> None:
         pass
@@ -234,9 +236,17 @@ class _Tape:
 class _Recorder(_Tape):
     operator = "record_experts"
 
-    def __init__(self, name: str, forwards: list[torch.Tensor], dtype: torch.dtype):
+    def __init__(self, name: str, layer: dMoE | LearnedRouter, forwards: list[torch.Tensor], dtype: torch.dtype):
         super().__init__(name)
         self._forwards, self._dtype = forwards, dtype
+        self._is_learned = isinstance(getattr(layer, "router", layer), LearnedRouter)
+
+    def before(self, x, padding_mask, given_experts):
+        # A softmax and the highest have a path of their own, which may round otherwise than the one that takes given experts. A mask without
+        # padding makes the router take the latter, so that replay gives the same bits.
+        if padding_mask is None and given_experts is None and self._is_learned:
+            padding_mask = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
+        return padding_mask, given_experts
 
     def after(self, experts_TK):
         (self._called if torch.compiler.is_dynamo_compiling() else self._call)(experts_TK)
@@ -276,8 +286,8 @@ class _Replayer(_Tape):
         self._last, self._last_for = 0, None  # the last repeated forward, and for what it was repeated
         self.repeated = self.may_be_repeated = False
 
-    def before(self, x, given_experts):
-        return (self._called if torch.compiler.is_dynamo_compiling() else self._call)(x, given_experts)
+    def before(self, x, padding_mask, given_experts):
+        return padding_mask, (self._called if torch.compiler.is_dynamo_compiling() else self._call)(x, given_experts)
 
     def _call(self, x, given_experts):
         self._require_eager()

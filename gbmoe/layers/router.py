@@ -131,7 +131,7 @@ class LearnedRouter(torch.nn.Module):
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tape = self._tape
         if tape is not None:
-            given_experts = tape.before(x, given_experts)
+            padding_mask, given_experts = tape.before(x, padding_mask, given_experts)
         if self.training and self.args.moe_jitter_eps is not None:
             x = x * self.jitter(x)
         given: dict[str, Any] = {}
