@@ -3,7 +3,7 @@
     python examples/replay.py      # on a GPU with batch_invariant=True logits agree bit for bit; on a CPU, where it is refused, to rounding
 
 A generator decodes token by token, and records the ids of each token's experts. A trainer sees whole sequences as one batch, and replays
-these ids: in the first update with the generator's weights, in the second with its own, whose routers would choose otherwise. What a
+these ids, in the first update with the generator's weights, in the second with its own, whose routers would choose otherwise. What a
 token's logits are made of has the same bits in both: experts and head by batch_invariant=True, the rest one element at a time.
 
 Shape suffixes: S positions, B sequences, T = S * B tokens, L layers, K slots a token, H hidden, V words.
@@ -24,9 +24,10 @@ class Policy(torch.nn.Module):
     def __init__(self, device: torch.device):
         super().__init__()
         self.on_gpu = device.type == "cuda"
-        args = gbmoe.Arguments(hidden_size=HIDDEN, ffn_hidden_size=64, moe_num_experts=16, moe_top_k=4, mlp_type="glu", activation_fn=F.silu,
-                               moe_normalize_expert_weights=1, moe_loss_weight=0, bias=False, fp16=False, bf16=self.on_gpu, device=device,
-                               batch_invariant=self.on_gpu, init_method=lambda w: torch.nn.init.normal_(w, std=0.2))
+        args = gbmoe.Arguments(hidden_size=HIDDEN, ffn_hidden_size=64, moe_num_experts=16, moe_top_k=4, mlp_type="glu",
+                               activation_fn=F.silu, moe_normalize_expert_weights=1, moe_loss_weight=0, bias=False, fp16=False,
+                               bf16=self.on_gpu, device=device, batch_invariant=self.on_gpu,
+                               init_method=lambda w: torch.nn.init.normal_(w, std=0.2))
         self.embedding = torch.nn.Embedding(WORDS, HIDDEN, device=device, dtype=args.dtype)
         self.layers = torch.nn.ModuleList(gbmoe.dMoE(args) for _ in range(LAYERS))
         self.head_VH = torch.nn.Parameter(torch.randn(WORDS, HIDDEN, device=device, dtype=args.dtype) * 0.1)

@@ -129,8 +129,8 @@ def is_in_backward() -> bool:
 
 
 def repeated_for() -> tuple[int, int] | None:
-    """What asks for a forward that autograd repeats now: the number of the call of backward, and that of a node of its graph. None where this
-    torch does not tell, and outside backward."""
+    """What asks for a forward that autograd repeats now: the number of the call of backward, and that of a node of its graph. None outside
+    backward, and where this torch does not tell."""
     node = None if _current_autograd_node is None or _get_sequence_nr is None or not is_in_backward() else _current_autograd_node()
     number = getattr(node, "_sequence_nr", None)
     return None if number is None else (_current_graph_task_id(), number())
@@ -151,8 +151,8 @@ def is_in_a_function() -> bool:
 
 
 def is_of_a_checkpoint(hook: Any) -> bool:
-    """Whether tensors are saved through this function in the first forward of a non-reentrant torch.utils.checkpoint; False where this torch
-    calls it otherwise."""
+    """Whether tensors are saved through this function in the first forward of a non-reentrant torch.utils.checkpoint; False where this
+    torch calls it otherwise."""
     return getattr(hook, "__qualname__", "").startswith("_checkpoint_hook.")
 
 

@@ -86,7 +86,9 @@ def replay_experts(model: torch.nn.Module, recorded: Mapping[str, Sequence[torch
         RuntimeError: in a forward that is traced, or in a transform of torch.func.
 
     Example:
-        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, bias=False, fp16=False, device="cpu"))
+        >>> from gbmoe import Arguments
+        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, bias=False, fp16=False,
+        ...                        device="cpu"))
         >>> x = torch.randn(7, 3, 32)
         >>> with record_experts(layer) as recorded:
         ...     before = layer(x)
@@ -242,8 +244,8 @@ class _Recorder(_Tape):
         self._is_learned = isinstance(getattr(layer, "router", layer), LearnedRouter)
 
     def before(self, x, padding_mask, given_experts):
-        # A softmax and the highest have a path of their own, which may round otherwise than the one that takes given experts. A mask without
-        # padding makes the router take the latter, so that replay gives the same bits.
+        # A softmax and the highest have a path of their own, which may round otherwise than the one that takes given experts. A mask
+        # without padding makes the router take the latter, so that replay gives the same bits.
         if padding_mask is None and given_experts is None and self._is_learned:
             padding_mask = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
         return padding_mask, given_experts
@@ -261,8 +263,8 @@ class _Recorder(_Tape):
 
 
 class _Forward(NamedTuple):
-    """A forward that took ids: the number of autograd's next node then, and whether a checkpoint ran it, by an autograd.Function (reentrant),
-    or with hooks of saved tensors (non-reentrant), by which the forwards of one checkpoint are known."""
+    """A forward that took ids: the number of autograd's next node then, and whether a checkpoint ran it, by an autograd.Function
+    (reentrant), or with hooks of saved tensors (non-reentrant), by which the forwards of one checkpoint are known."""
     node: int
     reentrant: bool
     checkpoint: weakref.ref | None
@@ -283,7 +285,8 @@ class _Replayer(_Tape):
     def __init__(self, name: str, ids: list[torch.Tensor]):
         super().__init__(name)
         self._ids, self._forwards = ids, list[_Forward]()
-        self._last, self._last_for = 0, None  # the last repeated forward, and for what it was repeated
+        self._last = 0  # the last repeated forward, and for what it was repeated
+        self._last_for: tuple[int, int] | None = None
         self.repeated = self.may_be_repeated = False
 
     def before(self, x, padding_mask, given_experts):
@@ -320,8 +323,8 @@ class _Replayer(_Tape):
             return 0
         repeated_for = _torch_names.repeated_for()
         if repeated_for is None:
-            raise NotImplementedError(f"replay_experts: {_said(self.name)}: it ran {len(self._forwards)} times, and this torch does not tell"
-                                      " which of these backward repeats: use one context for each forward and its backward")
+            raise NotImplementedError(f"replay_experts: {_said(self.name)}: it ran {len(self._forwards)} times, and this torch does not"
+                                      " tell which of these backward repeats: use one context for each forward and its backward")
         span = self._span(repeated_for[1])
         follows = repeated_for == self._last_for and self._last + 1 in span
         self._last, self._last_for = self._last + 1 if follows else span[0], repeated_for

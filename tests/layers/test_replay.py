@@ -230,7 +230,7 @@ def test_nested_checkpoints_take_their_ids_or_are_refused(outer, inner):
     model.reentrant = inner
     nested = functools.partial(checkpoint, model, use_reentrant=outer)
     if outer or inner:
-        with pytest.raises(NotImplementedError, match="replay_experts: layer blocks.*: .*in a reentrant checkpoint and|replay_experts: layer blocks.*: a reentrant checkpoint contains"):
+        with pytest.raises(NotImplementedError, match="replay_experts: layer blocks.*(in a reentrant checkpoint and|a reentrant checkpoint contains)"):
             run(nested)
         assert all(module._tape is None for module in model.modules() if isinstance(module, gbmoe.dMoE))
     else:
@@ -402,7 +402,7 @@ def test_a_full_graph_is_refused():
     recorded = recorded_of(layer, x)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     for context in (gbmoe.record_experts(layer), gbmoe.replay_experts(layer, recorded)):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"replay_experts are eager: torch\.compile breaks its graph there"), context:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="are eager: torch.compile breaks its graph there"), context:
             compiled(x)
 
 
@@ -486,7 +486,8 @@ def test_errors_name_the_layer():
          lambda: replay(changed(recorded, NAMES[1], [torch.zeros(10, 3, dtype=torch.int32)]))),
         (ValueError, layer + r"ids of 10 tokens for forward 0, got \[9, 2\]", lambda: replay(changed(recorded, NAMES[1], [ids[:9]]), x)),
         (ValueError, layer + "ids on cpu, got meta", lambda: replay(changed(recorded, NAMES[1], [ids.to("meta")]), x)),
-        (ValueError, r"recorded of layer blocks\.0\.moe: expected ids for forward 1, got those of 1 forwards", lambda: replay(recorded, x, x)),
+        (ValueError, r"recorded of layer blocks\.0\.moe: expected ids for forward 1, got those of 1 forwards",
+         lambda: replay(recorded, x, x)),
         (ValueError, layer + "ids of the 1 forwards that ran, got those of 2", lambda: replay(changed(recorded, NAMES[1], [ids, ids]), x)),
         (ValueError, "record_experts: dtype: expected torch.int16, torch.int32 or torch.int64, got torch.uint8",
          lambda: recorded_of(model, dtype=torch.uint8)),
