@@ -40,7 +40,8 @@ def record_experts(model: torch.nn.Module, *, dtype: torch.dtype = torch.int32) 
 
     Yields:
         {name: [ids [T,K] of each forward, in their order]}, in the order of model.modules(); -1 where a slot has no expert, as padding has.
-        T counts tokens as x.reshape(-1, H) does.
+        T counts tokens as x.reshape(-1, H) does. Meanwhile LearnedRouters compute as they do with a padding_mask, which is also as they do
+        with given experts, so that replay gives the same bits; without either, last bits may be others.
 
     Raises:
         TypeError, ValueError: naming the argument; where a layer is in such a context already, or the model has none.
@@ -104,7 +105,7 @@ def replay_experts(model: torch.nn.Module, recorded: Mapping[str, Sequence[torch
     for name, layer in layers.items():
         for ids in recorded[name]:
             _require_ids("replay_experts", f"recorded of {_said(name)}", ids, 2, layer.args.moe_top_k)
-        replayers[name] = _Replayer(name, list(recorded[name]))
+        replayers[name] = _Replayer(name, [_outside_of_inference(ids) for ids in recorded[name]])
     with _on_layers(layers, replayers, "replay_experts"):
         yield
     for replayer in replayers.values():
@@ -122,15 +123,15 @@ def stack_experts(recorded: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tenso
     Raises:
         ValueError: where there is no layer, or layers differ in T or K; it names them.
     """
-    layers = {name: torch.cat(list(forwards)) if len(forwards) else None for name, forwards in recorded.items()}
-    first = next(iter(layers), None)
-    for name, ids in layers.items():
-        require(ids is not None, "stack_experts", "recorded", f"at least one forward of {_said(name)}", "none")
-        expected = list(layers[first].shape)  # type: ignore[index, union-attr]
-        require(list(ids.shape) == expected, "stack_experts", "recorded", f"as many tokens and experts of {_said(name)} as of"  # type: ignore[union-attr]
-                f" {_said(first)}, {expected}", list(ids.shape))  # type: ignore[union-attr, arg-type]
-    require(first is not None, "stack_experts", "recorded", "ids of a layer or more", "none")
-    return torch.stack(list(layers.values()), dim=1)  # type: ignore[arg-type]
+    require(bool(recorded), "stack_experts", "recorded", "ids of a layer or more", "none")
+    for name, forwards in recorded.items():
+        require(len(forwards) > 0, "stack_experts", "recorded", f"at least one forward of {_said(name)}", "none")
+    layers = {name: torch.cat(list(forwards)) for name, forwards in recorded.items()}
+    first, expected = next((name, list(ids_TK.shape)) for name, ids_TK in layers.items())
+    for name, ids_TK in layers.items():
+        require(list(ids_TK.shape) == expected, "stack_experts", "recorded", f"as many tokens and experts of {_said(name)} as of"
+                f" {_said(first)}, {expected}", list(ids_TK.shape))
+    return torch.stack(list(layers.values()), dim=1)
 
 
 def unstack_experts(model: torch.nn.Module, ids: torch.Tensor, tokens: Sequence[int] | None = None) -> dict[str, list[torch.Tensor]]:
@@ -201,6 +202,11 @@ def _require_ids(operator: str, argument: str, ids: Any, rank: int, top_k: int |
     require(ids.dtype in _INTEGERS, operator, argument, "ids of an integer dtype", ids.dtype, TypeError)
     require(ids.dim() == rank and top_k in (None, ids.size(-1)), operator, argument,
             "shape [T,L,K]" if rank == 3 else f"shape [T,K] with K == {top_k}", list(ids.shape))
+
+
+def _outside_of_inference(ids: torch.Tensor) -> torch.Tensor:
+    """The ids, so that autograd may keep them: a generator's may be of torch.inference_mode."""
+    return ids.clone() if ids.is_inference() and not torch.is_inference_mode_enabled() else ids
 
 
 class _Tape:
