@@ -402,14 +402,15 @@ def test_other_layers(fields):
         assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend, reentrant", [("eager", True), ("aot_eager", None), ("aot_eager", False)])
 @pytest.mark.parametrize("by_layer", [True, False])
-def test_compiled_layers(backend, by_layer):
+def test_compiled_layers(backend, reentrant, by_layer):
     """Compiled before, within and after: the hooks of a module, say, are not looked at again."""
     torch._dynamo.reset()
     model, inputs = Model().double(), [tokens(seed, dtype=torch.float64) for seed in range(2)]
     expected = recorded_of(model, *inputs)
     compiled = copy.deepcopy(model)
+    compiled.reentrant = reentrant
     if by_layer:
         for block in compiled.blocks:
             block.compile(backend=backend)
