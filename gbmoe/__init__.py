@@ -15,6 +15,10 @@ from gbmoe.layers import (
     clear_router_zloss,
     dMoE,
     get_load_balancing_loss,
+    record_experts,
+    replay_experts,
+    stack_experts,
+    unstack_experts,
     update_expert_bias,
     update_expert_bias_after,
 )
@@ -27,6 +31,6 @@ from gbmoe.weight_layout import WeightLayout
 __all__ = [
     "Arguments", "ClampedSilu", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ", "WeightLayout", "__version__",
     "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp",
-    "get_load_balancing_loss", "gmm", "grouped_mlp", "ops", "padded_gather", "padded_scatter", "update_expert_bias",
-    "update_expert_bias_after",
+    "get_load_balancing_loss", "gmm", "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts", "replay_experts",
+    "stack_experts", "unstack_experts", "update_expert_bias", "update_expert_bias_after",
 ]

@@ -86,6 +86,8 @@ _mode_stack = _private("utils._python_dispatch._get_current_dispatch_mode_stack"
 _detect_fake_mode = _private("_guards.detect_fake_mode")
 _get_tracing_state = _private("_C._get_tracing_state")
 _current_graph_task_id = _private("_C._current_graph_task_id")
+_current_autograd_node = _private("_C._current_autograd_node")
+_get_sequence_nr = _private("_C._autograd._get_sequence_nr")
 _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 _FakeTensor = _private("_subclasses.fake_tensor.FakeTensor")
 _FunctionalTensor = _private("_subclasses.functional_tensor.FunctionalTensor")
@@ -132,6 +134,31 @@ def loses_gradient() -> bool:
     Unlike torch.no_grad, an autograd.Function's forward has forward-mode derivatives off as well.
     """
     return not torch.is_inference_mode_enabled() and (is_fwd_grad_enabled is None or not is_fwd_grad_enabled())
+
+
+def repeated_for() -> tuple[int, int] | None:
+    """What asks for a forward that autograd repeats now: the number of the call of backward, and that of a node of its graph. None outside
+    backward, and where this torch does not tell."""
+    node = None if _current_autograd_node is None or _get_sequence_nr is None or not is_in_backward() else _current_autograd_node()
+    number = getattr(node, "_sequence_nr", None)
+    return None if number is None else (_current_graph_task_id(), number())
+
+
+def next_node() -> int:
+    """The number of the next node that this thread adds to a graph of autograd; 0 where this torch does not tell."""
+    return 0 if _get_sequence_nr is None else _get_sequence_nr()
+
+
+def is_in_a_function() -> bool:
+    """Whether this is the forward of an autograd.Function, such as the reentrant torch.utils.checkpoint; where this torch does not tell,
+    whether gradients are off."""
+    return not torch.is_grad_enabled() and loses_gradient()
+
+
+def is_of_a_checkpoint(hook: Any) -> bool:
+    """Whether tensors are saved through this function in the first forward of a non-reentrant torch.utils.checkpoint; False where this
+    torch calls it otherwise."""
+    return getattr(hook, "__qualname__", "").startswith("_checkpoint_hook.")
 
 
 def saved_tensors_hooks() -> tuple | None:

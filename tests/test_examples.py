@@ -71,6 +71,17 @@ def test_float8_training():
         assert of_recipe == pytest.approx(losses[0], rel=2e-3)
 
 
+def test_replay():
+    text = printed_by("replay.py")
+    differences, largest = numbers(text, r"differ by (\S+)"), numbers(text, r"differ by \S+ of ([^\s,]+)")
+    for difference, of in list(zip(differences, largest))[::2]:  # with the generator's weights; on a CPU only to rounding
+        assert difference <= 1e-5 * of
+    others = numbers(text, r"([\d.]+)% of the choices")
+    assert min(others[1::2]) > 1
+    rewards = numbers(text, r"reward ([^\s,]+)")
+    assert rewards[-1] > rewards[0] + 0.2
+
+
 @needs("transformers")
 def test_converted_checkpoint():
     difference, largest = outputs(printed_by("converted_checkpoint.py"))

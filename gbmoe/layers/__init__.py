@@ -11,10 +11,12 @@ from gbmoe.layers.losses import (
     get_load_balancing_loss,
     save_load_balancing_loss,
 )
+from gbmoe.layers.replay import record_experts, replay_experts, stack_experts, unstack_experts
 from gbmoe.layers.router import LearnedRouter
 
 __all__ = [
     "Arguments", "LearnedRouter", "ParallelDroplessMLP", "batched_load_balancing_loss", "batched_router_zloss",
     "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "from_megatron", "get_load_balancing_loss",
-    "save_load_balancing_loss", "update_expert_bias", "update_expert_bias_after",
+    "record_experts", "replay_experts", "save_load_balancing_loss", "stack_experts", "unstack_experts", "update_expert_bias",
+    "update_expert_bias_after",
 ]

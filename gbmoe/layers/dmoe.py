@@ -141,6 +141,8 @@ class dMoE(torch.nn.Module):
         torch.Size([7, 3, 32])
     """
 
+    _tape: Any = None  # of record_experts or replay_experts
+
     def __init__(self, args: Arguments):
         super().__init__()
         self.args = args
@@ -174,15 +176,19 @@ class dMoE(torch.nn.Module):
         Raises:
             TypeError, ValueError: naming what x, or what the router returned, should be and what it is.
         """
-        x = self._checked(x)
+        x, tape = self._checked(x), self._tape
+        further: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
+        if tape is not None:  # a mask that it makes hides no token
+            padding_mask, given_experts = tape.before(x, padding_mask, given_experts)
         given = {} if padding_mask is None else {"padding_mask": padding_mask}
         if given_experts is not None:
             given["given_experts"] = given_experts
         scores, expert_weights, top_experts = self._route(x, **given)
-        further: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
         if cu_seqlens is not None:
             require_tensor(cu_seqlens, "dMoE", "cu_seqlens", rank=1, dtypes=(torch.int32, torch.int64), device=x.device)
             further["cu_seqlens"] = cu_seqlens
+        if tape is not None:
+            tape.after(top_experts)
         if self.shared_expert is None:
             return self.experts(x, scores, expert_weights, top_experts, **further)
         shared: list[torch.Tensor] = []

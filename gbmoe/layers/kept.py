@@ -80,7 +80,7 @@ class Kept:
             else:
                 self._append(item, source, loses_gradient, None)
         elif not _torch_names.is_in_backward() and not _torch_names.is_transformed():
-            self._append(item, source, not torch.is_grad_enabled() and _torch_names.loses_gradient(), _torch_names.current_trace())
+            self._append(item, source, _torch_names.is_in_a_function(), _torch_names.current_trace())
             self._appended += 1
             if self._appended >= self._look_at:
                 self._look_for_a_pile()

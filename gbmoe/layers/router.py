@@ -47,6 +47,7 @@ class LearnedRouter(torch.nn.Module):
     # Of modules that were pickled by older versions.
     _source: Source | None = None
     _function: RouterFunction | None = None  # None: MegaBlocks'
+    _tape: Any = None  # of record_experts or replay_experts, where this is a layer by itself
 
     def __init__(self, args: Arguments):
         super().__init__()
@@ -128,6 +129,9 @@ class LearnedRouter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *, padding_mask: torch.Tensor | None = None, given_experts: torch.Tensor | None = None,
                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tape = self._tape
+        if tape is not None:
+            padding_mask, given_experts = tape.before(x, padding_mask, given_experts)
         if self.training and self.args.moe_jitter_eps is not None:
             x = x * self.jitter(x)
         given: dict[str, Any] = {}
@@ -143,6 +147,8 @@ class LearnedRouter(torch.nn.Module):
             slots = torch.arange(experts_TK.numel(), dtype=torch.int64, device=experts_TK.device)
             uniform_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
             experts_TK = uniform_TK if padding_mask is None else torch.where(experts_TK < 0, experts_TK, uniform_TK)
+        if tape is not None:
+            tape.after(experts_TK)
         return scores_TE, weights_TK, experts_TK
 
 
