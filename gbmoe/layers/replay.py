@@ -217,6 +217,7 @@ class _Tape:
     """
 
     operator = ""
+    _call: Any  # what `before` or `after` of a class of tapes does, outside of compiled graphs
 
     def __init__(self, name: str):
         self.name = name
@@ -228,9 +229,6 @@ class _Tape:
 
     def after(self, experts_TK: torch.Tensor) -> None:
         pass
-
-    def _call(self, *tensors: Any) -> Any:
-        raise NotImplementedError
 
     def _require_eager(self) -> None:
         if _torch_names.is_transformed() or _torch_names.current_trace() is not None:
