@@ -225,11 +225,16 @@ def begins_without_gradients() -> bool:
         return True
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. torch 2.11's torch.compile takes torch.compiler.is_exporting() for True in what it traces itself."""
+    return torch.compiler.is_exporting()
+
+
 def with_side_effects(function: Callable, *arguments: object) -> None:
     """Call `function` where torch.compile traces a checkpoint's function, whose side effects are allowed in here alone."""
     torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *arguments)
 
 
 # torch.compile calls these functions instead of tracing them. The attribute is what torch.compiler.assume_constant_result sets.
-for _function in (is_in_a_checkpoint, begins_without_gradients, is_transformed):
+for _function in (is_in_a_checkpoint, begins_without_gradients, is_exporting, is_transformed):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

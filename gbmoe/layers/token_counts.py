@@ -31,7 +31,7 @@ def add(counts_E: torch.Tensor, total_E: torch.Tensor) -> None:
     if torch.compiler.is_dynamo_compiling():
         without_gradients = not torch.is_grad_enabled()
         may_be_trained = not without_gradients or _torch_names.begins_without_gradients()
-        if may_be_trained and not _torch_names.is_transformed() and not torch.compiler.is_exporting():
+        if may_be_trained and not _torch_names.is_transformed() and not _torch_names.is_exporting():
             _add_in_graph(counts_E, without_gradients, total_E)
     elif not (_torch_names.is_transformed() or _torch_names.current_trace() is not None or counts_E.is_meta):
         _add(counts_E, not torch.is_grad_enabled(), total_E)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gbmoe
 from gbmoe.layers import Arguments, losses
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.testing import cuda_graphs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import dtype_id
 from tests.forked_python import spawn
 
@@ -277,10 +277,10 @@ def test_numbers_of_tokens_share_a_graph(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["sequence first", "packed"])
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
-def test_a_step_with_its_losses_is_a_cuda_graph_with_the_same_bits(device, kind, layout):
-    fields, leading, bounds, _ = LAYOUTS[layout]
-    layers = model(device, moe_router_load_balancing_type=kind, moe_zloss_weight=0.5, **SIGMOID, **fields)
-    x, mask = inputs(*leading, device=device), (torch.arange(LENGTH * BATCH) % 3 == 0).view(leading).to(device)
+def test_a_step_with_its_losses_is_a_cuda_graph_with_the_same_bits(kind, layout):
+    device, (fields, leading, bounds, _) = torch.device("cuda"), LAYOUTS[layout]
+    layers = model(device, bf16=True, moe_router_load_balancing_type=kind, moe_zloss_weight=0.5, **SIGMOID, **fields)
+    x, mask = inputs(*leading, device=device, dtype=torch.bfloat16), (torch.arange(LENGTH * BATCH) % 3 == 0).view(leading).to(device)
     given = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device)}
     routers = [layer.router.layer.weight for layer in layers]
 
@@ -293,6 +293,7 @@ def test_a_step_with_its_losses_is_a_cuda_graph_with_the_same_bits(device, kind,
         return loss.detach(), *torch.autograd.grad(loss, routers)
 
     expected = step()
+    exact_inputs.poison(device)
     graph, results = cuda_graphs.captured(step)
     for _ in range(2):
         graph.replay()
