@@ -61,11 +61,18 @@ constexpr bool changes_gate(int kind) { return kind == kClampedSilu || kind == k
 
 constexpr float kMinusLog2E = -1.4426950408889634f;  // exp(-x) = exp2(kMinusLog2E * x)
 
-// 1 / (1 + exp(-x)). Where results are rounded to 16 bits, the hardware's approximations are good enough: their relative error
-// grows with |x| and is below 2^-16 wherever the result is not 0.
-template <bool kFast, typename A> __device__ __forceinline__ A sigmoid(A x) {
-  if constexpr (kFast) return fast_reciprocal(1.0f + fast_exp2(x * kMinusLog2E));
-  else return A(1) / (A(1) + exp(-x));
+// 1 / (1 + exp(-x)), and 1 less that, which a subtraction would leave with few bits where the sigmoid is near 1. Where results are
+// rounded to 16 bits, the subtraction and the hardware's approximations are good enough: their relative error grows with |x| and is
+// below 2^-16 wherever the result is not 0.
+template <typename A> struct Sigmoid { A value, complement; };
+template <bool kFast, typename A> __device__ __forceinline__ Sigmoid<A> sigmoid(A x) {
+  if constexpr (kFast) {
+    const A s = fast_reciprocal(1.0f + fast_exp2(x * kMinusLog2E));
+    return {s, 1.0f - s};
+  } else {
+    const A power = exp(-A(fabs(x))), greater = A(1) / (A(1) + power), smaller = power * greater;
+    return x < A(0) ? Sigmoid<A>{smaller, greater} : Sigmoid<A>{greater, smaller};
+  }
 }
 
 // Several at once, of arguments that were multiplied by kMinusLog2E, in place: the exponentials are under way together, and then the
@@ -115,17 +122,19 @@ template <int kKind, bool kFast, typename A>
 __device__ __forceinline__ ValueAndSlope<A> activation_at(A x, const ActivationOf& of) {
   if constexpr (kKind == kClampedSilu) {
     const A alpha = of.constant<A>(0), limit = of.constant<A>(1);
-    const A y = x > limit ? limit : x, s = sigmoid<kFast>(alpha * y), value = y * s;
-    return {value, x <= limit ? s + alpha * value * (A(1) - s) : A(0)};
+    const A y = x > limit ? limit : x;
+    const Sigmoid<A> s = sigmoid<kFast>(alpha * y);
+    const A value = y * s.value;
+    return {value, x <= limit ? s.value + alpha * value * s.complement : A(0)};
   } else if constexpr (kKind == kSitu) {
     const ValueAndSlope<A> bounded = scaled_tanh(x, of.constant<A>(0));
-    const A s = sigmoid<kFast>(x);
-    return {bounded.value * s, bounded.slope * s + bounded.value * s * (A(1) - s)};
+    const Sigmoid<A> s = sigmoid<kFast>(x);
+    return {bounded.value * s.value, bounded.slope * s.value + bounded.value * s.value * s.complement};
   } else if constexpr (kKind == kSilu || kKind == kGeluTanh) {
-    const A s = sigmoid<kFast>(sigmoid_argument<kKind>(x, A(1)));
-    const A value = x * s;
-    if constexpr (kKind == kSilu) return {value, s + value * (A(1) - s)};
-    else return {value, s + value * ((A(1) - s) * gelu_argument_slope(x))};
+    const Sigmoid<A> s = sigmoid<kFast>(sigmoid_argument<kKind>(x, A(1)));
+    const A value = x * s.value;
+    if constexpr (kKind == kSilu) return {value, s.value + value * s.complement};
+    else return {value, s.value + value * (s.complement * gelu_argument_slope(x))};
   } else if constexpr (kKind == kGelu) {
     const A cdf = A(0.5) * twice_normal_cdf(x);
     return {x * cdf, cdf + x * A(0.3989422804014327) * exp(A(-0.5) * x * x)};
@@ -214,7 +223,7 @@ struct SigmoidActivation : PlainGate {  // silu, whose cubic coefficient is 0, a
         cubic(of.kind == kSilu ? 0.0f : static_cast<float>(kGeluCubic)) {}
   // silu's cubic coefficient, 0, times +inf would be NaN. fminf drops a NaN, but x itself is a factor of the result.
   __device__ __forceinline__ float value(float x) const {
-    return x * sigmoid<true>(cubic_argument(fminf(x, FLT_MAX), linear, cubic));
+    return x * sigmoid<true>(cubic_argument(fminf(x, FLT_MAX), linear, cubic)).value;
   }
 };
 

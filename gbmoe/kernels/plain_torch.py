@@ -334,18 +334,21 @@ def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans
 # ------------------------------------------------------------------------------------------------------------- activation
 
 
+# 1 less the sigmoid of x is the sigmoid of -x: the subtraction would leave few bits where the sigmoid is near 1.
+
+
 def _silu(x, slope):
     s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s)) if slope else x * s
+    return s * (1 + x * torch.sigmoid(-x)) if slope else x * s
 
 
 def _gelu_tanh(x, slope):
-    c, cubic = math.sqrt(2 / math.pi), 0.044715
-    t = torch.tanh(c * (x + cubic * x**3))
-    if not slope:
-        return 0.5 * x * (1 + t)
-    # From |x| = 64 on 1 - t * t is 0, and x * x must not be infinite.
-    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * cubic * x.clamp(-64, 64).square())
+    # (1 + tanh(u / 2)) / 2 is the sigmoid of u.
+    linear, cubic = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
+    u = x * (linear + cubic * x.square())
+    s = torch.sigmoid(u)
+    # From |x| = 64 on the second term is 0, and x * x must not be infinite.
+    return s + x * s * torch.sigmoid(-u) * (linear + 3 * cubic * x.clamp(-64, 64).square()) if slope else x * s
 
 
 def _gelu(x, slope):
@@ -379,7 +382,7 @@ def _clamped_silu(alpha, limit, gate_limit, gate_offset):
     def value(x, slope):
         y = x.clamp(max=limit)
         s = torch.sigmoid(alpha * y)
-        return torch.where(x <= limit, s + alpha * (y * s) * (1 - s), 0) if slope else y * s
+        return torch.where(x <= limit, s + alpha * (y * s) * torch.sigmoid(-alpha * y), 0) if slope else y * s
 
     def gate(g, slope):
         return (g.abs() <= gate_limit).to(g.dtype) if slope else g.clamp(-gate_limit, gate_limit) + gate_offset
@@ -390,7 +393,7 @@ def _clamped_silu(alpha, limit, gate_limit, gate_offset):
 def _situ(beta, _, gate_beta, __):
     def value(x, slope):
         t, s = torch.tanh(x / beta), torch.sigmoid(x)
-        return (1 - t * t) * s + beta * t * s * (1 - s) if slope else beta * t * s
+        return (1 - t * t) * s + beta * t * s * torch.sigmoid(-x) if slope else beta * t * s
 
     def gate(g, slope):
         t = torch.tanh(g / gate_beta)

@@ -96,6 +96,15 @@ def test_gelu_tanh_of_large_numbers_had_no_slope(formulas, way, activation):
         assert_near(slope, limit_slope(activation, x, exact_slope), WAYS[way], "slope")
 
 
+@pytest.mark.parametrize("way", ["in_float", "plain_torch"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", *CONSTANTS])
+def test_slopes_near_1_lost_bits(formulas, way, activation):
+    """1 - sigmoid(x) was a subtraction, whose rounding is multiplied by x: 1e-6 in gelu_tanh's slope at 4.9."""
+    x = torch.linspace(-12, 12, 20_001)
+    slope = plain_torch.functions(activation)[0](x, True) if way == "plain_torch" else computed(formulas, way, activation, x)[1]
+    assert float((slope.double() - torchs(activation, x)[1]).abs().max()) < 4 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_relu_of_nan_had_a_slope_of_0(formulas, way, activation):
