@@ -9,6 +9,7 @@ from gbmoe._version import __version__
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers import (
     Arguments,
+    ExpertParallelOptions,
     batched_load_balancing_loss,
     batched_router_zloss,
     clear_load_balancing_loss,
@@ -29,8 +30,8 @@ from gbmoe.router_function import RouterFunction
 from gbmoe.weight_layout import WeightLayout
 
 __all__ = [
-    "Arguments", "ClampedSilu", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ", "WeightLayout", "__version__",
-    "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp",
-    "get_load_balancing_loss", "gmm", "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts", "replay_experts",
+    "Arguments", "ClampedSilu", "ExpertParallelOptions", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ", "WeightLayout",
+    "__version__", "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE",
+    "expert_mlp", "get_load_balancing_loss", "gmm", "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts", "replay_experts",
     "stack_experts", "unstack_experts", "update_expert_bias", "update_expert_bias_after",
 ]

@@ -40,13 +40,15 @@ def require_choice(operator: str, argument: str, value: object, choices: tuple[s
         require(False, operator, argument, f"one of {', '.join(choices)}", f"{value!r}{hint or nearest(value, choices)}")
 
 
-def names_the_nearest_field(cls: type[T]) -> type[T]:
-    """Decorates a dataclass: a keyword that is none of its fields raises a TypeError that names the nearest one.
+def names_the_nearest_field(cls: type[T], further: Iterable[str] = ()) -> type[T]:
+    """Decorates a dataclass: a keyword that is none of its fields, or of the `further` ones that it takes, raises a TypeError that names
+    the nearest one.
 
     The signature stays as it is, and dataclasses.replace, which calls the class, names the field as well.
     """
     generated = cls.__init__
     names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    names += further
 
     @functools.wraps(generated)
     def __init__(self, *args, **kwargs):

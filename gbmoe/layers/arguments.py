@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from gbmoe import engines
 from gbmoe._checks import as_device, names_the_nearest_field, require, require_choice
 from gbmoe.float8 import Float8BlockScaling
+from gbmoe.layers.expert_parallel_options import FLAT_NAMES, ExpertParallelOptions, with_flat_names
 from gbmoe.router_function import SCORES, RouterFunction
 
-DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
+DEFAULT_ACTIVATION_FN = functools.partial(F.gelu, approximate="tanh")
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 MLP_TYPES = ("mlp", "glu")
 MLP_IMPLS = ("gbmoe", "bmm", "reference")
@@ -29,7 +30,8 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@names_the_nearest_field
+@functools.partial(names_the_nearest_field, further=FLAT_NAMES)
+@with_flat_names
 @dataclasses.dataclass
 class Arguments:
     """The arguments of a layer; mirrors megablocks.layers.arguments.Arguments field by field.
@@ -68,21 +70,9 @@ class Arguments:
 
     moe_capacity_factor exists for compatibility and has no effect: the layers here drop no token.
 
-    For experts that are spread over ranks:
-
-    - `expert_parallel_exact` asks for the bits of a single process; one row for every slot then travels back.
-    - `expert_parallel_ranks_per_node` is the number of the group's ranks on each node, so that a row crosses to another node once.
-      None takes LOCAL_WORLD_SIZE, which torchrun sets; 1 treats all ranks as equally near.
-    - `expert_parallel_chunks` divides each rank's experts into chunks; between nodes the rows of one travel while the one before it
-      computes. 0 or None leaves the number to gbmoe, see gbmoe.parallel.automatic_chunks.
-    - `expert_parallel_transport` is "auto", "peer_memory" (ranks of one node map each other's memory) or "exchange"
-      (torch.distributed's all-to-all).
-    - `expert_parallel_rows` bounds the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits
-      for the device, and a CUDA graph can record the step. Rows beyond the bound are dropped, which a later step reports.
-    - `expert_parallel_shadows` is the most experts whose weights are copied to all ranks for a step in which less then travels than if
-      their tokens' rows did. 0 is off. It needs rows that are exchanged and ranks that hold whole experts, and excludes
-      expert_parallel_exact.
-
+    `expert_parallel` says how rows travel between experts that are spread over ranks, see gbmoe.ExpertParallelOptions. Its options are
+    arguments as well: `expert_parallel_exact`, `expert_parallel_ranks_per_node`, `expert_parallel_chunks`, `expert_parallel_transport`,
+    `expert_parallel_rows` and `expert_parallel_shadows`. Those win over it, and can be read and set as attributes.
     Constructing such a layer is collective over the group: it compares the ranks' arguments.
 
     `batch_invariant` asks that the output for a token, the router's choice included, has the same bits whatever other tokens are in the
@@ -158,7 +148,7 @@ class Arguments:
     fp16: bool = True
     bf16: bool = False
     device: int | str | torch.device = dataclasses.field(default_factory=default_device)
-    init_method: Callable[[torch.Tensor], Any] = partial(torch.nn.init.normal_, mean=0.0, std=0.02)
+    init_method: Callable[[torch.Tensor], Any] = functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)
     output_layer_init_method: Callable[[torch.Tensor], Any] = init_method
 
     # Benchmarking: route slot i to expert i % experts, whatever the router says.
@@ -182,12 +172,7 @@ class Arguments:
     batch_invariant: bool = False
     fp8_recipe: Float8BlockScaling | None = None
     keep_gathered_rows: bool = False
-    expert_parallel_exact: bool = False
-    expert_parallel_ranks_per_node: int | None = None
-    expert_parallel_chunks: int | None = 1
-    expert_parallel_transport: str = "auto"
-    expert_parallel_rows: float | None = None
-    expert_parallel_shadows: int = 0
+    expert_parallel: ExpertParallelOptions = ExpertParallelOptions()
     one_matrix_per_expert: bool = False
 
     def __post_init__(self):
@@ -210,18 +195,9 @@ class Arguments:
             value = getattr(self, name)
             unset = value is None and name == "moe_jitter_eps"
             require(unset or (isinstance(value, (int, float)) and value >= 0), "Arguments", name, "a number of at least 0", repr(value))
-        for name, least in (("expert_parallel_ranks_per_node", 1), ("expert_parallel_chunks", 0),
-                            ("num_layers_per_virtual_pipeline_stage", 1)):
-            value = getattr(self, name)
-            require(value is None or (isinstance(value, int) and value >= least), "Arguments", name,
-                    f"None or an int of at least {least}", repr(value))
-        require_choice("Arguments", "expert_parallel_transport", self.expert_parallel_transport, ("auto", "peer_memory", "exchange"))
-        rows = self.expert_parallel_rows
-        require(rows is None or (isinstance(rows, (int, float)) and rows > 0), "Arguments", "expert_parallel_rows",
-                "None or a positive number, how many times the mean", repr(rows))
-        require(rows is None or not self.expert_parallel_exact, "Arguments", "expert_parallel_rows",
-                "None together with expert_parallel_exact, which cannot drop rows", repr(rows))
-        self._check_shadows()
+        stages = self.num_layers_per_virtual_pipeline_stage
+        require(stages is None or (isinstance(stages, int) and stages >= 1), "Arguments", "num_layers_per_virtual_pipeline_stage",
+                "None or an int of at least 1", repr(stages))
         require(callable(self.activation_fn), "Arguments", "activation_fn", "a callable, such as torch.nn.functional.silu",
                 repr(self.activation_fn))
         p = self.moe_normalize_expert_weights
@@ -288,15 +264,6 @@ class Arguments:
         return RouterFunction(
             self.moe_router_score_function, self.moe_router_pre_softmax or not softmax, normalize=p,
             epsilon=1e-20 if p is not None and not softmax else 0.0, scale=1.0 if scale is None else float(scale), **groups)
-
-    def _check_shadows(self):
-        shadows = self.expert_parallel_shadows
-        require(isinstance(shadows, int) and shadows >= 0, "Arguments", "expert_parallel_shadows", "an int of at least 0", repr(shadows))
-        require(not shadows or not self.expert_parallel_exact, "Arguments", "expert_parallel_shadows",
-                "0 beside expert_parallel_exact, as gradients of shadows are rounded on each rank", repr(shadows))
-        require(not shadows or self.expert_parallel_transport != "peer_memory", "Arguments", "expert_parallel_transport",
-                "'auto' or 'exchange' beside expert_parallel_shadows, as only rows that are exchanged can stay where they are",
-                repr(self.expert_parallel_transport))
 
     def _check_batch_invariant(self):
         engines.batch_invariant(self.engine)

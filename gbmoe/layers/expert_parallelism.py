@@ -16,7 +16,7 @@ from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe._version import __version__
 from gbmoe.float8 import keeps_weights
-from gbmoe.layers import expert_sharding
+from gbmoe.layers import expert_parallel_options, expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.layers.same_activation import require_same_activation
@@ -28,9 +28,7 @@ from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
 # The arguments that must be the same on all ranks, as activation_fn must be the same function. `engine` and `mlp_impl` may differ.
-_SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_type", "bias", "dtype", "expert_parallel_exact",
-         "expert_parallel_ranks_per_node", "expert_parallel_chunks", "expert_parallel_transport", "expert_parallel_rows",
-         "expert_parallel_shadows")
+_SAME = ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "mlp_type", "bias", "dtype", *expert_parallel_options.FLAT_NAMES)
 
 
 class Prepared(NamedTuple):
@@ -72,7 +70,7 @@ def prepare(args: Arguments) -> Prepared:
 
 def _all_map(args: Arguments) -> bool:
     """Whether the ranks' implementations and activations can all compute with pulled rows, and their memory can be mapped. Collective."""
-    transport, group = args.expert_parallel_transport, args.expert_parallel_group
+    transport, group = args.expert_parallel.transport, args.expert_parallel_group
     never = transport == "exchange" or _why_exchange(args, placement(args)) is not None
     if never or peer_memory.unavailable(group, torch.device(args.device)) is not None:
         return transport == "peer_memory"  # the first call says why it cannot be
@@ -86,24 +84,18 @@ def _all_map(args: Arguments) -> bool:
 def placement(args: Arguments) -> Placement:
     """Which rank holds which experts. `args` may be MegaBlocks' own Arguments, which lack gbmoe's additional fields."""
     experts_per_rank, shards = expert_sharding.experts_per_rank(args), expert_sharding.hidden_sharding_degree(args)
-    exact = _own(args, "expert_parallel_exact")
-    require(not exact or shards == 1, "Arguments", "expert_parallel_exact",
-            "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", exact)
-    shadows = _own(args, "expert_parallel_shadows")
-    require(not shadows or shards == 1, "Arguments", "expert_parallel_shadows",
-            "0 where ranks share an expert (more ranks than experts)", shadows)
+    options = expert_parallel_options.of(args)
+    require(not options.exact or shards == 1, "Arguments", "expert_parallel_exact",
+            "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", options.exact)
+    require(not options.shadows or shards == 1, "Arguments", "expert_parallel_shadows",
+            "0 where ranks share an expert (more ranks than experts)", options.shadows)
     return Placement(
         group=args.expert_parallel_group, world=expert_sharding.expert_parallel_world_size(args),
         rank=expert_sharding.expert_parallel_rank(args),
         experts=args.moe_num_experts, experts_per_rank=experts_per_rank, shards=shards,
-        nodes=None if exact else groups.nodes_of(args.expert_parallel_group, _own(args, "expert_parallel_ranks_per_node")),
-        chunks=1 if exact else min(_own(args, "expert_parallel_chunks") or 1, experts_per_rank),
-        exact=exact, rows=_own(args, "expert_parallel_rows"))
-
-
-def _own(args: Any, name: str) -> Any:
-    """A field that gbmoe adds to Arguments, or its default where `args` are MegaBlocks' own, which lack it."""
-    return getattr(args, name, getattr(Arguments, name))
+        nodes=None if options.exact else groups.nodes_of(args.expert_parallel_group, options.ranks_per_node),
+        chunks=1 if options.exact else min(options.chunks or 1, experts_per_rank),
+        exact=options.exact, rows=options.rows)
 
 
 def maps_memory(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Tensor, args: Arguments, where: Placement,
@@ -115,7 +107,7 @@ def maps_memory(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
     Raises:
         ValueError: where args.expert_parallel_transport asks for mapped memory and it cannot be used; it says why.
     """
-    transport = _own(args, "expert_parallel_transport")
+    transport = expert_parallel_options.of(args).transport
     if transport == "exchange" or prepared.maps is False or (prepared.maps is None and torch.compiler.is_compiling()):
         return False
     reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
@@ -141,7 +133,7 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
 
 def _why_exchange(args, where: Placement) -> str | None:
     """None, or which of the arguments, the same on all ranks, only the exchange can do."""
-    if _own(args, "expert_parallel_shadows"):
+    if expert_parallel_options.of(args).shadows:
         return "only the exchange copies experts to all ranks (expert_parallel_shadows)"
     if where.chunks > 1 or where.nodes is not None:
         return "only the exchange divides experts into chunks and ranks into nodes"
@@ -170,7 +162,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         peer_memory.agree_to_exchange(args.expert_parallel_group, x_TH.device, prepared.layer)
     if meanwhile is not None:
         meanwhile()
-    if _own(args, "expert_parallel_exact"):
+    if expert_parallel_options.of(args).exact:
         rows = experts.rows_before_weights()
         return uncompiled.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
                                                    layer=prepared.layer, trains=trains)
@@ -207,10 +199,10 @@ def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:
 def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, layer, trains):
     """(out [T,H], tokens_per_expert) by torch.distributed's all-to-all."""
     matrices = 2 if args.mlp_type == "mlp" else 3
-    if not _own(args, "expert_parallel_chunks"):
+    if not expert_parallel_options.of(args).chunks:
         where = dataclasses.replace(where, chunks=automatic_chunks.choose(
             where, x_TH.size(0), args.hidden_size, args.ffn_hidden_size, args.moe_top_k, matrices, x_TH.dtype, x_TH.device))
-    shadows = _own(args, "expert_parallel_shadows")
+    shadows = expert_parallel_options.of(args).shadows
     if shadows and where.world > 1:
         return uncompiled.shadowed_experts_by_exchange(
             experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN, LOAD_BALANCING_TYPES, Arguments
+from gbmoe.layers.expert_parallel_options import FLAT_NAMES
 from gbmoe.ops.activations import activation_name, relu_squared
 from gbmoe.router_function import SCORES
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Arguments))
+_FIELDS = frozenset({*(field.name for field in dataclasses.fields(Arguments)), *FLAT_NAMES})
 _EXPERTS = ("num_experts", "num_moe_experts")
 
 # Fields whose names Megatron has for something wider: a dense layer's size, layers that are not MoE, the model's dtype. Such a value

@@ -29,8 +29,7 @@ def test_defaults_are_megablocks():
     names = {field.name for field in dataclasses.fields(Arguments)}
     assert names - set(MEGABLOCKS) == {"activation_fn", "mlp_impl", "device", "init_method", "output_layer_init_method", "engine",
                                         "batch_invariant", "fp8_recipe", "keep_gathered_rows",
-                                        "expert_parallel_exact", "expert_parallel_ranks_per_node", "expert_parallel_chunks",
-                                        "expert_parallel_transport", "expert_parallel_rows", "expert_parallel_shadows",
+                                        "expert_parallel",
                                         "one_matrix_per_expert", "moe_shared_expert_gate", "moe_router_score_function",
                                         "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
                                         "moe_router_group_best", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",

@@ -115,9 +115,9 @@ def test_latencies_count_where_they_are_known(monkeypatch):
 @pytest.mark.parametrize("fields, words", [
     (dict(expert_parallel_shadows=-1), "expert_parallel_shadows: expected an int of at least 0, got -1"),
     (dict(expert_parallel_shadows=None), "expert_parallel_shadows: expected an int of at least 0, got None"),
-    (dict(expert_parallel_shadows=1, expert_parallel_exact=True), "expert_parallel_shadows: expected 0 beside expert_parallel_exact"),
+    (dict(expert_parallel_shadows=1, expert_parallel_exact=True), "expert_parallel_shadows: expected 0 with expert_parallel_exact"),
     (dict(expert_parallel_shadows=1, expert_parallel_transport="peer_memory"),
-     "expert_parallel_transport: expected 'auto' or 'exchange' beside expert_parallel_shadows")])
+     "expert_parallel_transport: expected 'auto' or 'exchange' with expert_parallel_shadows")])
 def test_what_shadows_exclude_is_refused(fields, words):
     with pytest.raises(ValueError, match="Arguments: " + words):
         Arguments(**fields)

@@ -18,6 +18,7 @@ from gbmoe._checks import dtype_name
 from gbmoe.compat.checkpoints.layouts import BrokenCheckpoint, Layer
 from gbmoe.compat.checkpoints.model_types import ACTIVATIONS, CONDITIONS, MODEL_TYPES, REFUSED, Condition
 from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.expert_parallel_options import FLAT_NAMES
 
 ARGUMENTS_FILE = "gbmoe_arguments.json"
 # The activations by the names that the file has, and how one writes them.
@@ -57,7 +58,7 @@ def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
     path = Path(path)
     path = path / ARGUMENTS_FILE if path.is_dir() else path
     values = read_json(path)
-    known = {field.name for field in fields(Arguments)} - {"fp16", "bf16"} | {"dtype"}
+    known = {field.name for field in fields(Arguments)} - {"fp16", "bf16"} | {"dtype"} | FLAT_NAMES.keys()
     if not isinstance(values, dict) or not values.keys() <= known:
         odd = sorted(values.keys() - known) if isinstance(values, dict) else type(values).__name__
         raise ValueError(one_line(f"{path}: expected an object with fields of gbmoe.Arguments and dtype, got {odd}"))
