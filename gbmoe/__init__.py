@@ -32,6 +32,6 @@ from gbmoe.weight_layout import WeightLayout
 __all__ = [
     "Arguments", "ClampedSilu", "ExpertParallelOptions", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ", "WeightLayout",
     "__version__", "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE",
-    "expert_mlp", "get_load_balancing_loss", "gmm", "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts", "replay_experts",
-    "stack_experts", "unstack_experts", "update_expert_bias", "update_expert_bias_after",
+    "expert_mlp", "get_load_balancing_loss", "gmm", "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts",
+    "replay_experts", "stack_experts", "unstack_experts", "update_expert_bias", "update_expert_bias_after",
 ]
