@@ -123,7 +123,7 @@ class Trips:
     rows: float
 
     @classmethod
-    def of(cls, loads: Sequence[float], ranks: int, per_node: int, chunks: int = 1, replicated: int = 0) -> Trips:
+    def of(cls, loads: Sequence[float], ranks: int, per_node: int, chunks: int = 1, shadows: int = 0) -> Trips:
         """Count the trips with experts dealt out to ranks and chunks in the order of their popularity.
 
         Where there are more ranks than experts, a row goes to all ranks that hold a shard of an expert.
@@ -133,12 +133,12 @@ class Trips:
             ranks: the number of ranks of the group.
             per_node: the number of ranks on each node.
             chunks: the number of chunks in which a rank's experts are computed; a row travels once to each chunk that needs it.
-            replicated: this many of the first experts are on every rank, and no row travels for them.
+            shadows: this many of the first experts are on every rank, and no row travels for them.
         """
         groups = min(ranks, len(loads))
         in_node = min(per_node, groups)
-        every_rank = [[_dealt(loads, groups, chunks, rank, chunk, replicated) for chunk in range(chunks)] for rank in range(groups)]
-        even = max(loads) - min(loads) < _EQUAL and not replicated
+        every_rank = [[_dealt(loads, groups, chunks, rank, chunk, shadows) for chunk in range(chunks)] for rank in range(groups)]
+        even = max(loads) - min(loads) < _EQUAL and not shadows
         known: dict[int, float] = {}
 
         def times(places: Sequence[Sequence[set[int]]]) -> float:
@@ -160,8 +160,8 @@ class Trips:
         return cls(sum(to_ranks) * ranks / groups, sum(to_nodes) * nodes / len(to_nodes), max(to_ranks), max(to_nodes), busiest * groups)
 
 
-def _dealt(loads: Sequence[float], groups: int, chunks: int, rank: int, chunk: int, replicated: int) -> set[int]:
-    return {expert for expert in range(rank + groups * chunk, len(loads), groups * chunks) if expert >= replicated}
+def _dealt(loads: Sequence[float], groups: int, chunks: int, rank: int, chunk: int, shadows: int) -> set[int]:
+    return {expert for expert in range(rank + groups * chunk, len(loads), groups * chunks) if expert >= shadows}
 
 
 # -------------------------------------------------------------------------------------------------------------------- seconds
@@ -205,7 +205,7 @@ class Cost:
         node_rows: rows that travel inside nodes, for each token and direction.
         imbalance: rows of the most loaded rank over the mean.
         chunks: the number of chunks in which a rank's experts are computed.
-        replicated: how many of the most popular experts every rank has.
+        shadows: how many of the most popular experts every rank has.
     """
 
     seconds: float
@@ -215,15 +215,15 @@ class Cost:
     node_rows: float
     imbalance: float
     chunks: int
-    replicated: int
+    shadows: int
 
     @property
     def others(self) -> float:
-        """The seconds beside the GEMMs and the replicated weights: moving rows, waiting, planning."""
+        """The seconds beside the GEMMs and the weights of shadows: moving rows, waiting, planning."""
         return self.seconds - self.products - self.weights
 
 
-def layer(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, chunks: int = 1, replicated: int = 0) -> Cost:
+def layer(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, chunks: int = 1, shadows: int = 0) -> Cost:
     """The cost of forward and backward of a layer whose experts are spread over `ranks` ranks.
 
     Args:
@@ -233,30 +233,30 @@ def layer(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 0.0, c
         skew: how unevenly popular the experts are, see expert_loads.
         chunks: the number of chunks in which each rank computes its experts; reduced to the number of its experts, and to one where rows
             are pulled from mapped memory.
-        replicated: how many of the most popular experts are on all ranks.
+        shadows: how many of the most popular experts are on all ranks.
     """
     loads = expert_loads(shape.experts, shape.top_k, skew)
     nodes, per_node = nodes_of(ranks, links)
     groups = min(ranks, shape.experts)
     by_memory = links.peer_memory and nodes == 1 and ranks <= MOST_RANKS
     chunks = 1 if by_memory else max(min(chunks, shape.experts // groups), 1)
-    trips = Trips.of(loads, ranks, per_node, chunks, replicated)
+    trips = Trips.of(loads, ranks, per_node, chunks, shadows)
     share = groups / ranks  # of an expert's ffn rows that a rank holds; below 1 where ranks share experts
     load = Load(sent=shape.tokens * (trips.nodes if nodes > 1 else trips.ranks), arriving=shape.tokens * ranks * trips.to_rank,
                 crossing=shape.tokens * (nodes - 1) * trips.to_node, rows=shape.tokens * trips.rows / share,
                 experts=shape.experts / groups, share=share)
-    staying = sum(loads[:replicated])
+    staying = sum(loads[:shadows])
     computed = products(shape, gpu, load.rows, load.experts, load.share)
-    if replicated:
-        computed += products(shape, gpu, shape.tokens * staying, replicated)
+    if shadows:
+        computed += products(shape, gpu, shape.tokens * staying, shadows)
     if by_memory:
         seconds = _by_peer_memory(shape, gpu, links, ranks, load, trips.ranks, computed)
     else:
         counts = links.exchange_latency + between_nodes(shape, links, 0, nodes)
         seconds = exchange(shape, gpu, links, ranks, chunks, load, computed) + links.plan + counts + 2 * gpu.layer
-    weights = replicas(shape, gpu, links, ranks, replicated)
+    weights = seconds_of_shadows(shape, gpu, links, ranks, shadows)
     return Cost(seconds + weights, 3 * computed, weights, trips.nodes * (nodes - 1) / nodes, trips.ranks * (per_node - 1) / per_node,
-                (trips.rows + staying) / shape.top_k, chunks, replicated)
+                (trips.rows + staying) / shape.top_k, chunks, shadows)
 
 
 def _by_peer_memory(shape: Shape, gpu: Gpu, links: Links, ranks: int, load: Load, summands: float,
@@ -274,14 +274,14 @@ def _by_peer_memory(shape: Shape, gpu: Gpu, links: Links, ranks: int, load: Load
     return both + forward + publish(shape, gpu) + 2 * pulled + 2 * computed + pushed
 
 
-def replicas(shape: Shape, gpu: Gpu, links: Links, ranks: int, replicated: int) -> float:
-    """Seconds to bring `replicated` experts to all ranks and to add up their gradients. Broadcast and reduction are pipelined, so that
+def seconds_of_shadows(shape: Shape, gpu: Gpu, links: Links, ranks: int, shadows: int) -> float:
+    """Seconds to bring `shadows` experts to all ranks and to add up their gradients. Broadcast and reduction are pipelined, so that
     the slowest link carries an expert's bytes once each way."""
-    if not replicated or ranks == 1:
+    if not shadows or ranks == 1:
         return 0.0
     rate = links.exchange if ranks <= links.ranks_per_node else min(links.exchange, links.network * min(ranks, links.ranks_per_node))
     latency = links.exchange_latency + (links.network_latency if ranks > links.ranks_per_node else 0.0)
-    moved = replicated * shape.expert_bytes
+    moved = shadows * shape.expert_bytes
     return 2 * (latency + moved / rate) + row_pass(gpu, 3 * moved)
 
 
@@ -293,6 +293,6 @@ def best_chunks(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float = 
     return min(cost_model.chunk_counts(shape, ranks, most), key=lambda chunks: layer(shape, gpu, links, ranks, skew, chunks).seconds)
 
 
-def best_replicated(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float, chunks: int = 1, most: int = 8) -> int:
+def best_shadows(shape: Shape, gpu: Gpu, links: Links, ranks: int, skew: float, chunks: int = 1, most: int = 8) -> int:
     """How many of the most popular experts to copy to all ranks for the fastest layer: 0 where moving weights costs more than it saves."""
     return min(range(min(most, shape.experts) + 1), key=lambda count: layer(shape, gpu, links, ranks, skew, chunks, count).seconds)

@@ -2,7 +2,7 @@
 """Predict how long a layer takes with its experts spread over 8 to 4,096 ranks, from the speeds of links and GPUs. Measures nothing.
 
     python scripts/simulate_expert_parallelism.py                              # Mixtral and DeepSeek-V3 on nodes of 8 GPUs
-    python scripts/simulate_expert_parallelism.py --shape 16384,2048,768,128,8 --network 90 --skew 0.5 --replicate 4
+    python scripts/simulate_expert_parallelism.py --shape 16384,2048,768,128,8 --network 90 --skew 0.5 --shadows 4
     python scripts/simulate_expert_parallelism.py --check                      # compare with measurements on two and four GPUs
 
 Each line is forward and backward of one layer on the slowest rank. The formulas are at the top of gbmoe/parallel/cost_model.py, which
@@ -128,12 +128,12 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skew", type=_not_negative, default=0.0, metavar="S",
                         help="the r-th most popular expert has a share proportional to r ** -S (default: 0, all equal)")
     parser.add_argument("--chunks", type=int, default=0, metavar="N", help="chunks of a rank's experts (default: the best number)")
-    parser.add_argument("--replicate", type=int, default=0, metavar="N", help="copy up to N of the most popular experts to all ranks, as"
+    parser.add_argument("--shadows", type=int, default=0, metavar="N", help="copy up to N of the most popular experts to all ranks, as"
                         " many as make a layer fastest (default: 0)")
     parser.add_argument("--check", action="store_true",
                         help="compare with measurements on two and four GPUs; fails if they differ by over 10 %%")
     arguments = parser.parse_args(argv)
-    for name in ("chunks", "replicate"):
+    for name in ("chunks", "shadows"):
         if getattr(arguments, name) < 0:
             parser.error(f"--{name}: expected a number of at least 0, got {getattr(arguments, name)}")
     for shape in shapes_of(arguments).values():
@@ -162,9 +162,9 @@ def require_possible(shape: Shape, ranks: int, group: int, arguments: argparse.N
     _, shards = sharding(group, shape.experts, shape.ffn)
     if group > arguments.ranks_per_node and group % arguments.ranks_per_node:
         raise ValueError(f"--ranks-per-node: expected a divisor of the group's {group} ranks, got {arguments.ranks_per_node}")
-    if arguments.replicate and shards > 1:
-        raise ValueError(f"--replicate: expected 0 where ranks share an expert ({group} ranks, {shape.experts} experts), got"
-                         f" {arguments.replicate}")
+    if arguments.shadows and shards > 1:
+        raise ValueError(f"--shadows: expected 0 where ranks share an expert ({group} ranks, {shape.experts} experts), got"
+                         f" {arguments.shadows}")
 
 
 def simulate(shape: Shape, gpu: Gpu, links: Links, arguments: argparse.Namespace) -> list[list[str]]:
@@ -173,16 +173,16 @@ def simulate(shape: Shape, gpu: Gpu, links: Links, arguments: argparse.Namespace
     for ranks in arguments.ranks:
         group = group_of(shape, ranks, arguments)
         chunks = arguments.chunks or costs.best_chunks(shape, gpu, links, group, arguments.skew)
-        replicated = costs.best_replicated(shape, gpu, links, group, arguments.skew, chunks, arguments.replicate)
-        cost = costs.layer(shape, gpu, links, group, arguments.skew, chunks, replicated)
+        shadows = costs.best_shadows(shape, gpu, links, group, arguments.skew, chunks, arguments.shadows)
+        cost = costs.layer(shape, gpu, links, group, arguments.skew, chunks, shadows)
         flops = 6 * shape.matrices * shape.tokens * shape.top_k * shape.hidden * shape.ffn
         times = [f"{seconds * 1e3:.2f}" for seconds in (cost.products, cost.weights, cost.seconds)]
         trips = [f"{number:.2f}" for number in (cost.node_rows, cost.network_rows, cost.imbalance)]
-        lines.append([str(ranks), str(group), *trips, str(cost.chunks), str(cost.replicated), *times, f"{flops / cost.seconds / 1e12:.0f}"])
+        lines.append([str(ranks), str(group), *trips, str(cost.chunks), str(cost.shadows), *times, f"{flops / cost.seconds / 1e12:.0f}"])
     return lines
 
 
-HEADINGS = ("ranks", "in a group", "rows/token in node", "between nodes", "busiest/mean", "chunks", "replicated", "products ms",
+HEADINGS = ("ranks", "in a group", "rows/token in node", "between nodes", "busiest/mean", "chunks", "shadows", "products ms",
             "weights ms", "layer ms", "TFLOP/s a GPU")
 
 

@@ -42,14 +42,14 @@ def test_reach_of_uneven_loads():
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.6])
-@pytest.mark.parametrize("ranks, per_node, chunks, replicated", [
+@pytest.mark.parametrize("ranks, per_node, chunks, shadows", [
     (2, 2, 1, 0), (4, 4, 1, 0), (4, 2, 1, 0), (4, 2, 2, 0), (2, 1, 4, 0), (8, 2, 1, 0), (4, 2, 1, 3), (8, 4, 1, 8)])
-def test_trips_are_counted_as_rows_travel(skew, ranks, per_node, chunks, replicated):
+def test_trips_are_counted_as_rows_travel(skew, ranks, per_node, chunks, shadows):
     """Expert e is on rank e % ranks, in chunk e // ranks % chunks; rows of one chunk travel once to each rank, and to each node."""
     loads = costs.expert_loads(8, 3, skew)
-    trips = Trips.of(loads, ranks, per_node, chunks, replicated)
+    trips = Trips.of(loads, ranks, per_node, chunks, shadows)
     places = [(expert % ranks, expert // ranks % chunks) for expert in range(8)]
-    travelling = set(range(replicated, 8))
+    travelling = set(range(shadows, 8))
 
     def of_ranks(chosen):
         return {places[expert] for expert in chosen & travelling}
@@ -76,7 +76,7 @@ def test_a_row_goes_to_all_ranks_that_hold_a_part_of_an_expert():
 @pytest.mark.parametrize("ranks", [2, 8, 16, 64])
 def test_free_links_leave_one_chunk_and_no_replica(ranks):
     assert costs.best_chunks(FINE, GPU, FREE, ranks) == 1
-    assert costs.best_replicated(FINE, GPU, Links(), ranks, skew=0.0) == 0
+    assert costs.best_shadows(FINE, GPU, Links(), ranks, skew=0.0) == 0
 
 
 def test_slow_links_are_hidden_behind_chunks():
@@ -92,13 +92,13 @@ def test_a_chunk_has_an_expert_at_least():
     assert costs.layer(COARSE, GPU, Links(ranks_per_node=1), 4, chunks=8).chunks == 2
 
 
-def test_popular_experts_are_replicated_where_moving_weights_costs_less_than_moving_tokens():
+def test_popular_experts_have_shadows_where_moving_weights_costs_less_than_moving_tokens():
     skew, links = 1.0, Links()
     few, many = (replace(Shape(1, 4096, 2048, 64, 4), tokens=tokens) for tokens in (64, 65536))
-    assert costs.best_replicated(few, GPU, links, 16, skew) == 0
-    count = costs.best_replicated(many, GPU, links, 16, skew)
+    assert costs.best_shadows(few, GPU, links, 16, skew) == 0
+    count = costs.best_shadows(many, GPU, links, 16, skew)
     assert count > 0
-    without, having = (costs.layer(many, GPU, links, 16, skew, replicated=n) for n in (0, count))
+    without, having = (costs.layer(many, GPU, links, 16, skew, shadows=n) for n in (0, count))
     assert having.seconds < without.seconds and having.imbalance < without.imbalance and having.weights > 0 == without.weights
 
 

@@ -51,13 +51,13 @@ def test_tables_from_8_to_4096_ranks(script, capsys):
 def test_options_reach_the_model(script, capsys):
     base = ["--shape", "4096,2048,1024,64,8", "--ranks", "64"]
     times = {}
-    for more in ((), ("--network", "400"), ("--skew", "0.8"), ("--skew", "0.8", "--replicate", "8"),
+    for more in ((), ("--network", "400"), ("--skew", "0.8"), ("--skew", "0.8", "--shadows", "8"),
                  ("--ranks-per-node", "64"), ("--ranks-per-node", "64", "--no-peer-memory"), ("--tflops", "350")):
         assert script.main([*base, *more]) == 0
         row, = rows_of(capsys.readouterr().out)
         times[more] = float(row[9])
     assert times[("--network", "400")] < times[()] < min(times[("--skew", "0.8")], times[("--tflops", "350")])
-    assert times[("--skew", "0.8", "--replicate", "8")] < times[("--skew", "0.8")]
+    assert times[("--skew", "0.8", "--shadows", "8")] < times[("--skew", "0.8")]
     assert times[("--ranks-per-node", "64")] < times[("--ranks-per-node", "64", "--no-peer-memory")] < times[()]
     assert script.main([*base, "--ranks", "16", "--chunks", "2"]) == 0
     assert rows_of(capsys.readouterr().out)[0][5] == "2"
@@ -82,8 +82,8 @@ def test_bad_input_names_the_option(script, arguments, capsys):
     ("--shape 1,64,30,8,2 --ranks 32 --group all", "--ranks 32: Arguments: ffn_hidden_size: expected a multiple of 4 shards, got 30"),
     ("--shape 1,64,32,24,2 --ranks 12", "--ranks 12: --ranks-per-node: expected a divisor of the group's 12 ranks, got 8"),
     ("--shape 1,64,32,8,2 --ranks 12", "--ranks 12: --group: expected a divisor of 12 ranks, got 8"),
-    ("--shape 1,64,32,8,2 --ranks 16 --group all --replicate 2",
-     "--ranks 16: --replicate: expected 0 where ranks share an expert (16 ranks, 8 experts), got 2")])
+    ("--shape 1,64,32,8,2 --ranks 16 --group all --shadows 2",
+     "--ranks 16: --shadows: expected 0 where ranks share an expert (16 ranks, 8 experts), got 2")])
 def test_times_were_printed_of_groups_that_gbmoe_refuses(script, arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main(arguments.split())

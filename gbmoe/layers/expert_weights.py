@@ -112,10 +112,10 @@ class ExpertWeights(ExpertModule):
                 f"parameters or parametrizations beside {option}, which uses the weights without calling the module",
                 "weights that hooks compute")
 
-    def in_chunks(self, bounds: list[tuple[int, int]], replicate: Callable[..., tuple] | None = None,
+    def in_chunks(self, bounds: list[tuple[int, int]], shadows_of: Callable[..., tuple] | None = None,
                   ) -> list[Callable[..., torch.Tensor]]:
         """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
-        together the chunks are all experts. With `replicate`, one more for the experts whose weights replicate(w1, w2, v1 or None) gives.
+        together the chunks are all experts. With `shadows_of`, one more for the experts whose weights shadows_of(w1, w2, v1 or None) gives.
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
@@ -124,8 +124,8 @@ class ExpertWeights(ExpertModule):
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
         weights = self.weights_EFH()
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))
-        if replicate is not None:
-            parts.append(replicate(*weights))
+        if shadows_of is not None:
+            parts.append(shadows_of(*weights))
         return [lambda x_TH, plan, weights_TK, part=part: self.compute(x_TH, plan, weights_TK, *part) for part in parts]
 
     def rows_before_weights(self) -> Callable[..., torch.Tensor] | None:

@@ -35,10 +35,10 @@ from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
 _EXCHANGES = 4  # of weights and their gradients, in forward and backward together
-_WHAT = "replicating experts"
+_WHAT = "making shadows of experts"
 
 # (w1, w2 and v1 or None of this rank's experts) -> the same of the shadows.
-Replicate = Callable[..., "tuple[torch.Tensor | None, ...]"]
+ShadowsOf = Callable[..., "tuple[torch.Tensor | None, ...]"]
 
 
 # -------------------------------------------------------------------------------------------------------------- decision
@@ -252,7 +252,7 @@ def _ids_with_shadows(ids_TK: torch.Tensor, shadowed: list[int], p: Placement) -
 
 
 def shadowed_experts_by_exchange(
-    in_chunks: Callable[[list[tuple[int, int]], Replicate | None], list[Compute]], x_TH: torch.Tensor, experts_TK: torch.Tensor,
+    in_chunks: Callable[[list[tuple[int, int]], ShadowsOf | None], list[Compute]], x_TH: torch.Tensor, experts_TK: torch.Tensor,
     weights_TK: torch.Tensor, p: Placement, *, most: int, expert_elements: int, layer: int = 0, trains: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange, with up to `most` experts on all ranks in the steps in which that pays. Collective, in forward and backward.
@@ -286,13 +286,13 @@ def shadowed_experts_by_exchange(
     local = [expert - p.first_expert for expert, owner in zip(shadowed, owners) if owner == p.rank]
     pieces = _Pieces([owners.count(rank) for rank in range(p.world)], local, p.group)
 
-    def replicate(w1_LFH, w2_LFH, v1_LFH):
+    def shadows_of(w1_LFH, w2_LFH, v1_LFH):
         matrices = (w1_LFH, w2_LFH) if v1_LFH is None else (w1_LFH, w2_LFH, v1_LFH)
         # Every rank takes part in backward, also one whose own experts are frozen.
         matrices = (joined(w1_LFH, needs.experts), *matrices[1:])
         shadows = _Shadows.apply(pieces, x_TH.dtype, *matrices)
         return (*shadows, None) if v1_LFH is None else shadows
 
-    out_TH, _ = experts_by_exchange(in_chunks(bounds, replicate), x_TH, _ids_with_shadows(ids_TK, shadowed, p), weights_TK,
+    out_TH, _ = experts_by_exchange(in_chunks(bounds, shadows_of), x_TH, _ids_with_shadows(ids_TK, shadowed, p), weights_TK,
                                     p.with_shadows(len(shadowed)), layer=layer, trains=needs.experts)
     return out_TH, counts_E
