@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe._atomic_files import one_line
 from gbmoe.cli.bench import result_file
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe._checks import dtype_name
 from gbmoe.cli.bench import result_file
 from gbmoe.cli.bench.command import Run, judge, refused, timed

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe._atomic_files import one_line
 from gbmoe._importable import is_importable
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_importable("matplotlib"):
         print("gbmoe bench plot: needs matplotlib: pip install 'gbmoe[plot]'", file=sys.stderr)
         return 1
-    from benchmarks.results.pictures import draw
+    from benchmarks.result_files.pictures import draw
 
     contents, broken = reading.read_all(arguments.files)
     problems = list(map(str, broken))

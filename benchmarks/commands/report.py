@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.results import markdown_page, reading
+from benchmarks.result_files import markdown_page, reading
 from gbmoe._atomic_files import one_line, write_text
 from gbmoe.cli.bench import result_file
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe.cli import main
 from gbmoe.cli.bench import result_file
 from gbmoe.testing import moe_shapes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.measurements.parallel_layer import Part
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe.cli import main
 from gbmoe.cli.bench.measurements.base import Refusal
 from gbmoe.layers import dmoe, expert_weights

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe import layers
 from gbmoe.cli import main
 from gbmoe.cli.bench import suites, table

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results.schema import misshapen
+from benchmarks.result_files.schema import misshapen
 from gbmoe._atomic_files import one_line, read_json
 from gbmoe.cli.bench.result_file import timing_of
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe.cli.bench import table
 from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MOVING, TRAINING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of

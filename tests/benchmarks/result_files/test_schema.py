@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.results import reading
-from benchmarks.results.schema import misshapen
+from benchmarks.result_files import reading
+from benchmarks.result_files.schema import misshapen
 from gbmoe.cli import main
 from gbmoe.cli.bench import result_file
 from gbmoe.testing import moe_shapes
@@ -76,7 +76,7 @@ def test_altered_results_are_merged_and_reported_or_refused_in_a_line(tmp_path, 
 @pytest.mark.parametrize("turn", range(3))
 def test_whatever_passes_is_drawn(turn, tmp_path, capsys, monkeypatch):
     """Every leaf altered at once, each to another of the values that it may have."""
-    pictures = pytest.importorskip("benchmarks.results.pictures", reason="pictures need matplotlib, which scripts/test.sh installs")
+    pictures = pytest.importorskip("benchmarks.result_files.pictures", reason="pictures need matplotlib, which scripts/test.sh installs")
     monkeypatch.setattr(pictures, "_STYLE", pictures._STYLE | {"figure.dpi": 10})
     file, content = tmp_path / "altered.json", some_of("scaling", "permute")
     put(content, ("runs", 0, "machine", "name"), "$\\frac$ {0} %")

@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # and not pyplot, which needs a backend for the whole process and keeps its figures
 
-from benchmarks.results.reading import without_cap
+from benchmarks.result_files.reading import without_cap
 from gbmoe._atomic_files import appears_complete
 from gbmoe.cli.bench.measurements.base import MOVING
 from gbmoe.cli.bench.result_file import is_disturbed, timing_of
