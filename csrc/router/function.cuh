@@ -22,8 +22,8 @@ constexpr int kMaxRouterGroups = 64;
 
 namespace {
 
-// The score of a logit, given the highest one of its token and the sum of the exponentials of all less the highest; and what it
-// takes to get the slope at it.
+// The scores of logits, given the highest one of their token and the sum of the exponentials of all less the highest; and what it
+// takes to get the slopes at them. Each takes several logits, so that which function it is is asked once for all of them.
 class Scoring {
  public:
   __device__ __forceinline__ Scoring(RouterKind kind, float highest, float sum)
@@ -31,16 +31,24 @@ class Scoring {
 
   __device__ __forceinline__ float share(float logit) const { return share_(exponential_(logit)); }
 
-  __device__ __forceinline__ float operator()(float logit) const {
-    if (kind_ == RouterKind::kSigmoid) return sigmoid(logit);
-    if (kind_ == RouterKind::kSqrtSoftplus) return router_square_root(fmaxf(logit, 0.0f) + log_of_one_plus(expf(-fabsf(logit))));
-    return share(logit);
+  template <int V> __device__ __forceinline__ Vector<float, V> operator()(const Vector<float, V>& logits) const {
+    if (kind_ == RouterKind::kSigmoid) return of_each(logits, [](float logit) { return sigmoid(Power(logit)); });
+    if (kind_ == RouterKind::kSqrtSoftplus) return of_each(logits, [](float logit) { return root(Power(logit)); });
+    return of_each(logits, [&](float logit) { return share(logit); });
   }
-  // Of a sigmoid s the slope is s (1 - s), where 1 - s is the sigmoid of the negative logit; of a root s it is sigmoid / 2 s, or
-  // 0 at 0.
-  __device__ __forceinline__ float slope(float logit, float score) const {
-    if (kind_ == RouterKind::kSigmoid) return score * sigmoid(-logit);
-    return score == 0.0f ? 0.0f : sigmoid(logit) * router_reciprocal(2.0f * score);
+  // Of a sigmoid s the slope is s (1 - s), and of a root s it is sigmoid / 2 s, or 0 at 0.
+  template <int V> __device__ __forceinline__ Vector<float, V> slopes(const Vector<float, V>& logits) const {
+    if (kind_ == RouterKind::kSigmoid) {
+      return of_each(logits, [](float logit) {
+        const Power at(logit);
+        return at.power * at.part * at.part;
+      });
+    }
+    return of_each(logits, [](float logit) {
+      const Power at(logit);
+      const float score = root(at);
+      return score == 0.0f ? 0.0f : sigmoid(at) * router_reciprocal(2.0f * score);
+    });
   }
 
  private:
@@ -57,9 +65,20 @@ class Scoring {
     series = fmaf(series, square, 1.0f / 3);
     return fmaf(2.0f * z * square, series, 2.0f * z);
   }
-  static __device__ __forceinline__ float sigmoid(float x) {
-    const float power = expf(-fabsf(x)), part = reciprocal(1.0f + power);
-    return x >= 0.0f ? part : power * part;
+  // Of a logit x: e to the power of -|x|, and the sigmoid of |x|; 1 less that is their product.
+  struct Power {
+    float x, power, part;
+    __device__ __forceinline__ explicit Power(float of) : x(of), power(expf(-fabsf(of))), part(reciprocal(1.0f + power)) {}
+  };
+  static __device__ __forceinline__ float sigmoid(const Power& at) { return at.x >= 0.0f ? at.part : at.power * at.part; }
+  static __device__ __forceinline__ float root(const Power& at) {
+    return router_square_root(fmaxf(at.x, 0.0f) + log_of_one_plus(at.power));
+  }
+  template <int V, typename F> static __device__ __forceinline__ Vector<float, V> of_each(const Vector<float, V>& logits, const F& f) {
+    Vector<float, V> results;
+#pragma unroll
+    for (int v = 0; v < V; ++v) results.element[v] = f(logits.element[v]);
+    return results;
   }
 
   RouterKind kind_;
@@ -79,9 +98,11 @@ template <int G, int V> struct RouterRow {
     for (int c = 0; c * V < numbers; ++c) f(at(c, lane));
   }
 
-  // Reads a row's numbers into shared memory, with `fill` beyond the last. Several loads are on their way at once.
-  static __device__ __forceinline__ void load(
+  // Reads a row's numbers into shared memory, with `fill` beyond the last, and returns the highest of the calling lane, NaN where there
+  // is one. Several loads are on their way at once.
+  static __device__ __forceinline__ float load(
       const AnyNumbers& from, int64_t first, int experts, int numbers, int lane, float fill, float* row) {
+    uint32_t highest = __float_as_uint(-INFINITY);
     with_type(from.dtype, [&](auto zero) {
       using Number = decltype(zero);
       const auto* vector = reinterpret_cast<const Vector<Number, V>*>(static_cast<const Number*>(from.data) + first);
@@ -93,25 +114,23 @@ template <int G, int V> struct RouterRow {
         if (at(c, lane) < experts) loaded = vector[c * G + lane];
         Floats floats;
 #pragma unroll
-        for (int v = 0; v < V; ++v) floats.element[v] = widen(loaded.element[v]);
+        for (int v = 0; v < V; ++v) {
+          floats.element[v] = widen(loaded.element[v]);
+          highest = Word<float>::higher(highest, __float_as_uint(floats.element[v]));
+        }
         *reinterpret_cast<Floats*>(row + at(c, lane)) = floats;
       }
     });
+    return __uint_as_float(highest);
   }
 
-  // NaN where there is one.
-  static __device__ __forceinline__ float highest(int numbers, int lane, const float* row) {
-    uint32_t highest = 0;
-    each(numbers, lane, [&](int at) {
-      const Floats floats = *reinterpret_cast<const Floats*>(row + at);
-#pragma unroll
-      for (int v = 0; v < V; ++v) highest = max(highest, order_of(floats.element[v]));
-    });
-    return logit_of(group_max<G>(highest));
-  }
+  // Of the highest numbers of all lanes; NaN where there is one.
+  static __device__ __forceinline__ float highest_of_all(float of_lane) { return logit_of(group_max<G>(order_of(of_lane))); }
 
-  static __device__ __forceinline__ float sum_of_exponentials(float highest, int numbers, int lane, const float* row) {
-    const Exponential<float, true> exponential(highest);
+  // kExact: scores are made of the sum, and not its logarithm alone.
+  template <bool kExact> static __device__ __forceinline__ float sum_of_exponentials(
+      float highest, int numbers, int lane, const float* row) {
+    const Exponential<float, kExact> exponential(highest);
     float sum = 0;
     each(numbers, lane, [&](int at) {
       const Floats floats = *reinterpret_cast<const Floats*>(row + at);
@@ -134,7 +153,7 @@ template <int G, int V> struct RouterRow {
 
 // Out of line, for the few logits of the experts that were chosen.
 __device__ __noinline__ float score_of(RouterKind kind, float highest, float sum, float logit) {
-  return Scoring(kind, highest, sum)(logit);
+  return Scoring(kind, highest, sum)(Vector<float, 1>{logit}).element[0];
 }
 
 }  // namespace

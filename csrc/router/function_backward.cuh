@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   float* const row = reinterpret_cast<float*>(function_rows) + own * (G * numbers);
   float* const sent = row + kTokens * (G * numbers);  // what each expert's score receives
 
-  Row::load(tensors.logits_TE, first, shape.experts, numbers, lane, -INFINITY, row);
+  const float highest_of_lane = Row::load(tensors.logits_TE, first, shape.experts, numbers, lane, -INFINITY, row);
   if (tensors.grad_scores_TE.data) {
     Row::load(tensors.grad_scores_TE, first, shape.experts, numbers, lane, 0.0f, sent);
   } else {
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   }
   // Only shares of exponentials need their sum.
   const bool shares = function.is_softmax() || tensors.grad_logsumexp_T;
-  const float highest = shares ? Row::highest(numbers, lane, row) : 0.0f;
-  const float sum = shares ? Row::sum_of_exponentials(highest, numbers, lane, row) : 1.0f;
+  const float highest = shares ? Row::highest_of_all(highest_of_lane) : 0.0f;
+  const float sum = shares ? Row::template sum_of_exponentials<true>(highest, numbers, lane, row) : 1.0f;
   const Scoring scoring(function.kind, highest, sum);
   const bool after = function.kind == RouterKind::kSoftmaxOfChosen;
   __syncwarp();
@@ -125,26 +125,32 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   float inner = 0;
   if (function.is_softmax()) {
     Row::each(numbers, lane, [&](int at) {
+      if (at >= shape.experts) return;
+      const Floats logits = *reinterpret_cast<const Floats*>(row + at), received = *reinterpret_cast<const Floats*>(sent + at);
 #pragma unroll
-      for (int v = 0; v < V; ++v)
-        if (at + v < shape.experts) inner += scoring.share(row[at + v]) * sent[at + v];
+      for (int v = 0; v < V; ++v) inner += scoring.share(logits.element[v]) * received.element[v];
     });
     inner = group_sum<G>(inner);
   }
   const float grad_logsumexp = live && tensors.grad_logsumexp_T ? tensors.grad_logsumexp_T[token] : 0.0f;
   const bool in_two_steps = after && tensors.grad_weights_TK.data;
   Row::each(numbers, lane, [&](int at) {
-    Floats result;
+    const Floats logits = *reinterpret_cast<const Floats*>(row + at), received = *reinterpret_cast<const Floats*>(sent + at);
+    Floats result{};
+    if (padding) {
+    } else if (function.is_softmax()) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const float logit = row[at + v], received = sent[at + v];
-      if (function.is_softmax()) {
-        result.element[v] = scoring.share(logit) * (received - inner + grad_logsumexp);
-      } else {
-        result.element[v] = scoring.slope(logit, scoring(logit)) * received;
-        if (tensors.grad_logsumexp_T) result.element[v] += grad_logsumexp * scoring.share(logit);
+      for (int v = 0; v < V; ++v) {
+        result.element[v] = scoring.share(logits.element[v]) * (received.element[v] - inner + grad_logsumexp);
       }
-      if (padding) result.element[v] = 0.0f;
+    } else {
+      result = scoring.slopes(logits);
+#pragma unroll
+      for (int v = 0; v < V; ++v) result.element[v] *= received.element[v];
+      if (tensors.grad_logsumexp_T) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) result.element[v] += grad_logsumexp * scoring.share(logits.element[v]);
+      }
     }
     if (in_two_steps) *reinterpret_cast<Floats*>(sent + at) = result;
     else if (live && at < shape.experts) Row::store(tensors.grad_TE, first, at, result);

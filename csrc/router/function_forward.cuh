@@ -27,23 +27,31 @@ struct FunctionTensors {
   float* logsumexp_T;
 };
 
-// Sets the orders of all experts to 0 but those of the group_topk best groups. 0 is below -inf.
-template <int G> __device__ __forceinline__ void leave_groups_out(
+// The best order of a group of experts, or the order of the sum of its best two scores. W: how many orders are read at once. Lanes of a
+// warp begin at different vectors of their groups, and so in different banks.
+template <int W> __device__ __forceinline__ uint32_t worth_of(const RouterFunction& function, int size, const uint32_t* order_E) {
+  const int vectors = size / W, begin = threadIdx.x % 32 % vectors;
+  uint32_t best = 0, second = 0;
+#pragma unroll 2
+  for (int i = 0; i < vectors; ++i) {
+    const int at = begin + i < vectors ? begin + i : begin + i - vectors;
+    const auto orders = reinterpret_cast<const Vector<uint32_t, W>*>(order_E)[at];
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      second = max(second, min(best, orders.element[w]));
+      best = max(best, orders.element[w]);
+    }
+  }
+  return function.group_best == 1 ? best : order_of(logit_of(best) + logit_of(second));
+}
+
+// Sets the orders of all experts to 0 but those of the group_topk best groups. 0 is below -inf. W divides a group's size.
+template <int G, int W> __device__ __forceinline__ void leave_groups_out(
     const RouterFunction& function, int experts, int lane, uint32_t* order_E, uint32_t* worth_of_group) {
   const int size = experts / function.groups;
-  // Lanes of a warp begin at different experts of their groups, and so in different banks.
-  const int begin = threadIdx.x % 32 % size;
 #pragma unroll 1
   for (int group = lane; group < function.groups; group += G) {
-    uint32_t best = 0, second = 0;
-#pragma unroll 2
-    for (int i = 0; i < size; ++i) {
-      const int expert = begin + i < size ? begin + i : begin + i - size;
-      const uint32_t order = order_E[group * size + expert];
-      second = max(second, min(best, order));
-      best = max(best, order);
-    }
-    worth_of_group[group] = function.group_best == 1 ? best : order_of(logit_of(best) + logit_of(second));
+    worth_of_group[group] = worth_of<W>(function, size, order_E + group * size);
   }
   __syncwarp();
   uint32_t chosen[2] = {0, 0};
@@ -51,9 +59,10 @@ template <int G> __device__ __forceinline__ void leave_groups_out(
   for (int group = lane; group < function.groups; group += G) {
     const uint32_t worth = worth_of_group[group];
     int better = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int other = 0; other < function.groups; ++other) {
-      better += worth_of_group[other] > worth || (worth_of_group[other] == worth && other < group);
+      const uint32_t of_other = worth_of_group[other];
+      better += of_other > worth || (of_other == worth && other < group);
     }
     if (better < function.group_topk) chosen[group / 32] |= 1u << group % 32;
   }
@@ -65,9 +74,11 @@ template <int G> __device__ __forceinline__ void leave_groups_out(
   // Exact for numbers below 1024: the product's error is less than one part in `size` of 2^20.
   const uint32_t inverse = (1u << 20) / size + 1;
 #pragma unroll 2
-  for (int expert = lane; expert < experts; expert += G) {
+  for (int expert = lane * W; expert < experts; expert += G * W) {
     const uint32_t group = expert * inverse >> 20;
-    if (!((group < 32 ? chosen[0] : chosen[1]) >> group % 32 & 1)) order_E[expert] = 0;
+    if (!((group < 32 ? chosen[0] : chosen[1]) >> group % 32 & 1)) {
+      *reinterpret_cast<Vector<uint32_t, W>*>(order_E + expert) = Vector<uint32_t, W>{};
+    }
   }
   __syncwarp();
 }
@@ -94,9 +105,9 @@ __global__ void __launch_bounds__(kFunctionThreads)
   float* const row = rows.number[own];
   uint32_t* const order_E = reinterpret_cast<uint32_t*>(row);
 
-  Row::load(tensors.logits_TE, first, shape.experts, N, lane, -INFINITY, row);
-  const float highest = Row::highest(N, lane, row);
-  const float sum = Row::sum_of_exponentials(highest, N, lane, row);
+  const float highest = Row::highest_of_all(Row::load(tensors.logits_TE, first, shape.experts, N, lane, -INFINITY, row));
+  const float sum = function.is_softmax() ? Row::template sum_of_exponentials<true>(highest, N, lane, row)
+                                          : Row::template sum_of_exponentials<false>(highest, N, lane, row);
   if (live && lane == 0) tensors.logsumexp_T[token] = padding ? 0.0f : isinf(highest) ? highest : highest + logf(sum);
 
   const Scoring scoring(function.kind, highest, sum);
@@ -104,19 +115,22 @@ __global__ void __launch_bounds__(kFunctionThreads)
   // Where nothing is added to the scores, logits have their order, and more bits.
   const bool by_logits = after || (!tensors.bias_E && function.groups == 1);
   Row::each(N, lane, [&](int at) {
-    const Floats logit = *reinterpret_cast<const Floats*>(row + at);
-    Floats score;
+    // Vectors divide the number of experts: one is all of experts, or of none. The logits of none are -inf, and ranked by themselves.
+    const Floats logits = *reinterpret_cast<const Floats*>(row + at);
+    Floats ranks = logits;
+    if (at < shape.experts) {
+      const Floats scores = scoring(logits);
+      if (!by_logits) ranks = scores;
+      if (tensors.bias_E) {
+        const Floats bias = *reinterpret_cast<const Floats*>(tensors.bias_E + at);
+#pragma unroll
+        for (int v = 0; v < V; ++v) ranks.element[v] += bias.element[v];
+      }
+      if (live) Row::store(tensors.scores_TE, first, at, padding ? Floats{} : scores);
+    }
     Vector<uint32_t, V> order;
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const float exact = scoring(logit.element[v]);
-      score.element[v] = padding ? 0.0f : exact;
-      float rank = by_logits ? logit.element[v] : exact;
-      if (at + v >= shape.experts) rank = -INFINITY;
-      else if (tensors.bias_E) rank += tensors.bias_E[at + v];
-      order.element[v] = order_of(rank);
-    }
-    if (live && at < shape.experts) Row::store(tensors.scores_TE, first, at, score);
+    for (int v = 0; v < V; ++v) order.element[v] = order_of(ranks.element[v]);
     *reinterpret_cast<Vector<uint32_t, V>*>(order_E + at) = order;
   });
   __syncwarp();
@@ -135,7 +149,10 @@ __global__ void __launch_bounds__(kFunctionThreads)
       id[r] = static_cast<uint64_t>(given) < static_cast<uint64_t>(shape.experts) ? static_cast<int>(given) : -1;
     }
   } else {
-    if (function.groups > 1) leave_groups_out<G>(function, shape.experts, lane, order_E, worths[own]);
+    if (function.groups > 1) {
+      if (shape.experts / function.groups % V == 0) leave_groups_out<G, V>(function, shape.experts, lane, order_E, worths[own]);
+      else leave_groups_out<G, 1>(function, shape.experts, lane, order_E, worths[own]);
+    }
     const auto key_of = [&](int expert) { return Keys<float>::make(order_E[expert], 0, Keys<float>::complement(expert)); };
     uint32_t order[N];
 #pragma unroll

@@ -178,7 +178,7 @@ def route_logits(
     else:
         config = tuning.any_function(logits.size(1), top_k)
         expert_bias, padding_mask, given = (
-            None if t is None else t.to(dtype).contiguous()
+            None if t is None else aligned(t.to(dtype))
             for t, dtype in ((expert_bias, torch.float32), (padding_mask, torch.bool), (given, torch.int64)))
     torch.ops.gbmoe_cuda.route(aligned(logits), expert_bias, padding_mask, given, *formula(function.code, plain), *config, *outputs)
     return tuple(outputs)
