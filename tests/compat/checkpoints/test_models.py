@@ -28,20 +28,31 @@ TOKENS = {"pad_token_id": 0, "eos_token_id": 1}  # the defaults are outside of t
 EACH = {"moe_intermediate_size": FFN}
 GROUPS = {"n_group": 2, "topk_group": 1}
 SHARED_GATE = EACH | {"num_experts": EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
+DEEPSEEK_V3 = MLA | EACH | GROUPS | {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                                     "max_position_embeddings": 64}
+UNGROUPED = EACH | {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8, "n_group": 1,
+                    "topk_group": 1, "routed_scaling_factor": 2.5, "max_position_embeddings": 64}
+INDEXER = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 # For each model type a small model: fields of its configuration. Where layers may be dense, the first one is.
 TINY = {
     "cohere2_moe": GLOBAL | TOKENS | {"num_shared_experts": 2, "shared_expert_combination_strategy": "sum"},
     "deepseek_v2": MLA | EACH | {"n_routed_experts": EXPERTS, "first_k_dense_replace": 1},
-    "deepseek_v3": MLA | EACH | GROUPS | {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1,
-                                          "max_position_embeddings": 64},
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V3 | INDEXER,
+    "dots1": UNGROUPED,
     "ernie4_5_moe": EACH | {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    "exaone_moe": EACH | TOKENS | {"num_experts": EXPERTS, "num_shared_experts": 1, "head_dim": 8, "first_k_dense_replace": 1},
     "flex_olmo": GLOBAL | TOKENS,
-    "glm4_moe": EACH | {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
-                        "routed_scaling_factor": 2.5, "max_position_embeddings": 64},
+    "glm4_moe": UNGROUPED,
+    "glm4_moe_lite": DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": DEEPSEEK_V3 | INDEXER | {"n_group": 1, "topk_group": 1},
     "granitemoe": LOCAL,
+    "granitemoehybrid": LOCAL | {"layer_types": ["attention", "attention"], "shared_intermediate_size": 16, "mamba_n_heads": 6},
+    "granitemoeshared": LOCAL | {"shared_intermediate_size": 16},
     "hunyuan_v1_moe": GLOBAL | TOKENS | {"moe_topk": [2, 2], "head_dim": 8},
     "jamba": GLOBAL | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "mellum": EACH | {"num_experts": EXPERTS, "head_dim": 8},
+    "mimo_v2_flash": UNGROUPED | {"v_head_dim": 8, "swa_head_dim": 8, "swa_v_head_dim": 8},
     "minimax": LOCAL | {"head_dim": 8},
     "minimax_m2": LOCAL | TOKENS | {"head_dim": 8, "bos_token_id": 2},
     "mistral4": MLA | EACH | {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "pad_token_id": 0, "max_position_embeddings": 64},
@@ -49,7 +60,9 @@ TINY = {
     "olmoe": GLOBAL | TOKENS,
     "qwen2_moe": SHARED_GATE,
     "qwen3_moe": EACH | {"num_experts": EXPERTS, "head_dim": 8, "mlp_only_layers": [0]},
+    "qwen3_5_moe_text": SHARED_GATE | {"head_dim": 8, "layer_types": ["full_attention", "full_attention"]},
     "qwen3_next": SHARED_GATE | {"head_dim": 8, "layer_types": ["full_attention", "full_attention"]},
+    "solar_open": UNGROUPED,
 }
 TINY["kimi_k2"] = TINY["deepseek_v3"] | {"n_group": 1, "routed_scaling_factor": 2.827}
 # The same with other values of the fields that change what the layer computes.
@@ -222,6 +235,25 @@ def test_activations_are_those_of_transformers():
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
     for theirs, ours in ACTIVATIONS.items():
         torch.testing.assert_close(_ACTIVATIONS[ours][0](x), ACT2FN[theirs](x))
+
+
+def test_gpt_oss_needs_nothing_but_biases_of_the_experts():
+    """What the list of refused model types says: without them its block is a dMoE."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    assert REFUSED["gpt_oss"] == ("biases of the experts",)
+    config = configuration("gpt_oss")(**COMMON | LOCAL | {"head_dim": 8})
+    theirs, ours = GptOssMLP(config), gbmoe.dMoE(gbmoe.Arguments(
+        HIDDEN, FFN, moe_num_experts=EXPERTS, moe_top_k=2, mlp_type="glu", bias=False, fp16=False, device="cpu",
+        activation_fn=gbmoe.ClampedSilu(alpha=1.702, limit=7, gate_limit=7, gate_offset=1), moe_router_pre_softmax=False,
+        moe_router_linear_bias=True))
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.zeros_(parameter) if name.endswith("proj_bias") else torch.nn.init.normal_(parameter)
+    experts = gbmoe.WeightLayout("interleaved", up_transposed=True).matrices(theirs.experts.gate_up_proj, theirs.experts.down_proj, None)
+    ours.load_state_dict({"router.layer.weight": theirs.router.weight, "router.layer.bias": theirs.router.bias} | {
+        f"experts.mlp.{name}": matrix.flatten(0, 1) for name, matrix in zip(("w1", "w2", "v1"), experts)})
+    x = torch.randn(2, 40, HIDDEN)
+    assert accuracy.relative_error(ours(x), theirs(x)[0]) < 1e-5
 
 
 def test_refused_model_types_are_transformers_own_names():
