@@ -26,7 +26,8 @@ Layouts of training frameworks, with the whole tensors of all ranks:
 
     "megatron_grouped"     Megatron-Core's TEGroupedMLP: experts.linear_fc1.weight0 [2F,H], gate above up, experts.linear_fc2.weight0 [H,F]
     "megatron_sequential"  its SequentialMLP: the same as experts.local_experts.0.linear_fc1.weight
-    "torchtitan"           experts.w1, w3 [E,F,H], w2 [E,H,F], router.gate.weight, expert_bias
+    "torchtitan"           experts.w1, w3 [E,F,H], w2 [E,H,F], router.gate.weight, expert_bias; with score_before_experts the
+                           router's weight multiplies what an expert gets, which no dMoE computes
     "torchtitan_0.3"       the same as routed_experts.inner_experts.w1_EFD, expert_bias_E: what torchtitan 0.3 has
     "olmo_core"            OLMo-core's MoE: experts.mlp.w1, w2, w3 [E*F,H], router.weight [E*H]
 

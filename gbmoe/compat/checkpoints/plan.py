@@ -85,6 +85,8 @@ def plan(signatures: Signatures, to: str, experts: str = "fused", model_type: st
     if faults:
         more = [f"and {len(faults) - FAULTS_SHOWN} more"] if len(faults) > FAULTS_SHOWN else []
         raise ValueError("\n  ".join([f"convert to {to}: these tensors do not fit:", *faults[:FAULTS_SHOWN], *more]))
+    if all(output.build is None and output.sources == (output.name,) for output in outputs):
+        raise ValueError(f"convert to {to}: expected layers in another layout, got layers in this one")
     return outputs, layers
 
 

@@ -22,8 +22,8 @@ def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
         A new dict. Tensors that have another shape or order are copies, all others are those of `state_dict`.
 
     Raises:
-        ValueError: where there is no MoE layer, or with the names that do not fit. BrokenCheckpoint, a subclass, for a layer with a
-            size of zero or with a dtype that packs several values into a byte.
+        ValueError: where there is no MoE layer, where all have this layout already, or with the names that do not fit.
+            BrokenCheckpoint, a subclass, for a layer with a size of zero or with a dtype that packs several values into a byte.
 
     Example:
         >>> block = {"gate.weight": torch.zeros(4, 8), "experts.gate_up_proj": torch.zeros(4, 2 * 16, 8),
