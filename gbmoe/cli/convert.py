@@ -1,6 +1,6 @@
-"""`gbmoe convert`: MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back.
+"""`gbmoe convert`: MoE layers of a safetensors checkpoint in another layout.
 
-gbmoe/compat/checkpoints/__init__.py says what the layouts are, and model_types.py in that folder of which models a dMoE computes the
+gbmoe/compat/checkpoints/__init__.py says what the layouts are, and models.py in that folder of which models a dMoE computes the
 layers.
 """
 
@@ -21,6 +21,7 @@ EXAMPLES = """\
 python -m gbmoe convert Mixtral-8x7B-v0.1 mixtral-megablocks --to megablocks
 python -m gbmoe convert mixtral-megablocks mixtral-again --to transformers --experts w1
 python -m gbmoe convert model.safetensors model-megablocks.safetensors --to megablocks
+python -m gbmoe convert DeepSeek-V3-bf16 deepseek-torchtitan --to torchtitan
 """
 
 
@@ -32,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=checkpoints.LAYOUTS, required=True, help="the layout to write; with megablocks also the"
                         " gbmoe.Arguments of the layers, which are printed, and written to gbmoe_arguments.json")
     parser.add_argument("--experts", choices=checkpoints.EXPERT_LAYOUTS, help="with --to transformers: all experts of a"
-                        " layer in one tensor (fused, the default, which every model loads), or a tensor for each, named as in most"
-                        " models (gate_proj) or as in Mixtral (w1); names that the model in config.json does not load are refused")
+                        " layer in one tensor (fused, the default, which every model loads; in Granite also input_linear), or a tensor for"
+                        " each, named as in most models (gate_proj) or as in Mixtral (w1); names that the model in config.json does not"
+                        " load are refused")
 
 
 def run(arguments: argparse.Namespace) -> int:

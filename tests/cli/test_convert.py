@@ -31,13 +31,17 @@ def source(tmp_path):
 def test_there_and_back_in_every_layout(source, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "megablocks"), "--to", "megablocks"]) == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'megablocks'}\n"
-    for experts in ([], *(["--experts", name] for name in checkpoints.EXPERT_LAYOUTS)):
+    for experts in ([], *(["--experts", name] for name in ("fused", "gate_proj", "w1"))):
         target = tmp_path / "-".join(["back", *experts[1:]])
         assert main(["convert", str(tmp_path / "megablocks"), str(target), "--to", "transformers", *experts]) == 0
         layout = experts[1] if experts else "fused"
         expected = checkpoints.to_transformers(checkpoints.to_megablocks(MODEL), layout)
         assert safetensors_torch.load_file(target).keys() == expected.keys()
     assert (tmp_path / "back").read_bytes() == (tmp_path / "back-fused").read_bytes() == source.read_bytes()
+    assert main(["convert", str(source), str(tmp_path / "torchtitan"), "--to", "torchtitan"]) == 0
+    assert "warning: " in (printed := capsys.readouterr().err) and "torchtitan computes these layers" in printed
+    assert main(["convert", str(tmp_path / "torchtitan"), str(tmp_path / "again"), "--to", "transformers"]) == 0
+    assert (tmp_path / "again").read_bytes() == source.read_bytes() != (tmp_path / "torchtitan").read_bytes()
 
 
 def test_a_refusal_names_what_does_not_fit_and_writes_nothing(source, tmp_path, capsys):

@@ -1,34 +1,51 @@
-"""MoE layers in checkpoints: MegaBlocks' layout to Hugging Face transformers' and back, bit for bit.
+"""MoE layers in checkpoints: from one layout to another, bit for bit. Between are MegaBlocks' names, which gbmoe.dMoE has.
 
-The two layouts of a layer, whose names begin with any prefix (model.layers.0.mlp., transformer.blocks.0.ffn., none):
+A layer's names begin with any prefix (model.layers.0.mlp., transformer.blocks.0.ffn., none), which stays as it is:
 
-    MegaBlocks (and gbmoe.dMoE)    transformers
-    router.layer.weight [E,H]      gate.weight [E,H]; in Jamba router.weight
-    experts.mlp.w1 [E*F,H]         experts.gate_up_proj [E,2F,H], gate above up; without a gate experts.up_proj [E,F,H]
-    experts.mlp.v1 [E*F,H]         its up half; there is no v1 without a gate
-    experts.mlp.w2 [E*F,H]         experts.down_proj [E,H,F]
-    shared_expert.*_proj.weight    shared_experts.*_proj.weight
+    MegaBlocks, gbmoe.dMoE           transformers
+    router.layer.weight [E,H]        gate.weight [E,H], or as the model type has it
+    router.expert_bias [E]           gate.e_score_correction_bias [E], or as the model type has it
+    experts.mlp.w1 [E*F,H]           experts.gate_up_proj [E,2F,H], gate above up; without a gate experts.up_proj [E,F,H]
+    experts.mlp.v1 [E*F,H]           its up half; there is no v1 without a gate
+    experts.mlp.w2 [E*F,H]           experts.down_proj [E,H,F]
+    shared_expert.*_proj.weight      shared_experts.*_proj.weight, shared_expert. or shared_mlp.
+    shared_expert.expert_gate.weight shared_expert_gate.weight [1,H]
 
 This is the layout that transformers 5 has in memory, here called "fused". On disk most of its models still have a tensor for each
-expert: save_pretrained writes these by default, and published checkpoints hold them. There are two layouts of that kind:
+expert: save_pretrained writes these by default, and published checkpoints hold them. These are the other layouts of experts:
 
-    "gate_proj"    experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H], experts.0.down_proj.weight [H,F]
-    "w1"           experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same tensors under Mixtral's names
+    "gate_proj"     experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H], experts.0.down_proj.weight [H,F]
+    "w1"            experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same tensors under Mixtral's names
+    "input_linear"  input_linear.weight [E,2F,H], output_linear.weight [E,H,F]: the fused ones under Granite's names
 
-All three can be read and written, but from_pretrained does not load all three. A model type loads "fused" and at most one of the
-others, and gives experts under other names random values. model_types.py has the list, and convert_checkpoint refuses to write
-what the model type in config.json does not load.
+All can be read and written, but from_pretrained does not load all. A model type loads "fused" and at most one of the others, and gives
+experts under other names random values. models.py has the list, and convert_checkpoint refuses to write what the model type in
+config.json does not load.
 
-Prefixes and all other tensors stay as they are. A layer that holds anything else (an output bias, biases of the experts or the
-router, DeepSeek-V3's correction bias, the gate of Qwen2-MoE's shared expert) has no counterpart in the other layout; it is refused
-with the names that do not fit. Checkpoints must be whole: one rank's part of an expert-parallel model looks like a smaller layer.
+Layouts of training frameworks, with the whole tensors of all ranks:
+
+    "megatron_grouped"     Megatron-Core's TEGroupedMLP: experts.linear_fc1.weight0 [2F,H], gate above up, experts.linear_fc2.weight0 [H,F]
+    "megatron_sequential"  its SequentialMLP: the same as experts.local_experts.0.linear_fc1.weight
+    "torchtitan"           experts.w1, w3 [E,F,H], w2 [E,H,F], router.gate.weight, expert_bias; with score_before_experts the
+                           router's weight multiplies what an expert gets, which no dMoE computes
+    "torchtitan_0.3"       the same as routed_experts.inner_experts.w1_EFD, expert_bias_E: what torchtitan 0.3 has
+    "olmo_core"            OLMo-core's MoE: experts.mlp.w1, w2, w3 [E*F,H], router.weight [E*H]
+
+All tensors outside of the layers stay as they are. A layer that holds anything else (an output bias, biases of the experts) has no
+counterpart; it is refused with the names that do not fit. Checkpoints must be whole: one rank's part of an expert-parallel model looks
+like a smaller layer.
 
 Names and shapes do not tell what a layer computes. That is in config.json: convert_checkpoint derives from it the gbmoe.Arguments
-with which a dMoE computes the layers, and refuses what no dMoE computes. to_megablocks and to_transformers see no config.json and
+with which a dMoE computes the layers, and refuses what no dMoE computes. The functions for state dicts see no config.json and
 ask nothing.
 
-    layouts.py         names and shapes: what becomes of each tensor
-    model_types.py     what transformers' model types compute, by their config.json, and which layouts they load; data only
+    layouts.py         names, shapes and places of matrices in each layout
+    model_types.py     how a model type is described
+    models.py          what transformers' model types compute, by their config.json, and which layouts they load; data only
+    refused.py         model types that are refused, and what each needs
+    recognise.py       the layout and the sizes of a layer, and what of it does not fit
+    plan.py            what becomes of each tensor
+    state_dicts.py     to_megablocks, to_transformers, to_framework
     arguments.py       config.json to Arguments, and the file that keeps them
     conversion.py      convert_checkpoint
     files.py           safetensors files and their index, read and written one tensor at a time
@@ -36,8 +53,11 @@ ask nothing.
 
 from gbmoe.compat.checkpoints.arguments import read_arguments
 from gbmoe.compat.checkpoints.conversion import convert_checkpoint
-from gbmoe.compat.checkpoints.layouts import EXPERT_LAYOUTS, LAYOUTS, BrokenCheckpoint, to_megablocks, to_transformers
+from gbmoe.compat.checkpoints.plan import EXPERT_LAYOUTS, LAYOUTS
+from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint
+from gbmoe.compat.checkpoints.state_dicts import to_framework, to_megablocks, to_transformers
 
 __all__ = [
-    "EXPERT_LAYOUTS", "LAYOUTS", "BrokenCheckpoint", "convert_checkpoint", "read_arguments", "to_megablocks", "to_transformers",
+    "EXPERT_LAYOUTS", "LAYOUTS", "BrokenCheckpoint", "convert_checkpoint", "read_arguments", "to_framework",
+    "to_megablocks", "to_transformers",
 ]

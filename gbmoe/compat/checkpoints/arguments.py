@@ -15,8 +15,11 @@ import torch.nn.functional as F
 
 from gbmoe._atomic_files import one_line, read_json
 from gbmoe._checks import dtype_name
-from gbmoe.compat.checkpoints.layouts import BrokenCheckpoint, Layer
-from gbmoe.compat.checkpoints.model_types import ACTIVATIONS, CONDITIONS, MODEL_TYPES, REFUSED, Condition
+from gbmoe.compat.checkpoints.layouts import EXPERT_BIAS, ROUTER_BIAS, SHARED_GATE
+from gbmoe.compat.checkpoints.model_types import ACTIVATIONS, Condition, Field, When
+from gbmoe.compat.checkpoints.models import CONDITIONS, MODEL_TYPES
+from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint, Layer
+from gbmoe.compat.checkpoints.refused import REFUSED
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallel_options import FLAT_NAMES
 
@@ -30,6 +33,10 @@ _ACTIVATIONS = {
 }
 # By the names of safetensors' headers.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+# Tensors that not every layer has, in words, and the fields of Arguments with which a dMoE has them.
+_WITH = {EXPERT_BIAS: ("a bias for the choice of experts", "moe_router_enable_expert_bias"),
+         ROUTER_BIAS: ("a bias of the router", "moe_router_linear_bias"),
+         SHARED_GATE: ("a gate of the shared expert", "moe_shared_expert_gate")}
 _FP16_BF16 = {"float16": (True, False), "bfloat16": (False, True), "float32": (False, False), "float64": (False, False)}
 
 
@@ -95,9 +102,10 @@ class Config:
     def __init__(self, path: Path):
         self.path = path
         self.values = _read(path)
-        self.name = self.values.get("model_type")
-        if not isinstance(self.name, str):
-            raise BrokenCheckpoint(one_line(f"{path}: model_type: expected a name, got {self.name!r}"))
+        name = self.values.get("model_type")
+        if not isinstance(name, str):
+            raise BrokenCheckpoint(one_line(f"{path}: model_type: expected a name, got {name!r}"))
+        self.name = name
         if self.name in REFUSED:
             raise ValueError(f"{path}: model_type: {self.name!r} is no dMoE: it needs {'; '.join(REFUSED[self.name])}")
         if self.name not in MODEL_TYPES:
@@ -107,12 +115,17 @@ class Config:
         self.model_type = MODEL_TYPES[self.name]
         self._refuse()
         kind = self.model_type
-        self.hidden, self.ffn, self.top_k = (self._count(name) for name in ("hidden_size", kind.ffn, "num_experts_per_tok"))
-        self.experts = self._count(*kind.experts)
-        self.shared_ffn = self.ffn * self._count(kind.shared_experts, least=0) or None if kind.shared_experts else None
+        self.hidden, self.ffn = (self._count(name) for name in ("hidden_size", kind.ffn))
+        self.top_k, self.experts = (self._count(*names, lists=kind.lists) for names in (kind.top_k, kind.experts))
+        self.shared_ffn: int | None = None
+        if kind.shared_ffn:
+            self.shared_ffn = self._count(kind.shared_ffn)
+        elif kind.shared_experts:
+            self.shared_ffn = self.ffn * self._count(kind.shared_experts, least=0) or None
         self.normalizes = kind.normalizes if isinstance(kind.normalizes, bool) else bool(self._field(kind.normalizes))
+        self.others = self._others()
         if self.top_k > self.experts:
-            raise BrokenCheckpoint(f"{path}: num_experts_per_tok: expected at most the number of experts, {self.experts},"
+            raise BrokenCheckpoint(f"{path}: {kind.top_k[0]}: expected at most the number of experts, {self.experts},"
                                    f" got {self.top_k}")
 
     def arguments(self, layers: list[Layer]) -> dict[str, Any]:
@@ -130,6 +143,8 @@ class Config:
                 ("ffn hidden size", layer.ffn, self.ffn, self.path),
                 ("hidden size of the shared expert", layer.shared_ffn, self.shared_ffn, self.path),
                 ("experts with a gate", layer.gated, True, self.path),
+                *((what, other in layer.others, bool(self.others.get(argument)), self.path)
+                  for other, (what, argument) in _WITH.items()),
                 ("dtype of the experts", layer.dtype, dtype, "the first layer"),
             ):
                 if got != expected:
@@ -140,10 +155,11 @@ class Config:
         values = {
             "hidden_size": self.hidden, "ffn_hidden_size": self.ffn, "moe_num_experts": self.experts, "moe_top_k": self.top_k,
             "moe_normalize_expert_weights": 1 if self.normalizes else None, "mlp_type": "glu",
-            "activation_fn": ACTIVATIONS[self._field("hidden_act")], "bias": False, "dtype": _DTYPES[str(dtype)],
+            "activation_fn": ACTIVATIONS[self._field("hidden_act")], "bias": False, "dtype": _DTYPES[str(dtype)], **self.others,
         }
         if self.shared_ffn is not None:
             values |= {"shared_expert": True, "shared_expert_hidden_size": self.shared_ffn}
+        self._require_arguments(values)
         return values
 
     def require_loaded(self, experts: str) -> None:
@@ -165,13 +181,41 @@ class Config:
         if faults:
             raise ValueError("\n  ".join([f"{self.path}: a dMoE does not compute these layers of {self.name}:", *faults]))
 
+    def _require_arguments(self, values: dict[str, Any]) -> None:
+        """Raise BrokenCheckpoint for values that no layer can have, such as groups that do not divide the experts."""
+        try:
+            Arguments(**{name: value for name, value in values.items() if name != "dtype"} | {"activation_fn": F.silu, "device": "cpu"})
+        except (TypeError, ValueError) as error:
+            raise BrokenCheckpoint(one_line(f"{self.path}: {error}")) from None
+
+    def _others(self) -> dict[str, Any]:
+        """The model type's further arguments, but for those that are gbmoe's defaults."""
+        default = {field.name: field.default for field in fields(Arguments)}
+        values = {}
+        for name, value in self.model_type.arguments.items():
+            if isinstance(value, When):
+                value = value.argument if self._field(value.field) == value.equals else default[name]
+            if isinstance(value, Field):
+                value = self._field(value.name)
+            if value != default[name]:
+                values[name] = value
+        return values
+
     def _field(self, name: str) -> Any:
         return self.values.get(name, self.model_type.defaults.get(name))
 
-    def _count(self, *names: str, least: int = 1) -> int:
-        """The value of the field, or of one of its synonyms."""
+    def _count(self, *names: str, least: int = 1, lists: bool = False) -> int:
+        """The value of the field, or of one of its synonyms; with `lists` it may be a list with this value for each layer.
+
+        Raises ValueError where layers have different values, and BrokenCheckpoint for what is no number.
+        """
         values = [self.values[name] for name in names if name in self.values] or [self._field(names[0])]
+        if lists:
+            values = [one for value in values for one in (value if isinstance(value, list) and value else [value])]
         whole = all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values)
+        if whole and lists and len(set(values)) > 1:
+            raise ValueError(one_line(f"{self.path}: {' and '.join(names)}: expected one number for all layers, got"
+                                      f" {', '.join(map(str, sorted(set(values))))}: it needs Arguments for each layer"))
         if not whole or len(set(values)) > 1:
             raise BrokenCheckpoint(one_line(f"{self.path}: {' and '.join(names)}: expected an int of at least {least}, got"
                                             f" {', '.join(map(repr, values))}"))

@@ -9,15 +9,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gbmoe._atomic_files import appears_complete
-from gbmoe.compat.checkpoints import layouts
 from gbmoe.compat.checkpoints.arguments import ARGUMENTS_FILE, Config, as_source
 from gbmoe.compat.checkpoints.files import INDEX, Tensors, check_index, copy_others, output_bytes, read_index, shards, write
+from gbmoe.compat.checkpoints.plan import Output, plan
+from gbmoe.compat.checkpoints.recognise import Layer
 
 
 def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to: str, *, experts: str = "fused",
                        report: Callable[[str], object] = lambda line: None,
                        progress: Callable[[int, int, str], object] = lambda done, total, what: None) -> None:
-    """Write the checkpoint at `source` to `target`, its MoE layers in the other layout.
+    """Write the checkpoint at `source` to `target`, its MoE layers in another layout; that of the source is recognised.
 
     One tensor of the result is in memory at a time, which may hold the matrices of all experts of a layer; the source is mapped. A
     converted tensor goes into the file that held its first source. Metadata, and a directory's other files (configuration,
@@ -34,7 +35,7 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
         source: a .safetensors file, or a directory with model.safetensors or with model.safetensors.index.json and the
             files that it names.
         target: a file or a directory, as the source; it must not exist.
-        to: "transformers" or "megablocks".
+        to: "transformers", "megablocks", or the layout of a training framework, as in to_framework.
         experts: with to="transformers", as in to_transformers.
         report: called with a line for every file that was written or left out, a line with the Arguments, and lines that begin
             with "warning: ".
@@ -59,21 +60,21 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
         config = _config(source)
         if config is not None and to == "transformers":
             config.require_loaded(experts)
-        outputs, layers = layouts.plan(tensors.signatures(), to, experts, config.model_type.router if config else "gate")
+        outputs, layers = plan(tensors.signatures(), to, experts, config.name if config else "deepseek_v3")
         arguments = config.arguments(layers) if config else None
-        plan = tensors.by_file(outputs)
+        by_file = tensors.by_file(outputs)
         arguments_file = None if source.is_dir() else target.with_name(f"{target.name}.{ARGUMENTS_FILE}")
         if arguments is not None and to == "megablocks" and arguments_file is not None:
             _require_free(arguments_file)
         for warning in _warnings(source, to, config, layers):
             report(f"warning: {warning}")
-        begin = _counted(plan, tensors, progress)
+        begin = _counted(by_file, tensors, progress)
         with appears_complete(target) as partial_target:
             if source.is_dir():
                 partial_target.mkdir()
-                _write_folder(source, partial_target, plan, tensors, index, report, begin)
+                _write_folder(source, partial_target, by_file, tensors, index, report, begin)
             else:
-                write(partial_target, plan[source], tensors, tensors.metadata(source), begin)
+                write(partial_target, by_file[source], tensors, tensors.metadata(source), begin)
                 report(f"wrote {target}")
             if arguments is not None and to == "megablocks":
                 with appears_complete(arguments_file or partial_target / ARGUMENTS_FILE) as partial_file:
@@ -82,12 +83,12 @@ def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to:
                 report(f"each MoE layer is gbmoe.dMoE({as_source(arguments)})")
 
 
-def _counted(plan: dict[Path, list[layouts.Output]], tensors: Tensors, progress: Callable[[int, int, str], object]
-             ) -> Callable[[layouts.Output], object]:
+def _counted(by_file: dict[Path, list[Output]], tensors: Tensors, progress: Callable[[int, int, str], object]
+             ) -> Callable[[Output], object]:
     """A function to be called before each output is made, which calls `progress`."""
-    total, done = sum(output_bytes(output, tensors) for outputs in plan.values() for output in outputs), 0
+    total, done = sum(output_bytes(output, tensors) for outputs in by_file.values() for output in outputs), 0
 
-    def begin(output: layouts.Output) -> None:
+    def begin(output: Output) -> None:
         nonlocal done
         progress(done, total, output.name)
         done += output_bytes(output, tensors)
@@ -105,11 +106,12 @@ def _config(source: Path) -> Config | None:
     return Config(path) if path.is_file() else None
 
 
-def _warnings(source: Path, to: str, config: Config | None, layers: list[layouts.Layer]) -> list[str]:
+def _warnings(source: Path, to: str, config: Config | None, layers: list[Layer]) -> list[str]:
     warnings = []
     if config is None:
-        unknown = "a dMoE computes these layers, and with which Arguments" if to == "megablocks" \
-            else "these layers are the model's, and whether from_pretrained loads this layout of its experts"
+        unknown = {"megablocks": "a dMoE computes these layers, and with which Arguments",
+                   "transformers": "these layers are the model's, and whether from_pretrained loads this layout of its experts",
+                   }.get(to, f"{to} computes these layers")
         warnings.append(f"{source}: there is no config.json, so it is not known whether {unknown}")
     if to == "megablocks" and any(layer.router_dtype != layer.dtype for layer in layers):
         different = next(layer for layer in layers if layer.router_dtype != layer.dtype)
@@ -118,13 +120,13 @@ def _warnings(source: Path, to: str, config: Config | None, layers: list[layouts
     return warnings
 
 
-def _write_folder(source: Path, folder: Path, plan: dict[Path, list[layouts.Output]], tensors: Tensors, index: dict | None,
-                  report: Callable[[str], object], begin: Callable[[layouts.Output], object]) -> None:
-    for path, outputs in plan.items():
+def _write_folder(source: Path, folder: Path, by_file: dict[Path, list[Output]], tensors: Tensors, index: dict | None,
+                  report: Callable[[str], object], begin: Callable[[Output], object]) -> None:
+    for path, outputs in by_file.items():
         write(folder / path.name, outputs, tensors, tensors.metadata(path), begin)
         report(f"wrote {path.name}")
     if index is not None:
-        weight_map = {output.name: path.name for path, outputs in plan.items() for output in outputs}
+        weight_map = {output.name: path.name for path, outputs in by_file.items() for output in outputs}
         index["weight_map"] = dict(sorted(weight_map.items()))
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     converted = {INDEX, *(path.name for path in tensors.path_of.values())}

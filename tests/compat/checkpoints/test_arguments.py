@@ -10,7 +10,8 @@ import gbmoe
 from gbmoe.cli import main
 from gbmoe.compat.checkpoints import BrokenCheckpoint, convert_checkpoint, read_arguments, to_megablocks
 from gbmoe.compat.checkpoints.arguments import Config
-from gbmoe.compat.checkpoints.model_types import MODEL_TYPES, REFUSED
+from gbmoe.compat.checkpoints.models import MODEL_TYPES
+from gbmoe.compat.checkpoints.refused import REFUSED
 from tests.compat.checkpoints.examples import EXPERTS, FFN, HIDDEN, MLP, SHARED, block
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
@@ -19,7 +20,16 @@ safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safet
 def config_of(model_type, **values):
     """A configuration of the sizes of examples.block()."""
     kind = MODEL_TYPES.get(model_type, MODEL_TYPES["mixtral"])
-    return {"model_type": model_type, "hidden_size": HIDDEN, kind.ffn: FFN, kind.experts[0]: EXPERTS, "num_experts_per_tok": 2} | values
+    return {"model_type": model_type, "hidden_size": HIDDEN, kind.ffn: FFN, kind.experts[0]: EXPERTS, kind.top_k[0]: 2} | values
+
+
+HUNYUAN = {name.replace("gate.", "gate.wg."): value for name, value in block().items()} | {
+    name.replace("shared_experts", "shared_mlp"): value for name, value in
+    block({name: [FFN if size == 16 else size for size in shape] for name, shape in SHARED.items()}).items()}
+
+
+def hunyuan(**values):
+    return config_of("hunyuan_v1_moe", **values)
 
 
 @pytest.fixture
@@ -40,16 +50,19 @@ def saved(tmp_path):
 
 # Model type, field, value, and what the reason has to say after the field's name.
 UNCOMPUTABLE = [
-    ("deepseek_v2", "topk_method", "group_limited_greedy",
-     "expected 'greedy', got 'group_limited_greedy': it needs a choice of experts within groups"),
-    ("deepseek_v2", "topk_method", "noaux_tc", "expected 'greedy', got 'noaux_tc'"),
-    ("deepseek_v2", "routed_scaling_factor", 16.0, "expected 1, got 16.0: it needs a factor on the experts' weights"),
-    ("deepseek_v2", "scoring_func", "sigmoid", "expected 'softmax', got 'sigmoid': it needs sigmoid scores"),
+    ("deepseek_v2", "topk_method", "noaux_tc",
+     "expected 'greedy' or 'group_limited_greedy', got 'noaux_tc': it needs a method that transformers has"),
+    ("deepseek_v2", "scoring_func", "sigmoid", "expected 'softmax', got 'sigmoid': it needs one meaning"),
     ("deepseek_v2", "norm_topk_prob", True, "expected False or None, got True: it needs one meaning"),
     ("deepseek_v2", "mlp_bias", True, "expected False, got True: it needs biases of the shared expert"),
-    ("mistral4", "n_group", 8, "expected 1, got 8: it needs a choice of experts within groups"),
-    ("mistral4", "routed_scaling_factor", 2.5, "expected 1, got 2.5: it needs a factor"),
-    ("cohere2_moe", "expert_selection_fn", "sigmoid", "expected 'softmax', got 'sigmoid': it needs sigmoid scores"),
+    ("deepseek_v3", "scoring_func", "softmax", "expected 'sigmoid', got 'softmax': it needs one meaning"),
+    ("kimi_k2", "topk_method", "greedy", "expected 'noaux_tc', got 'greedy': it needs one meaning"),
+    ("ernie4_5_moe", "moe_norm_min", 0.1, "expected 1e-12 or 0, got 0.1: it needs a bound for the sum"),
+    ("ernie4_5_moe", "use_bias", True, "expected False or None, got True: it needs biases of the shared expert"),
+    ("hunyuan_v1_moe", "norm_topk_prob", False, "expected True, got False: it needs one meaning"),
+    ("minimax_m2", "use_routing_bias", False, "expected True, got False: it needs one meaning"),
+    ("minimax_m2", "shared_intermediate_size", 64, "expected 0, got 64: it needs one meaning"),
+    ("cohere2_moe", "expert_selection_fn", "sqrt", "expected 'softmax' or 'sigmoid', got 'sqrt': it needs a function that"),
     ("mixtral", "router_jitter_noise", 0.01, "expected 0, got 0.01: it needs jitter of what the experts get"),
     ("minimax", "router_jitter_noise", 0.01, "expected 0, got 0.01: it needs jitter of what the experts get"),
     *((name, "hidden_act", "quick_gelu", "expected 'silu' or .*, got 'quick_gelu': it needs a name for it") for name in MODEL_TYPES),
@@ -69,13 +82,20 @@ def test_layers_that_no_dmoe_computes_are_refused_by_their_field(model_type, fie
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_deepseek_v2_with_groups_and_a_scaling_factor_was_written_without_a_word(saved, tmp_path, capsys):
-    config = config_of("deepseek_v2", topk_method="group_limited_greedy", n_group=8, topk_group=3, routed_scaling_factor=16.0)
-    source = saved(config, block(prefix="model.layers.1.mlp."))
-    assert main(["convert", str(source), str(tmp_path / "target"), "--to", "megablocks"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and "topk_method: " in printed.err and "routed_scaling_factor: expected 1, got 16.0" in printed.err
+def test_layers_with_different_numbers_of_experts_a_token_are_refused(saved, tmp_path):
+    with pytest.raises(ValueError, match="moe_topk and num_experts_per_tok: expected one number for all layers, got 1, 2: it needs Arg"):
+        convert_checkpoint(saved(hunyuan(moe_topk=[2, 1]), HUNYUAN), tmp_path / "target", "megablocks")
     assert not (tmp_path / "target").exists()
+
+
+def test_deepseek_v2_with_groups_and_a_scaling_factor_was_written_without_a_word(saved, tmp_path, capsys):
+    config = config_of("deepseek_v2", topk_method="group_limited_greedy", n_group=2, topk_group=1, routed_scaling_factor=16.0,
+                       n_shared_experts=0)
+    source = saved(config, block(prefix="model.layers.1.mlp."))
+    assert main(["convert", str(source), str(tmp_path / "target"), "--to", "megablocks"]) == 0
+    assert "moe_router_topk_scaling_factor=16.0" in capsys.readouterr().out
+    function = read_arguments(tmp_path / "target", device="cpu").router_function
+    assert (function.num_groups, function.group_topk, function.group_best, function.scale) == (2, 1, 1, 16)
 
 
 def test_a_field_that_has_no_effect_is_not_a_reason_to_refuse(saved, tmp_path):
@@ -99,7 +119,8 @@ def test_an_unknown_model_type_is_refused_and_the_known_ones_are_named(saved, tm
     for to in ("megablocks", "transformers"):
         assert main(["convert", str(source), str(tmp_path / "target"), "--to", to]) == 2
         err = capsys.readouterr().err
-        assert "model_type: expected one of cohere2_moe, deepseek_v2, " in err and "got 'novel_moe': whether a dMoE computes" in err
+        assert "model_type: expected one of cohere2_moe, deepseek_v2, deepseek_v3, " in err
+        assert "got 'novel_moe': whether a dMoE computes" in err
     assert not (tmp_path / "target").exists()
 
 
@@ -127,6 +148,10 @@ BROKEN = {
     "another ffn hidden size": (config_of("mixtral", intermediate_size=41),
                                 "model.layers.0.mlp.: ffn hidden size: expected 41, as"),
     "transformers' defaults": ({"model_type": "mixtral"}, "model.layers.0.mlp.: experts: expected 8, as"),
+    "groups that do not divide the experts": (config_of("mistral4", n_group=3, topk_group=1, n_shared_experts=0),
+                                              "moe_router_num_groups: expected a divisor of moe_num_experts == 4, got 3"),
+    "a factor as text": (config_of("mistral4", routed_scaling_factor="2", n_shared_experts=0),
+                         "moe_router_topk_scaling_factor: expected None or a number, got '2'"),
     "no shared expert": (config_of("deepseek_v2"), "model.layers.0.mlp.: hidden size of the shared expert: expected 80, as"),
 }
 
@@ -152,6 +177,9 @@ def test_a_config_of_other_bytes_is_refused(saved, tmp_path):
 MISFITS = {
     "a shared expert too many": ("mixtral", block() | block(SHARED),
                                  "hidden size of the shared expert: expected None, as .*, got 16"),
+    "a bias for the choice": ("mixtral", block() | block({"gate.e_score_correction_bias": [EXPERTS]}),
+                              "a bias for the choice of experts: expected False, as .*, got True"),
+    "no bias for the choice": ("minimax_m2", block(), "a bias for the choice of experts: expected True, as .*, got False"),
     "no gate": ("mixtral", block(MLP), "experts with a gate: expected True, as .*, got False"),
     "two dtypes": ("mixtral", block(prefix="a.") | block(prefix="b.", dtype=torch.bfloat16),
                    "dtype of the experts: expected (F32|BF16), as in the first layer, got (F32|BF16)"),
@@ -181,10 +209,12 @@ def test_arguments_are_printed_and_written(saved, tmp_path, capsys):
     assert printed.err == "" and printed.out.splitlines()[1:] == [
         "wrote gbmoe_arguments.json",
         "each MoE layer is gbmoe.dMoE(gbmoe.Arguments(hidden_size=24, ffn_hidden_size=40, moe_num_experts=4, moe_top_k=2,"
-        " moe_normalize_expert_weights=None, mlp_type='glu', activation_fn=torch.nn.functional.silu, bias=False, fp16=False, bf16=True))"]
+        " moe_normalize_expert_weights=None, mlp_type='glu', activation_fn=torch.nn.functional.silu, bias=False,"
+        " moe_router_topk_scaling_factor=1.0, moe_router_dtype='fp32', fp16=False, bf16=True))"]
     arguments = read_arguments(tmp_path / "target", device="cpu", moe_loss_weight=0.01)
     assert arguments == gbmoe.Arguments(hidden_size=24, ffn_hidden_size=40, moe_num_experts=4, moe_top_k=2, mlp_type="glu",
-                                        activation_fn=F.silu, bias=False, fp16=False, bf16=True, device="cpu", moe_loss_weight=0.01)
+                                        activation_fn=F.silu, bias=False, fp16=False, bf16=True, device="cpu", moe_loss_weight=0.01,
+                                        moe_router_topk_scaling_factor=1, moe_router_dtype="fp32")
     assert read_arguments(tmp_path / "target" / "gbmoe_arguments.json").bf16
 
 

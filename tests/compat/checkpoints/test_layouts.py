@@ -50,22 +50,23 @@ def test_jambas_router_has_another_name():
     original = {name.replace("gate.weight", "router.weight"): value for name, value in common.items()}
     converted = to_megablocks(original)
     assert_same(converted, to_megablocks(common))
-    assert_same(to_transformers(converted, router="router"), original)
+    assert_same(to_transformers(converted, model_type="jamba"), original)
     with pytest.raises(ValueError, match="m.router.weight: unexpected"):
         to_megablocks(block(prefix="m.") | {"m.router.weight": torch.zeros(EXPERTS, HIDDEN)})
     with pytest.raises(ValueError, match="got 'transformers', 'fused', 'wg'"):
-        to_transformers(converted, router="wg")
+        to_transformers(converted, model_type="wg")
 
 
 # What is put into a block, or taken out, and what the message has to say about it.
 MISFITS = {
     "no router": ({"gate.weight": None}, ["m.gate.weight: missing"]),
     "no down": ({"experts.down_proj": None}, ["m.experts.down_proj: missing"]),
-    "router bias": ({"gate.e_score_correction_bias": [4]}, ["m.gate.e_score_correction_bias: unexpected"]),
+    "a bias for the choice, of another size": ({"gate.e_score_correction_bias": [5]},
+                                               ["m.gate.e_score_correction_bias: expected shape [4], got [5]"]),
     "biases": ({"experts.gate_up_proj_bias": [4, 80], "experts.down_proj_bias": [4, 24]},
                ["m.experts.gate_up_proj_bias: unexpected", "m.experts.down_proj_bias: unexpected"]),
     "scales": ({"experts.down_proj_scale_inv": [4]}, ["m.experts.down_proj_scale_inv: unexpected"]),
-    "shared gate": ({"shared_expert_gate.weight": [1, 24]}, ["m.shared_expert_gate.weight: unexpected"]),
+    "shared gate": ({"shared_expert_gate.weight": [2, 24]}, ["m.shared_expert_gate.weight: expected shape [1, 24], got [2, 24]"]),
     "part of a shared expert": ({"shared_experts.up_proj.weight": [16, 24]}, [
         "m.shared_experts.gate_proj.weight: missing", "m.shared_experts.down_proj.weight: missing"]),
     "both layouts": ({"experts.mlp.w2": [160, 24]}, ["m.experts.mlp.w2: unexpected"]),
