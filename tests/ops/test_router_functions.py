@@ -70,7 +70,6 @@ SHAPES = [(33, 8, 8, 2), (40, 64, 8, 6), (21, 256, 8, 8), (9, 1024, 8, 32), (7, 
 
 
 @pytest.mark.pairs
-@pytest.mark.memcheck
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -519,12 +518,15 @@ KERNEL_DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)
                  (torch.bfloat16, torch.float32), (torch.float16, torch.float16)]
 
 
+def memchecked(*values):
+    return pytest.param(*values, marks=pytest.mark.memcheck)
+
+
 @pytest.mark.gpu
-@pytest.mark.memcheck
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (16, 4), (61, 5), (64, 6), (64, 8), (64, 20), (72, 10), (128, 8), (128, 17), (160, 8),
                                             (192, 8), (200, 6), (250, 8), (256, 8), (256, 12), (264, 8), (288, 8), (384, 8),
                                             (512, 8), (512, 22), (600, 8), (896, 16), (1000, 9), (1001, 32), (1024, 32)])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [memchecked(name) if name in ("deepseek_v3", "megatron groups") else name for name in FUNCTIONS])
 @pytest.mark.parametrize("given", [False, True])
 def test_kernels_agree_with_plain_pytorch(experts, top_k, name, given):
     """The ids bit for bit, where no two experts rank alike, and the rest to rounding; padding and dtypes by turns."""
