@@ -140,6 +140,16 @@ template <int G, int V> struct RouterRow {
     return group_sum<G>(sum);
   }
 
+  static __device__ __forceinline__ Floats read(const AnyNumbers& from, int64_t first, int at) {
+    Floats floats;
+    with_type(from.dtype, [&](auto zero) {
+      using Number = decltype(zero);
+      const auto loaded = *reinterpret_cast<const Vector<Number, V>*>(static_cast<const Number*>(from.data) + first + at);
+#pragma unroll
+      for (int v = 0; v < V; ++v) floats.element[v] = widen(loaded.element[v]);
+    });
+    return floats;
+  }
   static __device__ __forceinline__ void store(const AnyNumbers& to, int64_t first, int at, const Floats& floats) {
     with_type(to.dtype, [&](auto zero) {
       using Number = decltype(zero);

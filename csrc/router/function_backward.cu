@@ -18,7 +18,7 @@ template <int G, int V> bool launch_backward(
       config.numbers_per_lane % V == 0 && config.numbers_per_lane <= kMaxNumbersPerLane, "route_backward: expected up to ",
       kMaxNumbersPerLane, " numbers per lane in vectors of ", V, ", got ", config.numbers_per_lane);
   const int numbers = static_cast<int>(config.numbers_per_lane);
-  const size_t shared_bytes = 2 * sizeof(float) * kFunctionBackwardThreads * numbers;
+  const size_t shared_bytes = sizeof(float) * kFunctionBackwardThreads * numbers;
   const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * G, kFunctionBackwardThreads));
   route_by_function_backward_kernel<G, V>
       <<<ctas, kFunctionBackwardThreads, shared_bytes, stream>>>(tensors, shape, function, numbers);

@@ -30,29 +30,57 @@ struct FunctionGradients {
 struct SlotGradients {
   int id[kMaxRouterSlots];
   float part[kMaxRouterSlots], gradient[kMaxRouterSlots];
+
+  // What an expert gets from all slots that chose it, in their order.
+  __device__ __forceinline__ float sum_of(int expert, int slots) const {
+    float sum = 0;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; ++slot) sum += id[slot] == expert ? gradient[slot] : 0.0f;
+    return sum;
+  }
 };
 
-// Adds the gradients to row[id], one after the other where an expert has several slots, so that the order of the sum is fixed.
-template <int G> __device__ __forceinline__ void add_to_experts(const SlotGradients& of, int slots, int lane, float* row) {
-  bool twice = false;
+// Fills `slots` with what the weights send back: to the chosen scores, or where the softmax is taken over the chosen logits, to these.
+template <int G> __device__ __forceinline__ void weights_backward(
+    const FunctionGradients& tensors, const RouterShape& shape, const RouterFunction& function, bool live, int64_t first_slot, int lane,
+    float highest, float sum, const float* row, SlotGradients& slots) {
+  const bool after = function.kind == RouterKind::kSoftmaxOfChosen;
+  uint32_t highest_chosen = 0;
 #pragma unroll 1
-  for (int slot = lane; slot < slots; slot += G) {
-#pragma unroll 1
-    for (int other = 0; other < slot; ++other) twice |= of.id[slot] >= 0 && of.id[slot] == of.id[other];
+  for (int slot = lane; slot < shape.slots; slot += G) {
+    // An id that names no expert counts as none.
+    const int64_t expert = live ? tensors.ids_TK[first_slot + slot] : -1;
+    const bool exists = static_cast<uint64_t>(expert) < static_cast<uint64_t>(shape.experts);
+    slots.id[slot] = exists ? static_cast<int>(expert) : -1;
+    if (exists) highest_chosen = max(highest_chosen, order_of(row[expert]));
   }
-  if (__any_sync(kFullWarp, twice)) {
+  const Exponential<float, true> exponential(logit_of(group_max<G>(highest_chosen)));
+  float total = 0, inner = 0;
 #pragma unroll 1
-    for (int slot = 0; slot < slots; ++slot)
-      if (lane == 0 && of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
-  } else {
-#pragma unroll 1
-    for (int slot = lane; slot < slots; slot += G)
-      if (of.id[slot] >= 0) row[of.id[slot]] += of.gradient[slot];
+  for (int slot = lane; slot < shape.slots; slot += G) {
+    const int id = slots.id[slot];
+    float part = 0, gradient = 0;
+    if (id >= 0) {
+      part = after ? exponential(row[id]) : score_of(function.kind, highest, sum, row[id]);
+      gradient = tensors.grad_weights_TK.read(first_slot + slot) * function.scale;
+    }
+    slots.part[slot] = part;
+    slots.gradient[slot] = gradient;
+    total += part;
+    inner += gradient * part;
   }
-  __syncwarp();
+  total = group_sum<G>(total) + (after ? 0.0f : function.epsilon);
+  inner = group_sum<G>(inner);
+#pragma unroll 1
+  for (int slot = lane; slot < shape.slots; slot += G) {
+    const float gradient = slots.gradient[slot];
+    if (after) slots.gradient[slot] = slots.part[slot] / total * (gradient - inner / total);
+    else if (function.normalize) slots.gradient[slot] = (gradient - inner / total) / total;
+  }
 }
 
-// Shared memory: two rows of floats for each token, of `numbers` for each lane.
+// Shared memory: a row of floats for each token, of `numbers` for each lane. The gradients of all logits are written as if no weight sent
+// anything back, and then those of the chosen ones once more.
 template <int G, int V>
 __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_backward_kernel(
     const FunctionGradients tensors, const RouterShape shape, const RouterFunction function, const int numbers) {
@@ -67,14 +95,8 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   const bool padding = live && tensors.padding_T && tensors.padding_T[token];
   const int64_t first = (live ? token : 0) * shape.experts, first_slot = (live ? token : 0) * shape.slots;
   float* const row = reinterpret_cast<float*>(function_rows) + own * (G * numbers);
-  float* const sent = row + kTokens * (G * numbers);  // what each expert's score receives
 
   const float highest_of_lane = Row::load(tensors.logits_TE, first, shape.experts, numbers, lane, -INFINITY, row);
-  if (tensors.grad_scores_TE.data) {
-    Row::load(tensors.grad_scores_TE, first, shape.experts, numbers, lane, 0.0f, sent);
-  } else {
-    Row::each(numbers, lane, [&](int at) { *reinterpret_cast<Floats*>(sent + at) = Floats{}; });
-  }
   // Only shares of exponentials need their sum.
   const bool shares = function.is_softmax() || tensors.grad_logsumexp_T;
   const float highest = shares ? Row::highest_of_all(highest_of_lane) : 0.0f;
@@ -84,84 +106,69 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   __syncwarp();
 
   SlotGradients& slots = of_slots[own];
-  if (tensors.grad_weights_TK.data) {
-    uint32_t highest_chosen = 0;
-#pragma unroll 1
-    for (int slot = lane; slot < shape.slots; slot += G) {
-      // An id that names no expert counts as none.
-      const int64_t expert = live ? tensors.ids_TK[first_slot + slot] : -1;
-      const bool exists = static_cast<uint64_t>(expert) < static_cast<uint64_t>(shape.experts);
-      slots.id[slot] = exists ? static_cast<int>(expert) : -1;
-      if (exists) highest_chosen = max(highest_chosen, order_of(row[expert]));
-    }
-    highest_chosen = group_max<G>(highest_chosen);
-    const Exponential<float, true> exponential(logit_of(highest_chosen));
-    float total = 0, inner = 0;
-#pragma unroll 1
-    for (int slot = lane; slot < shape.slots; slot += G) {
-      const int id = slots.id[slot];
-      float part = 0, gradient = 0;
-      if (id >= 0) {
-        part = after ? exponential(row[id]) : score_of(function.kind, highest, sum, row[id]);
-        gradient = tensors.grad_weights_TK.read(first_slot + slot) * function.scale;
-      }
-      slots.part[slot] = part;
-      slots.gradient[slot] = gradient;
-      total += part;
-      inner += gradient * part;
-    }
-    total = group_sum<G>(total) + (after ? 0.0f : function.epsilon);
-    inner = group_sum<G>(inner);
-#pragma unroll 1
-    for (int slot = lane; slot < shape.slots; slot += G) {
-      const float gradient = slots.gradient[slot];
-      if (after) slots.gradient[slot] = slots.part[slot] / total * (gradient - inner / total);
-      else if (function.normalize) slots.gradient[slot] = (gradient - inner / total) / total;
-    }
-    __syncwarp();
-    if (!after) add_to_experts<G>(slots, shape.slots, lane, sent);
-  }
+  const bool has_weights = tensors.grad_weights_TK.data;
+  if (has_weights) weights_backward<G>(tensors, shape, function, live, first_slot, lane, highest, sum, row, slots);
+  __syncwarp();
 
   float inner = 0;
   if (function.is_softmax()) {
-    Row::each(numbers, lane, [&](int at) {
-      if (at >= shape.experts) return;
-      const Floats logits = *reinterpret_cast<const Floats*>(row + at), received = *reinterpret_cast<const Floats*>(sent + at);
+    if (tensors.grad_scores_TE.data) {
+      Row::each(numbers, lane, [&](int at) {
+        if (at >= shape.experts) return;
+        const Floats logits = *reinterpret_cast<const Floats*>(row + at), received = Row::read(tensors.grad_scores_TE, first, at);
 #pragma unroll
-      for (int v = 0; v < V; ++v) inner += scoring.share(logits.element[v]) * received.element[v];
-    });
+        for (int v = 0; v < V; ++v) inner += scoring.share(logits.element[v]) * received.element[v];
+      });
+    }
+    if (has_weights && !after) {
+#pragma unroll 1
+      for (int slot = lane; slot < shape.slots; slot += G) {
+        if (slots.id[slot] >= 0) inner += scoring.share(row[slots.id[slot]]) * slots.gradient[slot];
+      }
+    }
     inner = group_sum<G>(inner);
   }
   const float grad_logsumexp = live && tensors.grad_logsumexp_T ? tensors.grad_logsumexp_T[token] : 0.0f;
-  const bool in_two_steps = after && tensors.grad_weights_TK.data;
-  Row::each(numbers, lane, [&](int at) {
-    const Floats logits = *reinterpret_cast<const Floats*>(row + at), received = *reinterpret_cast<const Floats*>(sent + at);
-    Floats result{};
-    if (padding) {
-    } else if (function.is_softmax()) {
+  // What logits receive whose scores receive this.
+  const auto backward = [&](const auto& logits, const auto& received) {
+    constexpr int kNumbers = sizeof(logits) / sizeof(float);
+    Vector<float, kNumbers> result{};
+    if (padding) return result;
+    if (function.is_softmax()) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
+      for (int v = 0; v < kNumbers; ++v) {
         result.element[v] = scoring.share(logits.element[v]) * (received.element[v] - inner + grad_logsumexp);
       }
-    } else {
-      result = scoring.slopes(logits);
-#pragma unroll
-      for (int v = 0; v < V; ++v) result.element[v] *= received.element[v];
-      if (tensors.grad_logsumexp_T) {
-#pragma unroll
-        for (int v = 0; v < V; ++v) result.element[v] += grad_logsumexp * scoring.share(logits.element[v]);
-      }
+      return result;
     }
-    if (in_two_steps) *reinterpret_cast<Floats*>(sent + at) = result;
-    else if (live && at < shape.experts) Row::store(tensors.grad_TE, first, at, result);
-  });
-  if (!in_two_steps) return;
-  __syncwarp();
-  // An id of padding is -1.
-  add_to_experts<G>(slots, shape.slots, lane, sent);
+    result = scoring.slopes(logits);
+#pragma unroll
+    for (int v = 0; v < kNumbers; ++v) result.element[v] *= received.element[v];
+    if (tensors.grad_logsumexp_T) {
+#pragma unroll
+      for (int v = 0; v < kNumbers; ++v) result.element[v] += grad_logsumexp * scoring.share(logits.element[v]);
+    }
+    return result;
+  };
   Row::each(numbers, lane, [&](int at) {
-    if (live && at < shape.experts) Row::store(tensors.grad_TE, first, at, *reinterpret_cast<const Floats*>(sent + at));
+    if (!live || at >= shape.experts) return;
+    const Floats received = tensors.grad_scores_TE.data ? Row::read(tensors.grad_scores_TE, first, at) : Floats{};
+    Row::store(tensors.grad_TE, first, at, backward(*reinterpret_cast<const Floats*>(row + at), received));
   });
+  if (!has_weights) return;
+  __syncwarp();
+#pragma unroll 1
+  for (int slot = lane; slot < shape.slots; slot += G) {
+    const int id = slots.id[slot];
+    if (!live || padding || id < 0) continue;
+    // Slots with the same expert write the same number.
+    const float of_weights = slots.sum_of(id, shape.slots);
+    float received = tensors.grad_scores_TE.data ? tensors.grad_scores_TE.read(first + id) : 0.0f;
+    if (!after) received += of_weights;
+    float result = backward(Vector<float, 1>{row[id]}, Vector<float, 1>{received}).element[0];
+    if (after) result += of_weights;
+    tensors.grad_TE.write(first + id, result);
+  }
 }
 
 }  // namespace
