@@ -24,14 +24,17 @@ def sizes_and_engine(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor,
     device = x_TH.device
     if x_TH.is_meta:
         return plan.padded_counts_E, Resolved(engines.batch_invariant(engine, device) if batch_invariant else engine, None)
-    dtype = computed_dtype(x_TH)
+    dtype, on_cpu = computed_dtype(x_TH), device.type == "cpu"
     rows, shape_EFH = plan.num_rows, tuple(w_EFH.shape)
     # While torch traces, sizes are tensors; the choice of an engine is made for those of the trace.
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         rows, shape_EFH = int(rows), tuple(map(int, shape_EFH))
-    on_host = device.type == "cpu" or plan.has_host_sizes
-    resolved = engines.resolve(engine, device, dtype, rows, shape_EFH, on_host, batch_invariant)
-    sizes_E = plan.host_sizes() if resolved.needs_host_sizes else plan.padded_counts_E
-    if (sizes_E.device.type == "cpu") != on_host:  # that they are elsewhere now may decide between engines which take them there
-        resolved = engines.resolve(engine, device, dtype, rows, shape_EFH, not on_host, batch_invariant)
+    were_on_host = on_cpu or plan.has_host_sizes
+    resolved = engines.resolve(engine, device, dtype, rows, shape_EFH, were_on_host, batch_invariant)
+    if resolved.needs_host_sizes:
+        sizes_E, on_host = plan.host_sizes(), True
+    else:
+        sizes_E, on_host = plan.padded_counts_E, on_cpu
+    if on_host != were_on_host:  # that they are elsewhere now may decide between engines which take them there
+        resolved = engines.resolve(engine, device, dtype, rows, shape_EFH, on_host, batch_invariant)
     return sizes_E, resolved
