@@ -17,9 +17,9 @@ from gbmoe.ops.rows_before_weights import rows_before_weights
 CPU = torch.device("cpu")
 
 
-def layer(**more):
+def layer(device="cpu", **more):
     args = Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
-                     device="cpu", **more)
+                     device=device, **more)
     return gbmoe.dMoE(args)
 
 
@@ -30,15 +30,18 @@ def counted(monkeypatch, name):
     return calls
 
 
-def test_a_layers_step_asked_for_its_engine_in_each_of_its_parts(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layers_step_asked_for_its_engine_in_each_of_its_parts(monkeypatch, device):
     """Forward asked twice, and backward once more. What calls kernels without the dispatcher takes forward's answer along."""
-    monkeypatch.setattr(_define_operator, "_is_unseen", lambda inputs: True)  # as of CUDA tensors that nothing watches
+    if device == "cpu":
+        monkeypatch.setattr(_define_operator, "_is_unseen", lambda inputs: True)  # as of CUDA tensors that nothing watches
     asked = counted(monkeypatch, "resolve")
-    moe, x = layer(), torch.randn(6, 1, 8, requires_grad=True)
+    moe, x = layer(device, bf16=True), torch.randn(6, 1, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     out = moe(x)
-    assert len(asked) == 1
+    moved = [args[5] for args in asked] == [False, True]  # by an engine that wants its sizes on the host
+    assert len(asked) == (2 if moved else 1)
     out.sum().backward()
-    assert len(asked) == 1 and x.grad is not None
+    assert len(asked) == (2 if moved else 1) and x.grad is not None
 
 
 def test_through_the_dispatcher_goes_the_name_and_each_kind_is_chosen_once(monkeypatch):
