@@ -9,7 +9,7 @@ Backward runs on the thread of the caller, where it is seen.
     Python       of gbmoe: everything else in its functions
     modules      torch's Python: calls of modules, and what its functions do
     dispatcher   calls of gbmoe's operators through torch's dispatcher, there and back
-    kernels      calls of csrc's operators, with their launches; they are C++, in which no profile of Python's sees further
+    launches     calls of csrc's operators, which launch kernels; they are C++, in which no profile of Python's sees further
     operators    calls of torch's own operators, with their launches, or on a CPU with what they compute
     allocation   of tensors
     autograd     its functions, its graph and its engine
@@ -32,7 +32,7 @@ import gbmoe
 from benchmarks.measurements.host_time import HostMeasurement, HostOfLayer
 from gbmoe.cli.bench import table
 
-PARTS = ("checks", "choice", "Python", "modules", "dispatcher", "kernels", "operators", "allocation", "autograd", "rest")
+PARTS = ("checks", "choice", "Python", "modules", "dispatcher", "launches", "operators", "allocation", "autograd", "rest")
 # Seconds of profiled calls, and the fewest and the most of them.
 _SECONDS, _FEWEST, _MOST = 0.3, 3, 200
 _GBMOE, _TORCH = (f"{Path(package.__path__[0])}/" for package in (gbmoe, torch))
@@ -130,7 +130,7 @@ def _part_of_builtin(name: str) -> str | None:
     """As part_of, for a function of C++: "<built-in method torch.where>" or "<method 'size' of 'torch._C.TensorBase' objects>"."""
     method = re.fullmatch(r"<method '(.+)' of '(.+)' objects>", name)
     qualified = f"{method[2]}.{method[1]}" if method else name.removeprefix("<built-in method ").removesuffix(">")
-    for prefix, part in (("torch._ops.gbmoe_cuda.", "kernels"), ("torch._ops.gbmoe.", "dispatcher"), ("torch._ops.", "operators")):
+    for prefix, part in (("torch._ops.gbmoe_cuda.", "launches"), ("torch._ops.gbmoe.", "dispatcher"), ("torch._ops.", "operators")):
         if qualified.startswith(prefix):
             return part
     short = qualified.rpartition(".")[2]

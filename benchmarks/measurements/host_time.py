@@ -16,6 +16,7 @@ import torch
 from gbmoe.cli.bench.measurements.base import SEED, TRAINING, Refusal, Subject, random_values, require_finite
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement, LayerSubject, refuse_host_sizes
 from gbmoe.cli.bench.running.cold_cache_timer import Effort, time_steps
+from gbmoe.cli.bench.running.verify_and_time import in_words
 from gbmoe.testing import accuracy, cuda_graphs
 
 WITHOUT_GRADIENTS, WITH_GRADIENTS = "forward, no gradients", "forward"
@@ -124,7 +125,9 @@ def wait(device: torch.device) -> None:
 
 def kernels_in_a_graph(steps: list[Callable[[], None]], clear: Callable[[], None], device: torch.device, foreign: bool) -> dict:
     """The seconds of the steps' kernels in a CUDA graph, with a cold L2 cache; or why they have none, if they are `foreign`: many peers
-    wait for the device, which no graph can contain. Nothing on a CPU. `clear` frees what an earlier call left, and does not wait."""
+    wait for the device, which no graph can contain. It is found out without a capture where torch knows of the wait, because the process
+    is of no use after a capture that failed (`capture_failed`). Nothing on a CPU. `clear` frees what an earlier call left, and does not
+    wait."""
     if device.type != "cuda":
         return {}
 
@@ -133,12 +136,18 @@ def kernels_in_a_graph(steps: list[Callable[[], None]], clear: Callable[[], None
         for step in steps:
             step()
 
-    try:
+    if foreign:
+        try:
+            with cuda_graphs.no_host_wait():
+                call()
+        except RuntimeError as error:
+            return {"uncaptured": f"waits for the device: {in_words(error)}"}
+        try:
+            graph, _ = cuda_graphs.captured(call)
+        except Exception as error:
+            return {"uncaptured": f"cannot be captured: {in_words(error)}", "capture_failed": True}
+    else:
         graph, _ = cuda_graphs.captured(call)
-    except Exception as error:
-        if foreign:
-            return {"uncaptured": f"cannot be captured: {(str(error).splitlines() or [type(error).__name__])[0]}"}
-        raise
     together, _ = time_steps([graph.replay], device, hide_host=True, effort=_REPLAYS)
     clear()
     return {"kernels": together.median}

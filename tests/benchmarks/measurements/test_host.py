@@ -1,5 +1,7 @@
 """The suite of the host's time: complete, verified, in tables that can be read; its parts sum to the whole."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -111,20 +113,33 @@ def test_a_peer_that_cannot_be_captured_has_a_reason_and_gbmoe_a_fault(monkeypat
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(cuda_graphs, "captured", fail)
+    monkeypatch.setattr(cuda_graphs, "no_host_wait", contextlib.nullcontext)
     arguments = [lambda: None], lambda: None, torch.device("cuda")
-    assert host_time.kernels_in_a_graph(*arguments, foreign=True) == {
-        "uncaptured": "cannot be captured: operation not permitted when stream is capturing"}
+    assert host_time.kernels_in_a_graph(*arguments, foreign=True) == {"capture_failed": True, "uncaptured":
+        "cannot be captured: RuntimeError: operation not permitted when stream is capturing"}
     with pytest.raises(RuntimeError, match="not permitted"):
         host_time.kernels_in_a_graph(*arguments, foreign=False)
 
 
-@pytest.mark.parametrize("found, ended", [({"kernels": 1e-5}, []), ({"uncaptured": "it waits"}, [True])])
+def test_a_peer_that_waits_is_not_captured(monkeypatch):
+    """After a capture that fails its process has to end, and the next one compiles the peer's kernels again."""
+    def wait():
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(cuda_graphs, "captured", None)
+    monkeypatch.setattr(cuda_graphs, "no_host_wait", contextlib.nullcontext)
+    assert host_time.kernels_in_a_graph([wait], lambda: None, torch.device("cuda"), foreign=True) == {
+        "uncaptured": "waits for the device: RuntimeError: called a synchronizing CUDA operation"}
+
+
+@pytest.mark.parametrize("found, ended", [({"kernels": 1e-5}, []), ({"uncaptured": "it waits"}, []),
+                                          ({"uncaptured": "it cannot", "capture_failed": True}, [True])])
 def test_a_process_whose_capture_failed_is_not_asked_again(monkeypatch, found, ended):
     worker, stopped = peer_process.Worker("bmm", Conditions(CPU, torch.bfloat16), 1), []
     monkeypatch.setattr(worker, "_ask", lambda *_, **__: {"outcome": "verified", "verified": True, **found})
     monkeypatch.setattr(worker, "stop", lambda: stopped.append(True))
-    worker.measure(host_time.HostMeasurement(CASE, "bmm", None, "uniform", "forward"))
-    assert stopped == ended
+    row = worker.measure(host_time.HostMeasurement(CASE, "bmm", None, "uniform", "forward"))
+    assert stopped == ended and "capture_failed" not in row
 
 
 # -------------------------------------------------------------------------------------------------------------------- parts
@@ -138,7 +153,7 @@ def test_a_process_whose_capture_failed_is_not_asked_again(monkeypatch, found, e
     ("torch/_ops.py", "__call__", "dispatcher"), ("torch/autograd/function.py", "apply", "autograd"),
     ("torch/nn/modules/module.py", "_call_impl", "modules"), ("/usr/lib/python3/functools.py", "wrapper", None),
     ("<string>", "__init__", None),
-    ("~", "<built-in method torch._ops.gbmoe_cuda.gather>", "kernels"), ("~", "<built-in method torch._ops.gbmoe.>", "dispatcher"),
+    ("~", "<built-in method torch._ops.gbmoe_cuda.gather>", "launches"), ("~", "<built-in method torch._ops.gbmoe.>", "dispatcher"),
     ("~", "<built-in method torch._ops.aten.>", "operators"), ("~", "<built-in method torch.where>", "operators"),
     ("~", "<method 'to' of 'torch._C.TensorBase' objects>", "operators"), ("~", "<built-in method torch._C._nn.pad>", "operators"),
     ("~", "<method 'new_empty' of 'torch._C.TensorBase' objects>", "allocation"), ("~", "<built-in method torch.empty>", "allocation"),
