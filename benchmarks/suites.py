@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.measurements.float8_layer import Float8LayerMeasurement
+from benchmarks.measurements.host_parts import HostPartsMeasurement
+from benchmarks.measurements.host_time import COMPUTATIONS, LINEAR, HostMeasurement
 from benchmarks.measurements.link import COMBINE, DISPATCH, LinkMeasurement
 from benchmarks.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
 from benchmarks.measurements.permutation import SKEWS, PermutationMeasurement
@@ -69,6 +71,14 @@ def _inference(choice: Choice) -> list[Measurement]:
     return measurements
 
 
+def _host(choice: Choice) -> list[Measurement]:
+    cases = list(map(choice.case, moe_shapes.HOST_CASES))
+    ways = [("gbmoe", "auto"), (LINEAR, None), *((name, None) for name in peers.of_kind("layer", choice.peers))]
+    measurements: list[Measurement] = [HostMeasurement(case, *way, "uniform", computation)
+                                       for case in cases for way in ways for computation in COMPUTATIONS]
+    return measurements + [HostPartsMeasurement(case, *ways[0], "uniform", computation) for case in cases for computation in COMPUTATIONS]
+
+
 def _permute(choice: Choice) -> list[Measurement]:
     measurements = []
     for case in moe_shapes.PLAN_CASES:
@@ -114,6 +124,9 @@ SUITES = {
     "scaling": Suite("how cost grows with experts, tokens and hidden size, each alone", _scaling,
                      ("bmm", "torch-grouped", "megablocks-grouped", "scattermoe")),
     "inference": Suite("few tokens, with and without a CUDA graph", _inference, EXPERTS, **_IN_BURSTS),
+    "host": Suite("the host's microseconds for small layers and where they go, next to one nn.Linear and to the kernels alone", _host,
+                  ("torch-grouped", "torch-grouped-compiled", "megablocks-grouped", "megablocks-sparse", "sonicmoe"),
+                  baseline="torch-grouped", uses_engines=False, dtype="bf16", **_IN_BURSTS_ALONE),
     "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel,
                       ("megablocks-grouped", "ligercute"),
                       baseline=f"gbmoe-{ONE_GPU}", uses_engines=False, processes=Ranks(), timings=(SUSTAINED,)),

@@ -40,7 +40,7 @@ def _in_order(position_of: dict[str, int], backward: Callable) -> Callable:
 def define(
     schema: str, *, reference: Callable, fake: Callable,
     backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[str] = (),
-    waits: Callable[..., bool] | None = None, flops: Callable[..., int] | None = None,
+    waits: Callable[..., bool] | None = None, flops: Callable[..., int] | None = None, named: str | None = None,
 ) -> Callable:
     """Register `gbmoe::<schema>` and return a function that calls it, with every argument by position.
 
@@ -58,6 +58,9 @@ def define(
     The call goes to a second operator with the same schema and kernels, whose name ends in `_by_host` and whose tag tells compilers.
 
     `flops` is the formula by which torch.utils.flop_counter counts the operator, for those that multiply matrices.
+
+    `named` is an argument of type str for which callers may give an object with the attribute `name`. Through the dispatcher goes that name
+    alone; a call that does not pass it hands the object to `reference` and `setup_context`.
 
     An operator with an argument of type SymInt is refused inside torch.jit.trace, which records its numbers as constants.
     """
@@ -100,6 +103,7 @@ def define(
     by_host = None if waits is None else register(f"{name}_by_host", torch.Tag.cudagraph_unsafe)[0]
 
     takes_sizes = "SymInt" in arguments
+    place = None if named is None else position_of[named]
 
     def call(*inputs):
         if not _is_unseen(inputs):
@@ -110,6 +114,8 @@ def define(
                     _refuse_tangents(operator, inputs)  # torch.library.register_autograd would lose them silently
                 if takes_sizes:
                     refuse_jit_tracing(f"gbmoe::{name}")
+            if place is not None and not isinstance(inputs[place], str):
+                inputs = (*inputs[:place], inputs[place].name, *inputs[place + 1:])
             if by_host is not None and inputs[0].is_cuda and waits(*inputs):
                 return by_host(*inputs)
             return operator(*inputs)

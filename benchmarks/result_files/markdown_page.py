@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from benchmarks.result_files import reading
 from gbmoe.cli.bench import table
-from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MOVING, TRAINING
+from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, IN_MICROSECONDS, TRAINING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 
@@ -139,9 +139,10 @@ def _shares_a_cell(row: dict, computation: str) -> bool:
 
 
 def _heading(kind: str, shared: Sequence[str]) -> str:
-    measure = "Microseconds" if kind in MOVING else "TFLOP/s"
+    measure = "Microseconds" if kind in IN_MICROSECONDS else "TFLOP/s"
     what = {"layer": "One whole layer, router included", "product": "One grouped GEMM",
-            "permutation": "Permutation", "link": "One trip over the links"}[kind]
+            "permutation": "Permutation", "link": "One trip over the links", "host": "The host's work for one whole layer",
+            "host-parts": "The host's work of which the file has the parts"}[kind]
     fastest = f": {' / '.join(shared)}. The fastest {shared[-1]}" if shared else ". The fastest"
     return f"{what}. {measure}{fastest} of each line is bold."
 
@@ -182,7 +183,7 @@ def _figure(row: dict) -> str:
     if not row.get("median"):
         return row["outcome"]
     doubt = "?" if is_disturbed(row) else ""
-    if row["kind"] in MOVING:
+    if row["kind"] in IN_MICROSECONDS:
         return table.duration(row["median"], row["kind"]) + doubt
     return (f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:#.2g}") + doubt
 
@@ -232,6 +233,7 @@ _COLUMNS = (
      lambda row: " - ".join(table.duration(end, row["kind"]) for end in row["quartiles"])),
     ("forward {unit}", ">", "forward", lambda row: _times(row, "forward")),
     ("backward {unit}", ">", "backward", lambda row: _times(row, "backward")),
+    ("kernels {unit}", ">", "kernels", lambda row: table.duration(row["kernels"], row["kind"])),
     ("TFLOP/s", ">", "tflops", lambda row: f"{row['tflops']:#.3g}"),
     ("{bandwidth}", ">", "terabytes", table.bandwidth),
     ("of limit", ">", "of_limit", lambda row: f"{row['of_limit']:.0%} {row['bound_by']}"),

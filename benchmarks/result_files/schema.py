@@ -122,7 +122,7 @@ _RATES = {"quartiles": _ListOf(_POSITIVE, 2), "flops": _SOME, "tflops": _POSITIV
           "of_limit": _POSITIVE, "bound_by": _WORD}
 _PASS = _Record({"median": _POSITIVE}, _RATES)
 _MEASURED = {
-    "name": _WORD, "setting": _WORD, "contest": _WORD, "kind": _one_of("layer", "product", "permutation", "link"),
+    "name": _WORD, "setting": _WORD, "contest": _WORD, "kind": _one_of("layer", "product", "permutation", "link", "host", "host-parts"),
     "case": _WORD, "tokens": _COUNT, "hidden": _COUNT, "ffn": _COUNT, "experts": _COUNT, "top_k": _COUNT, "mlp_type": _WORD,
     "routing": _WORD, "computation": _FILE_WORD, "by": _WORD, "implementation": _WORD, "dtype": _WORD, "verified": _FLAG,
     "outcome": _one_of(VERIFIED, WRONG, ERROR, CRASHED, TIMED_OUT, OUT_OF_MEMORY, LEFT_OUT),
@@ -130,7 +130,7 @@ _MEASURED = {
 _PERHAPS = {
     "engine": _WORD, "memory_limit": _POSITIVE, "problem": _TEXT, "align": _COUNT, "median": _POSITIVE, **_RATES, "forward": _PASS,
     "backward": _PASS, "extra_peak_bytes": _NUMBER, "speedup": _POSITIVE, "imbalance": _NUMBER,
-    "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE,
+    "timing": _one_of(BURSTS, SUSTAINED), "joules": _POSITIVE, "kernels": _POSITIVE, "uncaptured": _TEXT, "parts": _MapOf(_NUMBER),
 }
 _ROW = _Record({**_MEASURED, "run": _COUNT}, _PERHAPS)
 _RUN = _Record({

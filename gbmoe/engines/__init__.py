@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +16,7 @@ from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.float8 import Float8, Float8Hopper, Float8Reference
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
 from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.resolved import ByKind, Resolved
 from gbmoe.engines.tensor_core import TensorCore, TensorCoreBatchInvariant
 from gbmoe.engines.torch_grouped import TorchGrouped
 from gbmoe.float8 import Float8BlockScaling
@@ -55,7 +54,9 @@ def batch_invariant(engine: str, device: torch.device | None = None) -> str:
     require(engine in known_names, "batch_invariant", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         return BATCH_INVARIANT.get(engine, engine)
-    return HopperBatchInvariant.name if device is None or device.type != "cuda" else _batch_invariant_on(device)
+    if device is None or device.type != "cuda":
+        return HopperBatchInvariant.name
+    return _BATCH_INVARIANT_ON.of((device,), _batch_invariant_on)
 
 
 def _named(engine: str, device: torch.device) -> Engine:
@@ -78,34 +79,18 @@ def _device_fields(device: torch.device) -> tuple | None:
 _unavailable._dynamo_marked_constant = _device_fields._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_MEMORIES: list[Any] = []
-
-
-def remembered(function: Callable) -> Callable:
-    """Cache a function of devices, dtypes, names and sizes: what an engine says of a device does not change.
-
-    A layer's step asks half a dozen times, and each answer takes some 15 us.
-    """
-    memory = functools.lru_cache(maxsize=1024)(function)
-    _MEMORIES.append(memory)
-
-    @functools.wraps(function)
-    def ask(*args):
-        # A compiler traces the choice itself: sizes that it does not know have no hash, and sizes under torch.jit are tensors.
-        if torch.compiler.is_compiling() or any(isinstance(a, (torch.SymInt, torch.Tensor)) for a in args):
-            return function(*args)
-        return memory(*args)
-
-    return ask
+# What was resolved, by kind of call: the engines of single products, those of layers, and the names of batch-invariant ones.
+_OF_PRODUCT: ByKind[Engine] = ByKind()
+_OF_LAYER: ByKind[Resolved] = ByKind()
+_BATCH_INVARIANT_ON: ByKind[str] = ByKind()
 
 
 def forget() -> None:
-    """Empty the cache, so that every engine is asked again."""
-    for memory in _MEMORIES:
-        memory.cache_clear()
+    """Forget what was resolved, so that every engine is asked again."""
+    for table in (_OF_PRODUCT, _OF_LAYER, _BATCH_INVARIANT_ON):
+        table.forget()
 
 
-@remembered
 def _batch_invariant_on(device: torch.device) -> str:
     of_hopper, of_others = HopperBatchInvariant.name, TensorCoreBatchInvariant.name
     return of_others if _unavailable(of_hopper, device) and not _unavailable(of_others, device) else of_hopper
@@ -113,12 +98,23 @@ def _batch_invariant_on(device: torch.device) -> str:
 
 def select(engine: str, problem: Problem) -> Engine:
     """The engine for this product. Raises ValueError for an unknown name, or an engine that is named and cannot compute it."""
-    p = problem  # passed on field by field, because `remembered` looks at each argument
+    p = problem
     return _select(engine, p.device, p.dtype, p.rows, p.groups, p.inner, p.columns, p.k_grouped, p.sizes_on_host, p.tf32)
 
 
-@remembered
 def _select(engine: str, *of_problem) -> Engine:
+    return _OF_PRODUCT.of((engine, *of_problem), _choose)
+
+
+def of_operands(engine: str, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool, trans_b: bool,
+                dtype: torch.dtype | None = None) -> Engine:
+    """`select` for the product of a and b in their dtype, or in `dtype`, which autocast casts them to."""
+    dtype, columns = dtype or a.dtype, b.size(1 if trans_a or trans_b else 2)
+    return _select(engine, a.device, dtype, a.size(0), sizes.numel(), a.size(1), columns, trans_a, sizes.device.type == "cpu",
+                   allows_tf32(dtype))
+
+
+def _choose(engine: str, *of_problem) -> Engine:
     problem = Problem(*of_problem)
     known_names = (*names(), *FLOAT8_ENGINES)
     require(engine in known_names, "gmm", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
@@ -162,7 +158,7 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
     Operators call this inside. It has no autograd, does not check the sizes, and lets the groups have fewer rows than a; rows behind the
     last group are neither read nor written.
     """
-    return select(engine, Problem.of(a, b, sizes, trans_a, trans_b)).product(a, b, sizes, trans_a, trans_b, out, accumulate)
+    return of_operands(engine, a, b, sizes, trans_a, trans_b).product(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, *, engine: str = "auto") -> torch.Tensor:
@@ -174,26 +170,50 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, engine: str = "auto") -> to
 
 
 class _ByProduct(Engine):
-    """An engine that chooses the engine of every product separately."""
+    """A layer's products, each by an engine of its own: m-grouped and k-grouped ones, each with `a` of one row length or the other."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, ffn: int, of_products: tuple[Engine, ...]):
+        self.name, self._ffn, self._of_products = name, ffn, of_products
+        self.needs_host_sizes = any(engine.needs_host_sizes for engine in of_products)
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        chosen = select(self.name, Problem.of(a, b, sizes, trans_a, trans_b))
+        chosen = self._of_products[2 * trans_a + (a.size(1) == self._ffn)]
         return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
-def for_experts(engine: str, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor, sizes_E: torch.Tensor) -> Engine:
-    """The engine that computes a layer's experts with P = `rows` rows: one for all products, or one that chooses for each product."""
-    return _for_experts(engine, x_TH.device, x_TH.dtype, rows, *w1_EFH.shape, sizes_E.device.type == "cpu", allows_tf32(x_TH.dtype))
+def resolve(engine: str, device: torch.device, dtype: torch.dtype, rows: int, shape_EFH: Sequence[int], on_host: bool,
+            batch_invariant: bool = False) -> Resolved:
+    """What computes the experts of a layer: asked once in a forward, and from then on asked itself.
+
+    Args:
+        engine: a name, see gbmoe.engines.
+        dtype: of the products.
+        rows: P, the rows of the plan.
+        shape_EFH: of the weights, [E,F,H].
+        on_host: whether the sizes of the experts are on the host.
+        batch_invariant: the engine that stands for the named one is wanted; see `batch_invariant`.
+
+    Raises:
+        ValueError: for an unknown name, and for an engine that is named and cannot compute this.
+    """
+    return _OF_LAYER.of((engine, batch_invariant, device, dtype, rows, *shape_EFH, on_host, allows_tf32(dtype)), _choose_for_layer)
 
 
-@remembered
-def _for_experts(engine, device, dtype, rows, experts, ffn, hidden, on_host, tf32) -> Engine:
-    chosen = {select(engine, Problem(device, dtype, rows, experts, *inner_columns, k_grouped, on_host, tf32))
-              for inner_columns in ((hidden, ffn), (ffn, hidden)) for k_grouped in (False, True)}
-    return chosen.pop() if len(chosen) == 1 else _ByProduct(engine)
+def _choose_for_layer(engine, is_batch_invariant, device, dtype, rows, experts, ffn, hidden, on_host, tf32) -> Resolved:
+    if is_batch_invariant:
+        engine = batch_invariant(engine, device)
+    chosen = tuple(_choose(engine, device, dtype, rows, experts, *inner_columns, k_grouped, on_host, tf32)
+                   for k_grouped in (False, True) for inner_columns in ((hidden, ffn), (ffn, hidden)))
+    alike = all(each is chosen[0] for each in chosen)
+    return Resolved(engine, chosen[0] if alike else _ByProduct(engine, ffn, chosen))
+
+
+def for_experts(engine: str | Resolved, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor, sizes_E: torch.Tensor) -> Engine:
+    """The engine that computes a layer's experts with P = `rows` rows: what the caller has resolved, or the one of that name."""
+    if isinstance(engine, str):
+        engine = resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, sizes_E.device.type == "cpu")
+    assert engine.engine is not None  # only on the meta device, where no kernel runs
+    return engine.engine
 
 
 def availability(device: torch.device) -> dict[str, str | None]:

@@ -121,8 +121,13 @@ def route_backward(
 
 def padded_rows(slots: int, num_experts: int, align: int) -> int:
     """The number of rows that is enough for `slots` slots with any routing, each expert's rows being rounded up to `align`."""
-    # sym_min, because min() would make torch.compile decide for one of the two where it keeps the number of slots variable.
-    return (slots + torch.sym_min(slots, num_experts) * (align - 1)) // align * align
+    if not torch.compiler.is_compiling() and type(slots) is type(num_experts) is int:
+        least = min(slots, num_experts)
+    else:
+        # min() would make torch.compile decide for one of the two where it keeps the number of slots variable. sym_min of plain numbers
+        # takes the host as long as an operator.
+        least = torch.sym_min(slots, num_experts)
+    return (slots + least * (align - 1)) // align * align
 
 
 def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:

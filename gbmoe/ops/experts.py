@@ -18,6 +18,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_watched, may_be_transformed, positions
+from gbmoe.engines.resolved import Resolved
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
 from gbmoe.ops.activations import activation_name
@@ -27,9 +28,8 @@ from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
 from gbmoe.ops.permute import check_plan, check_slot_scalars
-from gbmoe.ops.plan_sizes import plan_sizes
+from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
-from gbmoe.problem import Problem, allows_tf32
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
 
 
@@ -92,8 +92,7 @@ def expert_mlp(
     if fp8_recipe is not None:
         require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
         engine = engines.float8(fp8_recipe, engine)
-    engine = engines.batch_invariant(engine, x_TH.device) if batch_invariant else engine
-    sizes = plan_sizes(plan, x_TH, w1_EFH, engine)
+    sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH, engine, batch_invariant)
     name = activation_name(activation)
     scale = weight_gradient_scale
     if name is None or not scales_exactly(scale, computed_dtype(x_TH)):
@@ -101,7 +100,8 @@ def expert_mlp(
         w1, w2, v1 = with_scaled_gradients(scale, w1, w2, v1, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
     if name is None:
-        return composed_experts(x_TH, plan, sizes, *layout.matrices(w1, w2, v1), weights_TK, activation, engine, recompute_activation)
+        return composed_experts(x_TH, plan, sizes, *layout.matrices(w1, w2, v1), weights_TK, activation, resolved.name,
+                                recompute_activation)
     tensors = (x_TH, weights_TK, w1, w2, v1)
     # A trace may be run with gradients also where it was made without, as torch.jit.trace does for its check.
     records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]
@@ -109,11 +109,11 @@ def expert_mlp(
     row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
     keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
         may_be_transformed() or any(w is not None and w.requires_grad for w in (w1, v1))
-    ) and _gathers_before_up(engine, x_TH, plan.num_rows, w1_EFH, sizes, name)
+    ) and resolved.gathers_before_up(w1_EFH.size(1), name, x_TH.numel() * computed_dtype(x_TH).itemsize)
     # Copies that autocast makes of weights are not in their memory.
     uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
     keep_weights = save and (may_be_transformed() or x_TH.requires_grad) and keeps_weights(fp8_recipe, uncast)
-    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, name, engine, save, keep_rows,
+    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, name, resolved, save, keep_rows,
                             keep_weights, scale, layout.code)[0]
 
 
@@ -132,16 +132,6 @@ def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch
     return layout.matrices(w1, w2, v1)
 
 
-def _gathers_before_up(engine: str, x_TH: torch.Tensor, rows: int, w_EFH: torch.Tensor, sizes_E: torch.Tensor, activation: str) -> bool:
-    """Whether forward has the gathered rows in memory, as Engine.gathers_before_up says of the engine of the first product."""
-    if x_TH.is_meta:
-        return False  # no engine is asked
-    dtype = computed_dtype(x_TH)
-    experts, ffn, hidden = w_EFH.shape
-    problem = Problem(x_TH.device, dtype, rows, experts, hidden, ffn, False, sizes_E.device.type == "cpu", allows_tf32(dtype))
-    return engines.select(engine, problem).gathers_before_up(ffn, activation, x_TH.numel() * dtype.itemsize)
-
-
 def check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
     """Raise TypeError or ValueError for what expert_mlp does not take."""
     check_plan(plan, "expert_mlp")
@@ -155,19 +145,20 @@ def check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
     for argument, weight in (("w1", w1_EFH), ("w2", w2_EFH), ("v1", v1_EFH)):
         if weight is None and argument == "v1":
             continue
-        require_tensor(weight, "expert_mlp", argument, rank=3, dtypes=FLOATING, device=device)
-        require(list(weight.shape) == expected, "expert_mlp", argument,
-                lambda: f"shape [E,F,H] == {expected}", list(weight.shape))
-        if not autocast:
-            require(weight.dtype == x_TH.dtype, "expert_mlp", argument,
-                    lambda: f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
+        if argument != "w1":  # whose shape is known
+            require_tensor(weight, "expert_mlp", argument, rank=3, dtypes=FLOATING, device=device)
+        if list(weight.shape) != expected:
+            require(False, "expert_mlp", argument, lambda: f"shape [E,F,H] == {expected}", list(weight.shape))
+        if not autocast and weight.dtype != x_TH.dtype:
+            require(False, "expert_mlp", argument, f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
     if weights_TK is not None:
         check_slot_scalars(weights_TK, "expert_mlp", "weights", plan)
 
 
 # ------------------------------------------------------------------------------------------------------------ operator
 #
-# Without row_of_slot the tokens are in expert order, with one slot each.
+# Without row_of_slot the tokens are in expert order, with one slot each. `engine` is a name, or what the caller has resolved: a call that
+# does not pass the dispatcher hands it on to backward.
 
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale,
@@ -206,7 +197,7 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, 
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str, scale: float, layout: str, wanted: Gradients,
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, wanted: Gradients,
                ) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted. `saved` is the list of the tensors that forward saved. It is
     emptied, so that each is free again as soon as it has been used, unless the caller has other references to it."""
@@ -265,7 +256,7 @@ _LEAVES = ("x", "weights", "w1", "w2", "v1")  # as Gradients has them, and backw
 
 forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
-    autocast=("x", "w1", "w2", "v1"),
+    autocast=("x", "w1", "w2", "v1"), named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
 )
 
@@ -276,4 +267,5 @@ backward_operator = define(
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_backward,
+    named="engine",
 )

@@ -5,8 +5,6 @@ Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from gbmoe import engines
@@ -15,7 +13,7 @@ from gbmoe._define_operator import define
 from gbmoe.ops import flops
 from gbmoe.ops.batch_sizes import check_sizes
 from gbmoe.ops.scaled_gmm import scaled_gmm
-from gbmoe.problem import Problem, result_shape
+from gbmoe.problem import result_shape
 
 
 def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
@@ -66,8 +64,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     if batch_invariant:
         require(not trans_a, "gmm", "batch_invariant", "False with trans_a, which sums over rows", batch_invariant)
         engine = engines.batch_invariant(engine, a.device)
-    problem = replace(Problem.of(a, b, batch_sizes, trans_a, trans_b), dtype=computed_dtype(a))
-    if batch_sizes.device.type not in ("cpu", "meta") and engines.select(engine, problem).needs_host_sizes:
+    if batch_sizes.device.type not in ("cpu", "meta") and engines.of_operands(
+            engine, a, b, batch_sizes, trans_a, trans_b, computed_dtype(a)).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)
     return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
 

@@ -17,17 +17,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.engines.base import GatheredRows
 from gbmoe.kernels import peers
 from gbmoe.kernels.plain_torch import padded_rows
-from gbmoe.ops.plan_sizes import wants_host_sizes
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.regions import Layout, Regions
 from gbmoe.plan import RoutingPlan
-from gbmoe.problem import allows_tf32
 from gbmoe.slot_map import SlotMap
 
 # Rows are pulled ahead into room for a share more than are expected: to pull all of them again takes longer than to know their number
@@ -226,8 +225,8 @@ class Arrival:
 
     def sizes(self, engine: str, rows: int, w1_EFH: torch.Tensor) -> torch.Tensor:
         """The rows of each expert, on the host or on the device as `engine` wants them for `rows` rows and w1; after `finish`."""
-        if self._offsets_E1 is not None and wants_host_sizes(engine, self._x_TH.device, self._x_TH.dtype, rows, *w1_EFH.shape, False,
-                                                             allows_tf32(self._x_TH.dtype)):
+        x_TH = self._x_TH
+        if self._offsets_E1 is not None and engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, False).needs_host_sizes:
             return self._offsets_E1.diff().long()
         return self._plan.padded_counts_E
 

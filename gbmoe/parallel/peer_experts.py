@@ -16,6 +16,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe._define_operator import without_autocast
+from gbmoe.engines.base import Engine
 from gbmoe.ops import expert_pass
 from gbmoe.ops.expert_pass import Gradients, Saved, Weights
 from gbmoe.parallel import agreement
@@ -76,7 +77,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
             rows = [arrival.rows_ahead() or pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]
             sizes_E = arrival.sizes(engine, arrived.slots.num_rows, w1_EFH)
         save = arrived.needs.any
-        call = _Call(activation, engine, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
+        experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
+        call = _Call(activation, experts, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
                      keep_weights=save and arrived.needs.x and keep_weights)
         x_TH = agreement.joined(x_TH, save and not any(need))
         return _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows)
@@ -87,12 +89,13 @@ class _Call:
     """The arguments of one call that are no tensors.
 
     Attributes:
+        experts: the engine, resolved once for forward and backward.
         save: whether backward runs, on all ranks.
         keep_rows, keep_weights: whether forward keeps the rows of x, and weights in float8, for it.
     """
 
     activation: str
-    engine: str
+    experts: Engine
     where: Placement
     layer: int
     gradient_scale: float
@@ -108,12 +111,11 @@ class _PeerExperts(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows):
-        experts = engines.for_experts(call.engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
         # `rows` is emptied, so that their memory is free again for what follows.
         transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, rows=rows.pop())
         rows_PH = transport.keep_rows() if call.keep_rows else None
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
-        out_TH, h_PF, g_PF = expert_pass.forward(transport, experts, weights, sizes_E, call.activation, call.save)
+        out_TH, h_PF, g_PF = expert_pass.forward(transport, call.experts, weights, sizes_E, call.activation, call.save)
         if call.save:
             if agreement.saved_tensors_are_packed():
                 arrived = arrived.with_own_capacity()
@@ -134,7 +136,6 @@ class _PeerExperts(torch.autograd.Function):
         row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK = saved[9:13]
         weights = Weights(*saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[13:]) if kept_Y is not None})
         call, needs, own = ctx.call, ctx.needs, ctx.needs_input_grad
-        experts = engines.for_experts(call.engine, x_TH, slot_of_row_P.size(0), saved[3], sizes_E)
         gradients = WeightGradients(MEGABLOCKS, *saved[3:6])
         ctx.maybe_clear_saved_tensors()
         saved.clear()
@@ -147,5 +148,6 @@ class _PeerExperts(torch.autograd.Function):
                                       pulls_again=rows_PH is None and (own[2] or own[4]))
             del rows_PH, grad_TH
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
-            computed = expert_pass.backward(transport, experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
+            computed = expert_pass.backward(transport, call.experts, weights, sizes_E, call.activation, of_forward, wanted, gradients,
+                                            scale)
         return *(gradient if needed else None for gradient, needed in zip(computed, own)), *[None] * 5

@@ -113,6 +113,16 @@ INFERENCE_CASES = tuple(MoeCase(f"{name}-t{tokens}", tokens, *sizes, "glu")
                         for name, sizes in (("mixtral", (4096, 14336, 8, 2)), ("qwen3", (2048, 768, 128, 8)))
                         for tokens in (1, 8, 64, 512))
 
+# Layers whose kernels are about as short as the host's work for them.
+HOST_CASES = tuple(MoeCase(f"{t}x{h}-e{e}k{k}", t, h, f, e, k, "glu") for t, h, f, e, k in (
+    (64, 1024, 2816, 8, 2),
+    (64, 2048, 768, 128, 8),
+    (512, 1024, 2816, 16, 2),
+    (1024, 2048, 768, 128, 8),
+    (2048, 1536, 512, 40, 8),
+    (4096, 1024, 2816, 16, 2),
+))
+
 # Single grouped GEMMs: a[M,H] @ b[E][H,F], M = T * K.
 GEMM_CASES = (
     MoeCase("mixtral", 16384, 4096, 14336, 8, 2),

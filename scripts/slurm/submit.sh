@@ -51,8 +51,8 @@ train_arguments=("${expert_parallel[@]}" "$@")
 
 [[ $site ]] || { usage >&2; fail "expected a site file; examples are in scripts/slurm/sites"; }
 [[ -r $site ]] || fail "expected a site file that can be read, got '$site'"
-[[ $suite =~ ^(smoke|nyu|layers|float8|transformers|gemm|permute|scaling|inference|parallel)$ ]] ||
-  fail "--suite: expected smoke, nyu, layers, float8, transformers, gemm, permute, scaling, inference or parallel, got '$suite'"
+[[ $suite =~ ^(smoke|nyu|layers|float8|transformers|gemm|permute|scaling|inference|host|parallel)$ ]] ||
+  fail "--suite: expected smoke, nyu, layers, float8, transformers, gemm, permute, scaling, inference, host or parallel, got '$suite'"
 number --tasks "$tasks"
 number --nodes "$nodes"
 for job in ${only//,/ }; do

@@ -14,7 +14,7 @@ def test_a_wheel_names_what_a_checkout_has():
     assert set(SUITES) == {*checkout.SUITES, *suites.SUITES}
 
 
-@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "transformers", "gemm", "permute", "scaling", "inference"])
+@pytest.mark.parametrize("suite", ["nyu", "layers", "float8", "transformers", "gemm", "permute", "scaling", "inference", "host"])
 def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
     monkeypatch.setattr(command, "default_device", lambda: CPU)
     assert main(["bench", "--suite", suite]) == 2
@@ -23,7 +23,7 @@ def test_suites_for_cuda_want_to_be_asked_on_a_cpu(suite, capsys, monkeypatch):
 
 @pytest.mark.parametrize("place, timing, suites", [
     ("cuda", "sustained", ("layers", "float8", "transformers", "gemm", "nyu", "scaling", "parallel")),
-    ("cuda", "bursts", ("permute", "inference", "smoke")),
+    ("cuda", "bursts", ("permute", "inference", "host", "smoke")),
     ("cpu", "sustained", ("parallel",)), ("cpu", "bursts", ("layers", "gemm", "smoke", "permute")),
 ])
 def test_how_suites_are_timed(place, timing, suites):

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 # What benchmarks/ has, so that a wheel can say where it is.
-SUITES = ("nyu", "layers", "gemm", "float8", "transformers", "permute", "scaling", "inference", "parallel")
+SUITES = ("nyu", "layers", "gemm", "float8", "transformers", "permute", "scaling", "inference", "host", "parallel")
 COMMANDS = ("merge", "plot", "report")
 
 

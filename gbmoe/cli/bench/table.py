@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gbmoe._importable import is_importable
-from gbmoe.cli.bench.measurements.base import MICRO_BATCHES, MOVING
+from gbmoe.cli.bench.measurements.base import IN_MICROSECONDS, MICRO_BATCHES, MOVING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.progress import time_left
 from gbmoe.cli.text_table import has_frames, print_table
@@ -22,12 +22,13 @@ WIDTH = 120
 
 
 def duration(seconds: float, kind: str) -> str:
-    """A time in the unit of the kind of measurement: microseconds for what moves rows, otherwise milliseconds."""
-    return f"{seconds * (1e6 if kind in MOVING else 1e3):#.4g}"
+    """A time in the unit of the kind of measurement: microseconds for what moves rows and for the host's work, otherwise milliseconds."""
+    value = seconds * (1e6 if kind in IN_MICROSECONDS else 1e3)
+    return f"{value:#.4g}" if value < 9999.5 else f"{value:.0f}"
 
 
 def unit(kind: str) -> str:
-    return "us" if kind in MOVING else "ms"
+    return "us" if kind in IN_MICROSECONDS else "ms"
 
 
 def bandwidth_unit(kind: str) -> str:
@@ -131,6 +132,7 @@ _COLUMNS = (
     ("{what}", "<", "computation", lambda row: "four micro-batches" if row["computation"] == MICRO_BATCHES else row["computation"]),
     ("who", "<", "by", lambda row: row["by"]),
     ("{unit}", ">", "outcome", _time),
+    ("kernels {unit}", ">", "kernels", lambda row: duration(row["kernels"], row["kind"])),
     ("TFLOP/s", ">", "tflops", lambda row: f"{row['tflops']:#.3g}"),
     ("{bandwidth}", ">", "terabytes", bandwidth),
     ("% of limit", ">", "of_limit", lambda row: f"{100 * row['of_limit']:.0f}"),
@@ -143,6 +145,9 @@ _COLUMNS = (
 _EXPENDABLE = ("bound_by", "joules", "extra_peak_bytes", "speedup", "of_limit")
 _FOLDED = ("case", "computation", "by")
 _NARROWEST = 8  # of what is broken into lines
+
+# The kinds of measurements that have a table of their own: a function of the same arguments. benchmarks/ adds some.
+TABLES: dict[str, Callable[[Sequence[dict], str, int], tuple[list[tuple[str, str]], list[list[str]]]]] = {}
 
 
 def table(rows: Sequence[dict], baseline: str, width: int = WIDTH) -> tuple[list[tuple[str, str]], list[list[str]]]:
@@ -193,24 +198,29 @@ def _folded(cell: str, limit: int) -> str:
     return "\n".join(lines)
 
 
+_OF_LAYERS = ("layer", "host", "host-parts")  # kinds of measurements
+
+
 def sizes(row: dict) -> str:
     """The row's shape in words."""
     ffn = f", ffn {row['ffn']}" if row["ffn"] else ""
-    of_layer = {"glu": ", GLU", "mlp": ", plain MLP"}.get(row["mlp_type"], "") if row["kind"] == "layer" else ""
+    of_layer = {"glu": ", GLU", "mlp": ", plain MLP"}.get(row["mlp_type"], "") if row["kind"] in _OF_LAYERS else ""
     return f"{row['tokens']} tokens, hidden {row['hidden']}{ffn}, {row['experts']} experts, top {row['top_k']}{of_layer}"
 
 
 def print_content(content: dict) -> None:
     """Print the rows in a table for each kind, its shapes in words, why rows have no time, the limits, and what was left out."""
     width = min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
-    for rows in by_kind(measured(content)).values():
-        print_table(*table(rows, content["baseline"], width))
+    for kind, rows in by_kind(measured(content)).items():
+        print_table(*TABLES.get(kind, table)(rows, content["baseline"], width))
         for case, words in {row["case"]: sizes(row) for row in rows}.items():
             print(f"{case}: {words}")
         if any(map(is_disturbed, rows)):
             print(f"? was disturbed: its quartiles lie more than {100 * SPREAD_AT_MOST[timing_of(rows[0])]:.0f} % of the median apart")
         for cap in {row["memory_limit"]: None for row in rows if row.get("memory_limit")}:
             print(f"each had at most {cap:g} GiB of device memory")
+        for by, problem in {(row["by"], row["uncaptured"]): None for row in rows if row.get("uncaptured")}:
+            print(f"{by} has no time of kernels: {problem}")
         for row in rows:
             if not row["verified"]:
                 what = ", ".join([row["case"], row["routing"], row["computation"], row["by"]])

@@ -29,7 +29,7 @@ def test_the_list_is_of_the_suite_alone(capsys):
     assert listed(capsys, "--peers", "all", "--engines", "reference") == configurations
 
 
-@pytest.mark.parametrize("suite", ["nyu", "layers", "gemm", "permute", "scaling", "inference"])
+@pytest.mark.parametrize("suite", ["nyu", "layers", "gemm", "permute", "scaling", "inference", "host"])
 def test_every_suite_has_a_list_with_unique_names(suite, capsys):
     assert main(["bench", "--suite", suite, "--device", "cpu", "--list-configs"]) == 0
     names = [line.split("\t")[1] for line in capsys.readouterr().out.splitlines()]

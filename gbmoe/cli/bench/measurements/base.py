@@ -20,8 +20,9 @@ from gbmoe.testing.moe_shapes import MoeCase
 SEED = 0
 FORWARD, TRAINING, GRAPH = "forward", "forward+backward", "forward, CUDA graph"
 MICRO_BATCHES = "forward+backward, four micro-batches"
-# The kinds of measurements that move bytes and take microseconds; the others compute and take milliseconds.
+# The kinds of measurements that move bytes; and those that take microseconds: the others compute and take milliseconds.
 MOVING = ("permutation", "link")
+IN_MICROSECONDS = (*MOVING, "host", "host-parts")
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -34,6 +35,8 @@ class Subject(ABC):
 
     # Whether the time excludes the host's work: for kernels that are shorter than their launch from Python.
     hide_host: ClassVar[bool] = False
+    # Whether the time is the host's alone, until the calls return: `reset` waits until the device has nothing to do.
+    of_host: ClassVar[bool] = False
     # The error that is allowed, as a multiple of the yardstick's; see accuracy.judge.
     tolerance: float = 2.0
 
@@ -61,6 +64,10 @@ class Subject(ABC):
 
     def facts(self) -> dict:
         """Further fields of the row, which are known after `check`."""
+        return {}
+
+    def further(self, seconds: float) -> dict:
+        """Further fields of the row, which are measured after its time, of so many seconds."""
         return {}
 
 

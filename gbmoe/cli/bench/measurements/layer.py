@@ -231,7 +231,7 @@ class _GraphedLayer(LayerSubject):
         if device.type != "cuda":
             raise Refusal("CUDA graphs need CUDA")
         if measurement.implementation == "gbmoe":
-            _refuse_host_sizes(measurement, device, dtype)
+            refuse_host_sizes(measurement, device, dtype)
         super().__init__(measurement, device, dtype)
         self.foreign = measurement.implementation != "gbmoe"
         self.graph = None
@@ -256,7 +256,8 @@ class _GraphedLayer(LayerSubject):
             super().reset()
 
 
-def _refuse_host_sizes(measurement, device, dtype) -> None:
+def refuse_host_sizes(measurement: LayerMeasurement, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise Refusal where the engine of a layer of gbmoe's reads the sizes on the host, which no graph can contain."""
     case = measurement.case
     problem = Problem(device, dtype, case.slots, case.experts, case.hidden, case.ffn, False, tf32=allows_tf32(dtype))
     chosen = engines.select(measurement.engine, problem)

@@ -84,7 +84,8 @@ class Worker:
             row = self._ask("measure", measurement, self.conditions, seconds=self.timeout)
         except _Gone as gone:
             return unmeasured(measurement, self.conditions, gone.outcome, gone.problem)
-        if row["outcome"] not in _HARMLESS or (measurement.computation == GRAPH and not row["verified"]):
+        failed_capture = row.pop("capture_failed", False) or (measurement.computation == GRAPH and not row["verified"])
+        if row["outcome"] not in _HARMLESS or failed_capture:
             self.stop()
         return row
 

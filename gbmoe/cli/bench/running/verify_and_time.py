@@ -120,9 +120,10 @@ def forget(device: torch.device) -> None:
 
 def _times(measurement: Measurement, subject: Subject, conditions: Conditions) -> dict:
     device = conditions.device
-    together, each = time_steps(subject.steps(), device, subject.reset, subject.hide_host, conditions.effort)
+    timed_on = torch.device("cpu") if subject.of_host else device
+    together, each = time_steps(subject.steps(), timed_on, subject.reset, subject.hide_host, conditions.effort)
     row = all_rates(measurement, together, each, subject.bytes_moved(), conditions.limits)
-    return row | {"extra_peak_bytes": extra_peak_bytes(measurement, subject, device)}
+    return row | {"extra_peak_bytes": extra_peak_bytes(measurement, subject, device)} | subject.further(together.median)
 
 
 def all_rates(measurement: Measurement, together: Timing, each: list[Timing], moved: int | None, limits: Limits) -> dict:
@@ -130,10 +131,14 @@ def all_rates(measurement: Measurement, together: Timing, each: list[Timing], mo
     flops = measurement.flops()
     row = rates(together, flops, moved, limits) | {"repetitions": together.repetitions}
     if len(each) == 2:
-        whole = PASSES["forward+backward"]
-        row |= {name: rates(timing, flops * PASSES[name] // whole, moved * PASSES[name] // whole, limits)
+        row |= {name: rates(timing, _share(flops, name), _share(moved, name), limits)
                 for name, timing in zip(("forward", "backward"), each)}
     return row
+
+
+def _share(count: int | None, name: str) -> int | None:
+    """The share that a pass has of the operations, or bytes, of forward and backward."""
+    return None if count is None else count * PASSES[name] // PASSES["forward+backward"]
 
 
 def rates(timing: Timing, flops: int | None, moved: int | None, limits: Limits) -> dict:
