@@ -10,6 +10,7 @@ import torch
 import gbmoe
 from gbmoe import engines
 from gbmoe.testing import accuracy, exact_inputs
+from tests import forked_python
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALVES = [torch.bfloat16, torch.float16]
@@ -25,6 +26,8 @@ def pytest_configure(config):
     # A run that was meant for a GPU must not pass on a CPU by deselecting its tests.
     if os.environ.get("GBMOE_TEST_REQUIRE_CUDA") == "1" and not torch.cuda.is_available():
         raise pytest.UsageError("GBMOE_TEST_REQUIRE_CUDA=1, but torch sees no CUDA device")
+    if config.getoption("numprocesses", None):  # this process starts others, and runs no tests
+        forked_python.share()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -7,6 +7,8 @@ programs import (server.py). A fork of the server runs the program; the client p
 status, and takes it along where it is killed. Programs that start sys.executable or processes of multiprocessing, as torchrun does, start
 this python again.
 
+The processes of pytest-xdist share the servers, which tests/conftest.py announces. A server imports when it is first called.
+
 It is no python for tests of what comes before the imports or with them: modules that the server has imported are not replaced by those
 of a PYTHONPATH, and options of the interpreter other than -u have no effect. SIGSTOP stops the client alone, SIGTSTP the program. CUDA
 is not used here.
@@ -26,6 +28,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
+SHARED = "GBMOE_TEST_FORKED_PYTHON"  # the environment variable with the folder of the servers that processes share
 
 
 def python(imported: str = "gbmoe", device: torch.device | str = "cpu") -> str:
@@ -35,9 +38,30 @@ def python(imported: str = "gbmoe", device: torch.device | str = "cpu") -> str:
 
 @functools.cache
 def _started(imported: str) -> str:
-    """Start the server, which ends with this process, and return the path of its python."""
-    folder = Path(tempfile.mkdtemp(prefix="gbmoe-python-"))
+    """The path of the python of a server: one that is shared, or a new one, which ends with this process."""
+    shared = os.environ.get(SHARED)
+    path = os.path.join(shared, imported, "python") if shared else _start(Path(_new_folder()), imported)
+    subprocess.run([path, "-c", ""], check=True)  # so that a test that waits for its program does not wait for the imports
+    return path
+
+
+def share() -> None:
+    """Start servers for the processes that this one starts."""
+    folder = _new_folder()
+    for imported in ("gbmoe", "torch"):
+        _start(Path(folder, imported), imported)
+    os.environ[SHARED] = folder
+
+
+def _new_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="gbmoe-python-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _start(folder: Path, imported: str) -> str:
+    """Start a server in `folder`, which ends with this process, and return the path of its python."""
+    folder.mkdir(exist_ok=True)
     client = folder / "python"
     client.write_text(f"#!{sys.executable} -IS\n{(HERE / 'client.py').read_text()}")
     client.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Imports what programs import, then runs each program that a client asks for in a fork of itself: server.py SOCKET PYTHON IMPORTED"""
+"""Once a client calls, imports what programs import, then runs each program in a fork of itself: server.py SOCKET PYTHON IMPORTED"""
 
 import array
 import atexit
@@ -13,12 +13,14 @@ import multiprocessing
 import os
 import re
 import runpy
+import select
 import selectors
 import signal
 import socket
 import sys
 import threading
 import types
+import weakref
 
 # Not torch.distributed.run and other modules that are run with -m, which must not have been imported before.
 IMPORTED = {
@@ -178,26 +180,35 @@ def serve(listener: socket.socket, site: list[str], python: str) -> None:
                 os.kill(key.data, signal.SIGKILL)
 
 
-def main() -> None:
-    address, python, imported = sys.argv[1:]
-    given = os.environ["PYTHONPATH"].split(os.pathsep)
-    site = [folder for folder in sys.path[1:] if folder not in given]
+def import_all(imported: str) -> None:
+    """And leave nothing that each fork would have to do again: a collection of what is imported, or taking it apart at the end."""
     for module in IMPORTED[imported]:
         importlib.import_module(module)
     for module in OPTIONAL[imported]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.disable()
     gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # torch.library's, which undefine thousands of operators
+        finalizer.atexit = False
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"a process that is forked may have one thread, this one has {len(threads)}"
+
+
+def main() -> None:
+    address, python, imported = sys.argv[1:]
+    given = os.environ["PYTHONPATH"].split(os.pathsep)
+    site = [folder for folder in sys.path[1:] if folder not in given]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"a process that is forked may have one thread, this one has {len(threads)}"
     print("listens", flush=True)
-    serve(listener, site, python)
+    ready, _, _ = select.select([listener, 0], [], [])
+    if listener in ready:
+        import_all(imported)
+        serve(listener, site, python)
 
 
 if __name__ == "__main__":
