@@ -13,7 +13,8 @@ import sys
 import types
 
 import torch
-import torch.utils.checkpoint  # imported before the forks, because gbmoe imports it
+import torch._decomp.decompositions_for_jvp  # imported before the forks, because forward mode imports it
+import torch.utils.checkpoint  # and gbmoe this
 
 
 class Without:
