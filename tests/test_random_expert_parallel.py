@@ -10,6 +10,8 @@ import torch
 
 from tests.forked_python import spawn
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "random_expert_parallel.py"
 
 

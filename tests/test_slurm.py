@@ -25,7 +25,7 @@ from tests.forked_python import python
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 
 # One process of pytest-xdist: one cluster, and one apt-get where programs are missing.
-pytestmark = pytest.mark.xdist_group("slurm")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "slurm"

@@ -28,7 +28,7 @@ import torch
 import gbmoe
 from tests.forked_python import python
 
-pytestmark = pytest.mark.xdist_group("train_lm")  # the trainings that most tests look at run once
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train_lm")]  # the trainings that most tests look at run once
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_lm.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -13,6 +13,8 @@ from gbmoe import extension
 from gbmoe.extension import build
 from tests.extension.toolkit_of_paper import FAKE_NVCC
 
+pytestmark = pytest.mark.slow
+
 SOURCES = build.sources(extension.source_folder())
 
 

@@ -22,7 +22,7 @@ from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.parallel import peer_memory
 from tests.forked_python import spawn
 
-pytestmark = pytest.mark.xdist_group("agreement")  # one start serves all tests
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("agreement")]  # one start serves all tests
 
 WORLD, EXPERTS, HIDDEN = 4, 8, 16
 TOKENS = (9, 0, 5, 14)

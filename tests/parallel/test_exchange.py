@@ -21,7 +21,7 @@ from gbmoe.layers import Arguments
 from gbmoe.parallel import automatic_chunks, cost_model, exchange, groups, peer_memory, shadowing
 from tests.forked_python import spawn
 
-pytestmark = pytest.mark.xdist_group("exchange")  # one start serves all tests
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exchange")]  # one start serves all tests
 
 HIDDEN, FFN = 16, 32
 

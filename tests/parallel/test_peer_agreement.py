@@ -33,6 +33,8 @@ from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
 from tests.forked_python import spawn
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, HIDDEN = 8, 64
 DEVICE_TYPE, WORLD = "cpu", 2  # of the processes that run the cases
 

@@ -7,18 +7,20 @@ import json
 import pytest
 
 from benchmarks.commands.report import BEGIN, END, PICTURES_BEGIN, PICTURES_END
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe.cli import main
 from gbmoe.cli.bench import result_file
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import content, layer_row
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def few_pixels(monkeypatch):
     """Draw at a low resolution: these pictures are not looked at."""
     with contextlib.suppress(ImportError):
-        pictures = importlib.import_module("benchmarks.results.pictures")
+        pictures = importlib.import_module("benchmarks.result_files.pictures")
         monkeypatch.setattr(pictures, "_STYLE", pictures._STYLE | {"figure.dpi": 10})
 
 

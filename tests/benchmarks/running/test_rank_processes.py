@@ -20,6 +20,8 @@ from tests.cli.bench.rows import ROUNDED
 from tests.cli.bench.running.test_peer_process import TIMES
 from tests.forked_python import python, spawn
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ["bench", "--suite", "parallel", "--device", "cpu", "--quick"]
 
