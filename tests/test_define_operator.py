@@ -356,7 +356,7 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
             assert result.storage_offset() == fake.storage_offset() == 0, what
             assert result.untyped_storage().nbytes() == fake.untyped_storage().nbytes(), what
             assert storages.count(result.untyped_storage()._cdata) == 1, what
-    # These need a process group; tests/parallel/test_agreement.py compiles them.
+    # These need a process group; tests/parallel/test_pass_agreement.py compiles them.
     of_ranks = {"gbmoe::begin_pass", "gbmoe::begin_pass_by_host", "gbmoe::check_pass"}
     assert seen == own_operators() - of_ranks
 

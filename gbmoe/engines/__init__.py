@@ -15,7 +15,7 @@ from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
 from gbmoe.engines.float8 import Float8, Float8Hopper, Float8Reference
 from gbmoe.engines.hopper import Hopper, HopperBatchInvariant
-from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.reference import Reference
 from gbmoe.engines.resolved import ByKind, Resolved
 from gbmoe.engines.tensor_core import TensorCore, TensorCoreBatchInvariant
 from gbmoe.engines.torch_grouped import TorchGrouped

@@ -1,4 +1,4 @@
-"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8/numbers.py); the same steps on every device.
+"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8/quantization.py); the same steps on every device.
 
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
@@ -17,7 +17,7 @@ from gbmoe import float8, kernels
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
-from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned

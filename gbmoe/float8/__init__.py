@@ -1,7 +1,7 @@
-"""Blockwise-scaled e4m3: recipe.py says what is computed in it, numbers.py what the numbers are, to the bit in plain PyTorch, and
+"""Blockwise-scaled e4m3: recipe.py says what is computed in it, quantization.py what the numbers are, to the bit in plain PyTorch, and
 weight_cache.py keeps weights that were quantised."""
 
-from gbmoe.float8.numbers import (
+from gbmoe.float8.quantization import (
     FLOAT8,
     TILE,
     ScaledKBlocks,

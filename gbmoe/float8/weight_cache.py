@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gbmoe._checks import require
-from gbmoe.float8.numbers import ScaledWeights
+from gbmoe.float8.quantization import ScaledWeights
 from gbmoe.float8.recipe import Float8BlockScaling
 
 

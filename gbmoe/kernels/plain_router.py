@@ -1,15 +1,19 @@
 """The router of any RouterFunction in plain PyTorch, forward and gradient: the path of every device without a kernel, and the oracle of the
-tests. A softmax, the K highest and their norm, without biases, are plain_torch.route, which has the same results.
+tests. A softmax, the K highest and their norm, without biases, are softmax_topk, which has the same results.
 
 Shape suffixes: T tokens, K slots a token (top-k), E experts, G groups.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from gbmoe.kernels.plain_torch import accumulate_dtype, norm_gradient, relative_norm
+from gbmoe.kernels.plain_torch import accumulate_dtype
 from gbmoe.router_function import RouterFunction
+
+# ------------------------------------------------------------------------------------------- any function
 
 
 def route(
@@ -140,3 +144,81 @@ class _Weights:
         elif function.normalize is not None:
             grad_TK = norm_gradient(chosen_TK, grad_TK, function.normalize, function.epsilon)
         return torch.where(self._exists_TK, grad_TK, 0)
+
+
+# ------------------------------------------------------------------------------------ a softmax, the K highest and their norm
+
+
+def softmax_topk(logits_TE: torch.Tensor, top_k: int, p: float | None, scores_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(scores [T,E], weights [T,K], ids [T,K], logsumexp [T]) of a router's logits; see gbmoe.ops.route.
+
+    Ties go to the lower expert, and NaN ranks above every number: a stable sort in descending order does both.
+    """
+    wide = accumulate_dtype(logits_TE.dtype)
+    logits_TE = logits_TE.to(wide)
+    scores_TE = logits_TE.softmax(-1)
+    order_TE = torch.sort(logits_TE, dim=-1, descending=True, stable=True).indices
+    ids_TK = order_TE[:, :top_k].clone(memory_format=torch.contiguous_format)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if p is not None:
+        of_largest_TK, norm_T1, _ = relative_norm(weights_TK, p)
+        weights_TK = of_largest_TK / norm_T1
+    return scores_TE.to(scores_dtype), weights_TK.to(scores_dtype), ids_TK, logits_TE.logsumexp(-1)
+
+
+_LARGEST_POWER = 1e30  # which float32 holds, and which leaves nothing of a number below 1
+
+
+def relative_norm(weights_TK: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the weights divided by their row's largest one, the p-norm of these, that largest weight); for p up to 2 nothing is divided, and
+    the last is 1.
+
+    A power of a weight below 1 underflows if p is large enough: 0.1 to the 46th is 0 in float32.
+    """
+    p = p if p == math.inf else min(p, _LARGEST_POWER)
+    largest_T1 = torch.ones_like(weights_TK[:, :1])
+    if p > 2:
+        largest_T1 = weights_TK.amax(-1, keepdim=True)
+        largest_T1 = torch.where(largest_T1 == 0, 1, largest_T1)
+    of_largest_TK = weights_TK / largest_T1
+    return of_largest_TK, torch.linalg.vector_norm(of_largest_TK, ord=p, dim=-1, keepdim=True), largest_T1
+
+
+def norm_gradient(chosen_TK: torch.Tensor, grad_TK: torch.Tensor, p: float, epsilon: float = 0.0) -> torch.Tensor:
+    """The gradient of the chosen scores, of that of the weights: the scores divided by their p-norm plus epsilon."""
+    of_largest_TK, norm_T1, largest_T1 = relative_norm(chosen_TK, p)
+    if p == math.inf:
+        largest_TK = (of_largest_TK == 1).to(chosen_TK.dtype)  # integers divided by integers have torch's default dtype
+        share_TK = largest_TK / largest_TK.sum(-1, keepdim=True)
+    else:
+        # A score of 0 gives its logit no gradient, also where p < 1 makes the slope here infinite.
+        p = min(p, _LARGEST_POWER)
+        share_TK = torch.where(of_largest_TK == 0, 0, of_largest_TK ** (p - 1)) / (of_largest_TK**p).sum(-1, keepdim=True)
+    inner_T1 = (grad_TK * of_largest_TK).sum(-1, keepdim=True)
+    if epsilon == 0:
+        return (grad_TK - inner_T1 * share_TK) / (norm_T1 * largest_T1)
+    # With an epsilon the scores may all be 0, of which a share is NaN: the norm's slope is the share times the norm.
+    slope_TK = torch.ones_like(share_TK) if p == 1 else torch.where(norm_T1 == 0, 0, share_TK * norm_T1)
+    divisor_T1 = norm_T1 * largest_T1 + epsilon
+    return (grad_TK - inner_T1 * largest_T1 / divisor_T1 * slope_TK) / divisor_T1
+
+
+def softmax_topk_backward(
+    scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
+    grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router/backward.cuh. An id of no expert counts as none."""
+    wide = accumulate_dtype(scores_TE.dtype)
+    score_TE = scores_TE.to(wide)
+    grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)
+    if grad_weights_TK is not None:
+        exists_TK = (ids_TK >= 0) & (ids_TK < score_TE.size(1))
+        ids_TK = torch.where(exists_TK, ids_TK, 0)
+        grad_TK, chosen_TK = grad_weights_TK.to(wide), torch.where(exists_TK, score_TE.gather(1, ids_TK), 0)
+        if p is not None:
+            grad_TK = norm_gradient(chosen_TK, grad_TK, p)
+        grad_TE = grad_TE.scatter_add(1, ids_TK, torch.where(exists_TK, grad_TK, 0))
+    grad_TE = grad_TE - (score_TE * grad_TE).sum(-1, keepdim=True)
+    if grad_logsumexp_T is not None:
+        grad_TE = grad_TE + grad_logsumexp_T.to(wide).unsqueeze(1)
+    return (score_TE * grad_TE).to(dtype)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
-from gbmoe.parallel import groups
+from gbmoe.parallel import agreement, groups
 
 
 class _Layer(NamedTuple):
@@ -143,8 +143,8 @@ def _require_like_layers(layers: list[_Layer], model: torch.nn.Module, group: di
     if whole.group_name in compared:
         return
     experts = [layer.counts_E.size(0) for layer in layers]
-    each = groups.of_all_ranks_unless_alike(experts, group, "comparing the layers with biases")
+    each = agreement.of_all_ranks_unless_alike(experts, group, "comparing the layers with biases")
     if each is not None:
-        differences = groups.differences([{"number of experts of each": repr(theirs)} for theirs in each], group)
+        differences = agreement.differences([{"number of experts of each": repr(theirs)} for theirs in each], group)
         require(False, "update_expert_bias", "model", "the same layers with biases on all ranks of the group", "; ".join(differences))
     compared.add(whole.group_name)

@@ -22,7 +22,7 @@ from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.layers.same_activation import require_same_activation
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
-from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, peer_memory, uncompiled
+from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, pass_agreement, peer_memory, uncompiled
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
@@ -60,12 +60,12 @@ def prepare(args: Arguments) -> Prepared:
     recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend
     values["dtype"], values["fp8_recipe"] = str(args.dtype), str(recipe)
     values.update({"device type": torch.device(args.device).type, "gbmoe's version": __version__})
-    groups.require_same_on_all_ranks(values, args.expert_parallel_group)
+    agreement.require_same_on_all_ranks(values, args.expert_parallel_group)
     placement(args)
     require_same_activation(args)
     maps = _all_map(args)
-    agreement.make_anchor(torch.device(args.device))
-    return Prepared(agreement.next_layer(args.expert_parallel_group), maps)
+    pass_agreement.make_anchor(torch.device(args.device))
+    return Prepared(pass_agreement.next_layer(args.expert_parallel_group), maps)
 
 
 def _all_map(args: Arguments) -> bool:
@@ -75,7 +75,7 @@ def _all_map(args: Arguments) -> bool:
     if never or peer_memory.unavailable(group, torch.device(args.device)) is not None:
         return transport == "peer_memory"  # the first call says why it cannot be
     mine = args.mlp_impl == "gbmoe" and activation_name(args.activation_fn) is not None
-    alike = groups.of_all_ranks_unless_alike(mine, group, "choosing a transport") is None
+    alike = agreement.of_all_ranks_unless_alike(mine, group, "choosing a transport") is None
     require((mine and alike) or transport == "auto", "Arguments", "expert_parallel_transport",
             "'auto' or 'exchange' where a rank has another mlp_impl, or an activation without a kernel", repr(transport))
     return mine and alike

@@ -16,8 +16,8 @@ from gbmoe._checks import PLAIN, autocast_enabled, require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Source
 from gbmoe.layers.losses import save_router_logsumexp
+from gbmoe.ops.route_logits import Routing, kernels_take, route
 from gbmoe.ops.route_tokens import route_tokens
-from gbmoe.ops.router_softmax_topk import Routing, kernels_take, route
 from gbmoe.router_function import RouterFunction
 
 _LINEAR_FORWARD = torch.nn.Linear.forward

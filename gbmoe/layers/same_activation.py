@@ -13,7 +13,7 @@ from gbmoe._checks import require
 from gbmoe.layers import expert_sharding
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops.activations import activation_name
-from gbmoe.parallel import groups
+from gbmoe.parallel import agreement
 
 _WHAT = "comparing the activations"
 
@@ -29,12 +29,12 @@ def require_same_activation(args: Arguments) -> None:
         ValueError: on all ranks; it says which ranks have which.
     """
     name = activation_name(args.activation_fn)
-    names = groups.of_all_ranks_unless_alike(name, args.expert_parallel_group, _WHAT)
+    names = agreement.of_all_ranks_unless_alike(name, args.expert_parallel_group, _WHAT)
     if names is None and name is not None:
         return
     if names is not None and None not in names:
         _refuse(names, args)
-    each = groups.of_all_ranks_unless_alike((name or _shown(args.activation_fn), _results(args)), args.expert_parallel_group, _WHAT)
+    each = agreement.of_all_ranks_unless_alike((name or _shown(args.activation_fn), _results(args)), args.expert_parallel_group, _WHAT)
     known = [results for _, results in each or () if results is not None]
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(args.dtype, 1e-3)
     if not all(_close(results, known[0], tolerance) for results in known):
@@ -44,7 +44,7 @@ def require_same_activation(args: Arguments) -> None:
 def _refuse(shown: list[str], args: Arguments) -> None:
     said = [{"activation_fn": repr(one)} for one in shown]
     require(False, "Arguments", "expert_parallel_group", "the same function as activation_fn on all its ranks",
-            "; ".join(groups.differences(said, args.expert_parallel_group)) or "functions of one name that give different results")
+            "; ".join(agreement.differences(said, args.expert_parallel_group)) or "functions of one name that give different results")
 
 
 def _shown(function: Any) -> str:

@@ -4,8 +4,8 @@ from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
 from gbmoe.ops.grouped_mlp import grouped_mlp
 from gbmoe.ops.permute import padded_gather, padded_scatter
+from gbmoe.ops.route_logits import Routing, route
 from gbmoe.ops.route_tokens import route_tokens
-from gbmoe.ops.router_softmax_topk import Routing, route
 
 from gbmoe.ops import router_logits  # noqa: F401  # isort: skip (of the layer's router, not public)
 

@@ -15,8 +15,7 @@ from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
 from gbmoe.kernels import plain_torch
 from gbmoe.ops import flops
-from gbmoe.ops.router_logits import products_of_gradient, save_for_products
-from gbmoe.ops.router_softmax_topk import (
+from gbmoe.ops.route_logits import (
     Routing,
     empty_routing,
     gradient_of_logits,
@@ -26,6 +25,7 @@ from gbmoe.ops.router_softmax_topk import (
     router_code,
     save_for_gradient,
 )
+from gbmoe.ops.router_logits import products_of_gradient, save_for_products
 from gbmoe.router_function import RouterFunction
 
 

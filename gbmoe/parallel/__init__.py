@@ -8,14 +8,15 @@ Everywhere else exchange.py moves rows through torch.distributed's all-to-all (N
 shadowing.py copies popular experts to all ranks for a step in which less then travels.
 gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
 
-host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node, and whether all ranks were
-given the same arguments; roll_call.py, which ranks are missing when a collective fails. gradient_scale.py makes gradients of
-experts' weights the mean over ranks. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of
-chunks by it. training.py has what such a model needs in training: gradients, clipping and checkpoints.
+host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node; agreement.py compares what
+has to be the same on all ranks, such as arguments, and pass_agreement.py the passes that they make; roll_call.py, which ranks are missing
+when a collective fails. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of chunks by it.
+placement.py says which rank holds which experts. training.py has what such a model needs in training: gradients, clipping and checkpoints.
 """
 
+from gbmoe.parallel.agreement import require_same_on_all_ranks
 from gbmoe.parallel.exchange import experts_by_exchange
-from gbmoe.parallel.groups import Nodes, nodes_of, require_same_on_all_ranks
+from gbmoe.parallel.groups import Nodes, nodes_of
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.peer_memory import check_overflow, release
 from gbmoe.parallel.placement import Placement

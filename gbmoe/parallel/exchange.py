@@ -13,7 +13,7 @@ for that; a row then travels once to every chunk of every rank that needs it.
 A destination is a rank or, on the trip between nodes, a node.
 
 Shape suffixes: T tokens, K slots a token, N destinations that a token may have, W ranks, R rows sent, S rows received, H hidden,
-C chunks, E experts on this rank, B bytes, A numbers of a header (gbmoe.parallel.agreement), X = A + C + E numbers of a message. In
+C chunks, E experts on this rank, B bytes, A numbers of a header (gbmoe.parallel.pass_agreement), X = A + C + E numbers of a message. In
 exact mode every slot has a row of its own: U slots of this
 rank's tokens, V slots of this rank's experts.
 """
@@ -29,10 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.permute import gather_slots
-from gbmoe.parallel import agreement
-from gbmoe.parallel.agreement import Needs, joined
+from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.groups import Nodes, guarded
 from gbmoe.parallel.host_copy import to_host
+from gbmoe.parallel.pass_agreement import Needs, joined
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
@@ -268,8 +268,8 @@ def _message(header_A: torch.Tensor, to_ranks: RoutingPlan, plan: RoutingPlan, p
 def _counts(message_WX: torch.Tensor, p: Placement) -> _Counts:
     """The counts where rows make a single trip."""
     sent, received = to_host(torch.stack([message_WX, _exchange_counts(message_WX, p.group)]), p.group)
-    received, needs = agreement.checked(received, p.group)
-    sent, c = sent[:, agreement.NUMBERS :], p.chunks
+    received, needs = pass_agreement.checked(received, p.group)
+    sent, c = sent[:, pass_agreement.NUMBERS :], p.chunks
     slots = (sent[:, c:].sum(1), received[:, c:].sum(1))
     return _Counts(_lists(sent[:, :c]), _lists(received[:, :c]), received[:, c:].sum(0), needs, slots=slots)
 
@@ -277,7 +277,7 @@ def _counts(message_WX: torch.Tensor, p: Placement) -> _Counts:
 def _counts_by_node(message_WX: torch.Tensor, to_nodes: RoutingPlan, p: Placement, nodes: Nodes) -> _Counts:
     """The counts where rows make two trips. This rank hands on, inside its node, the rows that the ranks with its position in every node
     send to it: the sum of their messages, and of their headers the largest of each number."""
-    a, c, x = agreement.NUMBERS, p.chunks, message_WX.size(1)
+    a, c, x = pass_agreement.NUMBERS, p.chunks, message_WX.size(1)
     rows_NC = to_nodes.counts_E.view(c, nodes.count).t()
     across = torch.cat([rows_NC, message_WX.view(nodes.count, nodes.size * x)], dim=1)
     came = _exchange_counts(across, nodes.across)
@@ -287,7 +287,7 @@ def _counts_by_node(message_WX: torch.Tensor, to_nodes: RoutingPlan, p: Placemen
     parts = (rows_NC, came[:, :c], inside[:, a : a + c], handed)
     host = to_host(torch.cat([part.flatten() for part in parts]), p.group).split([part.numel() for part in parts])
     sent, received, passed, handed = (flat.view(part.shape) for flat, part in zip(host, parts))
-    handed, needs = agreement.checked(handed, p.group)
+    handed, needs = pass_agreement.checked(handed, p.group)
     return _Counts(_lists(sent), _lists(received), handed[:, c:].sum(0), needs, (_lists(passed), _lists(handed[:, :c])))
 
 
@@ -307,7 +307,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         experts_TK: the tokens' experts, ids among all experts, int32 or int64; an id of no expert drops its slot.
         weights_TK: the tokens' router weights.
         p: which rank holds which experts.
-        layer: the layer's number, the same on all ranks (gbmoe.parallel.agreement.next_layer), or 0.
+        layer: the layer's number, the same on all ranks (gbmoe.parallel.pass_agreement.next_layer), or 0.
         trains: whether the functions of `chunks` may differentiate in anything of their own.
 
     Returns:
@@ -321,7 +321,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
     ids_TK = experts_TK.int().contiguous()
     key_TN = p.keys(ids_TK)
     to_ranks = _plan_of(key_TN, p.world, p.chunks)
-    message_WX = _message(agreement.header("exchange", layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p)
+    message_WX = _message(pass_agreement.header("exchange", layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p)
     nodes, kept = p.nodes, p.chunks - 1 if p.shadows else None
     if nodes is None:
         counts = _counts(message_WX, p)
@@ -463,7 +463,7 @@ def exact_experts_by_exchange(
     key_TK = p.keys(ids_TK)
     to_ranks = _plan_of(key_TK, p.world, 1)
     path = "exact exchange" if weighs_later else "exact exchange without gbmoe's kernels"
-    counts = _counts(_message(agreement.header(path, layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p), p)
+    counts = _counts(_message(pass_agreement.header(path, layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p), p)
     needs, trip = counts.needs, _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
     x_TH, weights_TK = joined(x_TH, needs.x), joined(weights_TK, needs.weights)
     (_, ids_SK), = trip.slots(ids_TK, weights_TK.detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import warnings
 import weakref
@@ -110,6 +109,7 @@ def _can_be_made(group: dist.ProcessGroup, asked: int | None, size: int | None) 
     many groups the rank belongs to already: ranks that belong to different numbers of groups would look for the same group under
     different names. Raises ValueError where the caller asked for nodes.
     """
+    from gbmoe.parallel.agreement import of_all_ranks_unless_alike  # which needs this module
     local = os.environ.get("LOCAL_WORLD_SIZE")
     each = of_all_ranks_unless_alike((size, _torch_names.number_of_process_groups(), local), group, "finding nodes")
     sizes, counts, locals_ = zip(*each) if each is not None else ((), (), ())
@@ -154,52 +154,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
     return (_timeout(whole) or dist.default_pg_timeout).total_seconds()
 
 
-def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Compare plain values over the ranks of a group, by their repr. Collective: all of its ranks must call it.
-
-    Raises:
-        ValueError: on every rank; it names each value that differs, and which ranks have which.
-    """
-    said = {name: repr(value) for name, value in values.items()}
-    each = of_all_ranks_unless_alike(said, group, "comparing the arguments")
-    if each is not None:
-        require(False, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differences(each, group)))
-
-
-def differences(each: list[dict[str, str]], group: dist.ProcessGroup | None) -> list[str]:
-    """A line for each value that differs between the ranks of a group, which says which ranks have which."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    differing = []
-    for name in dict.fromkeys(name for theirs in each for name in theirs):
-        having: dict[str, list[int]] = {}
-        for rank, theirs in zip(ranks, each):
-            having.setdefault(theirs.get(name, "unknown"), []).append(rank)
-        if len(having) > 1:
-            differing.append(f"{name} is " + ", ".join(f"{value} on {_named(ranks)}" for value, ranks in having.items()))
-    return differing
-
-
-
-def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: str) -> list[Any] | None:
-    """None where all ranks of the group bring the same, by its repr; otherwise what each of them brings. Collective.
-
-    Ranks first compare digests, in one reduction of two numbers, which costs the host as little with 4,096 ranks as with two. Only
-    ranks that differ, which all of them see, tell each other what they have.
-    """
-    digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "little")
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    most = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
-    from gbmoe.parallel.host_copy import to_host  # which needs this module
-    most_of_all, minus_least = to_host(most, group).tolist()
-    if most_of_all == -minus_least:
-        return None
-    each: list[Any] = [None] * dist.get_world_size(group)
-    guarded(lambda: dist.all_gather_object(each, mine, group=group), group, what)
-    return each
-
-
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """"rank 3" or "ranks 3, 5"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
@@ -246,9 +202,9 @@ def _who(group: dist.ProcessGroup | None) -> str:
         missing = None if calls is None else calls.missing(ROLL_CALL_SECONDS)
     except Exception as error:  # after a failure torch.distributed's own calls may fail in any way
         return f"the ranks of the group (which of them are left cannot be told: {type(error).__name__})"
-    who = _named(ranks) if len(ranks) <= _MOST_NAMED else f"the {len(ranks)} ranks"
+    who = named(ranks) if len(ranks) <= _MOST_NAMED else f"the {len(ranks)} ranks"
     if missing is None:
         said = "; which of them are left cannot be told, as the store of the process group does not answer"
     else:
-        said = f"; {_named(missing)} did not report it, and may have died or hang" if missing else ""
+        said = f"; {named(missing)} did not report it, and may have died or hang" if missing else ""
     return f"{who} of the group (this is rank {dist.get_rank()}{said})"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gbmoe.parallel import agreement, groups
+from gbmoe.parallel import groups, pass_agreement
 from gbmoe.parallel.groups import CollectiveFailed
 from gbmoe.parallel.host_copy import wait_for_ranks
 
@@ -94,7 +94,7 @@ class NoticeBoard:
     def fail(self, error: BaseException) -> None:
         """This rank leaves its pass early, because of `error`."""
         words, at = self._words, self._mine
-        differ = isinstance(error, ValueError) and str(error).startswith(agreement.PASSES_DIFFER)
+        differ = isinstance(error, ValueError) and str(error).startswith(pass_agreement.PASSES_DIFFER)
         if words[at + _FAILED] <= self.epoch:
             late = isinstance(error, CollectiveFailed)
             self._write(_WHY, str(error) if differ or late else f"{type(error).__name__}: {error}")
@@ -197,7 +197,7 @@ class NoticeBoard:
 
     def _refuse_if_they_differ(self) -> None:
         if self.differ():
-            raise agreement.refusal(self.texts(), self._group)
+            raise pass_agreement.refusal(self.texts(), self._group)
 
     def recover(self, close: Callable[[], None]) -> int:
         """Meet all ranks after a failure, call `close` when none of them begins a barrier any more, and meet them again. Returns the most

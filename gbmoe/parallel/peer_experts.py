@@ -19,7 +19,7 @@ from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import Engine
 from gbmoe.ops import expert_pass
 from gbmoe.ops.expert_pass import Gradients, Saved, Weights
-from gbmoe.parallel import agreement
+from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.peer_memory import of_group
 from gbmoe.parallel.peer_transport import PeerTransport, pull_rows
@@ -47,7 +47,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         where: which rank holds which experts.
         meanwhile: called once, to start work that the device does while the host waits for the number of rows.
         gradient_scale: the gradients of w1, w2 and v1 are multiplied by it.
-        layer: the layer's number, the same on all ranks (gbmoe.parallel.agreement.next_layer), or 0.
+        layer: the layer's number, the same on all ranks (gbmoe.parallel.pass_agreement.next_layer), or 0.
         keep_weights: an engine of float8 prepares weights for backward in forward (gbmoe.Float8BlockScaling).
         keep_gathered_rows: keep the rows that forward pulls until backward, which then pulls one time less.
 
@@ -80,7 +80,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
         call = _Call(activation, experts, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
                      keep_weights=save and arrived.needs.x and keep_weights)
-        x_TH = agreement.joined(x_TH, save and not any(need))
+        x_TH = pass_agreement.joined(x_TH, save and not any(need))
         return _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows)
 
 
@@ -117,7 +117,7 @@ class _PeerExperts(torch.autograd.Function):
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
         out_TH, h_PF, g_PF = expert_pass.forward(transport, call.experts, weights, sizes_E, call.activation, call.save)
         if call.save:
-            if agreement.saved_tensors_are_packed():
+            if pass_agreement.saved_tensors_are_packed():
                 arrived = arrived.with_own_capacity()
             slots = arrived.slots
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PH, slots.row_of_slot_TK,

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import dtype_name, require
 from gbmoe.kernels import availability
-from gbmoe.parallel import agreement, groups
+from gbmoe.parallel import groups, pass_agreement
 from gbmoe.parallel.host_copy import wait_for_ranks
 from gbmoe.parallel.late_report import LateReport
 from gbmoe.parallel.notice_board import CHANNELS, NoticeBoard, open_board
@@ -223,21 +223,21 @@ class PeerMemory:
 
     def announce(self, layer: int, path: str, records: bool) -> int:
         """Count a forward, and tell the other ranks' hosts what it is. Returns its digest, which is equal on all ranks."""
-        pass_ = agreement.count(layer, path, self.group, records=records)
+        pass_ = pass_agreement.count(layer, path, self.group, records=records)
         text = pass_.text()
-        digest, self._forward_text = agreement.digest_of(text), text
+        digest, self._forward_text = pass_agreement.digest_of(text), text
         self.board.begins(pass_.number, digest, text + "\nforward")
         return digest
 
     def _announce_backward(self, layer: int) -> None:
         """Tell the other ranks' hosts of a backward. Their devices do not look at it: the next forward's header tells of it, too."""
-        forwards = agreement.count_backward(layer, self.group)
+        forwards = pass_agreement.count_backward(layer, self.group)
         of_forward = self._forward_text.split("\n", 1)[1]
         self.board.begins(forwards, -layer - 1, f"{layer}\n{of_forward}\nbackward")
 
     def refuse(self) -> None:
         """Raise ValueError, which says in what the passes of the ranks differ; on all ranks, as their headers tell all of them so."""
-        raise agreement.refusal(self.board.texts(), self.group)
+        raise pass_agreement.refusal(self.board.texts(), self.group)
 
     def barrier(self, channel: int = 0) -> None:
         """Let the current stream wait for the other ranks: what any rank wrote before, all ranks can read afterwards. The host does not
@@ -280,7 +280,7 @@ class PeerMemory:
     def _recover(self) -> None:
         """Go on after a failure, with all ranks together: no barrier is open any more, and none has been begun by some ranks alone. What
         ranks have agreed about is forgotten, as a part of them may have failed while they did."""
-        agreement.go_on(self.board.recover(self._end_passes), self.group)
+        pass_agreement.go_on(self.board.recover(self._end_passes), self.group)
         self.report.forget()
         self._set_aside()
         self._capacities.clear()

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from gbmoe.parallel import agreement, automatic_chunks
-from gbmoe.parallel.agreement import Needs, joined
+from gbmoe.parallel import automatic_chunks, pass_agreement
 from gbmoe.parallel.exchange import Compute, experts_by_exchange, keys_of_nodes
 from gbmoe.parallel.groups import guarded
 from gbmoe.parallel.host_copy import to_host
+from gbmoe.parallel.pass_agreement import Needs, joined
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
@@ -132,7 +132,7 @@ def choose(x_TH: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, p: 
         p: which rank holds which experts.
         most: at most so many experts are chosen.
         expert_bytes: the bytes of an expert's weights, as they travel.
-        header_A: of this pass (gbmoe.parallel.agreement), whose errors it raises.
+        header_A: of this pass (gbmoe.parallel.pass_agreement), whose errors it raises.
     """
     candidates_S = _candidates(counts_E, p, most)
     rows_DN = _rows(ids_TK, candidates_S, p)
@@ -140,7 +140,7 @@ def choose(x_TH: torch.Tensor, ids_TK: torch.Tensor, counts_E: torch.Tensor, p: 
     messages_WX = message_X.new_empty(p.world, message_X.size(0))
     guarded(lambda: dist.all_gather(list(messages_WX), message_X, group=p.group), p.group, _WHAT)
     numbers = to_host(torch.cat([candidates_S.int(), messages_WX.flatten()]), p.group)
-    rows_WDN, needs = agreement.checked(numbers[candidates_S.size(0) :].view(messages_WX.shape), p.group)
+    rows_WDN, needs = pass_agreement.checked(numbers[candidates_S.size(0) :].view(messages_WX.shape), p.group)
     candidates = numbers[: candidates_S.size(0)].tolist()
     owners = [expert // p.experts_per_rank for expert in candidates]
     count = fewest_bytes(rows_WDN.reshape(p.world, *rows_DN.shape), owners, x_TH.size(1) * x_TH.element_size(), expert_bytes,
@@ -276,7 +276,7 @@ def shadowed_experts_by_exchange(
     """
     counts_E = RoutingPlan.from_experts(experts_TK, p.experts, check="none").counts_E
     ids_TK = experts_TK.int()
-    header_A = agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group)
+    header_A = pass_agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group)
     shadowed, needs = choose(x_TH, ids_TK, counts_E, p, min(most, p.experts), expert_elements * x_TH.element_size(), header_A)
     bounds = [p.bounds(chunk) for chunk in range(p.chunks)]
     if not shadowed:

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
+from gbmoe.parallel.agreement import of_all_ranks_unless_alike
 from gbmoe.parallel.expert_modules import Experts, Holder
-from gbmoe.parallel.groups import guarded, of_all_ranks_unless_alike, world_of
+from gbmoe.parallel.groups import guarded, world_of
 
 # Parts of a parameter's name that wrappers add and that state dicts leave out.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

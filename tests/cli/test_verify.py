@@ -5,7 +5,7 @@ import torch
 
 from gbmoe import engines, plan
 from gbmoe.cli import main, verify
-from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.reference import Reference
 from gbmoe.kernels import plain_torch
 from gbmoe.testing import accuracy
 from tests.conftest import DEVICES

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbmoe import engines
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_router
 from gbmoe.ops import route, route_tokens
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
-from tests.ops.test_router_softmax_topk import torchs
+from tests.ops.test_route_logits import torchs
 
 # The least by which a weight of 0 can be exceeded so that 1 plus it is 1 in the dtype: it is rounded to even.
 HALF_A_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -111,8 +111,8 @@ def test_gradients_that_nobody_wants(device, needed):
 ])
 def test_the_logits_gradient_is_in_the_dtype_of_the_products(monkeypatch, dtype, weight_dtype, scores_dtype, product_dtype):
     """In one of float32 it would be cast in a pass of its own, or the products would be of float32."""
-    seen, plain = [], plain_torch.route_backward
-    monkeypatch.setattr(plain_torch, "route_backward", lambda *args: (seen.append(args[-1]), plain(*args))[1])
+    seen, plain = [], plain_router.softmax_topk_backward
+    monkeypatch.setattr(plain_router, "softmax_topk_backward", lambda *args: (seen.append(args[-1]), plain(*args))[1])
     x, weight = operands(20, 8, 16, dtype, weight_dtype=weight_dtype)
     got = route_tokens(x, weight, 2, normalize=1.0)
     got.weights_TK.sum().backward()

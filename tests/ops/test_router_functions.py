@@ -14,7 +14,7 @@ import gbmoe
 from gbmoe import RouterFunction, extension
 from gbmoe.kernels import plain_router
 from gbmoe.ops import route, route_tokens
-from gbmoe.ops.router_softmax_topk import is_softmax_topk, kernels_take, route_backward, route_logits
+from gbmoe.ops.route_logits import is_softmax_topk, kernels_take, route_backward, route_logits
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gbmoe import RouterFunction
-from gbmoe.kernels import plain_router, plain_torch
-from gbmoe.ops import router_softmax_topk
+from gbmoe.kernels import plain_router
+from gbmoe.ops import route_logits
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.tuning import router as tuning
-from tests.ops import emulated_router, test_router_functions as functions, test_router_softmax_topk as softmax_topk
+from tests.ops import emulated_router, test_route_logits as softmax_topk, test_router_functions as functions
 
 pytestmark = [pytest.mark.xdist_group("emulated_router"),  # the kernels are compiled once
               pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
@@ -27,13 +27,13 @@ def kernels(tmp_path_factory):
 def emulated(kernels, monkeypatch):
     """Within it the operator `route` computes on the CPU what a GPU's kernels would, but in float64 and where there is no kernel."""
     router = emulated_router.Router(kernels)
-    plain_forward, by_scores, by_logits = router_softmax_topk.route_logits, plain_torch.route_backward, plain_router.route_backward
+    plain_forward, by_scores, by_logits = route_logits.route_logits, plain_router.softmax_topk_backward, plain_router.route_backward
 
     def serves(logits, top_k, function, plain):
-        return logits.dtype != torch.float64 and logits.numel() and router_softmax_topk.kernels_take(logits.size(1), top_k, function, plain)
+        return logits.dtype != torch.float64 and logits.numel() and route_logits.kernels_take(logits.size(1), top_k, function, plain)
 
     def forward(logits, bias, padding, given, top_k, function, scores_dtype):
-        plain = router_softmax_topk.is_softmax_topk(function, bias, padding, given)
+        plain = route_logits.is_softmax_topk(function, bias, padding, given)
         call = router.forward if serves(logits, top_k, function, plain) else plain_forward
         return tuple(call(logits.contiguous(), bias, padding, given, top_k, function, scores_dtype))
 
@@ -50,8 +50,8 @@ def emulated(kernels, monkeypatch):
             return by_logits(logits, ids, padding, *grads, function, dtype)
         return router.backward(logits.contiguous(), ids, padding, *contiguous(grads), function.code, False, dtype)
 
-    monkeypatch.setattr(router_softmax_topk, "route_logits", forward)
-    monkeypatch.setattr(plain_torch, "route_backward", from_scores)
+    monkeypatch.setattr(route_logits, "route_logits", forward)
+    monkeypatch.setattr(plain_router, "softmax_topk_backward", from_scores)
     monkeypatch.setattr(plain_router, "route_backward", from_logits)
     return router
 
@@ -93,7 +93,7 @@ def test_hard_choices_of_a_softmax(emulated, experts, top_k, dtype):
 def test_hard_choices_of_any_function(emulated, experts, top_k, function):
     """What is ranked are the logits here, so that their stable order is what has to come out."""
     logits = softmax_topk.hard_logits(experts, top_k, CPU)
-    got = router_softmax_topk.route(logits, top_k, function=function)
+    got = route_logits.route(logits, top_k, function=function)
     assert torch.equal(got.experts_TK, softmax_topk.by_sorting(logits, top_k))
 
 
@@ -108,7 +108,7 @@ def test_logits_that_differ_in_their_last_bits_or_lie_in_one_lane(emulated, expe
     owned = [rank // width % lanes == lane for width in (1, 4) for lanes in (4, 8, 16, 32) for lane in range(0, lanes, 3)]
     noise = functions.draw(len(owned), experts).sigmoid()
     logits = torch.stack(pairs + [torch.where(of, 10 + row, row) for of, row in zip(owned, noise)])
-    got = router_softmax_topk.route(logits, top_k, function=function, expert_bias=bias)
+    got = route_logits.route(logits, top_k, function=function, expert_bias=bias)
     assert torch.equal(got.experts_TK, softmax_topk.by_sorting(logits, top_k))
 
 
@@ -127,7 +127,7 @@ def test_groups_of_all_sizes(emulated, experts, top_k, groups):
         function = RouterFunction("sigmoid", num_groups=groups, group_topk=max(2, -(-top_k * groups // experts) + 1), group_best=best)
         logits = functions.draw(12, experts, seed=groups)
         logits[1], logits[2, ::3], logits[3] = 0.5, float("nan"), logits[3].round()
-        got = router_softmax_topk.route(logits, top_k, function=function)
+        got = route_logits.route(logits, top_k, function=function)
         assert torch.equal(got.experts_TK, functions.by_rule(logits, function, top_k)), best
 
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe.layers import Arguments
 from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.ops import expert_pass
-from gbmoe.parallel import agreement, check_overflow, peer_memory, peer_transport
+from gbmoe.parallel import check_overflow, pass_agreement, peer_memory, peer_transport
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
 from tests.forked_python import spawn
@@ -730,5 +730,5 @@ def test_ranks_that_map_memory_agree(results_of, device_type, world, name):
 
 
 def test_the_digest_depends_on_all_fields():
-    passes = [agreement.Pass(1, "a", True, None, 3), agreement.Pass(1, "a", True, True, 3), agreement.Pass(1, "a", True, None, 3, (2,))]
-    assert len({agreement.digest_of(pass_.text()) for pass_ in passes}) == 3
+    passes = [pass_agreement.Pass(1, "a", True, *rest) for rest in ((None, 3), (True, 3), (None, 3, (2,)))]
+    assert len({pass_agreement.digest_of(pass_.text()) for pass_ in passes}) == 3

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import torch
 
 from gbmoe._atomic_files import one_line, read_json
-from gbmoe.compat.checkpoints.plan import FAULTS_SHOWN, MOST_HEADER_BYTES, Output
 from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint
+from gbmoe.compat.checkpoints.tensor_conversion import FAULTS_SHOWN, MOST_HEADER_BYTES, Output
 
 _SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files with these suffixes may hold weights in the old layout, so they are not copied.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gbmoe.compat.checkpoints.plan import plan
+from gbmoe.compat.checkpoints.tensor_conversion import plan
 
 
 def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

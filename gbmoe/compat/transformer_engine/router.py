@@ -17,7 +17,7 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_choice, require_tensor
 from gbmoe.kernels.plain_torch import accumulate_dtype
-from gbmoe.ops.router_softmax_topk import route
+from gbmoe.ops.route_logits import route
 from gbmoe.router_function import SCORES, RouterFunction
 
 __all__ = ["fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"]

@@ -13,7 +13,7 @@ from gbmoe.cli import main
 from gbmoe.cli.bench import suites, table
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.running import parent_process, verify_and_time
-from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.reference import Reference
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import ROUNDED, printed
 from tests.cli.bench.running.test_peer_process import TIMES

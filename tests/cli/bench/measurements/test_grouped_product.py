@@ -5,7 +5,7 @@ import torch
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement, group_sizes
 from gbmoe.cli.bench.running import cold_cache_timer
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
-from gbmoe.engines.plain_torch import Reference
+from gbmoe.engines.reference import Reference
 from gbmoe.testing import moe_shapes
 
 CPU = torch.device("cpu")

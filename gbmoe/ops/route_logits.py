@@ -170,7 +170,7 @@ def route_logits(
     plain = is_softmax_topk(function, expert_bias, padding_mask, given)
     if not _kernels_serve(logits, top_k, function, plain, scores_dtype):
         if plain:
-            return plain_torch.route(logits, top_k, function.softmax_topk_norm, scores_dtype)
+            return plain_router.softmax_topk(logits, top_k, function.softmax_topk_norm, scores_dtype)
         return plain_router.route(logits, expert_bias, padding_mask, given, top_k, function, scores_dtype)
     outputs = empty_routing(logits, logits.shape, top_k, logits.dtype, scores_dtype)
     if plain:
@@ -208,7 +208,7 @@ def _route_backward_kernel(saved, ids, padding_mask, grad_scores, grad_weights, 
     grads = grad_scores, grad_weights, grad_logsumexp
     if not _kernels_serve(saved, ids.size(1), function, of_scores, dtype):
         if of_scores:
-            return plain_torch.route_backward(saved, ids, *grads, function.softmax_topk_norm, dtype).contiguous()
+            return plain_router.softmax_topk_backward(saved, ids, *grads, function.softmax_topk_norm, dtype).contiguous()
         return plain_router.route_backward(saved, ids, padding_mask, *grads, function, dtype).contiguous()
     grad = saved.new_empty(saved.shape, dtype=dtype)
     given = (None if g is None else aligned(g) for g in grads)

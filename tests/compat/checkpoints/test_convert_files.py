@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gbmoe.compat.checkpoints import conversion, convert_checkpoint, files, to_megablocks, to_transformers
+from gbmoe.compat.checkpoints import convert_checkpoint, convert_files, files, to_megablocks, to_transformers
 from tests.compat.checkpoints.examples import EXPERTS, FFN, HIDDEN, assert_same, model
 
 CONFIG = {"model_type": "mixtral", "hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": EXPERTS}
@@ -142,13 +142,13 @@ def test_two_conversions_of_one_process_id_leave_each_other_alone(save_file, tmp
 
 
 def test_the_target_has_its_name_only_when_it_is_complete(save_file, tmp_path, monkeypatch):
-    source, copy = save_sharded(save_file, model(), tmp_path / "source"), conversion.copy_others
+    source, copy = save_sharded(save_file, model(), tmp_path / "source"), convert_files.copy_others
 
     def watched(*arguments, **options):
         copy(*arguments, **options)
         assert not (tmp_path / "target").exists()
 
-    monkeypatch.setattr(conversion, "copy_others", watched)
+    monkeypatch.setattr(convert_files, "copy_others", watched)
     convert_checkpoint(source, tmp_path / "target", "megablocks")
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gbmoe import extension
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_router
 from gbmoe.ops import route
-from gbmoe.ops.router_softmax_topk import Routing, route_backward, route_logits
+from gbmoe.ops.route_logits import Routing, route_backward, route_logits
 from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
@@ -129,7 +129,7 @@ def test_hard_choices(device, experts, top_k, dtype, wide):
     exact_inputs.poison(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=wide):
         got = route(logits, top_k)
-    expected = Routing(*plain_torch.route(logits.cpu(), top_k, None, torch.float32 if wide else dtype))
+    expected = Routing(*plain_router.softmax_topk(logits.cpu(), top_k, None, torch.float32 if wide else dtype))
     assert torch.equal(got.experts_TK.cpu(), by_sorting(logits.cpu(), top_k))
     for name in ("scores_TE", "logsumexp_T"):
         torch.testing.assert_close(getattr(got, name).cpu(), getattr(expected, name), equal_nan=True)
@@ -339,7 +339,7 @@ def test_meta_device():
 
 
 def test_what_no_kernel_serves_is_computed_in_plain_pytorch(monkeypatch):
-    module = importlib.import_module("gbmoe.ops.router_softmax_topk")
+    module = importlib.import_module("gbmoe.ops.route_logits")
     monkeypatch.setattr(extension, "loaded", lambda: True)
 
     def serves(experts, top_k, p=None, **changes):
@@ -395,7 +395,7 @@ def test_a_gradient_in_another_dtype_than_the_scores(device, shape, scores_dtype
     ids = scores.topk(top_k).indices
     exact_inputs.poison(device)
     result = route_backward(scores, ids, None, *grads, softmax_topk_code(1.0), True, dtype)
-    exact = plain_torch.route_backward(scores.double(), ids, *(g.double() for g in grads), 1.0, torch.float64)
+    exact = plain_router.softmax_topk_backward(scores.double(), ids, *(g.double() for g in grads), 1.0, torch.float64)
     assert result.dtype == dtype
     tolerance = (1e-5 if dtype == torch.float32 else 1e-3) * (float(exact.abs().max()) if tokens else 1.0)
     torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=tolerance)

@@ -11,8 +11,8 @@ from pathlib import Path
 from gbmoe._atomic_files import appears_complete
 from gbmoe.compat.checkpoints.arguments import ARGUMENTS_FILE, Config, as_source
 from gbmoe.compat.checkpoints.files import INDEX, Tensors, check_index, copy_others, output_bytes, read_index, shards, write
-from gbmoe.compat.checkpoints.plan import Output, plan
 from gbmoe.compat.checkpoints.recognise import Layer
+from gbmoe.compat.checkpoints.tensor_conversion import Output, plan
 
 
 def convert_checkpoint(source: str | os.PathLike, target: str | os.PathLike, to: str, *, experts: str = "fused",
