@@ -1,4 +1,4 @@
-// The experts' activations, in the order of ACTIVATIONS in gbmoe/kernels/plain_torch.py: each formula once, and three ways to
+// The experts' activations, in the order of ACTIVATIONS in gbmoe/kernels/plain_activation.py: each formula once, and three ways to
 // evaluate it.
 //
 //   activation_at      value and slope of one number, in any accumulation type: the kernels of activation_kernels.cu
@@ -45,7 +45,7 @@ struct ActivationOf {
     else return i == 0 ? alpha : i == 1 ? limit : i == 2 ? gate_limit : gate_offset;
   }
 };
-// `kind_and_constants` are the kind, and alpha, limit, gate_limit and gate_offset or nothing; plain_torch.kernel_arguments makes them.
+// `kind_and_constants` are the kind, and alpha, limit, gate_limit and gate_offset or nothing; plain_activation.kernel_arguments makes them.
 inline ActivationOf activation_of(const std::vector<double>& kind_and_constants) {
   ActivationOf of{static_cast<int>(kind_and_constants[0]), 1.0f, INFINITY, INFINITY, 0.0f, {1.0, INFINITY, INFINITY, 0.0}};
   float* const narrow[] = {&of.alpha, &of.limit, &of.gate_limit, &of.gate_offset};

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gbmoe import Float8BlockScaling, RoutingPlan, engines, float8, kernels
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, weight_cache
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 from tests.conftest import dtype_id
@@ -593,7 +593,7 @@ def test_kernel_of_the_activations_gradient(dtype, power_2_scale, columns, glu, 
     weights = torch.rand(rows, 1, generator=generator, device="cuda")
     weights[int(slots[33])] = torch.nan
     weights, g = weights if weighted else None, g if glu else None
-    for activation in plain_torch.ACTIVATIONS:
+    for activation in plain_activation.ACTIVATIONS:
         dh_16 = d.clone()
         a, dg, dweights = kernels.activate_backward(h, g, dh_16, slots, weights, activation)
         expected = [None if t is None else kernels.quantize_rows(t, power_2_scale) for t in (dh_16, dg)]
@@ -637,7 +637,8 @@ def activation_gradients_in_k_blocks(h, g, d, slots, weights, sizes, activation,
 @POWER_2
 @pytest.mark.parametrize("glu", [True, False], ids=["glu", "mlp"])
 @pytest.mark.parametrize("device, activations, columns", [
-    ("cpu", ["silu"], [48]), pytest.param("cuda", plain_torch.ACTIVATIONS, [16, 144, 768], marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
+    ("cpu", ["silu"], [48]),
+    pytest.param("cuda", plain_activation.ACTIVATIONS, [16, 144, 768], marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
 def test_the_activations_gradient_in_k_blocks_is_that_of_separate_steps(device, activations, columns, dtype, power_2_scale, glu):
     sizes = torch.tensor([130, 0, 1, 257, 64], device=device)
     rows, in_use = 470, 452

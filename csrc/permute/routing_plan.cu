@@ -1,4 +1,4 @@
-// The routing plan: a stable counting sort of the slots by expert (counting_sort.cuh), in two launches and without a host wait; in one
+// The routing plan: a stable counting sort of the slots by expert (counting_sort_parts.cuh), in two launches and without a host wait; in one
 // where one CTA sorts them all, as it does for a few tokens.
 //
 // Inside a warp, a slot's rank is the number of slots of its expert in the warps before, plus those before it in its own warp.
@@ -7,7 +7,7 @@
 
 #include "../early_launch.cuh"
 #include "../operators.h"
-#include "counting_sort.cuh"
+#include "counting_sort_parts.cuh"
 
 namespace gbmoe {
 namespace {

@@ -1,10 +1,10 @@
 // Row maps, which send a token to any number of experts. They are made from a mask [T,E] by the counting sort of
-// counting_sort.cuh, and turned into the maps that the gather and the scatter read.
+// counting_sort_parts.cuh, and turned into the maps that the gather and the scatter read.
 //
 // The mask's tokens are divided into chunks, one for each CTA. A lane owns an expert, and a warp visits consecutive tokens.
 
 #include "../operators.h"
-#include "counting_sort.cuh"
+#include "counting_sort_parts.cuh"
 
 namespace gbmoe {
 namespace {

@@ -19,7 +19,7 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation, plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import result_shape
 from gbmoe.tuning import float8_tiles
@@ -250,6 +250,6 @@ class Float8Hopper(Float8):
         sizes = device_sizes(sizes_E, like.device)
         torch.ops.gbmoe_cuda.hopper_scaled_up(
             rows.values_PK, rows.scales_PC, w1.values_ENK, w1.scales, *((None, None) if v1 is None else (v1.values_ENK, v1.scales)), sizes,
-            plain_torch.kernel_arguments(activation), config.tiling, workspace(like, sizes, config),
+            plain_activation.kernel_arguments(activation), config.tiling, workspace(like, sizes, config),
             self.power_2_scale, w1.dtype == torch.bfloat16, a.values_PK, a.scales_PC, h_PF, g_PF)
         return a, h_PF, g_PF

@@ -15,7 +15,7 @@ from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.kernels import availability, plain_torch
+from gbmoe.kernels import availability, plain_activation
 from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
@@ -194,7 +194,7 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
 
 def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
-    kind = plain_torch.kernel_arguments(activation)
+    kind = plain_activation.kernel_arguments(activation)
     memory = workspace(x, sizes, config)
     if v1_EFH is None:
         torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF)
@@ -246,8 +246,8 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
         dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK, plain_torch.kernel_arguments(activation),
-        config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
+        plain_activation.kernel_arguments(activation), config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 

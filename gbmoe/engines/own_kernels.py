@@ -9,7 +9,7 @@ import torch
 
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation
 from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place, two_with_rows_in_place
 from gbmoe.problem import Problem, known, result_shape
 from gbmoe.tuning import groups_of_few_rows
@@ -139,7 +139,7 @@ class FewRowsKernels:
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
         w1, v1 = two_with_rows_in_place(w1_EFH, v1_EFH)
         self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, device_sizes(sizes, rows.device),
-                       plain_torch.kernel_arguments(activation), a_PF, h_PF, g_PF)
+                       plain_activation.kernel_arguments(activation), a_PF, h_PF, g_PF)
         x.forget()
         return a_PF, h_PF, g_PF
 

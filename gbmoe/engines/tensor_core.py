@@ -11,7 +11,7 @@ from gbmoe import extension
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
-from gbmoe.kernels import availability, plain_torch
+from gbmoe.kernels import availability, plain_activation
 from gbmoe.kernels.alignment import aligned, two_in_place
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
@@ -106,7 +106,7 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
 def launch_up(config: TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, into a, h and g; h and g may be None."""
     torch.ops.gbmoe_cuda.tensor_core_up(
-        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_torch.kernel_arguments(activation),
+        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_activation.kernel_arguments(activation),
         config.tiling, a_PF, h_PF, g_PF)
 
 

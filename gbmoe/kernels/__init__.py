@@ -1,7 +1,8 @@
 """The functions that operators and engines compute with: CUDA kernels where they are loaded, otherwise plain PyTorch. No autograd.
 
 availability.py says whether they are loaded. permute.py, activation.py and quantize.py, whose functions are here under their names, and
-peers.py are rooms as csrc/ has them; plain_torch.py is the other way to compute them all.
+peers.py are rooms as csrc/ has them; plain_torch.py, plain_router.py and plain_activation.py are the other way to compute
+them all.
 """
 
 from gbmoe.kernels.activation import activate, activate_backward, activate_backward_k_blocks, activate_backward_scaled

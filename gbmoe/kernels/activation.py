@@ -10,17 +10,17 @@ import torch
 
 from gbmoe import float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation
 from gbmoe.kernels.availability import float8_serves, serves
 from gbmoe.kernels.quantize import empty_k_blocks, empty_scaled_rows
 
 
 def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """act(h), times g where there is one, [P,F]; see plain_torch.activate. `activation` is a name in plain_torch.ACTIVATIONS."""
+    """act(h), times g where there is one, [P,F]; see plain_activation.activate. `activation` is a name in plain_activation.ACTIVATIONS."""
     if not serves(h_PF):
-        return plain_torch.activate(h_PF, g_PF, activation)
+        return plain_activation.activate(h_PF, g_PF, activation)
     a_PF = torch.empty_like(h_PF)
-    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, plain_torch.kernel_arguments(activation), a_PF)
+    torch.ops.gbmoe_cuda.activate(h_PF, g_PF, plain_activation.kernel_arguments(activation), a_PF)
     return a_PF
 
 
@@ -28,17 +28,17 @@ def activate_backward(
     h_PF: torch.Tensor, g_PF: torch.Tensor | None, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor,
     weights_TK: torch.Tensor | None, activation: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The activation's share of the experts' backward, (weight * a, dg, grad_weights); see plain_torch.activate_backward.
+    """The activation's share of the experts' backward, (weight * a, dg, grad_weights); see plain_activation.activate_backward.
 
     dh overwrites d. dg is None without g, grad_weights is None without weights.
     """
     if not serves(h_PF):
-        return plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+        return plain_activation.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
     a_PF = torch.empty_like(h_PF)
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
-    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.kernel_arguments(activation),
+    torch.ops.gbmoe_cuda.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_activation.kernel_arguments(activation),
                                            a_PF, dg_PF, grad_weights_TK)
     return a_PF, dg_PF, grad_weights_TK
 
@@ -52,7 +52,7 @@ def activate_backward_scaled(
     One kernel where it is loaded, for bf16 and fp16, multiples of 16 columns, and operands that are aligned to 16 bytes.
     """
     if not float8_serves(h_PF):
-        a_PF, dg_PF, grad_weights_TK = plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+        a_PF, dg_PF, grad_weights_TK = plain_activation.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
         scaled_dg = None if dg_PF is None else float8.quantize_rows(dg_PF, power_2_scale)
         return a_PF, dg_PF, grad_weights_TK, float8.quantize_rows(d_PF, power_2_scale), scaled_dg
     a_PF = torch.empty_like(h_PF)
@@ -62,8 +62,8 @@ def activate_backward_scaled(
     dh = empty_scaled_rows(h_PF, *h_PF.shape)
     dg = None if g_PF is None else empty_scaled_rows(h_PF, *h_PF.shape)
     torch.ops.gbmoe_cuda.activate_backward_scaled(
-        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_torch.kernel_arguments(activation), power_2_scale, a_PF, dg_PF, dh.values_PK,
-        dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)), grad_weights_TK)
+        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, plain_activation.kernel_arguments(activation), power_2_scale, a_PF, dg_PF,
+        dh.values_PK, dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)), grad_weights_TK)
     return a_PF, dg_PF, grad_weights_TK, dh, dg
 
 
@@ -79,7 +79,7 @@ def activate_backward_k_blocks(
     sizes on their device.
     """
     if not float8_serves(h_PF):
-        a_PF, dg_PF, grad_weights_TK = plain_torch.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
+        a_PF, dg_PF, grad_weights_TK = plain_activation.activate_backward(h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, activation)
         a, dh_blocks = (float8.quantize_k_blocks(t, sizes_E, power_2_scale) for t in (a_PF, d_PF))
         dg_blocks = None if dg_PF is None else float8.quantize_k_blocks(dg_PF, sizes_E, power_2_scale)
         dg = None if dg_PF is None else float8.quantize_rows(dg_PF, power_2_scale)
@@ -96,7 +96,7 @@ def activate_backward_k_blocks(
     dh, dh_blocks = empty_scaled_rows(h_PF, *h_PF.shape), like_a()
     dg, dg_blocks = (None, None) if g_PF is None else (empty_scaled_rows(h_PF, *h_PF.shape), like_a())
     torch.ops.gbmoe_cuda.activate_backward_k_blocks(
-        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, sizes_E, plain_torch.kernel_arguments(activation), power_2_scale,
+        h_PF, g_PF, d_PF, slot_of_row_P, weights_TK, sizes_E, plain_activation.kernel_arguments(activation), power_2_scale,
         dh.values_PK, dh.scales_PC, *((None, None) if dg is None else (dg.values_PK, dg.scales_PC)),
         a.values_BKR, a.scales_BK, dh_blocks.values_BKR, dh_blocks.scales_BK,
         *((None, None) if dg_blocks is None else (dg_blocks.values_BKR, dg_blocks.scales_BK)), a.filled_rows_E, dots_CP, grad_weights_TK)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.modules import module as modules
 
 from gbmoe._checks import require
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation, plain_torch
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -28,12 +28,12 @@ class GatingActivation:
 
     @property
     def code(self) -> str:
-        """Its name and constants, as gbmoe.kernels.plain_torch.functions takes them."""
+        """Its name and constants, as gbmoe.kernels.plain_activation.functions takes them."""
         raise TypeError(f"{type(self).__name__} does not say what it is")
 
     def __call__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None = None) -> torch.Tensor:
         """act(h), or act(h) * gate(g), in float32 (float64 for float64) and rounded once; differentiable."""
-        value, gate = plain_torch.functions(self.code)
+        value, gate = plain_activation.functions(self.code)
         wide = plain_torch.accumulate_dtype(h_PF.dtype)
         a_PF = value(h_PF.to(wide), False)
         return (a_PF if g_PF is None else a_PF * gate(g_PF.to(wide), False)).to(h_PF.dtype)
@@ -110,19 +110,19 @@ _GELUS = {"tanh": "gelu_tanh", "none": "gelu"}  # by `approximate`
 
 
 def activation_name(activation: str | Callable, more_modules: dict[type, tuple[str, Callable]] | None = None) -> str | None:
-    """The name in plain_torch.ACTIVATIONS, or the code of a GatingActivation, of an activation that has a kernel; None for any other
+    """The name in plain_activation.ACTIVATIONS, or the code of a GatingActivation, of an activation that has a kernel; None for any other
     callable.
 
     Only torch's own functions and modules and relu_squared count: no subclass, and no module that has hooks or a `forward` of its own.
     `more_modules`: classes that count too, with their names and the forward methods that the kernels stand for.
     """
     if isinstance(activation, str):
-        require(activation in plain_torch.ACTIVATIONS, "expert_mlp", "activation",
-                f"a callable or one of {', '.join(plain_torch.ACTIVATIONS)}", repr(activation))
+        require(activation in plain_activation.ACTIVATIONS, "expert_mlp", "activation",
+                f"a callable or one of {', '.join(plain_activation.ACTIVATIONS)}", repr(activation))
         return activation
     if isinstance(activation, GatingActivation):
         return activation.code
-    require(callable(activation), "expert_mlp", "activation", f"a callable or one of {', '.join(plain_torch.ACTIVATIONS)}",
+    require(callable(activation), "expert_mlp", "activation", f"a callable or one of {', '.join(plain_activation.ACTIVATIONS)}",
             repr(activation), TypeError)
     if type(activation) is partial:
         known = activation.func is F.gelu and not activation.args and set(activation.keywords) <= {"approximate"}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-# Torch's own functions, by the names of plain_torch.ACTIVATIONS. They are not taken from there, because they check the formulas there.
+# Torch's own functions, by the names of plain_activation.ACTIVATIONS. They are not taken from there, because they check the formulas there.
 ACTIVATIONS: dict[str, Callable] = {
     "silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(), "identity": lambda x: x,

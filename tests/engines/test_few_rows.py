@@ -9,7 +9,7 @@ from gbmoe import engines
 from gbmoe.engines import own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
 from gbmoe.engines.own_kernels import FEW_ROWS, HOPPER_FEW_ROWS
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs
@@ -181,7 +181,7 @@ def test_columns_that_are_no_multiple_of_8(few, dtype, sizes):
 @pytest.mark.pairs
 @pytest.mark.memcheck
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)
 def test_up(few, activation, glu):
     """h and g are stored only if they are asked for, and a is computed from them as they are stored; on Hopper all have the bits of a tile
     of the tensor_core engine."""
@@ -203,7 +203,7 @@ def test_up(few, activation, glu):
             if weights is not None:
                 baseline, exact = (each_group(x, weights, sizes, wide) for wide in (torch.float32, torch.float64))
                 assert_as_accurate_as(got, baseline.to(got.dtype), exact, name)
-        baseline, exact = (plain_torch.activate(h.to(wide), g.to(wide) if glu else None, activation)
+        baseline, exact = (plain_activation.activate(h.to(wide), g.to(wide) if glu else None, activation)
                            for wide in (torch.float32, torch.float64))
         assert_as_accurate_as(a, baseline.to(a.dtype), exact, "a")
 

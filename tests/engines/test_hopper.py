@@ -7,7 +7,7 @@ import torch
 
 from gbmoe import RoutingPlan, engines, expert_mlp, kernels
 from gbmoe.engines import hopper
-from gbmoe.kernels import gather, plain_torch
+from gbmoe.kernels import gather, plain_activation
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import gathering, hopper_tiles
 from gbmoe.tuning.device import Device
@@ -66,7 +66,7 @@ def expected_down_backward(inputs, activation, dtype):
     for group, rows in enumerate(inputs["sizes"].tolist()):
         d[first:first + rows] = dz[first:first + rows] @ w2[group].t()
         first += rows
-    a, dg, dweights = plain_torch.activate_backward(h, g, d, inputs["slot_of_row"], weights, activation)
+    a, dg, dweights = plain_activation.activate_backward(h, g, d, inputs["slot_of_row"], weights, activation)
     results = {"a": a, "dh": d, "dg": dg, "dweights": dweights}
     return {name: t for name, t in results.items() if t is not None}
 
@@ -90,7 +90,7 @@ SIZES = [130, 0, 1, 64, 65, 128, 17, 300]
 
 
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)
 def test_down_backward_of_every_activation(activation, glu):
     for dtype in (torch.bfloat16, torch.float16):
         assert_down_backward(down_backward_inputs(dtype, SIZES, 136, 264, glu=glu, weights=torch.float32), activation)
@@ -128,7 +128,7 @@ def test_down_backward_of_tiles_with_few_pieces(hidden, ffn):
         assert_down_backward(down_backward_inputs(torch.bfloat16, sizes, hidden, ffn, glu=True, weights=torch.float32), "silu")
 
 
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)
 def test_down_backward_where_the_activation_is_flat_or_steep(activation):
     inputs = down_backward_inputs(torch.bfloat16, SIZES, 64, 256, glu=True, weights=torch.float32)
     values = torch.tensor([-3e4, -100.0, -88.0, -30.0, -8.0, -1e-30, -0.0, 0.0, 1e-30, 8.0, 30.0, 88.0, 100.0, 3e4], device=DEVICE)
@@ -273,8 +273,8 @@ def test_up_of_many_tiles(hidden, ffn, activation, glu):
         each = [torch.cat([rows.to(dtype) @ w.to(dtype).t() for rows, w in zip(x.split(sizes), weights)])
                 for dtype in (torch.bfloat16, torch.float64)]
         assert_as_accurate_as(got, *each, name)
-    exact = plain_torch.activate(h.double(), None if g is None else g.double(), activation)
-    assert_as_accurate_as(a, plain_torch.activate(h, g, activation), exact, "a")
+    exact = plain_activation.activate(h.double(), None if g is None else g.double(), activation)
+    assert_as_accurate_as(a, plain_activation.activate(h, g, activation), exact, "a")
 
 
 def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):

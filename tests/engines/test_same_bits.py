@@ -9,7 +9,7 @@ import torch
 from gbmoe import engines
 from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import tensor_core_tiles
 from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WIDE, GemmConfig
@@ -149,7 +149,7 @@ def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
 
 @pytest.mark.parametrize("dtype", OF_16_BITS, ids=dtype_id)
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)
 def test_the_first_gemm_with_its_activation(device, dtype, activation, glu):
     inner, ffn, rows = 520, 264, sum(SIZES)
     sizes = torch.tensor(SIZES, dtype=torch.int32, device=device)
@@ -164,12 +164,12 @@ def test_the_first_gemm_with_its_activation(device, dtype, activation, glu):
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS, ids=dtype_id)
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)
 def test_the_activation_of_an_infinite_sum(device, dtype, activation):
     """silu of +inf was NaN in tiles."""
     h = torch.tensor([float("inf"), -float("inf"), float("nan"), 1.0], dtype=dtype, device=device)
     tokens, w1 = torch.zeros(4, 8, dtype=dtype, device=device), torch.zeros(1, 8, 8, dtype=dtype, device=device)
     tokens[:, 0], w1[:, :, 0] = h, 1.0
-    expected = plain_torch.ACTIVATIONS[activation](h.double(), False).to(dtype)
+    expected = plain_activation.ACTIVATIONS[activation](h.double(), False).to(dtype)
     for name, (a, _) in first_gemms(tokens, torch.arange(4, device=device), w1, None, torch.tensor([4], device=device), activation).items():
         torch.testing.assert_close(a, expected[:, None].expand(4, 8), equal_nan=True, msg=lambda text: f"{name}: {text}")

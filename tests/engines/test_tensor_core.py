@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gbmoe import engines
 from gbmoe.engines import tensor_core
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation
 from gbmoe.testing import cuda_graphs, exact_inputs
 from gbmoe.tuning.device import FITTED_ON
 from gbmoe.tuning.tensor_core_tiles import LOW, SQUARE, WIDE, TensorCoreConfig, rows_gemm
@@ -174,7 +174,7 @@ def test_more_groups_than_a_warp_has_lanes(device):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
-@pytest.mark.parametrize("activation", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)
 def test_up_of_every_activation(device, activation, glu):
     """Both tiles, by the number of rows; what backward needs is stored only if it is asked for."""
     shapes = {"cuda": ((SIZES, 72, 136), ([1] * 300, 136, 520)), "cpu": (([70, 0, 129], 72, 136), ([1] * 9, 8, 72))}
@@ -193,7 +193,7 @@ def test_up_of_every_activation(device, activation, glu):
                 each = [torch.cat([rows.to(wide) @ w.to(wide).t() for rows, w in zip(x.split(sizes), weights)])
                         for wide in (torch.float32, torch.float64)]
                 assert_as_accurate_as(got, each[0].to(got.dtype), each[1], name)
-        each = [plain_torch.activate(h.to(wide), g.to(wide) if glu else None, activation) for wide in (torch.float32, torch.float64)]
+        each = [plain_activation.activate(h.to(wide), g.to(wide) if glu else None, activation) for wide in (torch.float32, torch.float64)]
         assert_as_accurate_as(a, each[0].to(a.dtype), each[1], "a")
 
 

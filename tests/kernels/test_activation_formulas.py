@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gbmoe import extension, kernels
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation, plain_torch
 from gbmoe.testing import exact_inputs, oracle
 from tests.conftest import FLOATS, dtype_id
 
@@ -69,7 +69,7 @@ def limit_slope(activation, x, slope):
 def computed(formulas, way, activation, x):
     x = x.to(WAYS[way]).contiguous()
     results = torch.zeros(2, x.numel(), dtype=x.dtype)
-    kind, *constants = plain_torch.kernel_arguments(activation)
+    kind, *constants = plain_activation.kernel_arguments(activation)
     getattr(formulas, way)(int(kind), (ctypes.c_double * len(constants))(*constants), len(constants), *(
         ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (x, x.numel(), results[0], results[1])))
     return results[0], None if way == "in_epilogue" else results[1]
@@ -101,7 +101,7 @@ def test_gelu_tanh_of_large_numbers_had_no_slope(formulas, way, activation):
 def test_slopes_near_1_lost_bits(formulas, way, activation):
     """1 - sigmoid(x) was a subtraction, whose rounding is multiplied by x: 1e-6 in gelu_tanh's slope at 4.9."""
     x = torch.linspace(-12, 12, 20_001)
-    slope = plain_torch.functions(activation)[0](x, True) if way == "plain_torch" else computed(formulas, way, activation, x)[1]
+    slope = plain_activation.functions(activation)[0](x, True) if way == "plain_torch" else computed(formulas, way, activation, x)[1]
     assert float((slope.double() - torchs(activation, x)[1]).abs().max()) < 4 * torch.finfo(torch.float32).eps
 
 
@@ -119,7 +119,7 @@ def test_relu_of_nan_had_a_slope_of_0(formulas, way, activation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_plain_torch_at_the_ends_of_the_range(dtype, activation):
-    function, x = plain_torch.functions(activation)[0], points(dtype)
+    function, x = plain_activation.functions(activation)[0], points(dtype)
     exact_value, exact_slope = torchs(activation, x)
     assert_near(function(x, False), exact_value, dtype, "value")
     assert_near(function(x, True), limit_slope(activation, x, exact_slope), dtype, "slope")
@@ -155,10 +155,10 @@ def test_gates(formulas, activation):
     slope, = torch.autograd.grad(exact.sum(), g)
     g = g.detach()
     value, got = torch.zeros(2, g.numel(), dtype=torch.float64)
-    kind, *constants = plain_torch.kernel_arguments(activation)
+    kind, *constants = plain_activation.kernel_arguments(activation)
     formulas.gate_in_double(int(kind), (ctypes.c_double * len(constants))(*constants), len(constants), *(
         ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (g, g.numel(), value, got)))
-    of_plain_torch = plain_torch.functions(activation)[1]
+    of_plain_torch = plain_activation.functions(activation)[1]
     for one in (value, of_plain_torch(g, False)):
         torch.testing.assert_close(one, exact.detach())
     for one in (got, of_plain_torch(g, True)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gbmoe import RoutingPlan
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_activation, plain_torch
 from gbmoe.testing import exact_inputs, moe_shapes, oracle
 from tests.conftest import FLOATS, dtype_id
 
@@ -65,15 +65,15 @@ def test_gmm(sizes, accumulate):
         torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("name", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("name", plain_activation.ACTIVATIONS)
 def test_activation_slopes_are_what_autograd_says(name):
     x = torch.linspace(-4, 4, 101, dtype=torch.float64).requires_grad_()
-    value = plain_torch.ACTIVATIONS[name](x, False)
+    value = plain_activation.ACTIVATIONS[name](x, False)
     expected, = torch.autograd.grad(value.sum(), x)
-    torch.testing.assert_close(plain_torch.ACTIVATIONS[name](x.detach(), True), expected)
+    torch.testing.assert_close(plain_activation.ACTIVATIONS[name](x.detach(), True), expected)
 
 
-@pytest.mark.parametrize("name", plain_torch.ACTIVATIONS)
+@pytest.mark.parametrize("name", plain_activation.ACTIVATIONS)
 def test_activations_are_torchs(name):
     x = torch.linspace(-6, 6, 101, dtype=torch.float64)
-    torch.testing.assert_close(plain_torch.ACTIVATIONS[name](x, False), oracle.ACTIVATIONS[name](x))
+    torch.testing.assert_close(plain_activation.ACTIVATIONS[name](x, False), oracle.ACTIVATIONS[name](x))
