@@ -17,8 +17,8 @@ def values(*shape, dtype, seed, inner=1):
     return exact_inputs.exact_values(*shape, dtype=dtype, device="cpu", seed=seed, scale=scale)
 
 
-def counts(dtype=torch.int64):
-    return torch.tensor(COUNTS, dtype=dtype)
+def counts(dtype=torch.int64, device="cpu"):
+    return torch.tensor(COUNTS, dtype=dtype, device=device)
 
 
 def loop(expert, x_RH):
@@ -37,21 +37,23 @@ def forward_and_gradients(function, tensors, grad):
     return {"out": out.detach(), **{f"grad_{name}": g for name, g in zip(leaves, grads)}}
 
 
-def check(function, definition, tensors, *, rowwise=("x",)):
+def check(function, definition, tensors, *, rowwise=("x",), device="cpu"):
     """The function's results and gradients are as accurate as the definition's in the same dtype, whatever unused rows hold.
 
     Args:
         function: of the tensors by name, x [R,H] among them, to [R,H].
         definition: the same by `loop`.
         rowwise: names of the tensors that have R rows; unused ones become NaN, and get gradients of zero.
+        device: to which the tensors are moved.
     """
-    grad = values(ROWS, HIDDEN, dtype=tensors["x"].dtype, seed=9)
+    tensors = {name: t.to(device) for name, t in tensors.items()}
+    grad = values(ROWS, HIDDEN, dtype=tensors["x"].dtype, seed=9).to(device)
     exact = forward_and_gradients(definition, {name: t.double() for name, t in tensors.items()}, grad.double())
     baseline = forward_and_gradients(definition, tensors, grad)
     tensors = {name: t.clone() for name, t in tensors.items()}
     for unused in (grad, *(tensors[name] for name in rowwise)):
         unused[USED:] = float("nan")
-    exact_inputs.poison("cpu")
+    exact_inputs.poison(device)
     got = forward_and_gradients(function, tensors, grad)
     for what in exact:
         assert_as_accurate_as(got[what], baseline[what], exact[what], what)

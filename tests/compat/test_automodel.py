@@ -82,10 +82,11 @@ def call(automodel, name, counts=None):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_registered_experts_are_automodels_formula(automodel, name, dtype):
+def test_registered_experts_are_automodels_formula(automodel, name, dtype, device):
     automodel.adapter.register()
     probs = torch.float64 if dtype == torch.float64 else torch.float32
-    expert_rows.check(call(automodel, name), definition(name), inputs(dtype, name, probs), rowwise=("x", "probs"))
+    expert_rows.check(call(automodel, name, expert_rows.counts(device=device)), definition(name), inputs(dtype, name, probs),
+                      rowwise=("x", "probs"), device=device)
 
 
 def test_gbmoe_computes_what_automodels_own_function_does(automodel):

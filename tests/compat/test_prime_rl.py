@@ -48,9 +48,10 @@ def call(function, counts=None):
 
 @pytest.mark.parametrize("counted", [torch.int32, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_registered_experts_are_prime_rls_formula(prime_rl, dtype, counted):
+def test_registered_experts_are_prime_rls_formula(prime_rl, dtype, counted, device):
     prime_rl.adapter.register()
-    expert_rows.check(call(prime_rl.moe._run_experts_grouped_mm_impl, expert_rows.counts(counted)), definition, inputs(dtype))
+    function = call(prime_rl.moe._run_experts_grouped_mm_impl, expert_rows.counts(counted, device))
+    expert_rows.check(function, definition, inputs(dtype), device=device)
 
 
 def test_gbmoe_computes_what_prime_rls_own_function_does(prime_rl):

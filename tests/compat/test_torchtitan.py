@@ -1,5 +1,6 @@
 """gbmoe.compat.torchtitan in torchtitan 0.3.0 where it is installed, elsewhere in its interface as tests/compat/interfaces has it."""
 
+import contextlib
 import importlib
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gbmoe import Float8BlockScaling
+from gbmoe.testing import cuda_graphs
 from tests.compat import expert_rows, interfaces
 from tests.compat.expert_rows import FFN, HIDDEN, ROWS, values
 
@@ -75,10 +77,20 @@ def run(module, counts):
 
 @pytest.mark.parametrize("counted", [torch.int32, torch.int64, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_experts_are_torchtitans_formula(overridden, dtype, counted):
+def test_experts_are_torchtitans_formula(overridden, dtype, counted, device):
     module = overridden().build()
     tensors = {"x": values(ROWS, HIDDEN, dtype=dtype, seed=1), **parameters(dtype)}
-    expert_rows.check(run(module, expert_rows.counts(counted)), definition, tensors)
+    expert_rows.check(run(module, expert_rows.counts(counted, device)), definition, tensors, device=device)
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_the_counts(overridden):
+    module = overridden().build().to("cuda", torch.bfloat16)
+    module.load_state_dict(parameters(torch.bfloat16))
+    x, counts = values(ROWS, HIDDEN, dtype=torch.bfloat16, seed=1).cuda().requires_grad_(), expert_rows.counts(device="cuda")
+    for _ in range(2):
+        with cuda_graphs.no_host_wait() if x.grad is not None else contextlib.nullcontext():  # the first call may load kernels
+            module(x, counts).sum().backward()
 
 
 def test_parameters_and_state_dict_are_torchtitans(titan, overridden):
