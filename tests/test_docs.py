@@ -16,6 +16,7 @@ import pytest
 from gbmoe import Arguments
 from gbmoe.cli import main
 from gbmoe.layers.expert_parallel_options import FLAT_NAMES
+from tests.compat import interfaces
 from tests.forked_python import python
 
 ROOT = Path(__file__).parent.parent
@@ -110,10 +111,11 @@ def test_files_and_folders_that_pages_and_comments_name_are_there():
     assert len(named) > 200 and sorted((name, path) for name, path in named if not (ROOT / path).exists()) == []
 
 
-def test_names_of_gbmoe_that_pages_use_exist():
+def test_names_of_gbmoe_that_pages_use_exist(tmp_path):
     names = {(page_id(page), name) for page in PAGES for name in re.findall(r"\bgbmoe(?:\.\w+)+", page.read_text())
              if not name.endswith((".def", ".sif"))}  # files of Apptainer
-    assert len(names) > 100 and sorted((page, name) for page, name in names if not resolves(name)) == []
+    with interfaces.installed("torchtitan", "gbmoe.compat.torchtitan", tmp_path):  # which that module imports
+        assert len(names) > 100 and sorted((page, name) for page, name in names if not resolves(name)) == []
 
 
 def resolves(name):
@@ -132,7 +134,7 @@ def resolves(name):
 
 
 # What pages name that is another project's, a compiler's or an instruction's.
-FOREIGN = {"cache_hint", "compute_90a", "do_bench"}
+FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_grouped_mm"}
 SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"
 
 

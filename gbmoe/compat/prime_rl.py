@@ -1,0 +1,72 @@
+"""prime-rl 0.8.0: the experts of its trainer's grouped_mm computed by gbmoe.
+
+    import gbmoe.compat.prime_rl
+    gbmoe.compat.prime_rl.register()
+
+It replaces prime_rl.trainer.models.layers.moe._run_experts_grouped_mm_impl, by which _run_experts_grouped_mm, the DeepEP path and
+_run_experts_fp8_grouped_mm compute. Routers, expert parallelism, parameters and checkpoints remain prime-rl's own.
+
+Shape suffixes are in gbmoe/compat/_bfloat16_experts.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+
+from gbmoe.compat._bfloat16_experts import bfloat16_experts
+from gbmoe.compat._releases import require_parameters, require_release
+from gbmoe.float8 import Float8BlockScaling
+
+__all__ = ["experts_forward", "register"]
+
+_ADAPTER = "gbmoe.compat.prime_rl"
+_PARAMETERS = ("w1", "w2", "w3", "x", "num_tokens_per_expert", "fp8")
+
+
+def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
+    """Let prime-rl's grouped experts be computed by gbmoe, in this process. Calling it again changes nothing.
+
+    Args:
+        fp8_recipe: for experts with fp8=True, whose products of rows are then computed as the recipe says; without it they stay with
+            prime-rl's own DeepGEMM. A later call with another recipe takes its place.
+
+    Raises:
+        ImportError: for another release than 0.8.0, and where the function has other parameters.
+    """
+    require_release(_ADAPTER, "prime-rl", ("0.8.0",))
+    from prime_rl.trainer.models.layers import moe
+    theirs = inspect.unwrap(moe._run_experts_grouped_mm_impl)
+    require_parameters(_ADAPTER, theirs, _PARAMETERS)
+
+    @functools.wraps(theirs)
+    def forward(w1, w2, w3, x, num_tokens_per_expert, fp8=False):
+        if fp8 and fp8_recipe is None:
+            return theirs(w1, w2, w3, x, num_tokens_per_expert, fp8=True)
+        return experts_forward(w1, w2, w3, x, num_tokens_per_expert, fp8_recipe=fp8_recipe if fp8 else None)
+
+    moe._run_experts_grouped_mm_impl = forward
+
+
+def experts_forward(
+    w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor, *, engine: str = "auto",
+    fp8_recipe: Float8BlockScaling | None = None,
+) -> torch.Tensor:
+    """What _run_experts_grouped_mm_impl computes, by gbmoe.grouped_mlp, in bfloat16 whatever the dtypes. Differentiable in x, w1, w2, w3.
+
+    Args:
+        w1, w3: gate and up [E,F,H], plain tensors of any floating dtype; those in bfloat16 are read where they lie.
+        w2: down [E,H,F].
+        x: [R,H] in expert order, any floating dtype. Rows after the sum of the counts come out as zeros.
+        num_tokens_per_expert: [E] on the device of x, whole numbers of any dtype.
+        engine, fp8_recipe: see gbmoe.grouped_mlp.
+
+    Returns:
+        [R,H], dtype of x.
+
+    Raises:
+        TypeError, ValueError: of grouped_mlp.
+    """
+    return bfloat16_experts(x, num_tokens_per_expert, w1, w2, w3, engine=engine, fp8_recipe=fp8_recipe)

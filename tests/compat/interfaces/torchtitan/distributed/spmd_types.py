@@ -1,0 +1,2 @@
+def spmd_mesh_size(axis_name):
+    return 1

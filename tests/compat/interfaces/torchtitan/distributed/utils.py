@@ -1,0 +1,2 @@
+def get_spmd_backend():
+    return "spmd_types"
