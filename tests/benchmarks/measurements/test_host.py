@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.measurements import host_parts, host_time
-from benchmarks.results import reading
+from benchmarks.result_files import reading
 from gbmoe.cli import main
 from gbmoe.cli.bench.measurements.base import FORWARD, Subject
 from gbmoe.cli.bench.running import peer_process, verify_and_time

@@ -6,7 +6,7 @@ import torch
 from benchmarks.measurements import permutation
 from gbmoe import RoutingPlan, kernels, plan
 from gbmoe.cli.bench.measurements import copy
-from gbmoe.kernels import plain_torch
+from gbmoe.kernels import plain_router, plain_torch
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import ROUNDED, printed
 from tests.cli.bench.test_command import assert_no_time
@@ -108,10 +108,10 @@ FAULTS = {
     "scatter": (kernels, "scatter", last, {"scatter"}),
     "scatter-backward": (plain_torch, "padded_scatter_backward", last_of(1), {"scatter-backward"}),
     "padding of a gradient": (plain_torch, "padded_scatter_backward", last_of(0), {"scatter-backward"}),
-    "route": (plain_torch, "route", lambda right: lambda *args: (
+    "route": (plain_router, "softmax_topk", lambda right: lambda *args: (
         *right(*args)[:2], right(*args)[2].roll(1, 0), right(*args)[3]), {"route"}),
-    "logsumexp": (plain_torch, "route", last_of(3), {"route"}),
-    "route-backward": (plain_torch, "route_backward", last, {"route-backward"}),
+    "logsumexp": (plain_router, "softmax_topk", last_of(3), {"route"}),
+    "route-backward": (plain_router, "softmax_topk_backward", last, {"route-backward"}),
 }
 
 
