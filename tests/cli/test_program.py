@@ -19,6 +19,8 @@ from gbmoe.compat.checkpoints import files
 from tests.cli.bench.rows import content, layer_row
 from tests.forked_python import python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULE, PROGRAM = ("-m", "gbmoe"), ("-c", "import sys; sys.argv[0] = '/bin/gbmoe'; from gbmoe.__main__ import program; program()")
 

@@ -10,6 +10,8 @@ from gbmoe.kernels import plain_torch
 from gbmoe.testing import accuracy
 from tests.conftest import DEVICES
 
+pytestmark = pytest.mark.slow
+
 
 def lines_of(capsys):
     return capsys.readouterr().out.splitlines()

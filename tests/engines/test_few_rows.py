@@ -17,6 +17,8 @@ from gbmoe.tuning.tensor_core_tiles import LOW
 from tests.conftest import assert_as_accurate_as, dtype_id
 from tests.engines.test_tensor_core import device, device_named, devices, drawn, poisoned  # noqa: F401  (fixtures)
 
+pytestmark = pytest.mark.slow
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 SIZES = {"cuda": [[3, 0, 1, 16, 17, 40, 0, 8], [1] * 300, [0] * 200 + [2, 0, 1], [33] * 7 + [100, 0, 32], [5], [0, 0]],
          "cpu": [[3, 0, 17, 1], [0] * 40 + [2, 0, 1]]}

@@ -54,6 +54,7 @@ def run(capsys, *command):
     return status
 
 
+@pytest.mark.slow
 def test_altered_results_are_merged_and_reported_or_refused_in_a_line(tmp_path, capsys):
     file, merged, page = tmp_path / "altered.json", tmp_path / "merged.json", tmp_path / "page.md"
     content = some_of("scaling", "layers", "permute")

@@ -14,6 +14,8 @@ from gbmoe.cli.bench.running import cold_cache_timer
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
 from gbmoe.testing import moe_shapes
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 QUICK = cold_cache_timer.Effort(0, 2, 2)
 FP32 = Conditions(CPU, torch.float32, QUICK)
