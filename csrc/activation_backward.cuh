@@ -24,12 +24,39 @@ __device__ __forceinline__ Row<A> row_of(int64_t row, int vectors, int slot, uns
 template <typename T, int N> struct ActivationOperands { Vector<T, N> h, g, d; };
 template <typename T, int N> struct ActivationGradients { Vector<T, N> a, dh, dg; };
 
-// g_PF may be null.
+// Rows of pairs (h, g), [P,2F]: vector `at` of h and of g, which lie element by element in vectors 2 * at and 2 * at + 1.
 template <typename T, int N>
+__device__ __forceinline__ void load_pairs(const Vector<T, N>* pairs, int64_t at, Vector<T, N>& h, Vector<T, N>& g) {
+  const Vector<T, N> vectors[2] = {pairs[2 * at], pairs[2 * at + 1]};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    h.element[i] = vectors[2 * i / N].element[2 * i % N];
+    g.element[i] = vectors[(2 * i + 1) / N].element[(2 * i + 1) % N];
+  }
+}
+template <typename T, int N>
+__device__ __forceinline__ void store_pairs(Vector<T, N>* pairs, int64_t at, const Vector<T, N>& h, const Vector<T, N>& g) {
+  Vector<T, N> vectors[2];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    vectors[2 * i / N].element[2 * i % N] = h.element[i];
+    vectors[(2 * i + 1) / N].element[(2 * i + 1) % N] = g.element[i];
+  }
+  pairs[2 * at] = vectors[0], pairs[2 * at + 1] = vectors[1];
+}
+
+// g_PF may be null; of pairs it is, and h_PF are the pairs.
+template <typename T, int N, bool kPairs = false>
 __device__ __forceinline__ ActivationOperands<T, N> load_operands(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, const Vector<T, N>* d_PF, int64_t at) {
-  ActivationOperands<T, N> operands{h_PF[at], {}, d_PF[at]};
-  if (g_PF) operands.g = g_PF[at];
+  ActivationOperands<T, N> operands;
+  operands.d = d_PF[at];
+  if constexpr (kPairs) {
+    load_pairs(h_PF, at, operands.h, operands.g);
+  } else {
+    operands.h = h_PF[at], operands.g = {};
+    if (g_PF) operands.g = g_PF[at];
+  }
   return operands;
 }
 

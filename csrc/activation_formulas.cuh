@@ -200,6 +200,17 @@ template <typename F> __device__ __forceinline__ void with_activation(int activa
   }
 }
 
+// The same for those that Hopper's kernels for pairs of h and g have.
+constexpr bool has_pairs(int kind) { return kind == kSilu || kind == kGeluTanh || changes_gate(kind); }
+template <typename F> __device__ __forceinline__ void with_activation_of_pairs(int activation, F f) {
+  switch (activation) {
+    case kSilu: return f(std::integral_constant<int, kSilu>());
+    case kGeluTanh: return f(std::integral_constant<int, kGeluTanh>());
+    case kSitu: return f(std::integral_constant<int, kSitu>());
+    default: return f(std::integral_constant<int, kClampedSilu>());
+  }
+}
+
 // -------------------------------------------------------------------------------------- values only, for epilogues of a GEMM
 
 // Each family is a type, which is chosen when the kernel is launched. Its members differ by numbers that it takes from the activation.

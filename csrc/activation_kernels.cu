@@ -7,6 +7,7 @@
 //              taking dw from it is what lets the layer drop the experts' output y.
 // dh takes the place of d, in the same memory: at [P,F] these are the largest tensors of a layer. Padding rows (slot -1)
 // get zeros in a', dh and dg whatever h holds, so that a NaN there cannot leak. A slot beyond the weights counts as none.
+// h and g may come as pairs, [P,2F], whose gradients are pairs then, in memory of their own.
 // Both kernels load and store vectors of 16 bytes where rows and pointers allow it, and single elements otherwise.
 
 #include <algorithm>
@@ -24,19 +25,20 @@ constexpr int kThreads = 256, kWarpsPerCta = kThreads / 32;
 // activate_kernel's grid is at most this many CTAs per multiprocessor, and its threads walk on in strides of the grid.
 constexpr int kCtasPerMultiprocessor = 32;
 
-template <typename T, int N>
+template <bool kPairs, typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_kernel(
     const Vector<T, N>* h, const Vector<T, N>* g, Vector<T, N>* out, int64_t vectors, const __grid_constant__ ActivationOf activation) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   with_activation(activation.kind, [&](auto kind) {
     for (int64_t v = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; v < vectors; v += stride) {
-      const Vector<T, N> hv = h[v];
-      Vector<T, N> gv{}, result;
-      if (g) gv = g[v];
+      Vector<T, N> hv, gv{}, result;
+      if constexpr (kPairs) load_pairs(h, v, hv, gv);
+      else hv = h[v];
+      if (!kPairs && g) gv = g[v];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         accumulate_t<T> value = activation_at<decltype(kind)::value, sizeof(T) == 2>(widen(hv.element[i]), activation).value;
-        if (g) value *= gate_at<decltype(kind)::value>(widen(gv.element[i]), activation).value;
+        if (kPairs || g) value *= gate_at<decltype(kind)::value>(widen(gv.element[i]), activation).value;
         result.element[i] = narrow<T>(value);
       }
       out[v] = result;
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) activate_kernel(
 // Each warp owns two rows. A row's dot product is reduced inside the warp, in a fixed order; short rows leave no thread idle; and
 // the loads of both rows are in flight together. Where the number of rows is odd, the last row is computed twice, with the same
 // results.
-template <typename T, int N>
+template <bool kPairs, typename T, int N>
 __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
     const Vector<T, N>* h_PF, const Vector<T, N>* g_PF, Vector<T, N>* d_PF, const int* slot_of_row, Scalars weights,
     const unsigned slots_in_all, Vector<T, N>* a_PF, Vector<T, N>* dg_PF, Scalars grad_weights, int64_t rows, int vectors,
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   const int64_t first_row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / 32) * 2;
   if (first_row >= rows) return;
   const int lane = threadIdx.x % 32;
-  const auto load = [&](int64_t first, int v) { return load_operands<T, N>(h_PF, g_PF, d_PF, first + v); };
+  const auto load = [&](int64_t first, int v) { return load_operands<T, N, kPairs>(h_PF, g_PF, d_PF, first + v); };
   const int64_t second_row = min(first_row + 1, rows - 1);
   const int slots[2] = {slot_of_row[first_row], slot_of_row[second_row]};
   ActivationOperands<T, N> of_one{}, of_two{};
@@ -69,10 +71,11 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
   with_activation(activation.kind, [&](auto kind) {
     const auto compute = [&](Row<A>& of, int v, const ActivationOperands<T, N>& operands) {
       const ActivationGradients<T, N> result = activation_gradients<decltype(kind)::value, T, N>(
-          of, operands, g_PF != nullptr, activation);
+          of, operands, kPairs || g_PF != nullptr, activation);
       a_PF[of.first + v] = result.a;
-      d_PF[of.first + v] = result.dh;
-      if (g_PF) dg_PF[of.first + v] = result.dg;
+      if constexpr (kPairs) store_pairs(dg_PF, of.first + v, result.dh, result.dg);
+      else d_PF[of.first + v] = result.dh;
+      if (!kPairs && g_PF) dg_PF[of.first + v] = result.dg;
     };
     if (lane >= vectors) return;
     for (int v = lane;;) {
@@ -89,54 +92,85 @@ __global__ void __launch_bounds__(kThreads) activate_backward_kernel(
 
 }  // namespace
 
-void activate(Tensor h, std::optional<Tensor> g, std::vector<double> activation, Tensor out) {
+namespace {
+
+// h [P,F] and g, or without g and with pairs [P,2F]; out [P,F].
+template <bool kPairs>
+void launch_activate(const Tensor& h, const Tensor* g, const std::vector<double>& activation, const Tensor& out) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (out.numel() == 0) return;
-  const Tensor* gate = g ? &*g : nullptr;
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
       using V = Vector<T, N>;
-      const int64_t vectors = h.numel() / N;
+      const int64_t vectors = out.numel() / N;
       const int64_t most_ctas = int64_t{kCtasPerMultiprocessor} * multiprocessors(h.get_device_index());
       const unsigned ctas = static_cast<unsigned>(std::min(ceil_div(vectors, kThreads), most_ctas));
-      activate_kernel<T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
-          data<V>(h), data<V>(g), data<V>(out), vectors, activation_of(activation));
+      activate_kernel<kPairs, T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
+          data<V>(h), g ? data<V>(*g) : nullptr, data<V>(out), vectors, activation_of(activation));
     };
-    if (fits_16_bytes(h.numel() * sizeof(T), {&h, gate, &out})) launch(std::integral_constant<int, kVectorLength<T>>());
+    if (fits_16_bytes(out.numel() * sizeof(T), {&h, g, &out})) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// d becomes dh; grad_weights comes as zeros
-void activate_backward(
-    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights,
-    std::vector<double> activation, Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
+// d becomes dh, and dg is written where there is g; or of pairs h, dg is written with pairs. grad_weights comes as zeros.
+template <bool kPairs>
+void launch_activate_backward(
+    const Tensor& h, const Tensor* g, const Tensor& d, const Tensor& slot_of_row, const std::optional<Tensor>& weights,
+    const std::vector<double>& activation, const Tensor& a, const Tensor* dg, const std::optional<Tensor>& grad_weights) {
   const torch::stable::accelerator::DeviceGuard guard(h.get_device_index());
   if (h.numel() == 0) return;
-  const Tensor* gate = g ? &*g : nullptr;
-  const Tensor* gate_grad = dg ? &*dg : nullptr;
   const uint32_t slots = count_of_slots(weights);
   GBMOE_DISPATCH_FLOATING(h.scalar_type(), "activate_backward", {
     const auto launch = [&](auto length) {
       constexpr int N = decltype(length)::value;
       using V = Vector<T, N>;
-      const unsigned ctas = static_cast<unsigned>(ceil_div(h.size(0), 2 * kWarpsPerCta));
-      activate_backward_kernel<T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
-          data<V>(h), data<V>(g), data<V>(d), data<const int>(slot_of_row), scalars(weights), slots, data<V>(a), data<V>(dg),
-          scalars(grad_weights), h.size(0), static_cast<int>(h.size(1) / N), activation_of(activation));
+      const unsigned ctas = static_cast<unsigned>(ceil_div(d.size(0), 2 * kWarpsPerCta));
+      activate_backward_kernel<kPairs, T, N><<<ctas, kThreads, 0, current_stream(h)>>>(
+          data<V>(h), g ? data<V>(*g) : nullptr, data<V>(d), data<const int>(slot_of_row), scalars(weights), slots, data<V>(a),
+          dg ? data<V>(*dg) : nullptr, scalars(grad_weights), d.size(0), static_cast<int>(d.size(1) / N), activation_of(activation));
     };
-    const bool fits = fits_16_bytes(h.size(1) * sizeof(T), {&h, gate, &d, &a, gate_grad});
+    const bool fits = fits_16_bytes(d.size(1) * sizeof(T), {&h, g, &d, &a, dg});
     if (fits) launch(std::integral_constant<int, kVectorLength<T>>());
     else launch(std::integral_constant<int, 1>());
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
+
+}  // namespace
+
+void activate(Tensor h, std::optional<Tensor> g, std::vector<double> activation, Tensor out) {
+  launch_activate<false>(h, pointer(g), activation, out);
+}
+
+// pairs [P,2F], out [P,F]
+void activate_pairs(Tensor pairs, std::vector<double> activation, Tensor out) { launch_activate<true>(pairs, nullptr, activation, out); }
+
+// d becomes dh; grad_weights comes as zeros
+void activate_backward(
+    Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights,
+    std::vector<double> activation, Tensor a, std::optional<Tensor> dg, std::optional<Tensor> grad_weights) {
+  launch_activate_backward<false>(h, pointer(g), d, slot_of_row, weights, activation, a, pointer(dg), grad_weights);
+}
+
+// pairs and dpairs [P,2F], d and a [P,F]; grad_weights comes as zeros
+void activate_pairs_backward(
+    Tensor pairs, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation, Tensor a,
+    Tensor dpairs, std::optional<Tensor> grad_weights) {
+  launch_activate_backward<true>(pairs, nullptr, d, slot_of_row, weights, activation, a, &dpairs, grad_weights);
+}
+
 GBMOE_OPERATOR(activate, "(Tensor h, Tensor? g, float[] activation, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(activate_pairs, "(Tensor pairs, float[] activation, Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(activate_backward,
                "(Tensor h, Tensor? g, Tensor(a!) d, Tensor slot_of_row, Tensor? weights, float[] activation, Tensor(b!) a, "
                "Tensor(c!)? dg, Tensor(d!)? grad_weights) -> ()");
+GBMOE_OPERATOR(activate_pairs_backward,
+               "(Tensor pairs, Tensor d, Tensor slot_of_row, Tensor? weights, float[] activation, Tensor(a!) a, "
+               "Tensor(b!) dpairs, Tensor(c!)? grad_weights) -> ()");
 
 }  // namespace gbmoe

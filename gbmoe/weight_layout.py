@@ -52,6 +52,15 @@ class WeightLayout:
         return self.gate_up != "separate"
 
     @property
+    def is_paired(self) -> bool:
+        """Whether gate and up lie side by side along the rows of memory, so that a kernel reads both or neither."""
+        return self.gate_up == "interleaved" and self.up_transposed
+
+    def pairs(self, w1: torch.Tensor) -> torch.Tensor:
+        """w1 as [E,2F,H], whose rows are gate and up in turns, of a paired layout."""
+        return w1.transpose(1, 2)
+
+    @property
     def code(self) -> str:
         """A string that stands for this layout where only strings can, as in an operator's arguments; `of_code` reads it."""
         return self.gate_up + (" up_transposed" if self.up_transposed else "") + (" down_transposed" if self.down_transposed else "")
@@ -82,6 +91,22 @@ class WeightLayout:
             return (first, w2, second) if self.gate_up == "gate_first" else (second, w2, first)
         return w1, w2, v1
 
+    def biases(self, w1_bias: torch.Tensor | None, v1_bias: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(gate's, up's), each [E,F], of biases that lie as the rows (or columns) of the weights do; one matrix before the activation has
+        the first."""
+        if w1_bias is None or not self.is_combined:
+            return w1_bias, v1_bias
+        if self.gate_up == "interleaved":
+            return w1_bias[:, ::2], w1_bias[:, 1::2]
+        first, second = w1_bias.chunk(2, dim=1)
+        return (first, second) if self.gate_up == "gate_first" else (second, first)
+
+    def joined(self, gate_EF: torch.Tensor, up_EF: torch.Tensor) -> torch.Tensor:
+        """[E,2F], of which `biases` makes these two."""
+        if self.gate_up == "interleaved":
+            return torch.stack((gate_EF, up_EF), -1).flatten(1)
+        return torch.cat((gate_EF, up_EF) if self.gate_up == "gate_first" else (up_EF, gate_EF), 1)
+
     def check(self, function: str, w1: torch.Tensor, v1: torch.Tensor | None) -> None:
         """Raise ValueError unless w1 and v1 can be of this layout; their ranks are 3."""
         if self.is_combined:
@@ -106,6 +131,7 @@ class WeightGradients:
         if v1 is not None:
             self._like["v1"] = (v1.shape, v1.dtype, v1.device)
         self._made: dict[str, torch.Tensor] = {}
+        self._biases: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The part [E,F,H] that is the gradient of the matrix w1, w2 or v1, to be written."""
@@ -126,6 +152,21 @@ class WeightGradients:
             shape, dtype, device = self._like[name]
             self._made[name] = torch.empty(shape, dtype=dtype, device=device)
         return self._made[name]
+
+    def pairs(self) -> torch.Tensor:
+        """The gradient of WeightLayout.pairs, to be written."""
+        return self._layout.pairs(self._parameter("w1"))
+
+    def set_bias(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep the gradient of a bias: w2's [E,H]; w1's and v1's, each [E,F], or w1's [E,2F] of pairs."""
+        self._biases[name] = gradient.to(self._like["w2" if name == "w2" else "w1"][1])
+
+    def biases(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(w1's, w2's, v1's) times `scale`, in the layout of the parameters; None where none was kept."""
+        of = {name: gradient if scale == 1 else gradient * scale for name, gradient in self._biases.items()}
+        if self._layout.is_combined and "v1" in of:
+            of["w1"] = self._layout.joined(of["w1"], of.pop("v1"))
+        return of.get("w1"), of.get("w2"), of.get("v1")
 
     def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(dw1, dw2, dv1) times `scale`, in the layout of the parameters; None where no part was asked for."""

@@ -616,8 +616,8 @@ def test_cuda_graphs_of_backward_were_given_sizes_on_the_host():
             x, w, h, y = empty(8, HIDDEN), empty(EXPERTS, FFN, HIDDEN), empty(16, FFN), empty(16, HIDDEN)
             slots, row_slots = empty(8, TOP_K, dtype=torch.int32), empty(16, dtype=torch.int32)
             sizes = empty(EXPERTS, dtype=torch.int64, device=place)
-            backward_operator(x, x, None, slots, row_slots, sizes, w, w, None, h, *[empty(0)] * 5, "silu", "auto", 1.0,
-                              MEGABLOCKS.code, True, False, True, True, False)
+            backward_operator(x, x, None, slots, row_slots, sizes, w, w, *[None] * 4, h, *[empty(0)] * 5, "silu", "auto", 1.0,
+                              MEGABLOCKS.code, True, False, True, True, *[False] * 4)
             grouped(h, w, sizes, engine="auto")
             grouped(h, y, sizes, True, engine="auto")
         assert [name for name in seen if name.startswith("gbmoe::")] == [f"gbmoe::{name}{suffix}" for name in

@@ -28,6 +28,7 @@ from gbmoe.ops.permute import make_slot_map
 from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.router_function import RouterFunction
 from gbmoe.testing import exact_inputs
+from gbmoe.weight_layout import WeightLayout
 from tests.forked_python import python
 
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 64, 128, 4, 2, 33
@@ -245,11 +246,14 @@ def test_expert_mlp_without_saving_refuses_a_gradient(device):
     x, w = torch.randn(TOKENS, HIDDEN, device=device), torch.randn(EXPERTS, FFN, HIDDEN, device=device, requires_grad=True)
     sizes = plan_sizes(plan, x, w, "auto")
     with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is needed, got False"):
-        torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, None, "silu", "auto", False, False,
-                                   False, 1.0, "separate")
+        torch.ops.gbmoe.expert_mlp(x, None, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w, w, *[None] * 4, "silu", "auto", False,
+                                   False, False, 1.0, "separate")
 
 
 # ----------------------------------------------------------------------------------------------------------- where results lie
+
+
+PAIRED = WeightLayout("interleaved", up_transposed=True).code
 
 
 def calls(device, dtype, tokens, top_k):
@@ -300,31 +304,42 @@ def calls(device, dtype, tokens, top_k):
     yield "scaled_gmm", (*operands, three.to(place), "bfloat16")
     yield "scaled_gmm_by_host", (*operands, three, "bfloat16")
     sizes = plan_sizes(plan, x, w, "auto")
+    of_ffn, of_hidden, of_pairs = (matrix(EXPERTS, columns) for columns in (FFN, HIDDEN, 2 * FFN))
+    pairs = torch.stack((w, w), 2).flatten(1, 2).transpose(1, 2).contiguous()
     for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
         yield f"gmm{suffix}", (h, w, counts, False, False, engine, False)
         yield f"gmm{suffix}", (h, y, counts, True, False, engine, False)
         for v, save, slot_weights, activation in ((w, True, weights, "silu"), (None, True, None, "identity"),
                                                   (w, False, weights, "gelu")):
             for keep_rows in (False, True):
-                yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, activation, engine, save, keep_rows, False,
-                                              1.0, "separate")
+                for biases in ((None,) * 3, (of_ffn, of_hidden, None if v is None else of_ffn)):
+                    yield f"expert_mlp{suffix}", (x, slot_weights, *maps, counts, w, w, v, *biases, activation, engine, save, keep_rows,
+                                                  False, 1.0, "separate")
             needs = (save, slot_weights is not None, True, save, v is not None)
+            biased = (save, True, v is not None)
             g = h.new_empty(0) if v is None else h
             none = h.new_empty(0)
             for kept in (none, y):
-                yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, h, g, kept, none, none, none, activation,
-                                                       engine, 1.0, "separate", *needs)
+                for biases, needed in (((None,) * 3, (False,) * 3), ((of_ffn, of_hidden, None if v is None else of_ffn), biased)):
+                    yield f"expert_mlp_backward{suffix}", (x, x, slot_weights, *maps, counts, w, w, v, *biases, h, g, kept, none, none,
+                                                           none, activation, engine, 1.0, "separate", *needs, *needed)
             in_order, scale_P = (None, plan.slot_of_row_P), None if slot_weights is None else torch.rand(rows, 1, device=device)
-            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, activation, engine, save, save, False, 1.0, "separate")
-            yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, h, g, *[none] * 4, activation, engine, 1.0,
-                                                       "separate", *needs)
+            yield f"expert_mlp{suffix}", (y, scale_P, *in_order, counts, w, w, v, *[None] * 3, activation, engine, save, save, False, 1.0,
+                                          "separate")
+            yield f"expert_mlp_backward{suffix}", (y, y, scale_P, *in_order, counts, w, w, v, *[None] * 3, h, g, *[none] * 4, activation,
+                                                   engine, 1.0, "separate", *needs, *[False] * 3)
+        for save in (False, True):  # gate and up in turns, transposed
+            paired = (pairs, w, None, of_pairs, of_hidden, None)
+            yield f"expert_mlp{suffix}", (x, weights, *maps, counts, *paired, "silu", engine, save, False, False, 1.0, PAIRED)
+            yield f"expert_mlp_backward{suffix}", (x, x, weights, *maps, counts, *paired, torch.cat((h, h), 1), *[none] * 5, "silu", engine,
+                                                   1.0, PAIRED, True, True, save, save, False, save, True, False)
     if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
         for v in (w, None):
-            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, "silu", "float8_block", True, False, True, 1.0, "separate")
+            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, *[None] * 3, "silu", "float8_block", True, False, True, 1.0, "separate")
             yield "expert_mlp", forward
             _, *saved = torch.ops.gbmoe.expert_mlp(*forward)
-            yield "expert_mlp_backward", (x, *forward[:8], *saved, "silu", "float8_block", 1.0, "separate", True, True, True, True,
-                                          v is not None)
+            yield "expert_mlp_backward", (x, *forward[:11], *saved, "silu", "float8_block", 1.0, "separate", True, True, True, True,
+                                          v is not None, *[False] * 3)
 
 
 @functools.cache
@@ -365,7 +380,7 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
 
 
 def autocast_positions(name):
-    positions = {"gmm": (0, 1), "expert_mlp": (0, 5, 6, 7), "router_logits": (0, 1), "route_tokens": (0, 1)}
+    positions = {"gmm": (0, 1), "expert_mlp": (0, *range(5, 11)), "router_logits": (0, 1), "route_tokens": (0, 1)}
     return positions.get(name.removesuffix("_by_host"), ())
 
 

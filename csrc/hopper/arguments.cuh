@@ -19,7 +19,7 @@ struct TensorMaps {
   // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu, and that of the second output under
   // kTransposedOut. Of scaled operands, k-grouped, the second ones are those of the scales.
   CUtensorMap a[2], b[2];
-  // Under EpilogueKind::kActivationBackward those of h and g, which are prefetched.
+  // Under EpilogueKind::kActivationBackward those of h and g, or of their pairs, which are prefetched.
   CUtensorMap out[3];
 };
 
@@ -60,16 +60,18 @@ struct Arguments {
   ScheduledGroup* groups_by_length;  // [E], k-grouped
   int* arrivals;           // [entry][CTA][consumer warp]: partial sums that have come, counted at a tile's first entry
   float4* partial_sums;
-  // The tensors behind TensorMaps::out, where rows are stored one by one; under EpilogueKind::kActivationBackward a, dh and dg.
+  // The tensors behind TensorMaps::out, where rows are stored one by one; under EpilogueKind::kActivationBackward a, dh and dg, or a and
+  // the pairs of dh and dg.
   void* out[3];
+  const void* bias;        // [E,N], or null; under kBias alone
   // Where a is gathered: its row r is row slot_of_row[r] / top_k of `tokens`, and zeros where that names no slot.
   const void* tokens;
   const int* slot_of_row;  // [P]; what is not in [0, slots) names no slot
   uint32_t slots;          // T * top_k
   int token_elements;
   uint32_t top_k_multiplier, top_k_shift;  // 2 * slot * top_k_multiplier >> 32 >> top_k_shift == slot / top_k
-  // EpilogueKind::kActivationBackward, beside slot_of_row
-  const void *h, *g;       // [P,N]; g null without a gate
+  // EpilogueKind::kActivationBackward, and slot_of_row
+  const void *h, *g;       // [P,N]; g null without a gate, and under kGateInPairs, where h is [P,2N]
   Scalars weights;         // [T,top_k], of at most four bytes each
   float* dots;             // [64 columns each, P]: partial sums of the weights' gradients
   // Scaled operands: number [r][k_block] of a pair's a, and [group][n / 128][k_block] of its b. The second of b's is v1's under

@@ -16,10 +16,11 @@ template <typename Traits> struct Epilogue {
   using Element = typename Traits::Output;
   using Accumulators = typename Traits::Accumulators;
   static constexpr EpilogueKind kKind = Traits::kEpilogue;
-  static constexpr bool kGlu = Traits::kGlu, kGroupedK = Traits::kGroupedK;
+  static constexpr bool kGlu = Traits::kGlu, kPairs = Traits::kPairs, kGroupedK = Traits::kGroupedK;
   static constexpr int kBuffers = Traits::kEpilogueBuffers, kHeld = Traits::kPackedAccumulators;
-  static constexpr int kChunks = kGlu ? 2 : Traits::kTileN / 64;
-  static constexpr int kChunkSteps = kGlu ? 6 : kKind == EpilogueKind::kActivation ? 5 : 1;
+  static constexpr int kChunks = kGlu || kPairs ? 2 : Traits::kTileN / 64;
+  static constexpr int kChunkColumns = kPairs ? 128 : 64;  // of the product
+  static constexpr int kChunkSteps = kGlu || kPairs ? 6 : kKind == EpilogueKind::kActivation ? 5 : 1;
   // Steps behind the next tile's k-blocks; none where the epilogue holds nothing.
   static constexpr int kTileSteps =
       kKind == EpilogueKind::kAccumulate || Traits::kActivationBackward || Traits::kPingPong ? 0 : kChunks * kChunkSteps;
@@ -39,6 +40,34 @@ template <typename Traits> struct Epilogue {
 
   __device__ Epilogue(const TensorMaps& maps_, const Arguments& args_, uint32_t shared)
       : maps(maps_), args(args_), buffers(Shared::buffer(shared, threadIdx.x / 32, 0)) {}
+
+  // kBias: two columns each, of which the warp's lanes have those of the whole tile.
+  struct Bias { uint32_t pair[Traits::kTileN / 64]; };
+
+  // Those of a tile, loaded well before they are needed; zeros without a bias.
+  __device__ __forceinline__ Bias bias_of(const Tile& of) const {
+    Bias bias;
+#pragma unroll
+    for (int i = 0; i < Traits::kTileN / 64; ++i) {
+      const int column = of.n + (i * 32 + lane) * 2;
+      const int64_t element = static_cast<int64_t>(of.group) * args.size_n + column;
+      bias.pair[i] = args.bias && column < args.size_n ? *reinterpret_cast<const uint32_t*>(static_cast<const Element*>(args.bias) + element) : 0u;
+    }
+    return bias;
+  }
+
+  // Takes a tile's sums with their bias, rounded to 16 bits.
+  __device__ __forceinline__ void hold(const Tile& of, const Accumulators& sum, const Bias& bias) {
+    tile = of;
+    held = true;
+    chunk = 0;
+#pragma unroll
+    for (int i = 0; i < Traits::kTileN / 8; ++i) {
+      const float2 add = unpack<Element>(__shfl_sync(kFullWarp, bias.pair[i / 8], i % 8 * 4 + lane % 4));
+      pair[2 * i] = pack<Element>(sum[4 * i] + add.x, sum[4 * i + 1] + add.y);
+      pair[2 * i + 1] = pack<Element>(sum[4 * i + 2] + add.x, sum[4 * i + 3] + add.y);
+    }
+  }
 
   // Takes a tile's sums, rounded to 16 bits.
   __device__ __forceinline__ void hold(const Tile& of, const Accumulators& sum) {
@@ -66,8 +95,11 @@ template <typename Traits> struct Epilogue {
 
   // One step of the chunk that is next.
   __device__ __forceinline__ void step(int number) {
-    if (!held || tile.n + chunk * 64 >= args.size_n) return;
-    if constexpr (kKind == EpilogueKind::kStore) {
+    if (!held || tile.n + chunk * kChunkColumns >= args.size_n) return;
+    if constexpr (kPairs) {
+      if (number < 4) activate_pairs(number);
+      else if (args.save && tile.n + chunk * kChunkColumns + (number - 4) * 64 < args.size_n) store_pairs(number - 4);
+    } else if constexpr (kKind == EpilogueKind::kStore) {
       store_chunk(second, 0);
     } else if constexpr (kKind == EpilogueKind::kActivation || kGlu) {
       if (number < 4) activate_quarter(number);
@@ -78,9 +110,10 @@ template <typename Traits> struct Epilogue {
   // On to the next chunk.
   __device__ __forceinline__ void end_chunk() {
     constexpr int kOfOne = kGlu ? 32 : kHeld;  // of each of h and g, or in all
+    constexpr int kOfChunk = kChunkColumns / 4;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (i % kOfOne + 16 < kOfOne) pair[i] = pair[i + 16];
+      if (i % kOfOne + kOfChunk < kOfOne) pair[i] = pair[i + kOfChunk];
     }
     if (++chunk == kChunks) held = false;
   }
@@ -139,10 +172,14 @@ template <typename Traits> struct Epilogue {
   }
 
  private:
-  // A full buffer to the chunk's columns of an output: by TMA, or row by row where rows behind the valid ones belong to the next
-  // group.
+  // A full buffer to the chunk's columns of an output.
   __device__ __forceinline__ void store_buffer(int output, uint32_t buffer) {
-    const int column = tile.n + chunk * 64;
+    store_buffer(output, buffer, tile.n + chunk * 64, args.size_n);
+  }
+
+  // A full buffer to an output of `columns`, from `column` on: by TMA, or row by row where rows behind the valid ones belong to the next
+  // group.
+  __device__ __forceinline__ void store_buffer(int output, uint32_t buffer, int column, int columns) {
     fence_proxy_async();
     __syncwarp();
     if constexpr (Traits::kTransposedOut) {
@@ -165,8 +202,8 @@ template <typename Traits> struct Epilogue {
 #pragma unroll 1
     for (int line = lane / 8; line < valid; line += 4) {
       const int4 value = load_shared_16(buffer + line * kLineBytes + ((vector ^ (line & 7)) << 4));
-      if (column + vector * 8 < args.size_n) {
-        const int64_t element = static_cast<int64_t>(tile.row + row_in_tile + line) * args.size_n + column + vector * 8;
+      if (column + vector * 8 < columns) {
+        const int64_t element = static_cast<int64_t>(tile.row + row_in_tile + line) * columns + column + vector * 8;
         *reinterpret_cast<int4*>(static_cast<Element*>(args.out[output]) + element) = value;
       }
     }
@@ -206,6 +243,44 @@ template <typename Traits> struct Epilogue {
     }
     stmatrix(Shared::fragment_address(activated, quarter), m[0], m[1], m[2], m[3]);
     if (quarter == 3) store_buffer(0, activated);
+  }
+
+  // kPairs: act(h) * g of a quarter of the chunk: 32 columns, of which 16 are made. The last one stores them.
+  __device__ __forceinline__ void activate_pairs(int quarter) {
+    if (quarter == 0) activated = take_buffer();
+    const typename Traits::ActivationFamily activation(args.activation);
+    uint32_t m[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 8 columns of 8 rows: rows 0-7 and 8-15 of the first 8 columns, then of the others
+      const int first = quarter * 8 + i / 2 * 4 + i % 2;
+      float a[2];  // column lane % 4, and the fourth one after it
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 both = unpack<Element>(pair[first + half * 2]);
+        a[half] = activation.value(both.x) * activation.gate(both.y);
+      }
+      m[i] = neighbours(pack<Element>(a[0], a[1]));
+    }
+    stmatrix(Shared::fragment_address(activated, quarter), m[0], m[1], m[2], m[3]);
+    if (quarter == 3) store_buffer(0, activated, (tile.n + chunk * kChunkColumns) / 2, args.size_n / 2);
+  }
+
+  // Of columns lane % 4 (the low half) and lane % 4 + 4 of a row of 8 columns, which four lanes have: columns lane % 4 * 2 and the next.
+  __device__ __forceinline__ uint32_t neighbours(uint32_t columns) const {
+    const int from = lane / 4 * 4 + lane % 2 * 2;
+    const uint32_t left = __shfl_sync(kFullWarp, columns, from), right = __shfl_sync(kFullWarp, columns, from + 1);
+    return __byte_perm(left, right, lane % 4 < 2 ? 0x5410 : 0x7632);
+  }
+
+  // kPairs: half `half` of the chunk's columns of the product.
+  __device__ __forceinline__ void store_pairs(int half) {
+    const uint32_t buffer = take_buffer();
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const uint32_t* m = pair + half * 16 + quarter * 4;
+      stmatrix(Shared::fragment_address(buffer, quarter), m[0], m[1], m[2], m[3]);
+    }
+    store_buffer(1, buffer, tile.n + chunk * kChunkColumns + half * 64, args.size_n);
   }
 };
 

@@ -53,6 +53,7 @@ template <typename Traits> struct ActivationBackward {
   using Shared = SharedMemory<Traits>;
   using Element = typename Traits::Element;
   static constexpr bool kGate = Traits::kGate;  // whether there is g
+  static constexpr bool kPairs = Traits::kGateInPairs;  // h and g are one tensor; Eight h and g are then its first 8 elements and its next
   static constexpr int kSteps = 4;              // of a patch, four rows each
 
   static_assert(Traits::kTileN / 64 * kConsumerWarps <= 32, "one lane for each patch of a tile");
@@ -89,7 +90,9 @@ template <typename Traits> struct ActivationBackward {
 
   static __device__ void run(const TensorMaps& maps, const Arguments& args, uint32_t shared) {
     ActivationBackward self(maps, args, shared);
-    with_activation(args.activation.kind, [&](auto kind) { self.template run_with<decltype(kind)::value>(); });
+    const auto run_with = [&](auto kind) { self.template run_with<decltype(kind)::value>(); };
+    if constexpr (kPairs) with_activation_of_pairs(args.activation.kind, run_with);
+    else with_activation(args.activation.kind, run_with);
   }
 
  private:
@@ -132,6 +135,11 @@ template <typename Traits> struct ActivationBackward {
     if (own == 0 || lane > 0) return;
     const int number = __ffs(own) - 1, chunk = number * inverse >> 16;
     const int row = tile.row + (number - chunk * warps) * 16, column = tile.n + chunk * 64;
+    if constexpr (kPairs) {
+      tma_prefetch(&maps.out[0], 2 * column, row, 0);
+      tma_prefetch(&maps.out[0], 2 * column + 64, row, 0);
+      return;
+    }
     tma_prefetch(&maps.out[0], column, row, 0);
     if (kGate) tma_prefetch(&maps.out[1], column, row, 0);
   }
@@ -174,6 +182,25 @@ template <typename Traits> struct ActivationBackward {
                   static_cast<int>(value.pair[3]));
   }
 
+  // h and g at the lane's row of a step.
+  __device__ __forceinline__ void load_both(int64_t at, Eight& h, Eight& g) const {
+    h = load(args.h, kPairs ? 2 * at : at);
+    if constexpr (kPairs) g = load(args.h, 2 * at + static_cast<int64_t>(sizeof(Eight)));
+    else if (kGate) g = load(args.g, at);
+  }
+
+  // Elements 2 * i and the next of h and of g.
+  static __device__ __forceinline__ float2 two_of_h(const Eight& h, const Eight& g, int i) {
+    if constexpr (!kPairs) return unpack<Element>(h.pair[i]);
+    const uint32_t* pair = i < 2 ? h.pair + 2 * i : g.pair + 2 * i - 4;
+    return {unpack<Element>(pair[0]).x, unpack<Element>(pair[1]).x};
+  }
+  static __device__ __forceinline__ float2 two_of_g(const Eight& h, const Eight& g, int i) {
+    if constexpr (!kPairs) return unpack<Element>(g.pair[i]);
+    const uint32_t* pair = i < 2 ? h.pair + 2 * i : g.pair + 2 * i - 4;
+    return {unpack<Element>(pair[0]).y, unpack<Element>(pair[1]).y};
+  }
+
   struct Results { Eight a, dh, dg; };
   template <int kKind>
   __device__ __forceinline__ Results results(const Eight& h, const Eight& g, const Eight& d, float weight, float& dot) const {
@@ -181,7 +208,7 @@ template <typename Traits> struct ActivationBackward {
     ValueAndSlope<float> act[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 both = unpack<Element>(h.pair[i]);
+      const float2 both = two_of_h(h, g, i);
       of_h[2 * i] = both.x, of_h[2 * i + 1] = both.y;
     }
     activations_at<kKind>(of_h, act, args.activation);
@@ -189,7 +216,7 @@ template <typename Traits> struct ActivationBackward {
     float2 dots = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 of_g = kGate ? unpack<Element>(g.pair[i]) : float2{1.0f, 1.0f}, of_d = unpack<Element>(d.pair[i]);
+      const float2 of_g = kGate ? two_of_g(h, g, i) : float2{1.0f, 1.0f}, of_d = unpack<Element>(d.pair[i]);
       ValueAndSlope<float> gates[2] = {{of_g.x, 1.0f}, {of_g.y, 1.0f}};
       if constexpr (kGate && changes_gate(kKind))
         gates[0] = gate_at<kKind>(of_g.x, args.activation), gates[1] = gate_at<kKind>(of_g.y, args.activation);
@@ -198,10 +225,16 @@ template <typename Traits> struct ActivationBackward {
       const float2 weighted = {weight * of_d.x, weight * of_d.y};
       dots.x += gated.x * of_d.x, dots.y += gated.y * of_d.y;
       results.a.pair[i] = pack<Element>(weight * gated.x, weight * gated.y);
-      results.dh.pair[i] = pack<Element>(weighted.x * (act[2 * i].slope * gate.x), weighted.y * (act[2 * i + 1].slope * gate.y));
+      const float2 dh = {weighted.x * (act[2 * i].slope * gate.x), weighted.y * (act[2 * i + 1].slope * gate.y)};
       float2 dg = {weighted.x * act[2 * i].value, weighted.y * act[2 * i + 1].value};
       if constexpr (changes_gate(kKind)) dg.x *= gates[0].slope, dg.y *= gates[1].slope;
-      if (kGate) results.dg.pair[i] = pack<Element>(dg.x, dg.y);
+      if constexpr (kPairs) {
+        uint32_t* pair = i < 2 ? results.dh.pair + 2 * i : results.dg.pair + 2 * i - 4;
+        pair[0] = pack<Element>(dh.x, dg.x), pair[1] = pack<Element>(dh.y, dg.y);
+      } else {
+        results.dh.pair[i] = pack<Element>(dh.x, dh.y);
+        if (kGate) results.dg.pair[i] = pack<Element>(dg.x, dg.y);
+      }
     }
     dot = dots.x + dots.y;
     return results;
@@ -213,10 +246,7 @@ template <typename Traits> struct ActivationBackward {
     Stored stored = find_weight(slot);
     Eight h[kSteps], g[kSteps];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      h[step] = load(args.h, offset(patch, step));
-      if (kGate) g[step] = load(args.g, offset(patch, step));
-    }
+    for (int step = 0; step < kSteps; ++step) load_both(offset(patch, step), h[step], g[step]);
 #pragma unroll 1
     while (patch.full) {
       const Patch upcoming = next();
@@ -230,15 +260,14 @@ template <typename Traits> struct ActivationBackward {
         const int line = step * 4 + lane / 8;
         const Eight d = eight(load_shared_16(patch.buffer + line * kLineBytes + ((lane % 8 ^ (line & 7)) << 4)));
         Results of = results<kKind>(h[step], g[step], d, __shfl_sync(kFullWarp, weight, line), dot[step]);
-        const int64_t ahead = offset(upcoming, step);
-        h[step] = load(args.h, ahead);
-        if (kGate) g[step] = load(args.g, ahead);
+        load_both(offset(upcoming, step), h[step], g[step]);
         if ((without_slot & 0xffff) && without_slot >> line & 1) of = Results{};  // whatever the operands held
         if (step * 4 < patch.rows) {
           const int64_t here = offset(patch, step);
           store(args.out[0], here, of.a);
-          store(args.out[1], here, of.dh);
-          if (kGate) store(args.out[2], here, of.dg);
+          store(args.out[1], kPairs ? 2 * here : here, of.dh);
+          if constexpr (kPairs) store(args.out[1], 2 * here + static_cast<int64_t>(sizeof(Eight)), of.dg);
+          else if (kGate) store(args.out[2], here, of.dg);
         } else {
           dot[step] = 0.0f;
         }

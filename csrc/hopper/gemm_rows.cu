@@ -79,10 +79,36 @@ void hopper_rows(
   });
 }
 
+// out[rows of e] = a[rows of e] @ b[e] + bias[e], whose sum is rounded once; b [E,K,N], or [E,N,K] with trans_b, bias [E,N]
+void hopper_rows_biased(
+    Tensor a, Tensor b, Tensor bias, Tensor sizes, bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace,
+    std::vector<double> splitting, Tensor out) {
+  using namespace hopper;
+  const OnDevice current(a);
+  const Tiling tiles = tiling_of(tiling);
+  if (!tiles.is(kWideTileN, 1, 2)) tiles.refuse("hopper_rows_biased");
+  Arguments args = arguments(sizes, out.size(0), out.size(1), tiles);
+  args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
+  args.bias = bias.data_ptr();
+  args.out[0] = out.data_ptr();
+  TensorMaps maps{};
+  maps.a[0] = map_of_a(a, tiles);
+  maps.b[0] = tensor_map(b, trans_b ? box_of_b(kWideTileN) : kBoxContiguousMN);
+  maps.out[0] = tensor_map(out, kBoxOut);
+  const Balancing balancing{workspace, splitting_of(splitting)};
+  GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows_biased", {
+    if (trans_b) launch<BiasedRowsSettings<T, false>>(maps, args, balancing, a);
+    else launch<BiasedRowsSettings<T, true>>(maps, args, balancing, a);
+  });
+}
+
 GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
 GBMOE_OPERATOR(hopper_rows,
                "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
                "workspace, float[] splitting, Tensor(b!) out) -> ()");
+GBMOE_OPERATOR(hopper_rows_biased,
+               "(Tensor a, Tensor b, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, Tensor(a!)? workspace, float[] splitting, "
+               "Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(hopper_rows_gathered,
                "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) out) -> ()");
 

@@ -15,6 +15,11 @@ template <typename T, bool kTransposedB_, int kTileN_, int kClusterN_> struct Ro
   static constexpr int kTileN = kTileN_, kClusterN = kClusterN_;
 };
 
+// m-grouped: out = a @ b[e] + bias[e], in pairs of CTAs.
+template <typename T, bool kTransposedB_> struct BiasedRowsSettings : RowsSettings<T, kTransposedB_, kWideTileN, 2> {
+  static constexpr bool kBias = true;
+};
+
 // m-grouped: out = a @ b[e], in ping-pong.
 template <typename T, bool kTransposedB_, int kClusterM_, int kClusterN_> struct PingPongRowsSettings : GemmSettings {
   using Element = T;
@@ -43,6 +48,11 @@ struct UpSettings : GemmSettings {
   static constexpr int kClusterN = kClusterN_;
 };
 
+// m-grouped: the same of weights whose columns are pairs of h's and g's, which lie contiguous along F.
+template <typename T, typename Family> struct UpPairsSettings : UpSettings<T, EpilogueKind::kPairs, Family, true, false, 2> {
+  static constexpr bool kBias = true;
+};
+
 // m-grouped: back through the second GEMM and the activation. The shared memory that three stages (four with narrow tiles) leave
 // free holds buffers for a whole tile and some of the next.
 template <typename T, bool kTransposedB_, bool kGate_, int kTileN_, int kClusterN_> struct DownBackwardSettings : GemmSettings {
@@ -52,6 +62,11 @@ template <typename T, bool kTransposedB_, bool kGate_, int kTileN_, int kCluster
   static constexpr bool kGate = kGate_;
   static constexpr int kTileN = kTileN_, kClusterN = kClusterN_;
   static constexpr int kStages = kTileN == kNarrowTileN ? 4 : 3, kEpilogueBuffers = kTileN == kNarrowTileN ? 4 : 5;
+};
+
+// The same where h and g are pairs.
+template <typename T, int kTileN_> struct DownBackwardPairsSettings : DownBackwardSettings<T, false, true, kTileN_, 2> {
+  static constexpr bool kGateInPairs = true;
 };
 
 // m-grouped, scaled e4m3: out = a @ b[e], in T; or the first GEMM of an expert with its activation.

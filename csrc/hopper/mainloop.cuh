@@ -43,6 +43,8 @@ template <typename Traits> struct MainLoop {
         continue;
       }
       Accumulators sum;
+      typename Epilogue<Traits>::Bias bias;
+      if constexpr (Traits::kBias) bias = epilogue.bias_of(tile);
       multiply_tile(sum, epilogue, tile, warpgroup, shared, pipe, upcoming, tiles);
       const bool results = warp * 16 < (kGroupedK ? args.size_m - tile.m : tile.rows) && tile.n < args.tiled_n;
       if (!results) continue;
@@ -50,6 +52,7 @@ template <typename Traits> struct MainLoop {
         if (split_count(tile.split) > 1 && !SplitK<Traits>::reduce(sum, args, tile, rank)) continue;
       }
       if constexpr (Traits::kActivationBackward) gradient.send(sum, args.size_n - tile.n);
+      else if constexpr (Traits::kBias) epilogue.hold(tile, sum, bias);
       else if constexpr (Traits::kEpilogue != EpilogueKind::kAccumulate) epilogue.hold(tile, sum);
       else if (tile.rows > 0) epilogue.accumulate(tile, sum);
     }

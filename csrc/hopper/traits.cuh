@@ -33,6 +33,7 @@ enum class EpilogueKind {
   kAccumulate,          // fp32 out += product, k-grouped only
   kActivation,          // h = product, a = act(h); h is stored only if it is wanted
   kGlu,                 // a tile's columns are 128 of w1 beside 128 of v1: h, g, a = act(h) * g
+  kPairs,               // the product's columns are pairs of h and g: pairs, a = act(h) * g of half as many columns
   kActivationBackward,  // product = gradient of a, handed to warps that go on with it (epilogue_backward.cuh)
 };
 
@@ -45,8 +46,10 @@ struct GemmSettings {
   static constexpr bool kTransposedB = false;  // b[e] is [K,N] rather than [N,K], m-grouped
   static constexpr bool kGatherA = false;      // a is not in memory: its rows are gathered from the tokens' matrix
   static constexpr EpilogueKind kEpilogue = EpilogueKind::kStore;
-  using ActivationFamily = void;               // kActivation and kGlu: a family of activation_formulas.cuh
+  static constexpr bool kBias = false;         // m-grouped: whether b's columns may have a bias, which is added before sums are rounded
+  using ActivationFamily = void;               // kActivation, kGlu and kPairs: a family of activation_formulas.cuh
   static constexpr bool kGate = false;         // kActivationBackward: whether there is g
+  static constexpr bool kGateInPairs = false;  // kActivationBackward: whether h and g are one tensor, element by element, as kPairs stores
   static constexpr bool kPingPong = false;     // each warpgroup makes whole tiles, in turns; else both share each tile
   static constexpr int kTileN = kWideTileN;
   static constexpr int kStages = 4;            // k-blocks that are loaded ahead
@@ -69,7 +72,7 @@ template <typename Settings> struct GemmTraits : Settings {
   static constexpr int kBlockK = kScaled ? kFloat8BlockK : hopper::kBlockK;
   // How a is gathered: line by line by TMA where CTAs share it (line_producer.cuh), else by cp.async (gather_producer.cuh).
   static constexpr bool kGatherLines = kGatherA && kClusterN > 1, kGatherCopies = kGatherA && kClusterN == 1;
-  static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu;
+  static constexpr bool kGlu = kEpilogue == EpilogueKind::kGlu, kPairs = kEpilogue == EpilogueKind::kPairs;
   static constexpr bool kActivationBackward = kEpilogue == EpilogueKind::kActivationBackward;
   static constexpr bool kTransposedOut = kGroupedK && kGatherA;      // stores out[e] from tiles of out[e].T
   static constexpr int kOutputTileN = kGlu ? kTileN / 2 : kTileN;    // a tile's columns of one output tensor
@@ -100,7 +103,8 @@ template <typename Settings> struct GemmTraits : Settings {
   using Accumulators = float[kTileN / 2];               // one thread's, of 64 rows by kTileN
   static constexpr int kPackedAccumulators = kTileN / 4;  // the same rounded to 16 bits, in pairs
 
-  static_assert(kTileN == kWideTileN || (!kGroupedK && !kGlu), "gradients of weights, and gates, need the widest tile");
+  static_assert(kTileN == kWideTileN || (!kGroupedK && !kGlu && !kPairs), "gradients of weights, and gates, need the widest tile");
+  static_assert(!Settings::kBias || (!kGroupedK && !kPingPong && !kScaled && !kGlu), "one tensor has the biases of all columns");
   static_assert(
       !kActivationBackward || (!kGroupedK && !kGatherA), "the activation's backward follows plain m-grouped GEMMs only");
   static_assert(!kGatherLines || (kClusterM == 1 && kClusterN == 2), "two CTAs load half of the lines each");

@@ -12,8 +12,8 @@ It works for every model whose experts dispatch through transformers' ExpertsInt
 weights [E,out,in] and transposed [E,in,out], concatenated and interleaved gates, a norm after the experts, and transformers' expert
 parallelism. Parameters are not copied, transposed or renamed, and checkpoints do not change.
 
-Experts without biases and without a norm, whose activation and gate have kernels (`fused_function`), are one operator, gbmoe.expert_mlp,
-which reads the weights where they lie. The others are composed of gather, products, the model's own gate function and scatter.
+Experts without a norm, whose activation and gate have kernels (`fused_function`), are one operator, gbmoe.expert_mlp, which reads the
+weights where they lie. The others are composed of gather, products, the model's own gate function and scatter.
 
 Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden (twice that before a gate),
 P rows of the plan, N columns, B columns of ones.
@@ -126,7 +126,7 @@ def experts_forward(
     function = fused_function(self)
     if function is not None:
         out_TH = expert_mlp(x_TH, plan, up, down, weights_TK=top_k_weights, activation=function, engine=engine, fp8_recipe=fp8_recipe,
-                            layout=_layout(self))
+                            layout=_layout(self), w1_bias=up_bias, w2_bias=down_bias)
         return out_TH.to(hidden_states.dtype)
     if fp8_recipe is not None:
         engine = engines.float8(fp8_recipe, engine)
@@ -157,6 +157,8 @@ def _clamped(limit: str, alpha: str | None = None, gate_offset: float = 0.0) -> 
 # be that.
 _GATES: dict[str, tuple[str, Callable[[Any], ClampedSilu]]] = {
     "DeepseekV4Experts": ("silu", _clamped("limit")),
+    "GptOssExperts": ("", _clamped("limit", "alpha", 1.0)),
+    "OpenAIPrivacyFilterExperts": ("", _clamped("limit", "alpha", 1.0)),
     "Glm5NextTextExperts": ("", _clamped("swiglu_limit")),
     "HYV4Experts": ("", _clamped("swiglu_limit")),
     "HYV4VLExperts": ("", _clamped("swiglu_limit")),
@@ -170,7 +172,7 @@ def fused_function(module: Any) -> str | ClampedSilu | None:
     Args:
         module: decorated with transformers' use_experts_implementation.
     """
-    if module.has_bias or getattr(module, "has_post_expert_norm", False) or any(True for _ in _others(module)):
+    if getattr(module, "has_post_expert_norm", False) or any(True for _ in _others(module)):
         return None
     activation = activation_name(module.act_fn, _ACTIVATIONS) if callable(getattr(module, "act_fn", None)) else None
     if not module.has_gate:
@@ -213,8 +215,8 @@ def _recognise_activations() -> None:
 
 
 def _others(module: torch.nn.Module) -> Iterator[str]:
-    """Names of parameters that are no expert's matrix: of a norm, or of an activation."""
-    return (name for name, _ in module.named_parameters() if name not in ("gate_up_proj", "up_proj", "down_proj"))
+    """Names of parameters that are no expert's matrix or bias: of a norm, or of an activation."""
+    return (name for name, _ in module.named_parameters() if name.removesuffix("_bias") not in ("gate_up_proj", "up_proj", "down_proj"))
 
 
 def _is_concatenated(module: Any) -> bool:

@@ -1,7 +1,7 @@
 """What an engine is: one way to compute grouped GEMMs, and with them the experts of a layer.
 
 Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
-H hidden, F ffn hidden, P padded rows of the plan, Y bytes. Group e has sizes[e] consecutive rows. Rows behind the last group belong to
+H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones. Group e has sizes[e] consecutive rows. Rows behind the last group belong to
 no group: they are not read, and in the result they are undefined.
 
     m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
@@ -21,6 +21,11 @@ from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
+
+
+# Columns of the matrices by which biases are added and their gradients summed, of which all but one are zeros: engines need rows of
+# multiples of 16 bytes.
+_ONES = 8
 
 
 class GatheredRows:
@@ -160,6 +165,48 @@ class Engine:
         a_PF = kernels.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
+    def up_biased(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, w1_bias_EF: torch.Tensor | None,
+                  v1_bias_EF: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
+                  ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """`up` with h = x @ w1[e].T + w1_bias[e], and g likewise; a bias may be None."""
+        h_PF = self.biased_product(x.rows_PH(), w1_EFH, w1_bias_EF, sizes_E, trans_b=True)
+        g_PF = None if v1_EFH is None else self.biased_product(x.rows_PH(), v1_EFH, v1_bias_EF, sizes_E, trans_b=True)
+        x.forget()
+        a_PF = kernels.activate(h_PF, g_PF, activation)
+        return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
+
+    def up_pairs(self, x: GatheredRows, w_EGH: torch.Tensor, bias_EG: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
+                 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`up` of weights whose rows are gate and up in turns: (a [P,F], pairs [P,2F]), pairs = x @ w[e].T + bias[e] of h and g in turns."""
+        pairs_PG = self.biased_product(x.rows_PH(), w_EGH, bias_EG, sizes_E, trans_b=True)
+        x.forget()
+        a_PF = kernels.activate_pairs(pairs_PG, activation)
+        return a_PF, pairs_PG if save else None
+
+    def biased_product(self, a: torch.Tensor, b: torch.Tensor, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, trans_b: bool = False,
+                       ) -> torch.Tensor:
+        """a[rows of e] @ b[e] + bias[e]; without a bias the product alone. Here the product is rounded before the bias is added."""
+        out_PN = self.product(a, b, sizes_E, trans_b=trans_b)
+        return out_PN if bias_EN is None else self.add_bias(out_PN, bias_EN, sizes_E)
+
+    def add_bias(self, out_PN: torch.Tensor, bias_EN: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+        """out[rows of e] += bias[e], in place, by a product with ones, for which no row needs to know its expert. Returns out."""
+        ones_PB = out_PN.new_ones(out_PN.size(0), _ONES)
+        bias_EBN = torch.nn.functional.pad(bias_EN.unsqueeze(1), (0, 0, 0, _ONES - 1))
+        return self.product(ones_PB, bias_EBN, sizes_E, out=out_PN, accumulate=True)
+
+    def bias_gradient(self, rows_PN: torch.Tensor, sizes_E: torch.Tensor, weights_P: torch.Tensor | None = None) -> torch.Tensor:
+        """out[e], [E,N]: the sum of e's rows, each times its weight where there are weights; a product with a column of weights or ones,
+        which sums in float32 and in a fixed order. What a weight loses in the rows' dtype is a second column."""
+        left_PB = rows_PN.new_zeros(rows_PN.size(0), _ONES)
+        if weights_P is None:
+            left_PB[:, 0] = 1
+            return self.product(left_PB, rows_PN, sizes_E, trans_a=True)[:, 0].contiguous()
+        left_PB[:, 0] = weights_P
+        left_PB[:, 1] = weights_P - left_PB[:, 0]
+        sums_EBN = self.product(left_PB, rows_PN, sizes_E, trans_a=True)
+        return (sums_EBN[:, 0].to(plain_torch.accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
+
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
         """Whether there are rows to keep for backward: `up` gathers them in their dtype into memory, or takes ones that were gathered for
         this alone. Traced, as `refuses` is."""
@@ -168,6 +215,10 @@ class Engine:
     def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
         """y = a @ w2[e], [P,H]. Called directly after `up`, with its sizes; nothing writes them or w2 from when `up` began."""
         return self.product(a_PF, w2_EFH, sizes_E)
+
+    def down_biased(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, bias_EH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+        """`down` with y = a @ w2[e] + bias[e]."""
+        return self.biased_product(a_PF, w2_EFH, bias_EH, sizes_E)
 
     def down_backward(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,
                       g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str,
@@ -183,6 +234,12 @@ class Engine:
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
         a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
         return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
+
+    def down_backward_pairs(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, pairs_PG: torch.Tensor,
+                            weights_TK: torch.Tensor | None, activation: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`down_backward` of what `up_pairs` saved: (w a [P,F], the pairs of dh and dg [P,2F], dweights)."""
+        d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
+        return kernels.activate_pairs_backward(pairs_PG, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,25 @@ class Float8(Engine):
         a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
+    def up_biased(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save):
+        rows = self._gathered(x)
+        h_PF = self._biased(self._product(rows, w1_EFH, sizes_E), w1_bias_EF, sizes_E)
+        g_PF = None if v1_EFH is None else self._biased(self._product(rows, v1_EFH, sizes_E), v1_bias_EF, sizes_E)
+        a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
+        return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
+
+    def down_biased(self, a_PF, w2_EFH, bias_EH, sizes_E):
+        return self._biased(self.down(a_PF, w2_EFH, sizes_E), bias_EH, sizes_E)
+
+    def _biased(self, out_PN: torch.Tensor, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor) -> torch.Tensor:
+        # A bias is not quantised.
+        return out_PN if bias_EN is None else self.unscaled.add_bias(out_PN, bias_EN, sizes_E)
+
+    def bias_gradient(self, rows_PN, sizes_E, weights_P=None):
+        if isinstance(rows_PN, ScaledKBlocks):
+            return _sums_of_blocks(rows_PN)
+        return self.unscaled.bias_gradient(rows_PN, sizes_E, weights_P)
+
     def gathers_before_up(self, ffn, activation, token_bytes):
         return False  # what is gathered is quantised on its way
 
@@ -157,6 +176,17 @@ class Float8(Engine):
             return w_EFH
         kept = float8.cached(w_EFH, self.power_2_scale, lambda: kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
         return kernels.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose) if kept is None else kept[transpose]
+
+
+def _sums_of_blocks(rows: ScaledKBlocks) -> torch.Tensor:
+    """The sum of each expert's rows, float32 [E,N], which are there in e4m3 alone."""
+    sums_BN = rows.values_BKR.to(torch.bfloat16).sum(2, dtype=torch.float32) * rows.scales_BK
+    ends_E = (rows.filled_rows_E // TILE).cumsum(0)
+    block_B = torch.arange(sums_BN.size(0), device=sums_BN.device)
+    expert_B = torch.searchsorted(ends_E, block_B, right=True)
+    sums_BN = torch.where((block_B < ends_E[-1]).unsqueeze(1), sums_BN, 0)  # after the last expert's lies anything
+    of_expert_EB = (expert_B == torch.arange(ends_E.numel(), device=sums_BN.device).unsqueeze(1)).double()
+    return (of_expert_EB @ sums_BN.double()).float()
 
 
 class Float8Reference(Float8):

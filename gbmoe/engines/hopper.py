@@ -1,6 +1,7 @@
 """Our own kernels for compute capability 9.0 (csrc/hopper/): sizes on the device, the activation inside the products.
 
-Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, C runs of 64 columns.
+Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, C runs
+of 64 columns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gbmoe.tuning.device import Device
 from gbmoe.tuning.hopper_tiles import GemmConfig
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_UP_ALONG_F = ("silu", "gelu_tanh", "clamped_silu", "situ")  # for which the first GEMM has instances that read weights contiguous along F
+# For which the first GEMM has instances that read weights contiguous along F, pairs of gate and up as well.
+_UP_ALONG_F = ("silu", "gelu_tanh", "clamped_silu", "situ")
 
 
 class Hopper(OwnKernels):
@@ -98,6 +100,21 @@ class Hopper(OwnKernels):
         x.forget()
         return result
 
+    def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save):
+        w, along_f = rows_or_columns_in_place(w_EGH)
+        fused = along_f and activation.partition(" ")[0] in _UP_ALONG_F and not self.has_few_rows(x.num_rows, w_EGH.size(0))
+        if not fused:
+            return super().up_pairs(x, w_EGH, bias_EG, sizes_E, activation, save)
+        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save)
+        x.forget()
+        return result
+
+    def biased_product(self, a, b, bias_EN, sizes_E, trans_b=False):
+        if bias_EN is None or self.has_few_rows(a.size(0), b.size(0)):
+            return super().biased_product(a, b, bias_EN, sizes_E, trans_b)
+        b, is_transposed = self.readable(b)
+        return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b != is_transposed, splits=not self.batch_invariant)
+
     def down(self, a_PF, w2_EFH, sizes_E):
         if self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):
             return HOPPER_FEW_ROWS.down(a_PF, w2_EFH, sizes_E)
@@ -119,6 +136,12 @@ class Hopper(OwnKernels):
                 activation)
             return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
         return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
+
+    def down_backward_pairs(self, dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation):
+        w2, along_f = rows_or_columns_in_place(w2_EFH)
+        if along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
+            return super().down_backward_pairs(dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation)
+        return down_backward_pairs_gemm(aligned(dz.rows_PH()), w2, sizes_E, pairs_PG, dz.slots.slot_of_row_P, weights_TK, activation)
 
     def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
         gathers = _config(rows, left_PF.size(1)).gather_weight_gradient and (out_EFH is None or has_aligned_rows(out_EFH))
@@ -202,6 +225,29 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
         torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
+def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save):
+    """Engine.up_pairs of gathered rows and weights that lie contiguous along F."""
+    a_PF = x_PH.new_empty(x_PH.size(0), w_EGH.size(1) // 2)
+    pairs_PG = x_PH.new_empty(x_PH.size(0), w_EGH.size(1)) if save else None
+    config = hopper_tiles.up_gemm(Device.of(x_PH.device), a_PF.size(0), x_PH.size(1), a_PF.size(1), True, gathered=False, padded=False,
+                                  along_f=True)
+    sizes = device_sizes(sizes, x_PH.device)
+    torch.ops.gbmoe_cuda.hopper_up_pairs(
+        x_PH, w_EGH, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation), config.tiling,
+        workspace(x_PH, sizes, config), a_PF, pairs_PG)
+    return a_PF, pairs_PG
+
+
+def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits):
+    """out[rows of e] = a[rows of e] @ b[e] + bias[e], rounded once. `splits`: whether sums may be cut along K."""
+    out = a.new_empty(a.size(0), bias_EN.size(1))
+    config = hopper_tiles.biased_rows_gemm(Device.of(a.device), a.size(0), b.size(0), a.size(1), out.size(1), splits=splits)
+    sizes = device_sizes(sizes, a.device)
+    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, aligned(bias_EN), sizes, trans_b, config.tiling, workspace(a, sizes, config),
+                                            config.split.splitting, out)
+    return out
+
+
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
@@ -239,16 +285,32 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
     any floating dtype."""
     a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
-    dweights_TK = dots_CP = None
-    if weights_TK is not None:
-        dweights_TK = weights_TK.new_zeros(weights_TK.shape)
-        weights_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
-        dots_CP = h_PF.new_empty((h_PF.size(1) + 63) // 64, h_PF.size(0), dtype=torch.float32)  # a partial sum for every 64 columns
+    weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, h_PF)
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
         dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
+
+
+def down_backward_pairs_gemm(dz_PH, w2_EFH, sizes, pairs_PG, slot_of_row_P, weights_TK, activation):
+    """Engine.down_backward_pairs for gathered rows dz [P,H] and w2 that lies contiguous along H; otherwise as down_backward_gemm."""
+    a_PF, dpairs_PG = pairs_PG.new_empty(pairs_PG.size(0), pairs_PG.size(1) // 2), torch.empty_like(pairs_PG)
+    weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, a_PF)
+    config = hopper_tiles.down_backward_pairs_gemm(Device.of(a_PF.device), a_PF.size(1))
+    torch.ops.gbmoe_cuda.hopper_down_backward_pairs(
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
+        plain_activation.kernel_arguments(activation), config.tiling, a_PF, dpairs_PG, dots_CP, dweights_TK)
+    return a_PF, dpairs_PG, dweights_TK
+
+
+def _to_sum_dots(weights_TK, a_PF):
+    """(weights as the kernel reads them, its partial sums for every 64 columns, their gradients), each None without weights."""
+    if weights_TK is None:
+        return None, None, None
+    dots_CP = a_PF.new_empty((a_PF.size(1) + 63) // 64, a_PF.size(0), dtype=torch.float32)
+    read_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
+    return read_TK, dots_CP, weights_TK.new_zeros(weights_TK.shape)
 
 
 def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:

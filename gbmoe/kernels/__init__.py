@@ -5,7 +5,14 @@ peers.py are rooms as csrc/ has them; plain_torch.py, plain_router.py and plain_
 them all.
 """
 
-from gbmoe.kernels.activation import activate, activate_backward, activate_backward_k_blocks, activate_backward_scaled
+from gbmoe.kernels.activation import (
+    activate,
+    activate_backward,
+    activate_backward_k_blocks,
+    activate_backward_scaled,
+    activate_pairs,
+    activate_pairs_backward,
+)
 from gbmoe.kernels.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward
 from gbmoe.kernels.quantize import (
     empty_scaled_rows,
@@ -18,7 +25,8 @@ from gbmoe.kernels.quantize import (
 )
 
 __all__ = [
-    "activate", "activate_backward", "activate_backward_k_blocks", "activate_backward_scaled", "clear_rows_without_slot",
+    "activate", "activate_backward", "activate_backward_k_blocks", "activate_backward_scaled", "activate_pairs",
+    "activate_pairs_backward", "clear_rows_without_slot",
     "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks", "quantize_k_blocks", "quantize_rows",
     "quantize_weights", "quantize_weights_both_ways", "scatter", "scatter_backward",
 ]

@@ -1,7 +1,7 @@
 """The experts' activation and its gradient, alone and together with what quantises their results. CUDA kernels where they are loaded,
 otherwise plain PyTorch. No autograd.
 
-Shape suffixes: T tokens, K slots a token, E experts, F ffn hidden, P padded rows of the plan, C tiles of a row.
+Shape suffixes: T tokens, K slots a token, E experts, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, C tiles of a row.
 """
 
 from __future__ import annotations
@@ -22,6 +22,30 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
     a_PF = torch.empty_like(h_PF)
     torch.ops.gbmoe_cuda.activate(h_PF, g_PF, plain_activation.kernel_arguments(activation), a_PF)
     return a_PF
+
+
+def activate_pairs(pairs_PG: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activate` of h and g that lie element by element in pairs [P,2F], contiguous: [P,F]."""
+    if not serves(pairs_PG):
+        return plain_activation.activate_pairs(pairs_PG, activation)
+    a_PF = pairs_PG.new_empty(pairs_PG.size(0), pairs_PG.size(1) // 2)
+    torch.ops.gbmoe_cuda.activate_pairs(pairs_PG, plain_activation.kernel_arguments(activation), a_PF)
+    return a_PF
+
+
+def activate_pairs_backward(
+    pairs_PG: torch.Tensor, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None, activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`activate_backward` of pairs [P,2F], contiguous: (weight * a [P,F], the pairs of dh and dg, grad_weights [T,K] or None). d may be
+    overwritten."""
+    if not serves(pairs_PG):
+        return plain_activation.activate_pairs_backward(pairs_PG, d_PF, slot_of_row_P, weights_TK, activation)
+    a_PF, dpairs_PG = torch.empty_like(d_PF), torch.empty_like(pairs_PG)
+    weights_TK = None if weights_TK is None else weights_TK.contiguous()
+    grad_weights_TK = None if weights_TK is None else torch.zeros_like(weights_TK)
+    torch.ops.gbmoe_cuda.activate_pairs_backward(pairs_PG, d_PF, slot_of_row_P, weights_TK, plain_activation.kernel_arguments(activation),
+                                                 a_PF, dpairs_PG, grad_weights_TK)
+    return a_PF, dpairs_PG, grad_weights_TK
 
 
 def activate_backward(

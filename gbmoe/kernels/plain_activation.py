@@ -1,7 +1,7 @@
 """The experts' activations in plain PyTorch, values and slopes, and the names and constants by which kernels know them: the path of every
 device without a kernel, and the oracle of the tests. csrc/activation_formulas.cuh has the same formulas.
 
-Shape suffixes: T tokens, K slots a token, F ffn hidden, P padded rows (see gbmoe/plan.py).
+Shape suffixes: T tokens, K slots a token, F ffn hidden, G columns of pairs, 2F, P padded rows (see gbmoe/plan.py).
 """
 
 from __future__ import annotations
@@ -125,6 +125,20 @@ def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> 
         value = value_of(h_PF[rows].to(wide), False)
         out_PF[rows] = value if g_PF is None else value * gate_of(g_PF[rows].to(wide), False)
     return out_PF
+
+
+def activate_pairs(pairs_PG: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activate` of h and g that lie element by element in pairs [P,2F]: [P,F]."""
+    return activate(pairs_PG[:, ::2], pairs_PG[:, 1::2], activation).contiguous()
+
+
+def activate_pairs_backward(
+    pairs_PG: torch.Tensor, d_PF: torch.Tensor, slot_of_row_P: torch.Tensor, weights_TK: torch.Tensor | None, activation: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`activate_backward` of pairs: (weight * a [P,F], the pairs of dh and dg [P,2F], grad_weights [T,K] or None). d is overwritten."""
+    a_PF, dg_PF, grad_weights_TK = activate_backward(pairs_PG[:, ::2], pairs_PG[:, 1::2], d_PF, slot_of_row_P, weights_TK, activation)
+    assert dg_PF is not None
+    return a_PF.contiguous(), torch.stack((d_PF, dg_PF), -1).flatten(1), grad_weights_TK
 
 
 def activate_backward(

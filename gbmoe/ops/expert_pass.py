@@ -20,6 +20,7 @@ import torch
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.float8 import ScaledWeights
 from gbmoe.kernels.alignment import aligned
+from gbmoe.ops import expert_biases
 from gbmoe.ops.gradient_scale import scales_exactly
 from gbmoe.weight_layout import WeightGradients
 
@@ -79,18 +80,39 @@ class Gradients:
     w1: bool
     w2: bool
     v1: bool
+    w1_bias: bool = False
+    w2_bias: bool = False
+    v1_bias: bool = False
+
+    @property
+    def any_bias(self) -> bool:
+        return self.w1_bias or self.w2_bias or self.v1_bias
+
+
+@dataclass(frozen=True)
+class Biases:
+    """What is added to the products of forward, each None or of its own: w1 and v1 [E,F] (w1 [E,2F] where they are pairs), w2 [E,H]."""
+
+    w1: torch.Tensor | None = None
+    w2: torch.Tensor | None = None
+    v1: torch.Tensor | None = None
+
+
+_NO_BIASES = Biases()
 
 
 class Weights:
-    """w1, w2 and v1 (None for a plain MLP), each [E,F,H], as the products of one pass take them.
+    """w1, w2 and v1 (None for a plain MLP), each [E,F,H], as the products of one pass take them. `paired`: w1 is [E,2F,H], whose rows are
+    gate and up in turns, and v1 is None; then h is [P,2F], columns of h and g in turns, and g is None.
 
     With `keep`, forward has an engine of float8 prepare a weight for backward's product too, in memory that backward gets as `kept`:
     uint8 [Y], Y = ScaledWeights.bytes_of, by the weight's name.
     """
 
     def __init__(self, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, *, keep: bool = False,
-                 kept: dict[str, torch.Tensor] | None = None):
+                 kept: dict[str, torch.Tensor] | None = None, biases: Biases = _NO_BIASES, paired: bool = False):
         self._of = {"w1": w1_EFH, "w2": w2_EFH, "v1": v1_EFH}
+        self.biases, self.paired = biases, paired
         self._keep, self.kept = keep, {} if kept is None else kept
 
     def forward(self, experts: Engine, name: str):
@@ -139,16 +161,28 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
         sizes_E: the rows of each expert with their padding, on the host or on the device, as the engine wants them.
         activation: a name in gbmoe.kernels.plain_activation.ACTIVATIONS.
     """
-    a_PF, h_PF, g_PF = experts.up(t.rows(), weights.forward(experts, "w1"), weights.forward(experts, "v1"), sizes_E, activation, save)
-    y_PH = experts.down(a_PF, weights.forward(experts, "w2"), sizes_E)
-    del a_PF
+    a_PF, h_PF, g_PF = _up(t, experts, weights, sizes_E, activation, save)
+    w2, bias = weights.forward(experts, "w2"), weights.biases.w2
+    y_PH = experts.down(a_PF, w2, sizes_E) if bias is None else experts.down_biased(a_PF, w2, bias, sizes_E)
+    del a_PF, w2
     return t.combine(y_PH), h_PF, g_PF
+
+
+def _up(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, save: bool,
+        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    biases, w1 = weights.biases, weights.forward(experts, "w1")
+    if weights.paired:
+        return *experts.up_pairs(t.rows(), w1, biases.w1, sizes_E, activation, save), None
+    v1 = weights.forward(experts, "v1")
+    if biases.w1 is None and biases.v1 is None:
+        return experts.up(t.rows(), w1, v1, sizes_E, activation, save)
+    return experts.up_biased(t.rows(), w1, v1, biases.w1, biases.v1, sizes_E, activation, save)
 
 
 def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, wanted: Gradients,
              gradients: WeightGradients, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted; dw1, dw2 and dv1 as `gradients` has them, in the parameters' layout,
-    times `scale`, which is 1 where none of them is wanted, on any rank from which the transport brings rows.
+    """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted; dw1, dw2 and dv1 as
+    `gradients` has them, in the parameters' layout, times `scale`, which is 1 where none of them is wanted, on any rank from which the transport brings rows. So are those of biases.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -174,8 +208,16 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     if folds:
         weights_TK = (t.ones_TK() if weights_TK is None else weights_TK) * scale
     h_PF, g_PF = saved.take()
-    a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+    if weights.paired:
+        a_PF, dh_PF, dweights_TK = experts.down_backward_pairs(dz, w2, sizes_E, h_PF, weights_TK, activation)
+        dg_PF, dh, dg = None, dh_PF, None
+    else:
+        a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+    if wanted.any_bias:
+        expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
     del h_PF, g_PF, w2, weights_TK
+    if wanted.weights and weights.biases.w2 is not None and dweights_TK is not None:
+        dweights_TK = expert_biases.add_to_router_gradient(experts, dz, weights.biases.w2, sizes_E, dweights_TK)
     if wanted.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
@@ -199,9 +241,9 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
                 experts.weight_gradient(dg_PF, x, sizes_E, gradients["v1"])
             del dg_PF
             if wanted.w1:
-                experts.weight_gradient(dh_PF, x, sizes_E, gradients["w1"])
+                experts.weight_gradient(dh_PF, x, sizes_E, gradients.pairs() if weights.paired else gradients["w1"])
     dx_TH, dweights_TK = t.arrived()
-    return dx_TH, dweights_TK, *gradients.tensors(left)
+    return dx_TH, dweights_TK, *gradients.tensors(left), *gradients.biases(left)
 
 
 def _give_back_dx(t: Transport, experts: Engine, weights: Weights, dh, dg, sizes_E: torch.Tensor, factor: float) -> None:

@@ -10,7 +10,7 @@ computes the activation again; it computes the router weights' gradient from the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
-from gbmoe.ops.expert_pass import Gradients, Saved, Weights
+from gbmoe.ops.expert_pass import Biases, Gradients, Saved, Weights
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
@@ -38,11 +38,13 @@ def expert_mlp(
     *, weights_TK: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
     keep_gathered_rows: bool = False, weight_gradient_scale: float = 1, layout: WeightLayout = MEGABLOCKS,
+    w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None, v1_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
     mlp_e(x) = act(x @ w1[e].T) @ w2[e], or with v1 the GLU (act(x @ w1[e].T) * (x @ v1[e].T)) @ w2[e]; MegaBlocks' weight
-    layout. Differentiable in x, weights, w1, w2 and v1, any of which may be frozen.
+    layout. A bias is added to each expert's product before it is rounded, or by engines without kernels for that afterwards.
+    Differentiable in x, weights, w1, w2, v1 and the biases, any of which may be frozen.
 
     Args:
         x_TH: [T,H], bfloat16, float16, float32 or float64.
@@ -67,11 +69,13 @@ def expert_mlp(
             inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose rows are kept
             anyway. Where forward would gather inside its first product, or has few rows an expert, it gathers only for this. Where
             `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was not measured.
-        weight_gradient_scale: the gradients of w1, w2 and v1 are multiplied by it, and no other. A power of two costs a few small
+        weight_gradient_scale: the gradients of w1, w2 and v1 and of their biases are multiplied by it, and no other. A power of two costs a few small
             launches, and for rows in expert order a pass over them; with other values, for float16 and for a callable without a kernel it
             costs a pass over those gradients.
         layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout. They are read where they are, and
             each gradient is one tensor in its parameter's layout. Engines without kernels for it make copies.
+        w1_bias, w2_bias, v1_bias: [E,F], [E,H] and [E,F], or in a layout with gate and up in one tensor w1_bias [E,2F] in the order of
+            w1's rows (columns); dtype and device of x. Not with a callable without a kernel.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -89,6 +93,9 @@ def expert_mlp(
     w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
     w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
     check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
+    biases = (w1_bias, w2_bias, v1_bias)
+    if any(bias is not None for bias in biases):
+        check_biases(x_TH, w1_EFH, v1, biases, layout)
     if fp8_recipe is not None:
         require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
         engine = engines.float8(fp8_recipe, engine)
@@ -97,12 +104,13 @@ def expert_mlp(
     scale = weight_gradient_scale
     if name is None or not scales_exactly(scale, computed_dtype(x_TH)):
         # Outside of the operator, where under autocast a gradient of float16 has become one of float32.
-        w1, w2, v1 = with_scaled_gradients(scale, w1, w2, v1, one_operator=name is not None)  # type: ignore[assignment]
+        w1, w2, v1, *biases = with_scaled_gradients(scale, w1, w2, v1, *biases, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
     if name is None:
+        require(not any(bias is not None for bias in biases), "expert_mlp", "activation", "one that has a kernel, beside biases", activation)
         return composed_experts(x_TH, plan, sizes, *layout.matrices(w1, w2, v1), weights_TK, activation, resolved.name,
                                 recompute_activation)
-    tensors = (x_TH, weights_TK, w1, w2, v1)
+    tensors = (x_TH, weights_TK, w1, w2, v1, *biases)
     # A trace may be run with gradients also where it was made without, as torch.jit.trace does for its check.
     records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     save = records and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
@@ -113,8 +121,8 @@ def expert_mlp(
     # Copies that autocast makes of weights are not in their memory.
     uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
     keep_weights = save and (may_be_transformed() or x_TH.requires_grad) and keeps_weights(fp8_recipe, uncast)
-    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, name, resolved, save, keep_rows,
-                            keep_weights, scale, layout.code)[0]
+    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, *biases, name, resolved, save,
+                            keep_rows, keep_weights, scale, layout.code)[0]
 
 
 def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, function: str = "expert_mlp",
@@ -155,22 +163,37 @@ def check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
         check_slot_scalars(weights_TK, "expert_mlp", "weights", plan)
 
 
+def check_biases(x_TH: torch.Tensor, w1_EFH: torch.Tensor, v1: torch.Tensor | None, biases: Sequence[torch.Tensor | None],
+                 layout: WeightLayout) -> None:
+    """Raise TypeError or ValueError for biases of w1, w2 and v1 that expert_mlp does not take; the weights are checked."""
+    experts, ffn, hidden = w1_EFH.shape
+    for name, bias, columns in zip(("w1_bias", "w2_bias", "v1_bias"), biases, (2 * ffn if layout.is_combined else ffn, hidden, ffn)):
+        if bias is None:
+            continue
+        require(name != "v1_bias" or v1 is not None, "expert_mlp", name, "None without v1", "a tensor")
+        require_tensor(bias, "expert_mlp", name, rank=2, dtypes=FLOATING, device=x_TH.device)
+        require(list(bias.shape) == [experts, columns], "expert_mlp", name, f"shape {[experts, columns]}", list(bias.shape))
+        if not autocast_enabled(x_TH.device.type):
+            require(bias.dtype == x_TH.dtype, "expert_mlp", name, f"the dtype of x, {x_TH.dtype}", bias.dtype, TypeError)
+
+
 # ------------------------------------------------------------------------------------------------------------ operator
 #
 # Without row_of_slot the tokens are in expert order, with one slot each. `engine` is a name, or what the caller has resolved: a call that
 # does not pass the dispatcher hands it on to backward.
 
 
-def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale,
-             layout):
+def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
+             keep_weights, scale, layout):
     """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward); h and g are empty where nothing is saved, g and v1
-    where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are
+    where there is no v1; of pairs h is [P,2F] and g empty. The gathered rows unless they are to be kept and there is something to gather, and weights unless they are
     to be kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. `scale` is backward's, and `layout` a WeightLayout.code."""
-    w1, w2, v1 = WeightLayout.of_code(layout).matrices(w1, w2, v1)
-    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
+    matrices = WeightLayout.of_code(layout).matrices(w1, w2, v1)
+    experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)
     rows_PH = transport.keep_rows() if keep_rows else None
-    of_pass = Weights(w1, w2, v1, keep=keep_weights)
+    of_pass = _weights(layout, engine, w1, matrices, (w1_bias, w2_bias, v1_bias), keep=keep_weights)
+    del w1, w2, v1, matrices
     out_TH, h_PF, g_PF = expert_pass.forward(transport, experts, of_pass, sizes, activation, save)
     # Separate tensors: an operator's may not alias.
     return (out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH)),
@@ -180,56 +203,75 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation
 _NAMES = ("w1", "w2", "v1")
 
 
-def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save, keep_rows, keep_weights, scale,
-                  layout):
+def _is_paired(layout: str, engine: str | Resolved) -> bool:
+    """Whether h and g are computed as one tensor of pairs. Recipes of float8 quantise gate and up apart."""
+    return WeightLayout.of_code(layout).is_paired and (engine if isinstance(engine, str) else engine.name) not in engines.FLOAT8_ENGINES
+
+
+def _weights(layout: str, engine: str | Resolved, w1: torch.Tensor, matrices: tuple, biases: tuple, **of_pass) -> Weights:
+    """The weights of a pass, of the parameter w1 and the layout's matrices; biases are parameters, of w1, w2 and v1."""
+    where = WeightLayout.of_code(layout)
+    if _is_paired(layout, engine):
+        return Weights(where.pairs(w1), matrices[1], None, biases=Biases(*biases), paired=True, **of_pass)
+    if all(bias is None for bias in biases):
+        return Weights(*matrices, **of_pass)
+    of_gate, of_up = where.biases(biases[0], biases[2])
+    return Weights(*matrices, biases=Biases(of_gate, biases[1], of_up), **of_pass)
+
+
+def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
+                  keep_weights, scale, layout):
     w1, w2, v1 = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     rows, ffn, hidden = slot_of_row.size(0), w1.size(1), w1.size(2)
-    return (x.new_empty(x.shape), x.new_empty((rows, ffn) if save else 0), x.new_empty((rows, ffn) if save and v1 is not None else 0),
+    paired = _is_paired(layout, engine)
+    return (x.new_empty(x.shape), x.new_empty((rows, 2 * ffn if paired else ffn) if save else 0),
+            x.new_empty((rows, ffn) if save and v1 is not None and not paired else 0),
             x.new_empty((rows, hidden) if keep_rows and row_of_slot is not None else 0),
             *(x.new_empty(ScaledWeights.bytes_of(w.shape) if keep_weights and w is not None else 0, dtype=torch.uint8)
               for w in (w1, w2, v1)))
 
 
-def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation, engine,
-              scale, layout, need_x, need_weights, need_w1, need_w2, need_v1):
-    saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1]
-    grads = _gradients(grad, saved, activation, engine, scale, layout, Gradients(need_x, need_weights, need_w1, need_w2, need_v1))
+def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
+              kept_v1, activation, engine, scale, layout, *needed):
+    saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2, kept_v1]
+    grads = _gradients(grad, saved, activation, engine, scale, layout, Gradients(*needed))
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
 def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, wanted: Gradients,
                ) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1), each None where it is not wanted. `saved` is the list of the tensors that forward saved. It is
+    """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted. `saved` is the list of the tensors that forward saved. It is
     emptied, so that each is free again as soon as it has been used, unless the caller has other references to it."""
     x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
     where = WeightLayout.of_code(layout)
-    w1, w2, v1 = where.matrices(*parameters)
+    matrices = where.matrices(*parameters)
     gradients = WeightGradients(where, *parameters)
-    if where.is_combined:
-        wanted = replace(wanted, v1=wanted.w1)
-    of_forward = Saved(saved[8], None if v1 is None else saved[9])
-    transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[10] if saved[10].dim() == 2 else None)
-    of_pass = Weights(w1, w2, v1, kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[11:]) if kept_Y.numel()})
-    experts = engines.for_experts(engine, x, slot_of_row.size(0), w1, sizes)
+    if where.is_combined and not _is_paired(layout, engine):
+        wanted = replace(wanted, v1=wanted.w1, v1_bias=wanted.w1_bias)
+    kept = {name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y.numel()}
+    of_pass = _weights(layout, engine, parameters[0], matrices, tuple(saved[8:11]), kept=kept)
+    of_forward = Saved(saved[11], saved[12] if saved[12].dim() == 2 else None)
+    transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[13] if saved[13].dim() == 2 else None)
+    experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     saved.clear()
-    del x, weights, w1, w2, v1, parameters  # copies that autocast made of weights are held by nothing else
-    scale = scale if wanted.w1 or wanted.w2 or wanted.v1 else 1.0
+    del x, weights, matrices, parameters, kept  # copies that autocast made of weights are held by nothing else
+    scale = scale if wanted.w1 or wanted.w2 or wanted.v1 or wanted.any_bias else 1.0
     return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
 
-def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1, activation,
-                   engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1):
-    wanted = ((x, need_x), (weights, need_weights), (w1, need_w1), (w2, need_w2), (v1, need_v1))
-    return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in wanted)
+def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
+                   kept_v1, activation, engine, scale, layout, *needed):
+    leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias)
+    return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in zip(leaves, needed))
 
 
 def _setup_context(ctx, inputs, output):
-    x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, ctx.activation, ctx.engine, save, _, _, ctx.scale, ctx.layout = inputs
+    *tensors, ctx.activation, ctx.engine, save, _, _, ctx.scale, ctx.layout = inputs
     require(save, "expert_mlp", "save", "True where a gradient is needed", save)
     _, *for_backward = output
     ctx.mark_non_differentiable(*for_backward)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *for_backward)
+    ctx.save_for_backward(*tensors, *for_backward)
 
 
 def _autograd_backward(ctx, grad, *_):
@@ -249,22 +291,23 @@ def _autograd_backward(ctx, grad, *_):
 
 _FORWARD = (
     "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
-    " Tensor? v1, str activation, str engine, bool save, bool keep_rows, bool keep_weights, float scale, str layout)"
+    " Tensor? v1, Tensor? w1_bias, Tensor? w2_bias, Tensor? v1_bias, str activation, str engine, bool save, bool keep_rows, bool keep_weights, float scale, str layout)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 _POSITION_OF = positions(_FORWARD)
-_LEAVES = ("x", "weights", "w1", "w2", "v1")  # as Gradients has them, and backward's results
+_LEAVES = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")  # as Gradients has them, and backward's results
 
 forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
-    autocast=("x", "w1", "w2", "v1"), named="engine",
+    autocast=("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias"), named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
 )
 
 backward_operator = define(
     "expert_mlp_backward(Tensor grad, Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes,"
-    " Tensor w1, Tensor w2, Tensor? v1, Tensor h, Tensor g, Tensor rows, Tensor kept_w1, Tensor kept_w2, Tensor kept_v1,"
-    " str activation, str engine, float scale, str layout, bool need_x, bool need_weights, bool need_w1, bool need_w2, bool need_v1)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor w1, Tensor w2, Tensor? v1, Tensor? w1_bias, Tensor? w2_bias, Tensor? v1_bias, Tensor h, Tensor g, Tensor rows,"
+    " Tensor kept_w1, Tensor kept_w2, Tensor kept_v1, str activation, str engine, float scale, str layout, bool need_x,"
+    " bool need_weights, bool need_w1, bool need_w2, bool need_v1, bool need_w1_bias, bool need_w2_bias, bool need_v1_bias)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_backward, fake=_backward_fake,
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_backward,
     named="engine",

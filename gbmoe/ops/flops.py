@@ -42,9 +42,9 @@ def expert_mlp(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, *_, out_
     return (3 if _has_gate(w1, w2, v1) else 2) * _product(row_of_slot, slot_of_row, w2)
 
 
-def expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, h, g, rows, kept_w1, kept_w2, kept_v1,
-                        activation, engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1, *_, out_shape=None,
-                        **__) -> int:
+def expert_mlp_backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows,
+                        kept_w1, kept_w2, kept_v1, activation, engine, scale, layout, need_x, need_weights, need_w1, need_w2, need_v1, *_,
+                        out_shape=None, **__) -> int:
     # The activation's gradient, which is always computed, dx through w1 and v1, and the weights' gradients.
     gated = _has_gate(w1, w2, v1)
     need_gate = gated and (need_w1 if v1 is None else need_v1)

@@ -20,7 +20,8 @@ def grouped_mlp(
     x_RH: torch.Tensor, counts_E: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
     *, weights_R: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
-    check: str = "auto", layout: WeightLayout = MEGABLOCKS,
+    check: str = "auto", layout: WeightLayout = MEGABLOCKS, w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None,
+    v1_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
 
@@ -41,6 +42,7 @@ def grouped_mlp(
         activation, engine, recompute_activation, batch_invariant, fp8_recipe: see expert_mlp.
         check: of the counts, see RoutingPlan.from_counts.
         layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout.
+        w1_bias, w2_bias, v1_bias: of each expert's products, see expert_mlp.
 
     Returns:
         [R,H], dtype of x, or under autocast that of its products.
@@ -66,4 +68,5 @@ def grouped_mlp(
     require(plan.num_experts == w1_EFH.size(0), "grouped_mlp", "counts", lambda: f"{w1_EFH.size(0)} entries, one for each expert of w1",
             plan.num_experts)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
-                      recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe, layout=layout)
+                      recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe, layout=layout,
+                      w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias)

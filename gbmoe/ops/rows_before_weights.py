@@ -22,19 +22,20 @@ from gbmoe.weight_layout import MEGABLOCKS
 class _RowsBeforeWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, scale, save):
-        y_TH, *saved = forward_operator(x_TH, None, row_of_slot, slot_of_row, sizes, w1, w2, v1, activation, engine, save,
-                                         False, False, scale, MEGABLOCKS.code)
+        parameters = (w1, w2, v1, None, None, None)  # without biases
+        y_TH, *saved = forward_operator(x_TH, None, row_of_slot, slot_of_row, sizes, *parameters, activation, engine, save, False, False,
+                                         scale, MEGABLOCKS.code)
         ctx.activation, ctx.engine, ctx.scale = activation, engine, scale
-        ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, w1, w2, v1, *saved)
+        ctx.save_for_backward(x_TH, weights_T1, row_of_slot, slot_of_row, sizes, *parameters, *saved)
         return y_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_TH):
         needs = ctx.needs_input_grad
-        wanted = [needs[position] for position in (0, 1, 5, 6, 7)]
+        wanted = [*(needs[position] for position in (0, 1, 5, 6, 7)), False, False, False]
         computed = backward_operator(grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, ctx.scale, MEGABLOCKS.code, *wanted)
-        dx, dweights, dw1, dw2, dv1 = (grad if wants else None for grad, wants in zip(computed, wanted))
+        dx, dweights, dw1, dw2, dv1 = (grad if wants else None for grad, wants in zip(computed[:5], wanted))
         return dx, dweights, None, None, None, dw1, dw2, dv1, None, None, None, None
 
 

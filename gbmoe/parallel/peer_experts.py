@@ -150,4 +150,4 @@ class _PeerExperts(torch.autograd.Function):
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
             computed = expert_pass.backward(transport, call.experts, weights, sizes_E, call.activation, of_forward, wanted, gradients,
                                             scale)
-        return *(gradient if needed else None for gradient, needed in zip(computed, own)), *[None] * 5
+        return *(gradient if needed else None for gradient, needed in zip(computed[:5], own)), *[None] * 5

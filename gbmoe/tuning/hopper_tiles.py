@@ -230,6 +230,21 @@ def down_backward_gemm(device: Device, ffn: int) -> GemmConfig:
     return replace(config, panel=2 if low else device.panel(PANEL))
 
 
+def down_backward_pairs_gemm(device: Device, ffn: int) -> GemmConfig:
+    """down_backward_gemm where h and g are pairs: the same tiles, always in clusters of two."""
+    return replace(down_backward_gemm(device, ffn), cluster_n=2)
+
+
+@functools.lru_cache(maxsize=1024)
+def biased_rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
+    """The configuration of out[rows of e] = a[rows of e] @ b[e] + bias[e]: rows_gemm's rules, with the one shape of tiles that adds biases."""
+    square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE
+    counter = inner >= 2048
+    pays = splits and counter and square_tiles <= device.tiles(1 << 13)
+    split = SplitConfig(per_sm=2, min_k_blocks=4, cost=2, most=8) if pays else WHOLE
+    return GemmConfig(WIDE, cluster_n=2, panel=device.panel(PANEL), tile_counter=counter, split=split)
+
+
 @functools.lru_cache(maxsize=1024)
 def weight_gradient_gemm(device: Device, rows: int, groups: int, features: int, columns: int, *, gathered: bool,
                          padded: bool = False, two: bool = False) -> GemmConfig:

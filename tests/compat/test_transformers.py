@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gbmoe
 from gbmoe import Float8BlockScaling, engines
 from gbmoe.compat import transformers as adapter
 from gbmoe.testing import accuracy, exact_inputs
@@ -390,13 +391,14 @@ def seen_operators(function, *args):
     return [name.removeprefix("gbmoe::") for name in seen if name.startswith("gbmoe::")]
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODELS if name != "gpt_oss"])
+@pytest.mark.parametrize("model_type", MODELS)
 def test_the_experts_of_a_model_were_five_operators(model_type):
     """Gather, two products, the model's gate between them, scatter: they are one."""
     model = build(model_type, dtype=torch.float32)
     model.set_experts_implementation("gbmoe")
     experts = [module for module in model.modules() if hasattr(module, "_apply_gate")]
-    assert experts and all(adapter.fused_function(module) == "silu" for module in experts)
+    function = gbmoe.ClampedSilu(1.702, 7.0, 7.0, 1.0) if model_type == "gpt_oss" else "silu"
+    assert experts and all(adapter.fused_function(module) == function for module in experts)
     per_layer = seen_operators(model, token_ids(2, 5))
     assert per_layer == ["routing_plan", "expert_mlp"] * len(experts)
 
@@ -408,17 +410,19 @@ GATE_CONSTANTS = {"num_local_experts": 5, "hidden_size": 24, "intermediate_size"
 @pytest.mark.parametrize("owner", adapter._GATES)
 def test_gates_of_models_are_those_that_they_are_taken_for(owner, device):
     """Values and all gradients of the model's own experts, of which clamps are reached."""
-    name = {"DeepseekV4Experts": "deepseek_v4", "Glm5NextTextExperts": "glm5_next", "HYV4Experts": "hy_v4", "HYV4VLExperts": "hy_v4_vl",
+    name = {"GptOssExperts": "gpt_oss", "OpenAIPrivacyFilterExperts": "openai_privacy_filter",
+            "DeepseekV4Experts": "deepseek_v4", "Glm5NextTextExperts": "glm5_next", "HYV4Experts": "hy_v4", "HYV4VLExperts": "hy_v4_vl",
             "MiniMaxM3VLExperts": "minimax_m3_vl"}[owner]
     try:
         of_model = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     except ModuleNotFoundError:
         pytest.skip(f"this release of transformers has no {name}")
-    experts = getattr(of_model, owner)(SimpleNamespace(**GATE_CONSTANTS)).to(device, torch.float64)
+    dtype = torch.float32 if owner == "OpenAIPrivacyFilterExperts" else torch.float64  # whose own forward computes in float32
+    experts = getattr(of_model, owner)(SimpleNamespace(**GATE_CONSTANTS)).to(device, dtype)
     for number, parameter in enumerate(experts.parameters()):
-        parameter.data = exact_inputs.exact_values(*parameter.shape, dtype=torch.float64, device=device, seed=number)
+        parameter.data = exact_inputs.exact_values(*parameter.shape, dtype=dtype, device=device, seed=number)
     assert adapter.fused_function(experts).limit == 1.5
-    tensors = inputs(torch.float64, device)
+    tensors = inputs(dtype, device)
     expected, got = (run_experts(experts, implementation, *tensors) for implementation in ("eager", "gbmoe"))
     for what, value in expected.items():
         torch.testing.assert_close(got[what], value, msg=what)

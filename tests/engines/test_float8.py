@@ -717,8 +717,8 @@ def test_the_operator_with_kept_weights(device):
                      for seed, shape in enumerate(((12, 32), (3, 48, 32), (3, 48, 32), (3, 48, 32))))
     plan = RoutingPlan.from_experts(torch.arange(24, device=device).view(12, 2) % 3, 3)
     torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
-        x, None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), w1, w2, v1, "silu", "float8_block", True, False, True,
-        1.0, "separate"))
+        x, None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), w1, w2, v1, None, None, None, "silu", "float8_block",
+        True, False, True, 1.0, "separate"))
 
 
 @DEVICES

@@ -541,8 +541,8 @@ def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)
     out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
-                                             tensors["w1"], tensors["w2"], tensors["v1"], "silu", "auto", False, False, False, 1.0,
-                                             "separate")
+                                             tensors["w1"], tensors["w2"], tensors["v1"], None, None, None, "silu", "auto", False,
+                                             False, False, 1.0, "separate")
     assert len(saved) == 6 and all(tensor.numel() == 0 for tensor in saved)
     torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
 
@@ -567,7 +567,7 @@ def test_opcheck(device):
     for keep_rows in (False, True):
         torch.library.opcheck(torch.ops.gbmoe.expert_mlp.default, (
             leaves["x"], leaves["weights"], plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), leaves["w1"], leaves["w2"],
-            leaves["v1"], "silu", "reference", True, keep_rows, False, 1.0, "separate"))
+            leaves["v1"], None, None, None, "silu", "reference", True, keep_rows, False, 1.0, "separate"))
     rows = exact_inputs.exact_values(plan.num_rows, 8, dtype=torch.float32, device=device, seed=1)
     torch.library.opcheck(torch.ops.gbmoe.clear_rows_without_slot.default, (plan.slot_of_row_P, rows))
 
