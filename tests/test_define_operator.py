@@ -335,7 +335,8 @@ def calls(device, dtype, tokens, top_k):
                                                    1.0, PAIRED, True, True, save, save, False, save, True, False)
     if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
         for v in (w, None):
-            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, *[None] * 3, "silu", "float8_block", True, False, True, 1.0, "separate")
+            forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, *[None] * 3, "silu", "float8_block", True, False, True, 1.0,
+                       "separate")
             yield "expert_mlp", forward
             _, *saved = torch.ops.gbmoe.expert_mlp(*forward)
             yield "expert_mlp_backward", (x, *forward[:11], *saved, "silu", "float8_block", 1.0, "separate", True, True, True, True,

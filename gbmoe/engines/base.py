@@ -1,8 +1,8 @@
 """What an engine is: one way to compute grouped GEMMs, and with them the experts of a layer.
 
 Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
-H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones. Group e has sizes[e] consecutive rows. Rows behind the last group belong to
-no group: they are not read, and in the result they are undefined.
+H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones. Group e has sizes[e] consecutive
+rows. Rows after those of the last group belong to no group: they are not read, and in the result they are undefined.
 
     m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
     k-grouped:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
@@ -21,7 +21,6 @@ from gbmoe.kernels import plain_torch
 from gbmoe.kernels.alignment import aligned
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
-
 
 # Columns of the matrices by which biases are added and their gradients summed, of which all but one are zeros: engines need rows of
 # multiples of 16 bytes.
@@ -175,9 +174,9 @@ class Engine:
         a_PF = kernels.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
-    def up_pairs(self, x: GatheredRows, w_EGH: torch.Tensor, bias_EG: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool,
-                 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`up` of weights whose rows are gate and up in turns: (a [P,F], pairs [P,2F]), pairs = x @ w[e].T + bias[e] of h and g in turns."""
+    def up_pairs(self, x: GatheredRows, w_EGH: torch.Tensor, bias_EG: torch.Tensor | None, sizes_E: torch.Tensor, activation: str,
+                 save: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`up` of weights whose rows are gate and up in turns: (a [P,F], pairs [P,2F] of h and g in turns, x @ w[e].T + bias[e])."""
         pairs_PG = self.biased_product(x.rows_PH(), w_EGH, bias_EG, sizes_E, trans_b=True)
         x.forget()
         a_PF = kernels.activate_pairs(pairs_PG, activation)

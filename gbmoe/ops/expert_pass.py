@@ -182,7 +182,8 @@ def _up(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, 
 def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, wanted: Gradients,
              gradients: WeightGradients, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted; dw1, dw2 and dv1 as
-    `gradients` has them, in the parameters' layout, times `scale`, which is 1 where none of them is wanted, on any rank from which the transport brings rows. So are those of biases.
+    `gradients` has them, in the parameters' layout, times `scale`, which is 1 where none of them is wanted, on any rank from which the
+    transport brings rows. Those of biases are multiplied by it, too.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -208,11 +209,14 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     if folds:
         weights_TK = (t.ones_TK() if weights_TK is None else weights_TK) * scale
     h_PF, g_PF = saved.take()
+    dg_PF: torch.Tensor | None = None
     if weights.paired:
         a_PF, dh_PF, dweights_TK = experts.down_backward_pairs(dz, w2, sizes_E, h_PF, weights_TK, activation)
-        dg_PF, dh, dg = None, dh_PF, None
+        of_up: tuple = (dh_PF, None)
     else:
-        a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+        a_PF, dh_PF, dg_PF, dweights_TK, of_up = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+    dh, dg = of_up
+    del of_up
     if wanted.any_bias:
         expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
     del h_PF, g_PF, w2, weights_TK

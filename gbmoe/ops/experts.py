@@ -69,9 +69,9 @@ def expert_mlp(
             inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose rows are kept
             anyway. Where forward would gather inside its first product, or has few rows an expert, it gathers only for this. Where
             `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was not measured.
-        weight_gradient_scale: the gradients of w1, w2 and v1 and of their biases are multiplied by it, and no other. A power of two costs a few small
-            launches, and for rows in expert order a pass over them; with other values, for float16 and for a callable without a kernel it
-            costs a pass over those gradients.
+        weight_gradient_scale: the gradients of w1, w2 and v1 and of their biases are multiplied by it, and no other. A power of two costs
+            a few small launches, and for rows in expert order a pass over them; with other values, for float16 and for a callable without
+            a kernel it costs a pass over those gradients.
         layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout. They are read where they are, and
             each gradient is one tensor in its parameter's layout. Engines without kernels for it make copies.
         w1_bias, w2_bias, v1_bias: [E,F], [E,H] and [E,F], or in a layout with gate and up in one tensor w1_bias [E,2F] in the order of
@@ -107,7 +107,7 @@ def expert_mlp(
         w1, w2, v1, *biases = with_scaled_gradients(scale, w1, w2, v1, *biases, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
     if name is None:
-        require(not any(bias is not None for bias in biases), "expert_mlp", "activation", "one that has a kernel, beside biases", activation)
+        require(all(bias is None for bias in biases), "expert_mlp", "activation", "one that has a kernel, with biases", activation)
         return composed_experts(x_TH, plan, sizes, *layout.matrices(w1, w2, v1), weights_TK, activation, resolved.name,
                                 recompute_activation)
     tensors = (x_TH, weights_TK, w1, w2, v1, *biases)
@@ -185,9 +185,10 @@ def check_biases(x_TH: torch.Tensor, w1_EFH: torch.Tensor, v1: torch.Tensor | No
 
 def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
              keep_weights, scale, layout):
-    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward); h and g are empty where nothing is saved, g and v1
-    where there is no v1; of pairs h is [P,2F] and g empty. The gathered rows unless they are to be kept and there is something to gather, and weights unless they are
-    to be kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. `scale` is backward's, and `layout` a WeightLayout.code."""
+    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward). Empty are h and g where nothing is saved, g and v1
+    where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are to be
+    kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. Of pairs h is [P,2F], and g is empty. `scale` is backward's, and
+    `layout` a WeightLayout.code."""
     matrices = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)
@@ -240,8 +241,9 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_
 
 def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, wanted: Gradients,
                ) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted. `saved` is the list of the tensors that forward saved. It is
-    emptied, so that each is free again as soon as it has been used, unless the caller has other references to it."""
+    """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted. `saved` is the list of the
+    tensors that forward saved. It is emptied, so that each is free again as soon as it has been used, unless the caller has other
+    references to it."""
     x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
     where = WeightLayout.of_code(layout)
     matrices = where.matrices(*parameters)
@@ -291,7 +293,8 @@ def _autograd_backward(ctx, grad, *_):
 
 _FORWARD = (
     "expert_mlp(Tensor x, Tensor? weights, Tensor? row_of_slot, Tensor slot_of_row, Tensor sizes, Tensor w1, Tensor w2,"
-    " Tensor? v1, Tensor? w1_bias, Tensor? w2_bias, Tensor? v1_bias, str activation, str engine, bool save, bool keep_rows, bool keep_weights, float scale, str layout)"
+    " Tensor? v1, Tensor? w1_bias, Tensor? w2_bias, Tensor? v1_bias, str activation, str engine, bool save, bool keep_rows,"
+    " bool keep_weights, float scale, str layout)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 _POSITION_OF = positions(_FORWARD)
 _LEAVES = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")  # as Gradients has them, and backward's results

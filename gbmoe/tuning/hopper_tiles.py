@@ -237,7 +237,7 @@ def down_backward_pairs_gemm(device: Device, ffn: int) -> GemmConfig:
 
 @functools.lru_cache(maxsize=1024)
 def biased_rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
-    """The configuration of out[rows of e] = a[rows of e] @ b[e] + bias[e]: rows_gemm's rules, with the one shape of tiles that adds biases."""
+    """The configuration of out[rows of e] = a[rows of e] @ b[e] + bias[e]: rows_gemm's rules, for the one shape of tiles that adds them."""
     square_tiles = max(rows / TILE_M, min(rows, groups)) * columns / SQUARE
     counter = inner >= 2048
     pays = splits and counter and square_tiles <= device.tiles(1 << 13)

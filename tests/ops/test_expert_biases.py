@@ -94,7 +94,7 @@ def check(layout, device, dtype, engine="auto", activation=GPT_OSS, factor=3.0, 
 def served(engine, dtype):
     """Skips what an engine does not take."""
     name, device = engine
-    if name == "torch_grouped" and dtype != torch.bfloat16 or name.startswith(("hopper", "tensor_core")) and dtype.itemsize > 2:
+    if (name == "torch_grouped" and dtype != torch.bfloat16) or (name.startswith(("hopper", "tensor_core")) and dtype.itemsize > 2):
         pytest.skip(f"{name} does not take {dtype}")
     return name, device
 
@@ -107,7 +107,8 @@ def test_biases_are_added_and_have_gradients(layout, dtype, engine_on):
 
 
 @pytest.mark.parametrize("which", [("up",), ("down",)], ids="".join)
-@pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True), WeightLayout("up_first")], ids=lambda layout: layout.code)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True), WeightLayout("up_first")],
+                         ids=lambda layout: layout.code)
 def test_either_product_has_a_bias(layout, which, engine_on):
     engine, device = served(engine_on, torch.bfloat16)
     check(layout, device, torch.bfloat16, engine, which=which)
@@ -214,7 +215,8 @@ def test_rows_of_grouped_mlp_have_biases(device):
 
 @pytest.mark.parametrize("change, words", [
     (dict(w1_bias=torch.zeros(E, F + 1)), "w1_bias: expected shape"), (dict(w2_bias=torch.zeros(E, H, dtype=torch.float64)), "w2_bias"),
-    (dict(v1_bias=torch.zeros(E, F)), "v1_bias: expected None without v1"), (dict(activation=torch.sin, w2_bias=torch.zeros(E, H)), "kernel"),
+    (dict(v1_bias=torch.zeros(E, F)), "v1_bias: expected None without v1"),
+    (dict(activation=torch.sin, w2_bias=torch.zeros(E, H)), "kernel"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_is_no_bias_is_refused(change, words):
     plan = gbmoe.RoutingPlan.from_experts(torch.zeros(3, 1, dtype=torch.int64), E)
