@@ -27,7 +27,7 @@ from gbmoe.ops.expert_pass import Biases, Gradients, Saved, Weights
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
-from gbmoe.ops.permute import check_plan, check_slot_scalars
+from gbmoe.ops.permute import check_plan, check_slot_scalars, padded_gather, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
@@ -39,6 +39,7 @@ def expert_mlp(
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
     keep_gathered_rows: bool = False, weight_gradient_scale: float = 1, layout: WeightLayout = MEGABLOCKS,
     w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None, v1_bias: torch.Tensor | None = None,
+    weights_on: str = "output",
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -76,6 +77,9 @@ def expert_mlp(
             each gradient is one tensor in its parameter's layout. Engines without kernels for it make copies.
         w1_bias, w2_bias, v1_bias: [E,F], [E,H] and [E,F], or in a layout with gate and up in one tensor w1_bias [E,2F] in the order of
             w1's rows (columns); dtype and device of x. Not with a callable without a kernel.
+        weights_on: what the router weights multiply. "output": an expert's result. "between": what its activation returns, as Megatron-Core
+            and torchtitan have it, which is the same sum unless there is a w2_bias; it is computed as "output", in float32 and rounded
+            once, and refused with a w2_bias. "input": the rows of x (Llama-4), which are gathered and weighed first.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -90,6 +94,17 @@ def expert_mlp(
         >>> expert_mlp(x, plan, w1, w2, weights_TK=torch.rand(6, 2), activation="gelu").shape
         torch.Size([6, 16])
     """
+    if weights_on != "output":
+        require(weights_on in ("input", "between"), "expert_mlp", "weights_on", "output, between or input", repr(weights_on))
+        if weights_on == "between":
+            require(w2_bias is None, "expert_mlp", "w2_bias", "None where weights are on what is between the products", "a tensor")
+        elif weights_TK is not None:
+            rows_PH = padded_gather(x_TH.to(computed_dtype(x_TH)), plan, slot_scale_TK=weights_TK)
+            of_rows = RoutingPlan.from_counts(plan.padded_counts_E, plan.num_rows, device=rows_PH.device, check="none")
+            y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
+                              recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe,
+                              weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias)
+            return padded_scatter(y_PH, plan)
     w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
     w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
     check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)

@@ -222,3 +222,47 @@ def test_what_is_no_bias_is_refused(change, words):
     plan = gbmoe.RoutingPlan.from_experts(torch.zeros(3, 1, dtype=torch.int64), E)
     with pytest.raises((TypeError, ValueError), match=words):
         gbmoe.expert_mlp(torch.zeros(3, H), plan, torch.zeros(E, F, H), torch.zeros(E, F, H), **change)
+
+
+# ------------------------------------------------------------------------------------------------- what router weights multiply
+
+
+@pytest.mark.parametrize("bias", [(), ("up", "down")], ids=["", "biases"])
+@pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True)], ids=lambda layout: layout.code)
+def test_weights_multiply_the_input(layout, bias, engine_on):
+    """Llama-4's experts: of a function that is not linear it is another sum."""
+    engine, device = served(engine_on, torch.bfloat16)
+    leaves, chosen_TK, grad_TH = inputs(layout, device, which=bias)
+    plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")
+
+    def ours(x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias):
+        return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights, activation=GPT_OSS, engine=engine, layout=layout,
+                                w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias, weights_on="input")
+
+    def plain(x, weights, *parameters):
+        out_TH = torch.zeros_like(x)
+        for slot in range(K):  # each slot with a token of its own
+            own_TK = torch.full_like(chosen_TK, -1)
+            own_TK[:, slot] = chosen_TK[:, slot]
+            weighed_TH = (x * weights[:, slot, None]).to(x.dtype)
+            out_TH = out_TH + by_hand(weighed_TH, torch.ones_like(weights), *parameters, chosen_TK=own_TK, layout=layout,
+                                      activation=GPT_OSS)
+        return out_TH
+
+    exact, baseline = results(plain, leaves, grad_TH, torch.float64), results(plain, leaves, grad_TH, torch.bfloat16)
+    for name, got in results(ours, leaves, grad_TH, torch.bfloat16).items():
+        assert_as_accurate_as(got, baseline[name], exact[name], name, factor=3.0)
+
+
+def test_weights_between_the_products_are_those_of_the_output(device):
+    leaves, chosen_TK, _ = inputs(LAYOUTS[0], device, which=("up",))
+    plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")
+    arguments = dict(weights_TK=leaves["weights"], w1_bias=leaves["w1_bias"], v1_bias=leaves["v1_bias"])
+    one, other = (gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_on=where, **arguments)
+                  for where in ("output", "between"))
+    assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="w2_bias: expected None"):
+        gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_on="between",
+                         w2_bias=torch.zeros(E, H, dtype=torch.float64, device=device), **arguments)
+    with pytest.raises(ValueError, match="weights_on: expected output, between or input"):
+        gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_on="outside")
