@@ -133,8 +133,18 @@ class WeightGradients:
         self._made: dict[str, torch.Tensor] = {}
         self._biases: dict[str, torch.Tensor] = {}
 
+    # Whether w1's and v1's may be made together, and written where they lie.
+    takes_two = True
+
+    def write(self, name: str, experts: Any, left_PF: Any, rows: Any, sizes_E: torch.Tensor, scale: float) -> None:
+        """Have the engine `experts` make the gradient of w1, w2, v1 or "pairs", which is left.T @ rows of each expert. Here `scale` waits
+        for `tensors`."""
+        experts.weight_gradient(left_PF, rows, sizes_E, self[name])
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The part [E,F,H] that is the gradient of the matrix w1, w2 or v1, to be written."""
+        """The part [E,F,H] that is the gradient of the matrix w1, w2 or v1, or [E,2F,H] that of WeightLayout.pairs, to be written."""
+        if name == "pairs":
+            return self._layout.pairs(self._parameter("w1"))
         if self._layout is MEGABLOCKS:
             return self._parameter(name)
         layout = self._layout
@@ -152,10 +162,6 @@ class WeightGradients:
             shape, dtype, device = self._like[name]
             self._made[name] = torch.empty(shape, dtype=dtype, device=device)
         return self._made[name]
-
-    def pairs(self) -> torch.Tensor:
-        """The gradient of WeightLayout.pairs, to be written."""
-        return self._layout.pairs(self._parameter("w1"))
 
     def set_bias(self, name: str, gradient: torch.Tensor) -> None:
         """Keep the gradient of a bias: w2's [E,H]; w1's and v1's, each [E,F], or w1's [E,2F] of pairs."""

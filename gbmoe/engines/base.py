@@ -256,6 +256,25 @@ class Engine:
         self.write_gradient(left_PF, rows.rows_PH(), sizes_E, out_EFH)
         return out_EFH
 
+    def add_weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor, out_EFH: torch.Tensor,
+                            scale: float = 1.0) -> None:
+        """out[e] += scale * left[rows of e].T @ rows[rows of e], to out in float32 of any strides. An engine whose kernels add sums to
+        float32 rounds nothing before; others round the product to its dtype."""
+        self._add_product(left_PF, rows.rows_PH(), sizes_E, out_EFH, scale)
+
+    def _add_product(self, left_PF: torch.Tensor, right_PH: torch.Tensor, sizes_E: torch.Tensor, out_EFH: torch.Tensor,
+                     scale: float) -> None:
+        if out_EFH.stride(2) != 1 and out_EFH.stride(1) == 1:
+            left_PF, right_PH, out_EFH = right_PH, left_PF, out_EFH.transpose(1, 2)
+        if scale == 1 and self.adds_in_place(out_EFH):
+            self.product(left_PF, right_PH, sizes_E, trans_a=True, out=out_EFH, accumulate=True)
+        else:
+            out_EFH.add_(self.product(left_PF, right_PH, sizes_E, trans_a=True), alpha=scale)
+
+    def adds_in_place(self, out_EKN: torch.Tensor) -> bool:
+        """Whether `gmm` with trans_a and accumulate adds float32 sums to a float32 result with these strides."""
+        return False
+
     def write_gradient(self, left_PF: torch.Tensor, right_PH: torch.Tensor, sizes_E: torch.Tensor, out_EFH: torch.Tensor) -> None:
         """out[e] = left[rows of e].T @ right[rows of e], to out of any strides. If that has the matrices transposed, the operands change
         sides."""

@@ -141,6 +141,12 @@ class Float8(Engine):
         self._write_scaled_gradient(left, right, out_EFH)
         return out_EFH
 
+    def add_weight_gradient(self, left_PF, rows, sizes_E, out_EFH, scale=1.0):
+        if not self.float8_weight_gradients:
+            self.unscaled.add_weight_gradient(left_PF, rows, sizes_E, out_EFH, scale)
+        else:
+            out_EFH.add_(self.weight_gradient(left_PF, rows, sizes_E), alpha=scale)
+
     def _write_scaled_gradient(self, left: ScaledKBlocks, right: ScaledKBlocks, out_EFH: torch.Tensor) -> None:
         if out_EFH.stride(2) != 1 and out_EFH.stride(1) == 1:
             left, right, out_EFH = right, left, out_EFH.transpose(1, 2)

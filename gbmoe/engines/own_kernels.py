@@ -67,6 +67,9 @@ class OwnKernels(Engine):
     def writes_in_place(self, out_EKN):
         return has_aligned_rows(out_EKN)
 
+    def adds_in_place(self, out_EKN):
+        return has_aligned_rows(out_EKN)
+
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if trans_a and accumulate and out.dtype == torch.float32:
             self.weight_gradient_gemm(a, b, sizes, out, True)

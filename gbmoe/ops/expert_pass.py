@@ -230,7 +230,7 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
             _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
         dh = dg = None
     if wanted.w2:
-        experts.weight_gradient(a_PF, dz, sizes_E, gradients["w2"])
+        gradients.write("w2", experts, a_PF, dz, sizes_E, left)
     del a_PF, dz
     if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
@@ -238,14 +238,15 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     weights.forget()
     if wanted.w1 or wanted.v1:
         x = t.rows_again()
-        if wanted.w1 and wanted.v1 and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
+        both = wanted.w1 and wanted.v1 and gradients.takes_two
+        if both and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
             experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E, gradients["w1"], gradients["v1"])
         else:
             if wanted.v1 and dg_PF is not None:
-                experts.weight_gradient(dg_PF, x, sizes_E, gradients["v1"])
+                gradients.write("v1", experts, dg_PF, x, sizes_E, left)
             del dg_PF
             if wanted.w1:
-                experts.weight_gradient(dh_PF, x, sizes_E, gradients.pairs() if weights.paired else gradients["w1"])
+                gradients.write("pairs" if weights.paired else "w1", experts, dh_PF, x, sizes_E, left)
     dx_TH, dweights_TK = t.arrived()
     return dx_TH, dweights_TK, *gradients.tensors(left), *gradients.biases(left)
 

@@ -17,7 +17,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_watched, may_be_transformed, positions
+from gbmoe._define_operator import define, is_watched, may_be_transformed, positions, without_autocast
 from gbmoe.engines.resolved import Resolved
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
@@ -26,8 +26,9 @@ from gbmoe.ops.composed_experts import composed_experts
 from gbmoe.ops.expert_pass import Biases, Gradients, Saved, Weights
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
+from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
 from gbmoe.ops.local_transport import local_transport
-from gbmoe.ops.permute import check_plan, check_slot_scalars, padded_gather, padded_scatter
+from gbmoe.ops.permute import check_plan, check_slot_scalars, gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
@@ -39,7 +40,7 @@ def expert_mlp(
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
     keep_gathered_rows: bool = False, weight_gradient_scale: float = 1, layout: WeightLayout = MEGABLOCKS,
     w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None, v1_bias: torch.Tensor | None = None,
-    weights_on: str = "output",
+    weights_on: str = "output", gradient_sink: WeightGradientSink | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -80,6 +81,8 @@ def expert_mlp(
         weights_on: what the router weights multiply. "output": an expert's result. "between": what its activation returns, as Megatron-Core
             and torchtitan have it, which is the same sum unless there is a w2_bias; it is computed as "output", in float32 and rounded
             once, and refused with a w2_bias. "input": the rows of x (Llama-4), which are gathered and weighed first.
+        gradient_sink: adds the gradients of w1, w2 and v1 to float32 tensors of the caller, in backward or later. Not inside of
+            torch.compile, nor with a callable without a kernel.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -99,11 +102,13 @@ def expert_mlp(
         if weights_on == "between":
             require(w2_bias is None, "expert_mlp", "w2_bias", "None where weights are on what is between the products", "a tensor")
         elif weights_TK is not None:
-            rows_PH = padded_gather(x_TH.to(computed_dtype(x_TH)), plan, slot_scale_TK=weights_TK)
+            check_arguments(x_TH, plan, *matrices(layout, w1_EFH, w2_EFH, v1_EFH), weights_TK)
+            rows_PH = gather_slots(x_TH.to(computed_dtype(x_TH)), plan.slot_map, scale=weights_TK)[0]
             of_rows = RoutingPlan.from_counts(plan.padded_counts_E, plan.num_rows, device=rows_PH.device, check="none")
             y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
                               recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe,
-                              weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias)
+                              weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias,
+                              gradient_sink=gradient_sink)
             return padded_scatter(y_PH, plan)
     w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
     w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
@@ -117,7 +122,11 @@ def expert_mlp(
     sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH, engine, batch_invariant)
     name = activation_name(activation)
     scale = weight_gradient_scale
-    if name is None or not scales_exactly(scale, computed_dtype(x_TH)):
+    if gradient_sink is not None:
+        require(name is not None and not torch.compiler.is_compiling() and not may_be_transformed(), "expert_mlp", "gradient_sink",
+                "None inside of torch.compile or a transform, and with an activation without a kernel", gradient_sink)
+        gradient_sink.check({"w1": w1, "w2": w2, "v1": v1})
+    elif name is None or not scales_exactly(scale, computed_dtype(x_TH)):
         # Outside of the operator, where under autocast a gradient of float16 has become one of float32.
         w1, w2, v1, *biases = with_scaled_gradients(scale, w1, w2, v1, *biases, one_operator=name is not None)  # type: ignore[assignment]
         scale = 1
@@ -136,8 +145,9 @@ def expert_mlp(
     # Copies that autocast makes of weights are not in their memory.
     uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
     keep_weights = save and (may_be_transformed() or x_TH.requires_grad) and keeps_weights(fp8_recipe, uncast)
-    return forward_operator(x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, *biases, name, resolved, save,
-                            keep_rows, keep_weights, scale, layout.code)[0]
+    arguments = (x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, *biases, name, resolved, save, keep_rows,
+                 keep_weights, scale, layout.code)
+    return forward_operator(*arguments)[0] if gradient_sink is None else _IntoSink.apply(gradient_sink, *arguments)
 
 
 def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, function: str = "expert_mlp",
@@ -255,14 +265,15 @@ def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_
 
 
 def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, wanted: Gradients,
-               ) -> tuple[torch.Tensor | None, ...]:
+               sink: WeightGradientSink | None = None) -> tuple[torch.Tensor | None, ...]:
     """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted. `saved` is the list of the
     tensors that forward saved. It is emptied, so that each is free again as soon as it has been used, unless the caller has other
     references to it."""
     x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
     where = WeightLayout.of_code(layout)
     matrices = where.matrices(*parameters)
-    gradients = WeightGradients(where, *parameters)
+    w1, w2, v1 = parameters
+    gradients = WeightGradients(where, w1, w2, v1) if sink is None else SunkGradients(where, w1, w2, v1, sink)
     if where.is_combined and not _is_paired(layout, engine):
         wanted = replace(wanted, v1=wanted.w1, v1_bias=wanted.w1_bias)
     kept = {name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y.numel()}
@@ -271,7 +282,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[13] if saved[13].dim() == 2 else None)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     saved.clear()
-    del x, weights, matrices, parameters, kept  # copies that autocast made of weights are held by nothing else
+    del x, weights, w1, w2, v1, matrices, parameters, kept  # copies that autocast made of weights are held by nothing else
     scale = scale if wanted.w1 or wanted.w2 or wanted.v1 or wanted.any_bias else 1.0
     return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
@@ -312,11 +323,12 @@ _FORWARD = (
     " bool keep_weights, float scale, str layout)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 _POSITION_OF = positions(_FORWARD)
+_CAST = ("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")  # by autocast
 _LEAVES = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")  # as Gradients has them, and backward's results
 
 forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
-    autocast=("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias"), named="engine",
+    autocast=_CAST, named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
 )
 
@@ -330,3 +342,28 @@ backward_operator = define(
     waits=lambda grad, x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_backward,
     named="engine",
 )
+
+
+class _IntoSink(torch.autograd.Function):
+    """forward_operator, whose weights' gradients go to a sink; not differentiable twice."""
+
+    @staticmethod
+    def forward(ctx, sink, *arguments):
+        *tensors, ctx.activation, ctx.engine, save, keep_rows, keep_weights, ctx.scale, ctx.layout = arguments
+        # The operator would cast them as well, but backward needs what it computed with.
+        tensors = [t.to(computed_dtype(t)) if name in _CAST and t is not None else t for name, t in zip(_POSITION_OF, tensors)]
+        out_TH, *for_backward = forward_operator(*tensors, ctx.activation, ctx.engine, save, keep_rows, keep_weights, ctx.scale, ctx.layout)
+        ctx.sink = sink
+        ctx.save_for_backward(*tensors, *for_backward)
+        return out_TH
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @without_autocast
+    def backward(ctx, grad_TH):
+        needed = [ctx.needs_input_grad[1 + _POSITION_OF[name]] for name in _LEAVES]
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        computed = _gradients(grad_TH, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, Gradients(*needed), ctx.sink)
+        of_leaf = {name: gradient for name, gradient, need in zip(_LEAVES, computed, needed) if need}
+        return None, *(of_leaf.get(name) for name in _POSITION_OF)

@@ -1,0 +1,111 @@
+"""WeightGradientSink: gradients of experts' weights that are added to float32 tensors of the caller, at once or later.
+
+Trainers that accumulate over micro-batches keep a float32 gradient of each parameter (Megatron-Core's main_grad), and some compute the
+gradients of weights apart from those of activations, where the pipeline has time for them (its backward_dw).
+
+Shape suffixes: E experts, H hidden, F ffn hidden, P padded rows of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from gbmoe._checks import require, require_tensor
+from gbmoe._define_operator import without_autocast
+from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.weight_layout import WeightGradients, WeightLayout
+
+
+class WeightGradientSink:
+    """Where expert_mlp adds the gradients of its weights, instead of handing them to autograd. One sink serves any number of calls.
+
+    Args:
+        w1, w2, v1: float32, contiguous, with the shape and the device of the parameter; None for a parameter without a gradient.
+        deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them.
+        hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
+            numbers mean nothing. Otherwise it gives None.
+
+    Raises:
+        TypeError, ValueError: for a tensor that is none of these.
+
+    Example:
+        >>> x, w1, w2 = torch.randn(6, 16), *(torch.randn(4, 32, 16, requires_grad=True) for _ in range(2))
+        >>> plan = gbmoe.RoutingPlan.from_experts(torch.randint(4, (6, 2)), num_experts=4)
+        >>> main_grads = [torch.zeros(4, 32, 16) for _ in range(2)]
+        >>> sink = gbmoe.WeightGradientSink(*main_grads, deferred=True)
+        >>> gbmoe.expert_mlp(x, plan, w1, w2, gradient_sink=sink).sum().backward()
+        >>> sink.compute()
+        >>> w1.grad is None and bool(main_grads[0].any())
+        True
+    """
+
+    def __init__(self, w1: torch.Tensor | None = None, w2: torch.Tensor | None = None, v1: torch.Tensor | None = None, *,
+                 deferred: bool = False, hand_back: bool = False):
+        self._main = {"w1": w1, "w2": w2, "v1": v1}
+        for name, tensor in self._main.items():
+            if tensor is not None:
+                require_tensor(tensor, "WeightGradientSink", name, rank=3, dtypes=(torch.float32,))
+                require(tensor.is_contiguous(), "WeightGradientSink", name, "a contiguous tensor", f"strides {tensor.stride()}")
+        self.deferred, self.hand_back = deferred, hand_back
+        self._later: list[Callable[[], None]] = []
+
+    def compute(self) -> None:
+        """Add the gradients of every call whose backward has run since the last time, in that order. Without `deferred` there are none."""
+        later, self._later = self._later, []
+        later.reverse()
+        with torch.no_grad():
+            while later:  # what one was made of is free again before the next
+                later.pop()()
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Take a step: now, or in `compute`."""
+        if self.deferred:
+            self._later.append(without_autocast(step))
+        else:
+            step()
+
+    def check(self, parameters: dict[str, torch.Tensor | None]) -> None:
+        """Raise ValueError unless each parameter that needs a gradient has a tensor of its shape and device here."""
+        for name, parameter in parameters.items():
+            main = self._main[name]
+            if parameter is None or (main is None and not parameter.requires_grad):
+                continue
+            if main is None:
+                require(False, "expert_mlp", "gradient_sink", f"a tensor for {name}, which needs a gradient", None)
+                return
+            require(main.shape == parameter.shape and main.device == parameter.device, "expert_mlp", "gradient_sink",
+                    f"for {name} {list(parameter.shape)} on {parameter.device}", f"{list(main.shape)} on {main.device}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        main = self._main[name]
+        assert main is not None, name  # `check` has seen it
+        return main
+
+
+class SunkGradients(WeightGradients):
+    """The gradients of one backward, of which each is added to a sink as soon as it is made, or later."""
+
+    takes_two = False
+
+    def __init__(self, layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, sink: WeightGradientSink):
+        super().__init__(layout, w1, w2, v1)
+        self._sink = sink
+        self._sunk: set[str] = set()
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        self._sunk.add(name)
+        return self._sink[name]
+
+    def write(self, name: str, experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
+        self._sink.add(partial(experts.add_weight_gradient, left_PF, rows, sizes_E, self[name], scale))
+
+    def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        if not self._sink.hand_back:
+            return None, None, None
+        likes = (self._like[name] if name in self._sunk else None for name in ("w1", "w2", "v1"))
+        one, two, three = (None if like is None else torch.empty(like[0], dtype=like[1], device=like[2]) for like in likes)
+        return one, two, three
