@@ -478,7 +478,7 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
     sigmoid = RouterFunction("sigmoid", normalize=1).code
     plan, weights = RoutingPlan.from_experts(ids, EXPERTS), strided(tokens, TOP_K)
     maps, rows = (plan.row_of_slot_TK, plan.slot_of_row_P), plan.num_rows
-    x, w, h = matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN), matrix(rows, FFN)
+    x, w, h, bias = matrix(tokens, HIDDEN), matrix(EXPERTS, FFN, HIDDEN), matrix(rows, FFN), matrix(EXPERTS, FFN)
     for operator, arguments in (
         (ops.routing_plan, (ids.t().contiguous().t(), EXPERTS, 4, "wait")),
         (ops.route, (matrix(tokens, EXPERTS), None, None, None, TOP_K, softmax_topk_code(1.0), True)),
@@ -494,16 +494,16 @@ def test_fakes_say_what_kernels_return_for_any_strides(dtype):
         (ops.gmm, (h, matrix(rows, HIDDEN), plan.host_sizes(), True, False, "auto", True)),
         (ops.plan_of_counts, (plan.counts_E, rows + 3, "wait")),
         (ops.bounded_counts, (plan.counts_E, rows + 3, "wait")),
-        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, None, "silu", "auto", True, True,
+        (ops.expert_mlp, (matrix(rows, HIDDEN), None, None, plan.slot_of_row_P, plan.host_sizes(), w, w, *[None] * 4, "silu", "auto", True,
+                          True, False, 1.0, MEGABLOCKS.code)),
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, bias, matrix(EXPERTS, HIDDEN), bias, "silu", "auto", True, False,
                           False, 1.0, MEGABLOCKS.code)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, False, False, 1.0,
+        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, *[None] * 3, "silu", "auto", True, True, False, 1.0,
                           MEGABLOCKS.code)),
-        (ops.expert_mlp, (x, weights, *maps, plan.host_sizes(), w, w, w, "silu", "auto", True, True, False, 1.0,
-                          MEGABLOCKS.code)),
-        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, *[x.new_empty(0)] * 4, "silu",
-                                   "auto", 1.0, MEGABLOCKS.code, True, True, True, True, False)),
-        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, h, h, matrix(rows, HIDDEN),
-                                   *[x.new_empty(0)] * 3, "silu", "auto", 1.0, MEGABLOCKS.code, True, True, True, True, False)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, bias, matrix(EXPERTS, HIDDEN), bias, h, h,
+                                   *[x.new_empty(0)] * 4, "silu", "auto", 1.0, MEGABLOCKS.code, *[True] * 4, False, *[True] * 3)),
+        (ops.expert_mlp_backward, (x, x, weights, *maps, plan.host_sizes(), w, w, w, *[None] * 3, h, h, matrix(rows, HIDDEN),
+                                   *[x.new_empty(0)] * 3, "silu", "auto", 1.0, MEGABLOCKS.code, *[True] * 4, *[False] * 4)),
     ):
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
