@@ -1,4 +1,4 @@
-"""The command line: `python -m gbmoe info | verify | bench | convert | install-megablocks`, one file a command.
+"""The command line: `python -m gbmoe info | verify | bench | convert | ...`, one file a command.
 
 A command's module has add_arguments(parser) and run(arguments), which returns the exit status, and may have EXAMPLES, lines for its
 --help.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from gbmoe._version import __version__
-from gbmoe.cli import bench, build, convert, info, install_megablocks, verify
+from gbmoe.cli import bench, build, convert, info, install_megablocks, transformers, verify
 from gbmoe.cli.signals import ctrl_c_unwinds
 from gbmoe.extension.loader import AHEAD_OF_TIME
 
@@ -30,6 +30,7 @@ _COMMANDS = {
     "verify": (verify, "every operator and engine against float64, in under a minute"),
     "bench": (bench, "time layers, products and permutations, each verified first"),
     "convert": (convert, "MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back"),
+    "transformers": (transformers, "the PYTHONPATH by which programs that nobody edits take gbmoe for transformers' experts"),
     "install-megablocks": (install_megablocks, "MegaBlocks 0.10.0 in this environment, whose torch stays as it is"),
 }
 _EXAMPLES = """\

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -41,19 +42,23 @@ from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.plan import RoutingPlan
 from gbmoe.weight_layout import WeightLayout
 
-__all__ = ["experts_forward", "fused_function", "register"]
+__all__ = ["experts_forward", "fused_function", "register", "uncalled"]
 
 _NAME = 'experts_implementation="gbmoe"'
+_DEFAULT = "grouped_mm"  # what transformers takes where no implementation is named
 # Biases are added by a product with a matrix of ones, of this many columns, because engines need rows of multiples of 16 bytes.
 _BIAS_WIDTH = 8
 
 
-def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
+def register(fp8_recipe: Float8BlockScaling | None = None, *, as_default: bool = False, model: torch.nn.Module | None = None) -> None:
     """Add "gbmoe" to the experts implementations of the installed transformers. Calling it again changes nothing.
 
     Args:
         fp8_recipe: add "gbmoe_float8" as well, which computes products of rows as the recipe says. A later call with another recipe
             takes its place.
+        as_default: models that name no implementation, or "grouped_mm", which is transformers' default, take it too, with the recipe if
+            there is one. So does a program that nobody edits; see `python -m gbmoe transformers`.
+        model: one that is loaded. A warning names those of its modules that call no implementation, whatever is set (`uncalled`).
 
     Raises:
         ImportError: without transformers 5.8 or newer, or where it cannot be imported; the message has the cause.
@@ -65,11 +70,37 @@ def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
         raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
     ExpertsInterface.register("gbmoe", experts_forward)
     _recognise_activations()
+    default: Callable = experts_forward
     if fp8_recipe is not None:
         engines.float8(fp8_recipe, "auto")  # raises for what is no recipe
-        ExpertsInterface.register("gbmoe_float8", partial(experts_forward, fp8_recipe=fp8_recipe))
+        default = partial(experts_forward, fp8_recipe=fp8_recipe)
+        ExpertsInterface.register("gbmoe_float8", default)
+    if as_default:
+        ExpertsInterface.register(_DEFAULT, default)
     # Float8 experts use a table of their own. The function is registered there too, so that it can say why it does not take them.
     FP8ExpertsInterface.register("gbmoe", experts_forward)
+    missed = {} if model is None else uncalled(model)
+    if missed:
+        names = ", ".join([*list(missed)[:3], *(["..."] if len(missed) > 3 else [])])
+        warnings.warn(f"gbmoe.compat.transformers.register: {len(missed)} modules of {type(model).__name__} will not be computed by gbmoe"
+                      f" ({names}): {next(iter(missed.values()))}", stacklevel=2)
+
+
+def uncalled(model: torch.nn.Module) -> dict[str, str]:
+    """The modules of experts of a loaded model that gbmoe will not compute, by their names, with the reason: classes that call no
+    implementation (Llama-4's, which take the setting and ignore it), experts that are modules of their own, and quantised ones."""
+    found = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+            up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
+            if not isinstance(up, torch.Tensor) or up.dtype not in FLOATING or wraps_tensors(up):
+                found[name] = f"{kind} has quantised weights"
+        elif isinstance(module, torch.nn.ModuleList) and name.rpartition(".")[2] == "experts":
+            found[name] = "its experts are modules of their own, which call no implementation"
+        elif re.search(r"Experts$", kind) and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            found[name] = f"{kind} computes them itself, whatever implementation is set"
+    return found
 
 
 def _why_not_importable(error: ImportError) -> str:

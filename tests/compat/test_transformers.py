@@ -6,6 +6,7 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 import importlib
 import importlib.metadata
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -637,3 +638,46 @@ def test_anomaly_detection_took_rows_of_dropped_slots_for_gradients(layout, devi
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# --------------------------------------------------------------------------------------------------- programs that are not edited
+
+PROGRAM = """
+import sys, torch
+assert "torch" in sys.modules and "gbmoe" not in sys.modules  # nothing before transformers' experts
+from transformers import OlmoeConfig, OlmoeForCausalLM
+model = OlmoeForCausalLM(OlmoeConfig(vocab_size=50, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                     num_experts=4, num_experts_per_tok=2, eos_token_id=None, pad_token_id=None))
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+function = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+print(model.config._experts_implementation, getattr(function, "func", function).__module__,
+      "fp8_recipe" in getattr(function, "keywords", {}))
+with torch.no_grad():
+    model.bfloat16()(torch.randint(50, (1, 16)), use_cache=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value, expected", [(None, "grouped_mm gbmoe.compat.transformers False"),
+                                             ("gbmoe_float8", "grouped_mm gbmoe.compat.transformers True"),
+                                             ("off", "grouped_mm transformers.integrations.moe False")])
+def test_a_program_that_nobody_edits_takes_it(value, expected, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])}
+    environment |= {} if value is None else {"GBMOE_TRANSFORMERS": value}
+    path = subprocess.run([sys.executable, "-m", "gbmoe", "transformers"], env=environment, capture_output=True, text=True, check=True)
+    environment["PYTHONPATH"] = path.stdout.splitlines()[-1]
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["the hidden one", expected]
+
+
+def test_modules_that_will_not_call_it_are_named():
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+    config = SimpleNamespace(num_local_experts=2, intermediate_size=8, hidden_size=8, hidden_act="silu")
+    model = torch.nn.ModuleDict({"a": make_experts(torch.float32, "cpu"), "b": Llama4TextExperts(config),
+                                 "experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    assert set(adapter.uncalled(model)) == {"b", "experts"}
+    with pytest.warns(UserWarning, match="2 modules of ModuleDict will not be computed by gbmoe .b, experts.: Llama4TextExperts computes"):
+        adapter.register(model=model)
+    assert adapter.uncalled(build("mixtral", dtype=torch.float32)) == {}
