@@ -57,8 +57,8 @@ class LearnedRouter(torch.nn.Module):
         require(not args.batch_invariant or kernels_take(experts, top_k, function, plain), "dMoE", "batch_invariant",
                 "False where no router kernel takes moe_num_experts, moe_top_k and moe_normalize_expert_weights",
                 f"{experts}, {top_k} and {p}")
-        if top_k == 1 and p is not None and experts > 1:
-            _warn_that_weights_are_one()
+        if top_k == 1 and experts > 1 and (p is not None or not function.pre_softmax):
+            _warn_of_constant_weights("moe_router_pre_softmax" if not function.pre_softmax else "moe_normalize_expert_weights")
         self.args, self._source = args, Source()
         self._function = None if function == RouterFunction(normalize=p) else function
         self.layer = torch.nn.Linear(args.hidden_size, experts, bias=args.moe_router_linear_bias, dtype=args.dtype, device=args.device)
@@ -177,7 +177,15 @@ def _as_weight(layer: torch.nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     return x_TH.to(weight.dtype)
 
 
+# What makes all weights the same with moe_top_k=1, and what to use instead.
+_CONSTANT_WEIGHTS = {
+    "moe_normalize_expert_weights": ("divides the one weight of a token by itself", "None"),
+    "moe_router_pre_softmax": ("False takes the softmax of one logit", "True"),
+}
+
+
 @functools.cache
-def _warn_that_weights_are_one() -> None:
-    warnings.warn("Arguments: moe_normalize_expert_weights divides the one weight of a token with moe_top_k=1 by itself: all weights are 1,"
-                  " and the router gets no gradient from the layer's output. Use None with moe_top_k=1.", stacklevel=4)
+def _warn_of_constant_weights(field: str) -> None:
+    why, instead = _CONSTANT_WEIGHTS[field]
+    warnings.warn(f"Arguments: {field} {why} with moe_top_k=1: all weights are the same, and the router gets no gradient from the layer's"
+                  f" output. Use {instead} with moe_top_k=1.", stacklevel=4)

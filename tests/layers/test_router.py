@@ -55,19 +55,22 @@ def test_uniform_expert_assignment():
 
 
 
-@pytest.mark.parametrize("p", [1, 2.0])
-def test_a_router_without_a_gradient_is_named_once(p):
-    """The one weight of a token is divided by itself."""
-    router_module._warn_that_weights_are_one.cache_clear()
-    fields = dict(hidden_size=16, moe_num_experts=8, fp16=False, device="cpu", moe_normalize_expert_weights=p)
-    with pytest.warns(UserWarning, match="moe_normalize_expert_weights .* moe_top_k=1 .* the router gets no gradient") as caught:
+@pytest.mark.parametrize("field, value, off", [
+    ("moe_normalize_expert_weights", 1, None), ("moe_normalize_expert_weights", 2.0, None), ("moe_router_pre_softmax", False, True)])
+def test_a_router_without_a_gradient_is_named_once(field, value, off):
+    """The one weight of a token is divided by itself, or is the softmax of one logit."""
+    router_module._warn_of_constant_weights.cache_clear()
+    fields = {"hidden_size": 16, "moe_num_experts": 8, "fp16": False, "device": "cpu", field: value}
+    with pytest.warns(UserWarning, match=f"{field} .* moe_top_k=1: .* the router gets no gradient .* Use {off}") as caught:
         for _ in range(3):
-            LearnedRouter(Arguments(**fields))
+            layer = LearnedRouter(Arguments(**fields))
     assert len(caught) == 1
-    router_module._warn_that_weights_are_one.cache_clear()
+    layer(torch.randn(9, 16))[1].square().sum().backward()
+    assert float(layer.layer.weight.grad.abs().max()) < 1e-6
+    router_module._warn_of_constant_weights.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for change in (dict(moe_top_k=2), dict(moe_normalize_expert_weights=None), dict(moe_num_experts=1)):
+        for change in ({"moe_top_k": 2}, {field: off}, {"moe_num_experts": 1}):
             LearnedRouter(Arguments(**{**fields, **change}))
 
 
