@@ -124,7 +124,7 @@ class Kept:
         return False
 
     def rounds(self) -> int:
-        """How many items each layer has kept, where all have kept as many; 1 elsewhere, and where it is not known of which layers they are."""
+        """How many items each layer has kept, where all have kept as many; 1 elsewhere, and where some item's layer is not known."""
         seen: list[object] = []
         times: list[int] = []
         for link in self._links():

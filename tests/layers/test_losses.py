@@ -531,7 +531,8 @@ def test_zloss_in_float16_of_a_square_beyond_its_range():
     assert bool(layer.layer.weight.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float16, torch.float64)], ids=str)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32),
+                                    (torch.float16, torch.float64)], ids=str)
 def test_zloss_had_the_range_of_the_first_routers_dtype(dtypes):
     for dtype in dtypes:
         layer = router(moe_zloss_weight=1e-3).to(dtype)
