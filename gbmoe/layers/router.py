@@ -164,9 +164,15 @@ def _is_plain_linear(layer: torch.nn.Module, with_bias: bool) -> bool:
 _PLAIN_PARAMETERS = {*PLAIN, *_torch_names.FAKES, type(None)}
 
 
+# Where torch.compile's and torch's checkpoint_wrapper's modules have the one that they call.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
 def _as_weight(layer: torch.nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     """x in the dtype of a linear layer's weight: a router may be of another dtype than the layer, and torch's product takes only one.
     Autocast casts both. A module with a forward of its own gets x as it is."""
+    while (inner := next((layer._modules[name] for name in _WRAPPED if name in layer._modules), None)) is not None:
+        layer = inner
     if type(layer).forward is not torch.nn.Linear.forward or "forward" in layer.__dict__:
         return x_TH
     weight: torch.Tensor | None = layer._parameters.get("weight")
