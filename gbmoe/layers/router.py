@@ -5,6 +5,7 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -119,7 +120,8 @@ class LearnedRouter(torch.nn.Module):
         layer = self.layer
         if plain and self.args.moe_router_dtype == "bf16" and x_TH.dtype != torch.float64:
             operands = (None if t is None else t.bfloat16() for t in (x_TH, layer.weight, layer.bias))
-            return torch.nn.functional.linear(*operands)
+            with torch.autocast(x_TH.device.type, enabled=False) if autocast_enabled(x_TH.device.type) else contextlib.nullcontext():
+                return torch.nn.functional.linear(*operands)
         logits_TE = layer(_as_weight(layer, x_TH))
         return logits_TE.float() if self.args.moe_router_dtype == "fp32" and logits_TE.dtype != torch.float64 else logits_TE
 

@@ -84,13 +84,21 @@ def near_tie(dtype=torch.bfloat16, **fields):
     """A router of two experts, and a token whose logits are equal once they are rounded: the second expert's is the higher one."""
     layer = LearnedRouter(Arguments(hidden_size=2, moe_num_experts=2, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16,
                                     device="cpu", **fields))
-    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-9}[dtype]
     layer.layer.weight.data.copy_(torch.tensor([[1, 0], [1, step]]))
     return layer, torch.ones(1, 2, dtype=dtype)
 
 
 def chosen(layer, x):
     return layer(x)[2].tolist()
+
+
+def test_logits_in_bf16_had_the_dtype_of_autocast():
+    """1 + 2**-9 is a number of float16, and 1 in bfloat16, in which logits that tie go to the lower expert."""
+    layer, x = near_tie(torch.float32, moe_router_dtype="bf16")
+    assert chosen(layer, x) == [[0]]
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert chosen(layer, x) == [[0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
