@@ -112,13 +112,13 @@ def is_transformed() -> bool:
 
 
 def current_trace() -> Any:
-    """What traces eager calls at this moment: torch.jit's state, or the mode of fake tensors, as under torch.export; None for nothing, and
-    where this torch cannot tell."""
+    """What traces eager calls at this moment: torch.jit's state, or the mode of fake tensors, as under torch.export, or that of a make_fx
+    which traces real ones; None for nothing, and where this torch cannot tell."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True if _get_tracing_state is None else _get_tracing_state()
     if _detect_fake_mode is not None and (
             torch.compiler.is_compiling() or len_torch_dispatch_stack is None or len_torch_dispatch_stack()):
-        return _detect_fake_mode()
+        return _detect_fake_mode() or next((mode for mode in dispatch_modes() if type(mode).__name__ == "ProxyTorchDispatchMode"), None)
     return None
 
 

@@ -534,6 +534,8 @@ def traced_functions(device):
         "gather and scatter": (lambda x, ids: gbmoe.padded_scatter(gbmoe.padded_gather(x, plan(ids)), plan(ids)), tokens_and_ids),
         "tiles": (lambda x, ids: plan(ids, align=4).expert_of_tile, tokens_and_ids),
         "route": (lambda x: route(x[:, :EXPERTS], TOP_K).weights_TK, lambda tokens: (x(tokens),)),
+        "a routing map": (lambda x: transformer_engine.fused_compute_score_for_moe_aux_loss(x, TOP_K, "softmax")[0],
+                          lambda tokens: (x(tokens),)),
     }, {
         "mlp_impl 'bmm'": (layer(mlp_impl="bmm"), leading),
         "mlp_impl 'reference'": (layer(mlp_impl="reference"), leading),

@@ -151,6 +151,7 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor], *, check: 
       one and then write before the weights are used; and fused kernels that are called without an optimizer;
     - other writes through `.data`, to inference tensors, by NumPy or another library, or by kernels that do not declare them;
     - replays of a CUDA graph that contains an optimizer's step, or any other write;
+    - what an optimizer's step writes after it has stepped another optimizer, until it ends;
     - writes of a hook of all optimizers that was registered after the first context, if another one has used the weight before;
     - a storage that is freed and filled again at the same address, which is what FSDP does. FSDP2's parameters are an error.
 

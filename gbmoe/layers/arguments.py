@@ -307,6 +307,7 @@ def from_megatron(megatron_args: Any) -> Arguments:
     megatron.core.parallel_state.get_expert_model_parallel_group(), unless these are all ranks.
 
     Raises:
+        TypeError: for None, and for a dictionary whose entries are no attributes.
         ValueError: naming every option that is set to what the layer cannot do, every pair that contradicts itself, and every option
             that begins with "moe", is set and is not known.
 

@@ -123,6 +123,20 @@ class Kept:
                 seen.append(link.source)
         return False
 
+    def rounds(self) -> int:
+        """How many items each layer has kept, where all have kept as many; 1 elsewhere, and where some item's layer is not known."""
+        seen: list[object] = []
+        times: list[int] = []
+        for link in self._links():
+            if link.source is None:
+                return 1
+            place = next((i for i, other in enumerate(seen) if other is link.source), len(seen))
+            if place == len(seen):
+                seen.append(link.source)
+                times.append(0)
+            times[place] += 1
+        return times[0] if times and min(times) == max(times) else 1
+
     def is_any_source_unknown(self) -> bool:
         """Whether it is not known of which layer some item is."""
         return any(link.source is None for link in self._links())

@@ -87,7 +87,9 @@ def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None
 
     Raises:
         ValueError: where no layer ran; where one ran more than once, and the number of forwards is not that of the layers that this
-            pipeline stage has according to `args`, as when clear_load_balancing_loss was not called after the step before; where
+            pipeline stage has according to `args`, as when clear_load_balancing_loss was not called after the step before (where stages
+            differ, also where each ran equally often and once is enough for a stage; num_layers_per_virtual_pipeline_stage then says how
+            many forwards a stage that calls layers repeatedly has); where
             gradients are enabled now but were not when a layer ran that is to be trained, as under the reentrant torch.utils.checkpoint;
             where `so_far` is of other layers; where a "seq_aux_loss" lacks the layers' ids.
         RuntimeError: where the collective fails; it names the ranks that are missing.
@@ -136,12 +138,16 @@ def _check_number_of_layers(forwards: int, args: Arguments) -> None:
     """Raise ValueError unless each layer ran once, or so many layers ran as a stage has.
 
     What is kept without a source counts as a layer of its own, so that there may be fewer than `args` say, but not more.
+
+    Where stages differ in their numbers of layers, a stage's own number is not known: several rounds of few layers may be as many forwards
+    as another stage has layers. Then they are taken for several steps without a clear.
     """
     least = args.num_layers // args.pipeline_model_parallel_size
     most = -(-args.num_layers // args.pipeline_model_parallel_size)
     if args.num_layers_per_virtual_pipeline_stage is not None:
         least = most = args.num_layers_per_virtual_pipeline_stage
-    if least <= forwards <= most:
+    rounds = 1 if least == most else _LOAD_BALANCING_LOSS.rounds()
+    if least <= forwards <= most and (rounds == 1 or forwards // rounds < least):
         return
     repeated = _LOAD_BALANCING_LOSS.is_any_source_repeated()
     known = forwards < least or not _LOAD_BALANCING_LOSS.is_any_source_unknown()
@@ -180,8 +186,8 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
 
     Mirrors megablocks.layers.router.batched_router_zloss (ST-MoE, arXiv 2202.08906), except that routers in evaluation keep nothing
     here. The entry of one that ran under torch.no_grad, such as a frozen layer's, has no gradient. Where the weight is 0 it returns 0 with
-    a warning. The entry of a router that got no token is 0. The dtype is that of the logits, or float32 with moe_zloss_in_fp32; float16, in
-    which the square of 256 is infinite, is computed in float32 and rounded once.
+    a warning. The entry of a router that got no token is 0. The dtype is that of the logits, the widest where routers differ, or float32
+    with moe_zloss_in_fp32; float16, in which the square of 256 is infinite, is computed in float32 and rounded once.
 
     Raises:
         ValueError: where no router ran, and where gradients are enabled but were not when one ran that is to be trained, as under the
@@ -194,12 +200,13 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
     require(len(kept) > 0, "batched_router_zloss", "routers that ran in training since the last clear",
             "at least 1 (run the layers in training mode, with moe_zloss_weight in the Arguments that they are built from)", 0)
     _ROUTER_LOGSUMEXP.require_gradients("batched_router_zloss")
-    first = kept[0][0]
-    dtype = torch.float32 if args.moe_zloss_in_fp32 else first.dtype
-    if args.moe_zloss_in_fp32 or dtype == torch.float16:
-        kept = [(logsumexp_T.float(), mask_T) for logsumexp_T, mask_T in kept]
-    with _without_autocast(first.device.type):
-        means = [_mean_square(logsumexp_T, mask_T) for logsumexp_T, mask_T in kept]
+    dtype, device = functools.reduce(torch.promote_types, (logsumexp_T.dtype for logsumexp_T, _ in kept)), kept[0][0].device
+    if args.moe_zloss_in_fp32:
+        dtype = torch.float32
+    # MegaBlocks' numbers, but for float16; dtypes that differ, which it does not take, are widened before the square.
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    with _without_autocast(device.type):
+        means = [_mean_square(logsumexp_T.to(wide), mask_T).to(device) for logsumexp_T, mask_T in kept]
         return (args.moe_zloss_weight * torch.stack(means)).to(dtype)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from gbmoe._checks import require
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers.arguments import DEFAULT_ACTIVATION_FN, LOAD_BALANCING_TYPES, Arguments
 from gbmoe.layers.expert_parallel_options import FLAT_NAMES
@@ -105,8 +106,10 @@ def translate(options: Any) -> dict[str, Any]:
     """Fields of Arguments, by name, from any object with Megatron's names, MegaBlocks' names, or both.
 
     Raises:
+        TypeError: for None, and for a dictionary whose entries are no attributes.
         ValueError: naming every option that is set to what no layer can do, that contradicts another one, or that is not known.
     """
+    _require_attributes(options)
     values = {name: getattr(options, name) for name in _FIELDS if hasattr(options, name)}
     if not isinstance(values.get("fp8_recipe"), Float8BlockScaling):
         values.pop("fp8_recipe", None)  # Megatron-LM has an argument of this name, for TransformerEngine, which is always set
@@ -126,6 +129,18 @@ def translate(options: Any) -> dict[str, Any]:
     if translation.problems:
         raise ValueError("from_megatron: " + "; ".join(translation.problems))
     return values
+
+
+def _require_attributes(options: Any) -> None:
+    """Raise TypeError for what can have no options as attributes, of which every field would keep its default."""
+    by_key = isinstance(options, Mapping) and any(not hasattr(options, str(key)) for key in options)
+    require(options is not None and not by_key, "from_megatron", "megatron_args",
+            "an object with options as attributes, such as argparse.Namespace(**options)", type(options).__name__, TypeError)
+
+
+def _names(options: Any) -> set[str]:
+    """The names that the object has: attributes, and the keys of a dictionary that has them as attributes, too."""
+    return {*dir(options), *(map(str, options) if isinstance(options, Mapping) else ())}
 
 
 def _same(field: str, given: Any, value: Any) -> bool:
@@ -161,7 +176,7 @@ class _Translation:
             if hasattr(self._options, name) and not possible(getattr(self._options, name)):
                 self.problem(name, expected, getattr(self._options, name))
         known = REFUSED.keys() | WITHOUT_EFFECT | TRANSLATED | _FIELDS
-        for name in sorted(name for name in dir(self._options) if name.startswith("moe_") and name not in known):
+        for name in sorted(name for name in _names(self._options) if name.startswith("moe_") and name not in known):
             if not _unset(getattr(self._options, name)):
                 self.problem(name, "an option that gbmoe knows, or that is off", getattr(self._options, name))
 
@@ -171,7 +186,7 @@ class _Translation:
 
     def _experts(self) -> dict[str, Any]:
         found = {name: _single(self.get(name)) for name in _EXPERTS if self.has(name)}
-        if len(set(found.values())) > 1:
+        if len(found) == 2 and found["num_experts"] != found["num_moe_experts"]:
             self.problem("num_moe_experts", f"num_experts == {found['num_experts']}", found["num_moe_experts"])
         if found and not self.has("moe_router_topk") and not self.has("moe_top_k"):
             self.problem("moe_router_topk", "the number of experts a token", None)

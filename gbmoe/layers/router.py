@@ -5,6 +5,7 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -57,8 +58,8 @@ class LearnedRouter(torch.nn.Module):
         require(not args.batch_invariant or kernels_take(experts, top_k, function, plain), "dMoE", "batch_invariant",
                 "False where no router kernel takes moe_num_experts, moe_top_k and moe_normalize_expert_weights",
                 f"{experts}, {top_k} and {p}")
-        if top_k == 1 and p is not None and experts > 1:
-            _warn_that_weights_are_one()
+        if top_k == 1 and experts > 1 and (p is not None or not function.pre_softmax):
+            _warn_of_constant_weights("moe_router_pre_softmax" if not function.pre_softmax else "moe_normalize_expert_weights")
         self.args, self._source = args, Source()
         self._function = None if function == RouterFunction(normalize=p) else function
         self.layer = torch.nn.Linear(args.hidden_size, experts, bias=args.moe_router_linear_bias, dtype=args.dtype, device=args.device)
@@ -119,7 +120,8 @@ class LearnedRouter(torch.nn.Module):
         layer = self.layer
         if plain and self.args.moe_router_dtype == "bf16" and x_TH.dtype != torch.float64:
             operands = (None if t is None else t.bfloat16() for t in (x_TH, layer.weight, layer.bias))
-            return torch.nn.functional.linear(*operands)
+            with torch.autocast(x_TH.device.type, enabled=False) if autocast_enabled(x_TH.device.type) else contextlib.nullcontext():
+                return torch.nn.functional.linear(*operands)
         logits_TE = layer(_as_weight(layer, x_TH))
         return logits_TE.float() if self.args.moe_router_dtype == "fp32" and logits_TE.dtype != torch.float64 else logits_TE
 
@@ -164,9 +166,15 @@ def _is_plain_linear(layer: torch.nn.Module, with_bias: bool) -> bool:
 _PLAIN_PARAMETERS = {*PLAIN, *_torch_names.FAKES, type(None)}
 
 
+# Where torch.compile's and torch's checkpoint_wrapper's modules have the one that they call.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
 def _as_weight(layer: torch.nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     """x in the dtype of a linear layer's weight: a router may be of another dtype than the layer, and torch's product takes only one.
     Autocast casts both. A module with a forward of its own gets x as it is."""
+    while (inner := next((layer._modules[name] for name in _WRAPPED if name in layer._modules), None)) is not None:
+        layer = inner
     if type(layer).forward is not torch.nn.Linear.forward or "forward" in layer.__dict__:
         return x_TH
     weight: torch.Tensor | None = layer._parameters.get("weight")
@@ -177,7 +185,15 @@ def _as_weight(layer: torch.nn.Module, x_TH: torch.Tensor) -> torch.Tensor:
     return x_TH.to(weight.dtype)
 
 
+# What makes all weights the same with moe_top_k=1, and what to use instead.
+_CONSTANT_WEIGHTS = {
+    "moe_normalize_expert_weights": ("divides the one weight of a token by itself", "None"),
+    "moe_router_pre_softmax": ("False takes the softmax of one logit", "True"),
+}
+
+
 @functools.cache
-def _warn_that_weights_are_one() -> None:
-    warnings.warn("Arguments: moe_normalize_expert_weights divides the one weight of a token with moe_top_k=1 by itself: all weights are 1,"
-                  " and the router gets no gradient from the layer's output. Use None with moe_top_k=1.", stacklevel=4)
+def _warn_of_constant_weights(field: str) -> None:
+    why, instead = _CONSTANT_WEIGHTS[field]
+    warnings.warn(f"Arguments: {field} {why} with moe_top_k=1: all weights are the same, and the router gets no gradient from the layer's"
+                  f" output. Use {instead} with moe_top_k=1.", stacklevel=4)

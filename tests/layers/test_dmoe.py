@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gbmoe
 from gbmoe import engines
@@ -465,6 +466,8 @@ FLOAT32_ROUTERS = {
     "hooked": _hooked,
     "parametrized": lambda router: torch.nn.utils.parametrizations.weight_norm(router.float().layer),
     "casts by itself": _casting,
+    "compiled": lambda router: setattr(router.float(), "layer", torch.compile(router.layer, backend="eager")),
+    "in a checkpoint": lambda router: setattr(router.float(), "layer", checkpoint_wrapper(router.layer)),
 }
 
 

@@ -217,7 +217,7 @@ def test_a_cuda_graph_moves_the_bias():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["vmap", "export", "strict export", "make_fx", "jit.trace"])
+@pytest.mark.parametrize("how", ["vmap", "export", "strict export", "make_fx", "real make_fx", "jit.trace"])
 def test_a_traced_or_transformed_layer_counts_nothing(how):
     torch.compiler.reset()
     layer, x = make(), torch.randn(3, 5, 1, HIDDEN)
@@ -227,6 +227,7 @@ def test_a_traced_or_transformed_layer_counts_nothing(how):
      "export": lambda: torch.export.export(layer, (x,), strict=False).module()(x),
      "strict export": lambda: torch.export.export(layer, (x,), strict=True).module()(x),
      "make_fx": lambda: make_fx(by_weights, tracing_mode="symbolic")(x, weights),
+     "real make_fx": lambda: make_fx(layer, tracing_mode="real")(x),
      "jit.trace": lambda: torch.jit.trace(layer, x, check_trace=False)}[how]()
     assert type(layer.experts.tokens_per_expert) is torch.Tensor and not layer.experts.tokens_per_expert.any()
     layer(x)

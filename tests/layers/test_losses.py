@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import pickle
 import sys
@@ -257,6 +258,18 @@ def test_a_layer_that_is_called_for_all_layers_is_no_forgotten_clear():
         gbmoe.batched_load_balancing_loss(args)
 
 
+def test_steps_without_a_clear_passed_for_a_larger_stage():
+    """Three layers in two stages: two steps of the stage with one of them are as many forwards as one step of the other."""
+    layer, args = make(bias=False, num_layers=3, pipeline_model_parallel_size=2)
+    x = torch.randn(5, 1, 32)
+    layer(x)
+    check_load_balancing_loss(args, [layer])
+    layer(x)
+    with pytest.raises(ValueError, match=r"call gbmoe.clear_load_balancing_loss\(\) once a step.* got 2, some of the same layer"):
+        gbmoe.batched_load_balancing_loss(args)
+    assert gbmoe.batched_load_balancing_loss(dataclasses.replace(args, num_layers_per_virtual_pipeline_stage=2)) > 0
+
+
 def test_copies_of_a_layer_are_other_layers():
     layer, args = make(bias=False, num_layers=1)
     for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -301,7 +314,7 @@ def test_losses_of_wrong_shapes(counts, scores, words):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["vmap", "compiled vmap", "export", "strict export", "make_fx", "jit.trace"])
+@pytest.mark.parametrize("how", ["vmap", "compiled vmap", "export", "strict export", "make_fx", "real make_fx", "jit.trace"])
 def test_a_traced_or_transformed_layer_left_dead_tensors_for_the_next_loss(how):
     torch.compiler.reset()
     layer, args = make(bias=False, moe_zloss_weight=1e-2)
@@ -311,6 +324,7 @@ def test_a_traced_or_transformed_layer_left_dead_tensors_for_the_next_loss(how):
      "export": lambda: torch.export.export(layer, (x,), strict=False),
      "strict export": lambda: torch.export.export(layer, (x,), strict=True),
      "make_fx": lambda: make_fx(by_weights, tracing_mode="symbolic")(x, weights),
+     "real make_fx": lambda: make_fx(layer, tracing_mode="real")(x),
      "jit.trace": lambda: torch.jit.trace(layer, x, check_trace=False)}[how]()
     assert gbmoe.get_load_balancing_loss() == []
     layer(x)
@@ -319,7 +333,7 @@ def test_a_traced_or_transformed_layer_left_dead_tensors_for_the_next_loss(how):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["export", "strict export", "make_fx", "jit.trace"])
+@pytest.mark.parametrize("how", ["export", "strict export", "make_fx", "real make_fx", "jit.trace"])
 def test_a_step_that_is_traced_whole_has_its_losses(how):
     torch.compiler.reset()
     layers = [make(seed=seed, bias=False, num_layers=2, moe_zloss_weight=1e-2)[0] for seed in (0, 1)]
@@ -339,6 +353,7 @@ def test_a_step_that_is_traced_whole_has_its_losses(how):
     traced = {"export": lambda: torch.export.export(step, (x,), strict=False).module(),
               "strict export": lambda: torch.export.export(step, (x,), strict=True).module(),
               "make_fx": lambda: lambda x: make_fx(by_weights, tracing_mode="fake")(x, weights)(x, weights),
+              "real make_fx": lambda: make_fx(step, tracing_mode="real")(x),
               "jit.trace": lambda: torch.jit.trace(step, x, check_trace=False)}[how]()
     got = traced(x)
     assert gbmoe.get_load_balancing_loss() == []
@@ -514,6 +529,26 @@ def test_zloss_in_float16_of_a_square_beyond_its_range():
     torch.testing.assert_close(loss.double(), 1e-3 * logits.logsumexp(1).square().mean().expand(1), rtol=2e-3, atol=0)
     loss.sum().backward()
     assert bool(layer.layer.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32),
+                                    (torch.float16, torch.float64)], ids=str)
+def test_zloss_had_the_range_of_the_first_routers_dtype(dtypes):
+    for dtype in dtypes:
+        layer = router(moe_zloss_weight=1e-3).to(dtype)
+        with torch.no_grad():
+            layer.layer.weight.fill_(20.0)
+        layer(torch.ones(5, 16, dtype=dtype))
+    loss = gbmoe.batched_router_zloss(layer.args)
+    assert loss.dtype == max(dtypes, key=lambda dtype: dtype.itemsize)
+    torch.testing.assert_close(loss[0].double(), loss[1].double(), rtol=2e-3, atol=0)
+
+
+def test_zloss_of_routers_on_two_devices_raised():
+    for device in ("meta", "cpu"):
+        layer = router(moe_zloss_weight=1e-3).to(device)
+        layer(torch.ones(5, 16, device=device))
+    assert gbmoe.batched_router_zloss(layer.args).shape == (2,)
 
 
 def test_zloss_keeps_nothing_in_evaluation():

@@ -258,6 +258,34 @@ def test_options_of_megablocks_in_megatrons_arguments_without_its_own_experts():
         of(both)
 
 
+@pytest.mark.parametrize("options, came", [(None, "NoneType"), (dict(num_experts=8, moe_router_topk=2), "dict")])
+def test_what_has_no_attributes_gave_one_expert(options, came):
+    with pytest.raises(TypeError, match=f"from_megatron: megatron_args: expected an object with options as attributes, .* got {came}"):
+        from_megatron(options)
+
+
+class Attributes(dict):
+    """As configuration packages have them: entries are attributes, which dir() does not list."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_an_unknown_option_of_a_dictionary_with_attributes_was_passed_over():
+    args = from_megatron(Attributes(CONFIG))
+    assert (args.moe_num_experts, args.moe_top_k) == (8, 2)
+    with pytest.raises(ValueError, match="moe_of_next_year: expected an option that gbmoe knows, or that is off, got 3"):
+        from_megatron(Attributes(CONFIG, moe_of_next_year=3))
+
+
+def test_experts_for_each_layer_are_named():
+    with pytest.raises(ValueError, match=r"moe_num_experts: expected an int of at least 1, got \[8, 4\]"):
+        of(NAMESPACE, num_experts=[8, 4])
+
+
 def test_the_group_must_be_that_of_the_expert_parallel_ranks():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

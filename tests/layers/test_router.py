@@ -55,19 +55,22 @@ def test_uniform_expert_assignment():
 
 
 
-@pytest.mark.parametrize("p", [1, 2.0])
-def test_a_router_without_a_gradient_is_named_once(p):
-    """The one weight of a token is divided by itself."""
-    router_module._warn_that_weights_are_one.cache_clear()
-    fields = dict(hidden_size=16, moe_num_experts=8, fp16=False, device="cpu", moe_normalize_expert_weights=p)
-    with pytest.warns(UserWarning, match="moe_normalize_expert_weights .* moe_top_k=1 .* the router gets no gradient") as caught:
+@pytest.mark.parametrize("field, value, off", [
+    ("moe_normalize_expert_weights", 1, None), ("moe_normalize_expert_weights", 2.0, None), ("moe_router_pre_softmax", False, True)])
+def test_a_router_without_a_gradient_is_named_once(field, value, off):
+    """The one weight of a token is divided by itself, or is the softmax of one logit."""
+    router_module._warn_of_constant_weights.cache_clear()
+    fields = {"hidden_size": 16, "moe_num_experts": 8, "fp16": False, "device": "cpu", field: value}
+    with pytest.warns(UserWarning, match=f"{field} .* moe_top_k=1: .* the router gets no gradient .* Use {off}") as caught:
         for _ in range(3):
-            LearnedRouter(Arguments(**fields))
+            layer = LearnedRouter(Arguments(**fields))
     assert len(caught) == 1
-    router_module._warn_that_weights_are_one.cache_clear()
+    layer(torch.randn(9, 16))[1].square().sum().backward()
+    assert float(layer.layer.weight.grad.abs().max()) < 1e-6
+    router_module._warn_of_constant_weights.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for change in (dict(moe_top_k=2), dict(moe_normalize_expert_weights=None), dict(moe_num_experts=1)):
+        for change in ({"moe_top_k": 2}, {field: off}, {"moe_num_experts": 1}):
             LearnedRouter(Arguments(**{**fields, **change}))
 
 
@@ -81,13 +84,21 @@ def near_tie(dtype=torch.bfloat16, **fields):
     """A router of two experts, and a token whose logits are equal once they are rounded: the second expert's is the higher one."""
     layer = LearnedRouter(Arguments(hidden_size=2, moe_num_experts=2, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16,
                                     device="cpu", **fields))
-    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    step = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-9}[dtype]
     layer.layer.weight.data.copy_(torch.tensor([[1, 0], [1, step]]))
     return layer, torch.ones(1, 2, dtype=dtype)
 
 
 def chosen(layer, x):
     return layer(x)[2].tolist()
+
+
+def test_logits_in_bf16_had_the_dtype_of_autocast():
+    """1 + 2**-9 is a number of float16, and 1 in bfloat16, in which logits that tie go to the lower expert."""
+    layer, x = near_tie(torch.float32, moe_router_dtype="bf16")
+    assert chosen(layer, x) == [[0]]
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert chosen(layer, x) == [[0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -196,7 +196,9 @@ class Config:
             if isinstance(value, When):
                 value = value.argument if self._field(value.field) == value.equals else default[name]
             if isinstance(value, Field):
-                value = self._field(value.name)
+                field, value = value.name, self._field(value.name)
+                if value is None:  # with which the model fails, while an argument of None has a meaning of its own
+                    raise BrokenCheckpoint(f"{self.path}: {field}: expected a value, got null")
             if value != default[name]:
                 values[name] = value
         return values

@@ -159,7 +159,8 @@ def _function(*of) -> RouterFunction:
 
 
 def _routing_map(experts_TK: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(logits_TE.shape, dtype=torch.bool, device=logits_TE.device).scatter_(1, experts_TK, True)
+    # Not True, with which torch.jit.trace fails.
+    return torch.zeros(logits_TE.shape, dtype=torch.bool, device=logits_TE.device).scatter_(1, experts_TK, 1)
 
 
 def _check(name: str, logits: torch.Tensor, topk: int, score_function: str, routing_map_format: Any) -> None:

@@ -152,6 +152,11 @@ BROKEN = {
                                               "moe_router_num_groups: expected a divisor of moe_num_experts == 4, got 3"),
     "a factor as text": (config_of("mistral4", routed_scaling_factor="2", n_shared_experts=0),
                          "moe_router_topk_scaling_factor: expected None or a number, got '2'"),
+    "a factor of null, which was taken for 1": (config_of("mistral4", routed_scaling_factor=None, n_shared_experts=0),
+                                                "routed_scaling_factor: expected a value, got null"),
+    "groups of null, which were taken for none": (
+        config_of("deepseek_v2", topk_method="group_limited_greedy", n_group=None, topk_group=None, n_shared_experts=0),
+        "n_group: expected a value, got null"),
     "no shared expert": (config_of("deepseek_v2"), "model.layers.0.mlp.: hidden size of the shared expert: expected 80, as"),
 }
 
