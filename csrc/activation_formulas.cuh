@@ -278,4 +278,30 @@ struct GatingActivation {  // clamped_silu and situ, which change the gate
   }
 };
 
+// value(h) * gate(g) of several numbers, to h, with the same bits.
+template <typename Family, int N>
+__device__ __forceinline__ void gated_values(const Family& family, float (&h)[N], const float (&g)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) h[i] = family.value(h[i]) * family.gate(g[i]);
+}
+// The branch is outside the loops, and the sigmoids are under way together.
+template <int N> __device__ __forceinline__ void gated_values(const GatingActivation& family, float (&h)[N], const float (&g)[N]) {
+  const ActivationOf& of = family.of;
+  if (of.kind == kSitu) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[i] = activation_at<kSitu, true>(h[i], of).value * gate_at<kSitu>(g[i], of).value;
+    return;
+  }
+  const float alpha = of.constant<float>(0), limit = of.constant<float>(1);
+  float s[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    h[i] = h[i] > limit ? limit : h[i];
+    s[i] = alpha * h[i] * kMinusLog2E;
+  }
+  fast_sigmoids(s);
+#pragma unroll
+  for (int i = 0; i < N; ++i) h[i] = h[i] * s[i] * gate_at<kClampedSilu>(g[i], of).value;
+}
+
 }  // namespace gbmoe

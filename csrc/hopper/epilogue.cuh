@@ -226,21 +226,30 @@ template <typename Traits> struct Epilogue {
     store_buffer(output, buffer);
   }
 
+  __device__ __forceinline__ void unpack_quarter(int first, float (&numbers)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = unpack<Element>(pair[first + i]);
+      numbers[2 * i] = two.x, numbers[2 * i + 1] = two.y;
+    }
+  }
+
   // act(h), or act(h) * g, of a quarter of the chunk: 16 columns. The last one stores the chunk.
   __device__ __forceinline__ void activate_quarter(int quarter) {
     if (quarter == 0) activated = take_buffer();
     const typename Traits::ActivationFamily activation(args.activation);
+    float a[8], g[8];
+    unpack_quarter(quarter * 4, a);
+    if constexpr (kGlu) {
+      unpack_quarter(32 + quarter * 4, g);
+      gated_values(activation, a, g);
+    } else {
+#pragma unroll
+      for (float& one : a) one = activation.value(one);
+    }
     uint32_t m[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 h = unpack<Element>(pair[quarter * 4 + i]);
-      float2 a = {activation.value(h.x), activation.value(h.y)};
-      if constexpr (kGlu) {
-        const float2 g = unpack<Element>(pair[32 + quarter * 4 + i]);
-        a.x *= activation.gate(g.x), a.y *= activation.gate(g.y);
-      }
-      m[i] = pack<Element>(a.x, a.y);
-    }
+    for (int i = 0; i < 4; ++i) m[i] = pack<Element>(a[2 * i], a[2 * i + 1]);
     stmatrix(Shared::fragment_address(activated, quarter), m[0], m[1], m[2], m[3]);
     if (quarter == 3) store_buffer(0, activated);
   }
@@ -249,17 +258,18 @@ template <typename Traits> struct Epilogue {
   __device__ __forceinline__ void activate_pairs(int quarter) {
     if (quarter == 0) activated = take_buffer();
     const typename Traits::ActivationFamily activation(args.activation);
+    float a[8], g[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 both = unpack<Element>(pair[quarter * 8 + i]);
+      a[i] = both.x, g[i] = both.y;
+    }
+    gated_values(activation, a, g);
     uint32_t m[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // 8 columns of 8 rows: rows 0-7 and 8-15 of the first 8 columns, then of the others
-      const int first = quarter * 8 + i / 2 * 4 + i % 2;
-      float a[2];  // column lane % 4, and the fourth one after it
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 both = unpack<Element>(pair[first + half * 2]);
-        a[half] = activation.value(both.x) * activation.gate(both.y);
-      }
-      m[i] = neighbours(pack<Element>(a[0], a[1]));
+      const int first = i / 2 * 4 + i % 2;  // column lane % 4; the fourth one after it is two further
+      m[i] = neighbours(pack<Element>(a[first], a[first + 2]));
     }
     stmatrix(Shared::fragment_address(activated, quarter), m[0], m[1], m[2], m[3]);
     if (quarter == 3) store_buffer(0, activated, (tile.n + chunk * kChunkColumns) / 2, args.size_n / 2);

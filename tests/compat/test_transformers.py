@@ -422,6 +422,8 @@ def test_gates_of_models_are_those_that_they_are_taken_for(owner, device):
     experts = getattr(of_model, owner)(SimpleNamespace(**GATE_CONSTANTS)).to(device, dtype)
     for number, parameter in enumerate(experts.parameters()):
         parameter.data = exact_inputs.exact_values(*parameter.shape, dtype=dtype, device=device, seed=number)
+    if owner in ("GptOssExperts", "OpenAIPrivacyFilterExperts"):
+        experts.limit = 1.5  # older releases do not take it from the configuration
     assert adapter.fused_function(experts).limit == 1.5
     tensors = inputs(dtype, device)
     expected, got = (run_experts(experts, implementation, *tensors) for implementation in ("eager", "gbmoe"))

@@ -9,6 +9,7 @@ import torch
 import gbmoe
 from gbmoe import WeightLayout, engines
 from gbmoe.ops.activations import gated
+from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from tests.conftest import assert_as_accurate_as
 from tests.test_weight_layout import LAYOUTS, ids, laid_out
@@ -94,8 +95,9 @@ def check(layout, device, dtype, engine="auto", activation=GPT_OSS, factor=3.0, 
 def served(engine, dtype):
     """Skips what an engine does not take."""
     name, device = engine
-    if (name == "torch_grouped" and dtype != torch.bfloat16) or (name.startswith(("hopper", "tensor_core")) and dtype.itemsize > 2):
-        pytest.skip(f"{name} does not take {dtype}")
+    reason = engines.ENGINES[name].refuses(Problem(device, dtype, T * K, E, H, F, False))
+    if reason:
+        pytest.skip(reason)
     return name, device
 
 
