@@ -318,6 +318,15 @@ def test_a_plan_keeps_what_is_known_of_it_in_copies_and_where_counts_are_replace
         assert same.with_host_sizes(same.host_sizes()).is_in_expert_order and same.exact().has_host_sizes
 
 
+def test_nothing_is_known_of_a_plan_that_another_version_has_pickled():
+    plan = RoutingPlan.from_counts(torch.tensor([3, 2, 1]), 6)
+    state = {name: value for name, value in vars(plan).items() if not name.startswith("_")}
+    old = RoutingPlan.__new__(RoutingPlan)
+    old.__dict__.update(state, _in_order=True, row_of_slot_TK=plan.row_of_slot_TK.flip(0).contiguous())
+    assert not old.is_in_expert_order and not old.has_host_sizes and old.pads_within_experts
+    assert old.host_sizes().tolist() == [3, 2, 1] and old.has_host_sizes
+
+
 def test_a_graph_took_a_plans_old_sizes_after_an_assignment():
     plan = RoutingPlan.from_experts(torch.tensor([0, 0, 0, 1]), 2)
     other = RoutingPlan.from_experts(torch.tensor([1, 1, 0, 1]), 2)
