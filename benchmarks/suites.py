@@ -12,7 +12,7 @@ from benchmarks.measurements.link import COMBINE, DISPATCH, LinkMeasurement
 from benchmarks.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
 from benchmarks.measurements.permutation import SKEWS, PermutationMeasurement
 from benchmarks.running.rank_processes import Ranks
-from gbmoe.cli.bench import peers, suites
+from gbmoe.cli.bench import rivals, suites
 from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MICRO_BATCHES, TRAINING, Measurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
@@ -44,7 +44,7 @@ def _float8(choice: Choice) -> list[Measurement]:
 
 
 def _transformers(choice: Choice) -> list[Measurement]:
-    ways = [("gbmoe", "auto"), *((name, None) for name in peers.of_kind("layer", choice.peers))]
+    ways = [("gbmoe", "auto"), *((name, None) for name in rivals.of_kind("layer", choice.rivals))]
     return [LayerMeasurement(case, *way, "uniform", computation)
             for case in choice.shapes or map(choice.case, moe_shapes.TRANSFORMERS_CASES)
             for way in ways for computation in (FORWARD, TRAINING)]
@@ -73,7 +73,7 @@ def _inference(choice: Choice) -> list[Measurement]:
 
 def _host(choice: Choice) -> list[Measurement]:
     cases = list(map(choice.case, moe_shapes.HOST_CASES))
-    ways = [("gbmoe", "auto"), (LINEAR, None), *((name, None) for name in peers.of_kind("layer", choice.peers))]
+    ways = [("gbmoe", "auto"), (LINEAR, None), *((name, None) for name in rivals.of_kind("layer", choice.rivals))]
     measurements: list[Measurement] = [HostMeasurement(case, *way, "uniform", computation)
                                        for case in cases for way in ways for computation in COMPUTATIONS]
     return measurements + [HostPartsMeasurement(case, *ways[0], "uniform", computation) for case in cases for computation in COMPUTATIONS]
@@ -86,7 +86,7 @@ def _permute(choice: Choice) -> list[Measurement]:
         if whole:
             measurements += [PermutationMeasurement(case, "gbmoe", None, "random", computation)
                              for computation in ("route", "route-backward")]
-        by_all, steps = ("gbmoe", *peers.of_kind("permutation", choice.peers)), _STEPS if whole else _STEPS[:1]
+        by_all, steps = ("gbmoe", *rivals.of_kind("permutation", choice.rivals)), _STEPS if whole else _STEPS[:1]
         measurements += [PermutationMeasurement(case, by, None, routing, step, align=align)
                          for routing in SKEWS for align in _ALIGNMENTS for by in by_all for step in steps]
     return measurements
@@ -94,12 +94,12 @@ def _permute(choice: Choice) -> list[Measurement]:
 
 def _parallel(choice: Choice) -> list[Measurement]:
     measurements: list[Measurement] = []
-    rivals = [*(("gbmoe", "auto", transport) for transport in (ONE_GPU, *TRANSPORTS)),
-              *((name, None, None) for name in peers.of_kind("parallel", choice.peers))]
+    ways = [*(("gbmoe", "auto", transport) for transport in (ONE_GPU, *TRANSPORTS)),
+            *((name, None, None) for name in rivals.of_kind("parallel", choice.rivals))]
     cases = [(choice.case(case), routing) for case in moe_shapes.PARALLEL_CASES for routing in ("uniform", "skewed")]
     for case, routing in cases:
         measurements += [ParallelLayerMeasurement(case, by, engine, routing, computation, transport=transport)
-                         for computation in (FORWARD, TRAINING) for by, engine, transport in rivals]
+                         for computation in (FORWARD, TRAINING) for by, engine, transport in ways]
     return measurements + [LinkMeasurement(case, "gbmoe", None, routing, trip, transport=transport)
                            for case, routing in cases for trip in (DISPATCH, COMBINE) for transport in TRANSPORTS[1:]]
 

@@ -14,7 +14,7 @@ the bytes are:
     scatter           b*H*(R + T) + weights 4*R
     scatter-backward  b*H*(T + 2*R) + padding zeros b*H*(P - R) + weights and their gradient 8*R
 
-The bytes of index maps are not counted, and a peer's P is P_used. The maps that results are verified with come from oracle.routing,
+The bytes of index maps are not counted, and a rival's P is P_used. The maps that results are verified with come from oracle.routing,
 not from the plan. Plans and gathers must be right to the last bit, everywhere; the other results are compared with float64 on sampled
 tokens. Every result is verified in memory that held NaN before.
 
@@ -29,12 +29,12 @@ from functools import partial
 
 import torch
 
-from benchmarks.peers.base import Permutation
+from benchmarks.rivals.base import Permutation
 from gbmoe import RoutingPlan, kernels
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.base import SEED, Measurement, Subject, kept, random_values, require_finite, sample
-from gbmoe.cli.bench.measurements.layer import PEER_TOLERANCE
-from gbmoe.cli.bench.peers.base import Prepared
+from gbmoe.cli.bench.measurements.layer import RIVAL_TOLERANCE
+from gbmoe.cli.bench.rivals.base import Prepared
 from gbmoe.ops import padded_gather, padded_scatter, route
 from gbmoe.testing import accuracy, exact_inputs, oracle
 from gbmoe.testing.moe_shapes import MoeCase
@@ -191,8 +191,8 @@ class _Routed(_Step):
         self.ids_TK, self.expected = routed(self.case, measurement.routing, align, device)
         self.dtype, self.device = dtype, device
         own = measurement.implementation == "gbmoe"
-        self.tolerance = Subject.tolerance if own else PEER_TOLERANCE
-        make = PlannedPermutation if own else peers.load(measurement.implementation).permutation
+        self.tolerance = Subject.tolerance if own else RIVAL_TOLERANCE
+        make = PlannedPermutation if own else rivals.load(measurement.implementation).permutation
         self.permutation: Permutation = make(self.ids_TK, self.case.experts, align)
         self.rows = self.permutation.rows
         self.prepared = self.prepare()

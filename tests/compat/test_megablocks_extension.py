@@ -2,7 +2,7 @@
 
 The installed package's autograd functions run on them, and are compared with gbmoe.compat.megablocks.ops, whose own
 tests compare it with plain PyTorch. On a GPU with Triton the gathers and scatters are MegaBlocks' own, and the
-comparison is with a peer.
+comparison is with a rival.
 
 Shape suffixes: T tokens, K slots a token, R = T * K slots, E experts, H hidden.
 """

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def permute_suite(bench, monkeypatch):
     """Runs the permute suite on the CPU with two shapes."""
     monkeypatch.setattr(moe_shapes, "PLAN_CASES", (*moe_shapes.PERMUTE_CASES[4:], moe_shapes.PLAN_CASES[-1]))
-    return lambda dtype="bf16", peers="none": bench("--dtype", dtype, suite="permute", peers=peers)
+    return lambda dtype="bf16", rivals="none": bench("--dtype", dtype, suite="permute", rivals=rivals)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])

@@ -114,7 +114,7 @@ def forget(device: torch.device) -> None:
     """Free the tensors that are kept from one row for the next."""
     forget_kept()
     if device.type == "cuda" and not is_lost(device):
-        gc.collect()  # a peer's tensors may be part of reference cycles
+        gc.collect()  # a rival's tensors may be part of reference cycles
         torch.cuda.empty_cache()
 
 

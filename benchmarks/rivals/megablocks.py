@@ -1,4 +1,4 @@
-"""MegaBlocks' expert parallelism and its permutation; gbmoe/cli/bench/peers/megablocks.py has its layers.
+"""MegaBlocks' expert parallelism and its permutation; gbmoe/cli/bench/rivals/megablocks.py has its layers.
 
 Shape suffixes: T tokens, K slots a token, R = T * K, E experts, H hidden, P padded rows.
 """
@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from benchmarks.peers.base import ParallelPeer, Permutation, PermutationPeer
-from gbmoe.cli.bench.peers.base import Prepared
-from gbmoe.cli.bench.peers.megablocks import MegaBlocks, MegaBlocksGrouped, import_reason, stand_in
+from benchmarks.rivals.base import ParallelRival, Permutation, PermutationRival
+from gbmoe.cli.bench.rivals.base import Prepared
+from gbmoe.cli.bench.rivals.megablocks import MegaBlocks, MegaBlocksGrouped, import_reason, stand_in
 
 
-class ParallelMegaBlocks(MegaBlocksGrouped, ParallelPeer):
+class ParallelMegaBlocks(MegaBlocksGrouped, ParallelRival):
     """MegaBlocks' dMoE with grouped products, on one rank and over several."""
 
     kinds = ("layer", "parallel")
@@ -23,7 +23,7 @@ class ParallelMegaBlocks(MegaBlocksGrouped, ParallelPeer):
         return self.layer(case, weights, moe_expert_model_parallelism=True, expert_parallel_group=group)
 
 
-class MegaBlocksKernels(MegaBlocks, PermutationPeer):
+class MegaBlocksKernels(MegaBlocks, PermutationRival):
     """MegaBlocks' permutation alone."""
 
     kinds = ("permutation",)

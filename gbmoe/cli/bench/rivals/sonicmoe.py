@@ -11,7 +11,7 @@ import inspect
 
 import torch
 
-from gbmoe.cli.bench.peers.base import Layer, Peer, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.base import Layer, Rival, needs_cuda, not_importable, versions
 
 _MODULE = "sonicmoe.functional"
 # What 0.1.2 has brought: routing by an argument, and weights of either layout.
@@ -67,7 +67,7 @@ class _Layer(Layer):
                 "w2": self.second.grad.transpose(1, 2)}
 
 
-class SonicMoe(Peer):
+class SonicMoe(Rival):
     def unavailable(self, device):
         reason = needs_cuda(device) or not_importable(_MODULE)
         if reason is None:

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from gbmoe.cli.bench.peers.base import (
-    Peer,
+from gbmoe.cli.bench.rivals.base import (
     Prepared,
+    Rival,
     RoutedExperts,
     SeparateWeights,
     combine,
@@ -32,7 +32,7 @@ class _Experts(SeparateWeights):
         return combine(gmm(a_RF, self.w2, sizes_E), order_R, weights_TK)
 
 
-class GroupedGemm(Peer):
+class GroupedGemm(Rival):
     kinds = ("layer", "product")
 
     def unavailable(self, device):

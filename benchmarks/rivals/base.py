@@ -1,4 +1,4 @@
-"""What an adapter has to be whose peer spreads experts over ranks, or permutes rows (gbmoe/cli/bench/peers/base.py has the others).
+"""What an adapter has to be whose rival spreads experts over ranks, or permutes rows (gbmoe/cli/bench/rivals/base.py has the others).
 
 Shape suffixes: T tokens, K slots a token, H hidden, P padded rows.
 """
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gbmoe.cli.bench.measurements.base import Refusal
-from gbmoe.cli.bench.peers.base import Layer, Peer, Prepared, Weights
+from gbmoe.cli.bench.rivals.base import Layer, Prepared, Rival, Weights
 from gbmoe.testing.moe_shapes import MoeCase
 
 
-class ParallelPeer(Peer):
+class ParallelRival(Rival):
     """One whose `kinds` name "parallel": a layer over several ranks."""
 
     kinds: ClassVar[tuple[str, ...]] = ("parallel",)
@@ -28,7 +28,7 @@ class ParallelPeer(Peer):
         """Give back what all ranks of a job hold together; called once on each of them, after its last parallel layer."""
 
 
-class PermutationPeer(Peer):
+class PermutationRival(Rival):
     """One whose `kinds` name "permutation"."""
 
     kinds: ClassVar[tuple[str, ...]] = ("permutation",)
@@ -41,8 +41,8 @@ class PermutationPeer(Peer):
 class Permutation:
     """The steps of a permutation for one routing, each as a Prepared.
 
-    Rows are expert-major and, inside an expert, in token order, as in RoutingPlan. A peer's matrices have `rows` rows, which may end
-    with the last row of the last expert. A step that the peer does not have raises Refusal.
+    Rows are expert-major and, inside an expert, in token order, as in RoutingPlan. A rival's matrices have `rows` rows, which may end
+    with the last row of the last expert. A step that the rival does not have raises Refusal.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class Permutation:
         raise Refusal("has no gather alone")
 
     def plan_and_gather(self, x_TH: torch.Tensor) -> Prepared:
-        """Plan and padded gather together, for peers that have one operator for both. It reads as out [rows,H]."""
+        """Plan and padded gather together, for rivals that have one operator for both. It reads as out [rows,H]."""
         raise Refusal("has no plan and gather")
 
     def scatter(self, y_PH: torch.Tensor, weights_TK: torch.Tensor) -> Prepared:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.running.cold_cache_timer import QUICK
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
@@ -70,7 +70,7 @@ def sonicmoe(monkeypatch):
     for module in (package, functional, enums):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr("gbmoe.cli.bench.peers.sonicmoe.needs_cuda", lambda device: None)
+    monkeypatch.setattr("gbmoe.cli.bench.rivals.sonicmoe.needs_cuda", lambda device: None)
     return functional
 
 
@@ -93,13 +93,13 @@ def test_halves_that_are_taken_for_each_other_are_found(sonicmoe, monkeypatch):
 
 
 def test_its_first_release_is_left_out_by_name(sonicmoe, monkeypatch):
-    peer = peers.load("sonicmoe")
-    assert peer.unavailable(CPU) is None
+    rival = rivals.load("sonicmoe")
+    assert rival.unavailable(CPU) is None
     monkeypatch.setattr(sonicmoe, "moe_TC_softmax_topk_layer", lambda x, router_w, w1, b1, w2, b2, K, stream_id: None)
-    assert peer.unavailable(CPU) == ("sonic-moe 0.1.2 or newer is wanted, whose layer takes concat_layout and is_softmax_over_topk")
+    assert rival.unavailable(CPU) == ("sonic-moe 0.1.2 or newer is wanted, whose layer takes concat_layout and is_softmax_over_topk")
 
 
 @pytest.mark.parametrize("change, words", [(dict(mlp_type="mlp"), "has no plain MLP"), (dict(ffn=44), "multiples of 8, not 32 and 44")])
 def test_what_it_is_not_made_for(change, words):
     case = MoeCase(**{**CASE.__dict__, **change})
-    assert words in peers.load("sonicmoe").refuses(case, torch.bfloat16)
+    assert words in rivals.load("sonicmoe").refuses(case, torch.bfloat16)

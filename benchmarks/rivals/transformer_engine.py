@@ -6,13 +6,13 @@ from functools import partial
 
 import torch
 
-from benchmarks.peers.base import Permutation, PermutationPeer
-from gbmoe.cli.bench.peers.base import Prepared, needs_cuda, not_importable, versions
+from benchmarks.rivals.base import Permutation, PermutationRival
+from gbmoe.cli.bench.rivals.base import Prepared, needs_cuda, not_importable, versions
 
 _MODULE = "transformer_engine.pytorch.permutation"
 
 
-class TransformerEngine(PermutationPeer):
+class TransformerEngine(PermutationRival):
     def unavailable(self, device):
         return needs_cuda(device) or not_importable(_MODULE)
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.measurements.parallel_layer import ParallelLayerMeasurement
-from benchmarks.peers import ligercute
+from benchmarks.rivals import ligercute
 from benchmarks.running.rank_processes import RankRunner
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.base import FORWARD, TRAINING, configurations
 from gbmoe.cli.bench.measurements.layer import layer_inputs
 from gbmoe.cli.bench.running.repeat import Sustained
@@ -101,7 +101,7 @@ def test_it_gets_gbmoes_weights_and_gives_their_gradients(native, computation):
 
 def test_gradients_are_means_over_the_ranks(native):
     weights = layer_inputs(CASE, "uniform", CPU, torch.bfloat16).weights
-    layer = peers.load("ligercute").parallel_layer(CASE, weights, dist.group.WORLD)
+    layer = rivals.load("ligercute").parallel_layer(CASE, weights, dist.group.WORLD)
     layer(torch.randn(48, 32).bfloat16()).float().sum().backward()
     of_one, layer.experts.ranks = layer.weight_gradients(), 2
     for name, gradient in layer.weight_gradients().items():
@@ -120,13 +120,13 @@ def test_memory_is_made_once_for_a_size_and_given_back_at_the_end(native):
 def test_memory_stays_if_a_rank_fails(native):
     """finalize is collective: a rank that ends with an exception does not call it."""
     with pytest.raises(KeyError), RankRunner(Conditions(CPU, torch.bfloat16), EFFORT) as runner:
-        runner.peers_about["ligercute"] = "here"
+        runner.rivals_about["ligercute"] = "here"
         ligercute._configure(max_tokens=1, hidden_size=1, num_experts=1, top_k=1, gpus_per_host=1)
         raise KeyError
     assert "finalize" not in native.calls
 
 
 def test_what_it_is_not_made_for():
-    peer = peers.load("ligercute")
-    assert peer.refuses(dataclasses.replace(CASE, mlp_type="mlp"), torch.bfloat16) == "has no plain MLP"
-    assert peer.refuses(CASE, torch.float16) == "takes bfloat16 only" and peer.refuses(CASE, torch.bfloat16) is None
+    rival = rivals.load("ligercute")
+    assert rival.refuses(dataclasses.replace(CASE, mlp_type="mlp"), torch.bfloat16) == "has no plain MLP"
+    assert rival.refuses(CASE, torch.float16) == "takes bfloat16 only" and rival.refuses(CASE, torch.bfloat16) is None

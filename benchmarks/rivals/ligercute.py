@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers.base import ParallelPeer
+from benchmarks.rivals.base import ParallelRival
 from gbmoe.cli.bench.measurements.base import Refusal
-from gbmoe.cli.bench.peers.base import RoutedExperts, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.base import RoutedExperts, needs_cuda, not_importable, versions
 
 _OPERATOR, _PACKAGE = "liger_kernel.ops.cute.ops.moe", "liger_cute_kernels"
 _configured: Any = None  # of this process: what its memory, which ranks map from each other, was made for
@@ -57,7 +57,7 @@ class _Experts(torch.nn.Module):
                 "w2": self.second.grad.transpose(1, 2) / self.ranks}
 
 
-class LigerCute(ParallelPeer):
+class LigerCute(ParallelRival):
     def unavailable(self, device):
         return needs_cuda(device) or not_importable(_PACKAGE, _OPERATOR)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gbmoe.cli.bench.peers.base import Peer, RoutedExperts, SeparateWeights, combine, needs_cuda, sorted_slots
+from gbmoe.cli.bench.rivals.base import Rival, RoutedExperts, SeparateWeights, combine, needs_cuda, sorted_slots
 
 
 class _Experts(SeparateWeights):
@@ -18,7 +18,7 @@ class _Experts(SeparateWeights):
         return combine(F.grouped_mm(a_RF, self.w2, offs=ends_E), order_R, weights_TK)
 
 
-class TorchGrouped(Peer):
+class TorchGrouped(Rival):
     def unavailable(self, device):
         return None if hasattr(F, "grouped_mm") else f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
 

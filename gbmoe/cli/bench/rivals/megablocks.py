@@ -12,7 +12,7 @@ import torch
 
 from gbmoe._importable import is_importable
 from gbmoe.cli.bench.gbmoe_itself import DroplessLayer, layer_arguments
-from gbmoe.cli.bench.peers.base import Peer, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.base import Rival, needs_cuda, not_importable, versions
 
 _STAND_IN = "gbmoe.compat.megablocks.extension"
 
@@ -24,7 +24,7 @@ def _own_extension() -> bool:
 
 def stand_in() -> None:
     """Register the stand-in for the extension where it is missing. Every process does so before it measures: one that replaces a
-    crashed process has not been asked whether the peer is available."""
+    crashed process has not been asked whether the rival is available."""
     if not _own_extension():
         from gbmoe.compat.megablocks import register
         register()
@@ -44,7 +44,7 @@ def import_reason(device: torch.device) -> str | None:
     return not_importable("megablocks.layers.dmoe")
 
 
-class MegaBlocks(Peer):
+class MegaBlocks(Rival):
     impl: str
 
     def about(self):

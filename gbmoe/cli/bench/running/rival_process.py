@@ -1,9 +1,9 @@
-"""A process of its own for each peer: if the peer crashes, hangs or leaks memory, only that process ends, and its row says so.
+"""A process of its own for each rival: if the rival crashes, hangs or leaks memory, only that process ends, and its row says so.
 
 Processes are forked from a server that has imported torch and has never touched a device (multiprocessing's
-forkserver), so that a new one takes no longer than its CUDA context. One serves a peer for the whole run; after a
-failure the next measurement gets another. Ctrl-C reaches the parent alone. However the parent ends, a peer's process ends with it, and
-with it the compilers that the peer has started.
+forkserver), so that a new one takes no longer than its CUDA context. One serves a rival for the whole run; after a
+failure the next measurement gets another. Ctrl-C reaches the parent alone. However the parent ends, a rival's process ends with it, and
+with it the compilers that the rival has started.
 
 Timed in bursts, a measurement is one question. Timed sustained it is several: the process makes a subject ready and keeps it, takes its
 turns with it, and lets go of it; and gbmoe's implementations have such a process, too.
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from gbmoe.cli.bench import checkout, peers
+from gbmoe.cli.bench import checkout, rivals
 from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Subject
 from gbmoe.cli.bench.running.energy import EnergyCounter, counter_of
 from gbmoe.cli.bench.running.repeat import clock_of
@@ -47,7 +47,7 @@ from gbmoe.cli.bench.running.verify_and_time import (
 
 # What each process would import, for seconds. torch.utils.checkpoint, which the oracle uses, imports torch._dynamo when it is called.
 _PRELOADED = [__name__, "torch._dynamo"]
-# How long importing a peer may take.
+# How long importing a rival may take.
 _IMPORT_SECONDS = 300
 # How long a process that has closed its connection may take to end.
 _END_SECONDS = 10
@@ -65,14 +65,14 @@ class _Gone(Exception):
 
 
 class Worker:
-    """A peer's process, or another implementation's, started when it is first asked for something."""
+    """A rival's process, or another implementation's, started when it is first asked for something."""
 
-    def __init__(self, peer: str, conditions: Conditions, timeout: float):
-        self.peer, self.address, self.conditions, self.timeout = peer, peers.PEERS.get(peer), conditions, timeout
+    def __init__(self, rival: str, conditions: Conditions, timeout: float):
+        self.rival, self.address, self.conditions, self.timeout = rival, rivals.RIVALS.get(rival), conditions, timeout
         self._process, self._connection, self._log = None, None, None
 
     def unavailable(self) -> tuple[str | None, str | None]:
-        """(None if the peer can be used, otherwise the reason why not; what the peer says about itself)."""
+        """(None if the rival can be used, otherwise the reason why not; what the rival says about itself)."""
         try:
             return self._ask("unavailable", self.conditions.device, seconds=_IMPORT_SECONDS)
         except _Gone as gone:
@@ -155,7 +155,7 @@ class Worker:
         descriptor, self._log = tempfile.mkstemp(prefix="gbmoe-bench-", suffix=".log")
         os.close(descriptor)
         self._connection, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._log, self.peer, self.address))
+        process = context.Process(target=_serve, args=(theirs, self._log, self.rival, self.address))
         try:
             process.start()
         except BaseException:  # Ctrl-C, while the server imports torch
@@ -192,7 +192,7 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _serve(connection: Connection, log: str, peer: str, address: str | None) -> None:
+def _serve(connection: Connection, log: str, rival: str, address: str | None) -> None:
     """The process: answers until it is killed or the parent is gone. What it prints goes to the log."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -204,22 +204,22 @@ def _serve(connection: Connection, log: str, peer: str, address: str | None) -> 
     os.dup2(descriptor, 2)
     checkout.benchmarks()  # whose measurements may be asked for
     if address is not None:
-        peers.PEERS[peer] = address
+        rivals.RIVALS[rival] = address
     while True:
         try:
             question, arguments = connection.recv()
         except EOFError:
             return
-        connection.send(_ANSWERS[question](peer, *arguments))
+        connection.send(_ANSWERS[question](rival, *arguments))
 
 
-def _unavailable(peer: str, device: torch.device) -> tuple[str | None, str | None]:
-    adapter = peers.load(peer)
+def _unavailable(rival: str, device: torch.device) -> tuple[str | None, str | None]:
+    adapter = rivals.load(rival)
     reason = adapter.unavailable(device)
     return reason, None if reason else adapter.about()
 
 
-def _measure(peer: str, measurement: Measurement, conditions: Conditions) -> dict:
+def _measure(rival: str, measurement: Measurement, conditions: Conditions) -> dict:
     with few_threads(conditions.device):
         return measure(measurement, conditions)
 
@@ -232,7 +232,7 @@ class _Ready:
     counter: EnergyCounter | None = None
 
 
-def _make_ready(peer: str, measurement: Measurement, conditions: Conditions) -> tuple[dict, int | None]:
+def _make_ready(rival: str, measurement: Measurement, conditions: Conditions) -> tuple[dict, int | None]:
     device = conditions.device
     _Ready.subject, _Ready.calls = None, 2
     with few_threads(device):
@@ -251,7 +251,7 @@ def _make_ready(peer: str, measurement: Measurement, conditions: Conditions) -> 
     return row, moved
 
 
-def _take_turn(peer: str, device: torch.device, seconds: float) -> Turn | dict:
+def _take_turn(rival: str, device: torch.device, seconds: float) -> Turn | dict:
     try:
         with few_threads(device):
             turn = take_turn(_Ready.subject, clock_of(device), seconds, _Ready.calls, _Ready.counter)
@@ -273,7 +273,7 @@ def _leave_between_turns(subject: Subject, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _rest(peer: str, device: torch.device) -> None:
+def _rest(rival: str, device: torch.device) -> None:
     _Ready.subject = None
     forget(device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.cli.bench.peers.base import Peer, RoutedExperts, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.base import Rival, RoutedExperts, needs_cuda, not_importable, versions
 
 
 class _Experts(torch.nn.Module):
@@ -33,7 +33,7 @@ class _Experts(torch.nn.Module):
         return {**gradients, "w2": self.module.output_experts.weight.grad.transpose(1, 2)}
 
 
-class ScatterMoe(Peer):
+class ScatterMoe(Rival):
     def unavailable(self, device):
         return needs_cuda(device) or not_importable("scattermoe.mlp")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.peers.base import Peer, Prepared
+from gbmoe.cli.bench.rivals.base import Prepared, Rival
 from gbmoe.testing import oracle
 
 
-class Loop(Peer):
+class Loop(Rival):
     kinds = ("layer", "product")
 
     def layer(self, case, weights):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.cli.bench.peers.base import Peer, RoutedExperts, not_importable, versions
+from gbmoe.cli.bench.rivals.base import Rival, RoutedExperts, not_importable, versions
 
 _MODULE = "transformers.models.mixtral.modeling_mixtral"
 
@@ -33,7 +33,7 @@ class _Experts(torch.nn.Module):
         return {"w1": w1_EFH, "v1": v1_EFH, "w2": self.module.down_proj.grad.transpose(1, 2)}
 
 
-class _Transformers(Peer):
+class _Transformers(Rival):
     implementation: str
 
     def unavailable(self, device):

@@ -1,7 +1,7 @@
-"""What an adapter to a peer has to be: a small file that gives the peer gbmoe's weights, so that results can be compared.
+"""What an adapter to a rival has to be: a small file that gives the rival gbmoe's weights, so that results can be compared.
 
-An adapter imports the peer only inside its methods. These run in a process of their own (gbmoe/cli/bench/running/peer_process.py),
-so that a peer may crash, hang or change global state.
+An adapter imports the rival only inside its methods. These run in a process of their own (gbmoe/cli/bench/running/rival_process.py),
+so that a rival may crash, hang or change global state.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden.
 """
@@ -60,21 +60,21 @@ class Prepared:
     read: Callable[[Any], Any] = lambda result: result
 
 
-class Peer:
-    """An adapter. `kinds` names what it computes: "layer", "product"; benchmarks/peers/base.py has more."""
+class Rival:
+    """An adapter. `kinds` names what it computes: "layer", "product"; benchmarks/rivals/base.py has more."""
 
     kinds: ClassVar[tuple[str, ...]] = ("layer",)
 
     def unavailable(self, device: torch.device) -> str | None:
-        """None if the peer can be used on `device`, otherwise the reason why not."""
+        """None if the rival can be used on `device`, otherwise the reason why not."""
         return None
 
     def about(self) -> str | None:
-        """The peer's version, and what else a reader of its figures must know."""
+        """The rival's version, and what else a reader of its figures must know."""
         return None
 
     def refuses(self, case: MoeCase, dtype: torch.dtype) -> str | None:
-        """None if the peer is made for this case, otherwise the reason why not."""
+        """None if the rival is made for this case, otherwise the reason why not."""
         return None
 
     def layer(self, case: MoeCase, weights: Weights) -> Layer:
@@ -90,7 +90,7 @@ class Peer:
 
 
 def needs_cuda(device: torch.device) -> str | None:
-    """The reason why a peer with kernels for CUDA alone cannot be used on `device`, or None on CUDA."""
+    """The reason why a rival with kernels for CUDA alone cannot be used on `device`, or None on CUDA."""
     return None if device.type == "cuda" else f"runs on CUDA devices only, not on {device.type}"
 
 
@@ -116,7 +116,7 @@ def versions(*packages: str) -> str:
 
 
 class Router(torch.nn.Module):
-    """The router in plain PyTorch, for peers without one: linear, softmax, top-k."""
+    """The router in plain PyTorch, for rivals without one: linear, softmax, top-k."""
 
     def __init__(self, weights: Weights, top_k: int):
         super().__init__()

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.peers.base import Peer, Prepared
+from gbmoe.cli.bench.rivals.base import Prepared, Rival
 
 
-class Bmm(Peer):
+class Bmm(Rival):
     kinds = ("layer", "product")
 
     def layer(self, case, weights):
