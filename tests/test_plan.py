@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather
-from gbmoe.kernels import availability
+from gbmoe.launch import availability
 from gbmoe.testing import cuda_graphs, exact_inputs
 
 

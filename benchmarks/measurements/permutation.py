@@ -30,7 +30,7 @@ from functools import partial
 import torch
 
 from benchmarks.rivals.base import Permutation
-from gbmoe import RoutingPlan, kernels
+from gbmoe import RoutingPlan, launch
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.base import SEED, Measurement, Subject, kept, random_values, require_finite, sample
 from gbmoe.cli.bench.measurements.layer import RIVAL_TOLERANCE
@@ -89,7 +89,7 @@ class PlannedPermutation(Permutation):
         return Prepared(self._build, lambda plan: {name: getattr(plan, name) for name in self._MAPS})
 
     def gather(self, x_TH):
-        return Prepared(partial(kernels.gather, x_TH, self._plan.slot_map), lambda out: out[0])
+        return Prepared(partial(launch.gather, x_TH, self._plan.slot_map), lambda out: out[0])
 
     def padded_gather(self, x_TH):
         return Prepared(partial(padded_gather, x_TH, self._plan))
@@ -101,7 +101,7 @@ class PlannedPermutation(Permutation):
         return Prepared(partial(padded_scatter, y_PH, self._plan, weights_TK))
 
     def scatter_backward(self, grad_TH, y_PH, weights_TK):
-        return Prepared(partial(kernels.scatter_backward, grad_TH, y_PH, self._plan.slot_map, weights=weights_TK))
+        return Prepared(partial(launch.scatter_backward, grad_TH, y_PH, self._plan.slot_map, weights=weights_TK))
 
 
 class _Step(Subject):

@@ -15,10 +15,10 @@ from typing import Any, overload
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import launch
 from gbmoe._checks import require
-from gbmoe.kernels import plain_torch
-from gbmoe.kernels.alignment import aligned
+from gbmoe.launch import plain_torch
+from gbmoe.launch.alignment import aligned
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
 
@@ -55,7 +55,7 @@ class GatheredRows:
         """The rows [P,H]."""
         if self._rows_PH is None:
             assert self.tokens_TH is not None  # without tokens, the rows were given
-            self._rows_PH, _ = kernels.gather(self.tokens_TH, self.slots)
+            self._rows_PH, _ = launch.gather(self.tokens_TH, self.slots)
         return self._rows_PH
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -157,7 +157,7 @@ class Engine:
         h_PF = self.product(x.rows_PH(), w1_EFH, sizes_E, trans_b=True)
         g_PF = None if v1_EFH is None else self.product(x.rows_PH(), v1_EFH, sizes_E, trans_b=True)
         x.forget()
-        a_PF = kernels.activate(h_PF, g_PF, activation)
+        a_PF = launch.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
@@ -181,7 +181,7 @@ class Engine:
         them, which may be other than the tensors that weight_gradient takes.
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
-        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+        a_PF, dg_PF, dweights_TK = launch.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
         return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gbmoe import RouterFunction
-from gbmoe.kernels import plain_router
+from gbmoe.launch import plain_router
 from gbmoe.ops import route_logits
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.tuning import router as tuning

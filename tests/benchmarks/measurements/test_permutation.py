@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.measurements import permutation
-from gbmoe import RoutingPlan, kernels, plan
+from gbmoe import RoutingPlan, launch, plan
 from gbmoe.cli.bench.measurements import copy
-from gbmoe.kernels import plain_router, plain_torch
+from gbmoe.launch import plain_router, plain_torch
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import ROUNDED, printed
 from tests.cli.bench.test_command import assert_no_time
@@ -103,9 +103,9 @@ FAULTS = {
     "plan": (plan, "_routing_plan", lambda right: lambda *args: (
         right(*args)[0].flip(0), *right(*args)[1:]), ROUTED),
     "tiles": (plan, "_routing_plan", last_of(4), {"plan"}),
-    "gather": (kernels, "gather", gather_with(lambda out, rows: out.index_fill_(0, rows[-1, -1:].long(), 0)), GATHERS),
-    "rows behind the last expert": (kernels, "gather", gather_with(lambda out, _: last_row(out)), GATHERS - {"gather"}),
-    "scatter": (kernels, "scatter", last, {"scatter"}),
+    "gather": (launch, "gather", gather_with(lambda out, rows: out.index_fill_(0, rows[-1, -1:].long(), 0)), GATHERS),
+    "rows behind the last expert": (launch, "gather", gather_with(lambda out, _: last_row(out)), GATHERS - {"gather"}),
+    "scatter": (launch, "scatter", last, {"scatter"}),
     "scatter-backward": (plain_torch, "padded_scatter_backward", last_of(1), {"scatter-backward"}),
     "padding of a gradient": (plain_torch, "padded_scatter_backward", last_of(0), {"scatter-backward"}),
     "route": (plain_router, "softmax_topk", lambda right: lambda *args: (

@@ -1,10 +1,10 @@
-"""gbmoe.kernels.plain_torch, the oracle, against loops that cannot be misread."""
+"""gbmoe.launch.plain_torch, the oracle, against loops that cannot be misread."""
 
 import pytest
 import torch
 
 from gbmoe import RoutingPlan
-from gbmoe.kernels import plain_activation, plain_torch
+from gbmoe.launch import plain_activation, plain_torch
 from gbmoe.testing import exact_inputs, moe_shapes, oracle
 from tests.conftest import FLOATS, dtype_id
 

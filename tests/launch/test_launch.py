@@ -1,12 +1,12 @@
-"""gbmoe.kernels where the choice is between a CUDA kernel and plain PyTorch, and the result is the same in each bit."""
+"""gbmoe.launch where the choice is between a CUDA kernel and plain PyTorch, and the result is the same in each bit."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gbmoe import kernels
-from gbmoe.kernels import availability
+from gbmoe import launch
+from gbmoe.launch import availability
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.uint8]
 
@@ -32,7 +32,7 @@ def test_rows_without_a_slot_are_zeros_and_others_are_not_touched(device, dtype,
     live = (slot_of_row >= 0)[:, None]
     memory[1:-1] = torch.where(live, torch.full_like(poison, 7), poison)
     rows_PF = memory[1:-1]
-    assert kernels.clear_rows_without_slot(slot_of_row, rows_PF) is None
+    assert launch.clear_rows_without_slot(slot_of_row, rows_PF) is None
     assert torch.equal(rows_PF, torch.where(live, torch.full_like(poison, 7), torch.zeros_like(poison)))
     assert bool((memory[[0, -1]] == 3).all())
 
@@ -40,7 +40,7 @@ def test_rows_without_a_slot_are_zeros_and_others_are_not_touched(device, dtype,
 def test_live_rows_keep_their_nan(device):
     rows_PF = torch.full((9, 16), float("nan"), device=device)
     slot_of_row = some_slots(9, device)
-    kernels.clear_rows_without_slot(slot_of_row, rows_PF)
+    launch.clear_rows_without_slot(slot_of_row, rows_PF)
     assert torch.equal(rows_PF.isnan().all(1), slot_of_row >= 0) and torch.equal((rows_PF == 0).all(1), slot_of_row < 0)
 
 
@@ -53,7 +53,7 @@ def test_rows_beyond_two_to_the_31_elements(length):
     rows_PF = torch.ones(rows, length, dtype=torch.uint8, device="cuda")
     slot_of_row = torch.zeros(rows, dtype=torch.int32, device="cuda")
     slot_of_row[-3] = slot_of_row[4] = -2
-    kernels.clear_rows_without_slot(slot_of_row, rows_PF)
+    launch.clear_rows_without_slot(slot_of_row, rows_PF)
     assert (~rows_PF.view(torch.bool).any(1)).nonzero().flatten().tolist() == [4, rows - 3]
     assert bool(rows_PF[[0, 5, -4, -2, -1]].all())
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gbmoe import RoutingPlan, extension
-from gbmoe.kernels import peers
-from gbmoe.kernels.peers import PeerRegion
+from gbmoe.launch import peers
+from gbmoe.launch.peers import PeerRegion
 
 W, C, K, H, EXPERTS = 3, 40, 3, 64, 9
 TOKENS = (40, 0, 17)

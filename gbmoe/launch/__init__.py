@@ -1,13 +1,14 @@
-"""The functions that operators and engines compute with: CUDA kernels where they are loaded, otherwise plain PyTorch. No autograd.
+"""The functions that operators and engines compute with: each allocates its results and launches CUDA kernels where they are loaded, and
+otherwise computes in plain PyTorch. No autograd. The kernels are in csrc/.
 
 availability.py says whether they are loaded. permute.py, activation.py and quantize.py, whose functions are here under their names, and
 peers.py are rooms as csrc/ has them; plain_torch.py, plain_router.py and plain_activation.py are the other way to compute
 them all.
 """
 
-from gbmoe.kernels.activation import activate, activate_backward, activate_backward_k_blocks, activate_backward_scaled
-from gbmoe.kernels.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward
-from gbmoe.kernels.quantize import (
+from gbmoe.launch.activation import activate, activate_backward, activate_backward_k_blocks, activate_backward_scaled
+from gbmoe.launch.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward
+from gbmoe.launch.quantize import (
     empty_scaled_rows,
     quantize_gathered,
     quantize_gathered_k_blocks,

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from gbmoe import extension, kernels
-from gbmoe.kernels import plain_activation, plain_torch
+from gbmoe import extension, launch
+from gbmoe.launch import plain_activation, plain_torch
 from gbmoe.testing import exact_inputs, oracle
 from tests.conftest import FLOATS, dtype_id
 
@@ -139,8 +139,8 @@ def test_kernels_at_the_ends_of_the_range(device, dtype, activation):
         h = x.to(device).view(-1, columns)
         slots = torch.arange(h.size(0), dtype=torch.int32, device=device)
         exact_inputs.poison(device)
-        value, dh = kernels.activate(h, None, activation), torch.ones_like(h)
-        a = kernels.activate_backward(h, None, dh, slots, None, activation)[0]
+        value, dh = launch.activate(h, None, activation), torch.ones_like(h)
+        a = launch.activate_backward(h, None, dh, slots, None, activation)[0]
         for what, got, exact in (("value", value, exact_value), ("a", a, exact_value), ("slope", dh, exact_slope)):
             got, finite = got.flatten().cpu(), x.isfinite()
             assert_near(got[finite], exact[finite], dtype, what)

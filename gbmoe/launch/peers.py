@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe.kernels import plain_torch
+from gbmoe.launch import plain_torch
 from gbmoe.slot_map import SlotMap
 
 HEADER_NUMBERS = 4  # N

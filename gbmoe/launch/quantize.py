@@ -12,8 +12,8 @@ import torch
 
 from gbmoe import float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.kernels import plain_torch
-from gbmoe.kernels.availability import float8_serves
+from gbmoe.launch import plain_torch
+from gbmoe.launch.availability import float8_serves
 from gbmoe.slot_map import SlotMap
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.kernels import plain_torch
-from gbmoe.kernels.availability import serves, sorts
+from gbmoe.launch import plain_torch
+from gbmoe.launch.availability import serves, sorts
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permutation
 from gbmoe.tuning.device import Device
