@@ -13,8 +13,8 @@ from benchmarks.measurements.parallel_layer import ONE_GPU, TRANSPORTS, Parallel
 from benchmarks.measurements.permutation import SKEWS, PermutationMeasurement
 from benchmarks.running.rank_processes import Ranks
 from gbmoe.cli.bench import rivals, suites
-from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, MICRO_BATCHES, TRAINING, Measurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.measurement import FORWARD, GRAPH, MICRO_BATCHES, TRAINING, Measurement
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.bench.suites import EXPERTS, Choice, Suite, of_layer, of_products
 from gbmoe.float8 import Float8BlockScaling

@@ -9,7 +9,7 @@ from benchmarks.result_files import reading
 from gbmoe._checks import dtype_name
 from gbmoe.cli.bench import result_file
 from gbmoe.cli.bench.command import Run, judge, refused, timed
-from gbmoe.cli.bench.measurements.base import Configuration
+from gbmoe.cli.bench.measurements.measurement import Configuration
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

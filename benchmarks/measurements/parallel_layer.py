@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.measurements.base import TRAINING, Refusal, Subject, require_finite, sample
 from gbmoe.cli.bench.measurements.layer import (
     BY_TOKEN,
     RIVAL_TOLERANCE,
@@ -26,7 +25,8 @@ from gbmoe.cli.bench.measurements.layer import (
     LayerSubject,
     layer_inputs,
 )
-from gbmoe.cli.bench.rivals.base import Layer, Weights
+from gbmoe.cli.bench.measurements.measurement import TRAINING, Refusal, Subject, require_finite, sample
+from gbmoe.cli.bench.rivals.rival import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
 from gbmoe.parallel import peer_memory
 from gbmoe.testing import accuracy

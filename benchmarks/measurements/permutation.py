@@ -29,12 +29,12 @@ from functools import partial
 
 import torch
 
-from benchmarks.rivals.base import Permutation
+from benchmarks.rivals.kinds import Permutation
 from gbmoe import RoutingPlan, launch
 from gbmoe.cli.bench import rivals
-from gbmoe.cli.bench.measurements.base import SEED, Measurement, Subject, kept, random_values, require_finite, sample
 from gbmoe.cli.bench.measurements.layer import RIVAL_TOLERANCE
-from gbmoe.cli.bench.rivals.base import Prepared
+from gbmoe.cli.bench.measurements.measurement import SEED, Measurement, Subject, kept, random_values, require_finite, sample
+from gbmoe.cli.bench.rivals.rival import Prepared
 from gbmoe.ops import padded_gather, padded_scatter, route
 from gbmoe.testing import accuracy, exact_inputs, oracle
 from gbmoe.testing.moe_shapes import MoeCase

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from benchmarks.result_files import reading
 from gbmoe.cli.bench import table
-from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, IN_MICROSECONDS, TRAINING
+from gbmoe.cli.bench.measurements.measurement import FORWARD, GRAPH, IN_MICROSECONDS, TRAINING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 

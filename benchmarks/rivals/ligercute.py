@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.rivals.base import ParallelRival
-from gbmoe.cli.bench.measurements.base import Refusal
-from gbmoe.cli.bench.rivals.base import RoutedExperts, needs_cuda, not_importable, versions
+from benchmarks.rivals.kinds import ParallelRival
+from gbmoe.cli.bench.measurements.measurement import Refusal
+from gbmoe.cli.bench.rivals.rival import RoutedExperts, needs_cuda, not_importable, versions
 
 _OPERATOR, _PACKAGE = "liger_kernel.ops.cute.ops.moe", "liger_cute_kernels"
 _configured: Any = None  # of this process: what its memory, which ranks map from each other, was made for

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.rivals.base import ParallelRival, Permutation, PermutationRival
-from gbmoe.cli.bench.rivals.base import Prepared
+from benchmarks.rivals.kinds import ParallelRival, Permutation, PermutationRival
 from gbmoe.cli.bench.rivals.megablocks import MegaBlocks, MegaBlocksGrouped, import_reason, stand_in
+from gbmoe.cli.bench.rivals.rival import Prepared
 
 
 class ParallelMegaBlocks(MegaBlocksGrouped, ParallelRival):

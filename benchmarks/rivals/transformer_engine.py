@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.rivals.base import Permutation, PermutationRival
-from gbmoe.cli.bench.rivals.base import Prepared, needs_cuda, not_importable, versions
+from benchmarks.rivals.kinds import Permutation, PermutationRival
+from gbmoe.cli.bench.rivals.rival import Prepared, needs_cuda, not_importable, versions
 
 _MODULE = "transformer_engine.pytorch.permutation"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.running.sustained_timer import AMONG_RANKS, AMONG_RANKS_QUICK, time_in_turns
 from gbmoe.cli.bench import rivals
-from gbmoe.cli.bench.measurements.base import Configuration, Measurement, Refusal, Subject
+from gbmoe.cli.bench.measurements.measurement import Configuration, Measurement, Refusal, Subject
 from gbmoe.cli.bench.roofline import Limits
 from gbmoe.cli.bench.running.processes import OneProcess
 from gbmoe.cli.bench.running.repeat import Sustained

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from gbmoe.cli.bench.measurements.base import Subject
+from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.repeat import Clock, Sustained, clock_of, repeat
 from gbmoe.cli.bench.running.timing_statistics import Timing, of_rounds, rotated
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gbmoe import engines
 from gbmoe.cli.bench import checkout, result_file, rivals, table
-from gbmoe.cli.bench.measurements.base import Configuration
+from gbmoe.cli.bench.measurements.measurement import Configuration
 from gbmoe.cli.bench.roofline import Limits
 from gbmoe.cli.bench.running.cold_cache_timer import QUICK, THOROUGH
 from gbmoe.cli.bench.running.parent_process import measure_limits, total

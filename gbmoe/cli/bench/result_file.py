@@ -24,7 +24,7 @@ from typing import Any
 
 from gbmoe._atomic_files import write_text
 from gbmoe._checks import dtype_name
-from gbmoe.cli.bench.measurements.base import SEED
+from gbmoe.cli.bench.measurements.measurement import SEED
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED, Conditions
 from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
 

@@ -9,9 +9,9 @@ import torch
 
 from gbmoe import engines
 from gbmoe.cli.bench import rivals
-from gbmoe.cli.bench.measurements.base import FORWARD, TRAINING, Configuration, Measurement, configurations
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.measurement import FORWARD, TRAINING, Configuration, Measurement, configurations
 from gbmoe.cli.bench.running.processes import OneProcess
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.describe_system import refusal

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gbmoe._importable import is_importable
-from gbmoe.cli.bench.measurements.base import IN_MICROSECONDS, MICRO_BATCHES, MOVING
+from gbmoe.cli.bench.measurements.measurement import IN_MICROSECONDS, MICRO_BATCHES, MOVING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.progress import time_left
 from gbmoe.cli.text_table import has_frames, print_table

@@ -8,7 +8,7 @@ import torch
 from benchmarks.measurements import host_parts, host_time
 from benchmarks.result_files import reading
 from gbmoe.cli import main
-from gbmoe.cli.bench.measurements.base import FORWARD, Subject
+from gbmoe.cli.bench.measurements.measurement import FORWARD, Subject
 from gbmoe.cli.bench.running import rival_process, verify_and_time
 from gbmoe.cli.bench.running.verify_and_time import Conditions
 from gbmoe.testing import cuda_graphs, moe_shapes

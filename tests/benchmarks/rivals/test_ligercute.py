@@ -14,8 +14,8 @@ from benchmarks.measurements.parallel_layer import ParallelLayerMeasurement
 from benchmarks.rivals import ligercute
 from benchmarks.running.rank_processes import RankRunner
 from gbmoe.cli.bench import rivals
-from gbmoe.cli.bench.measurements.base import FORWARD, TRAINING, configurations
 from gbmoe.cli.bench.measurements.layer import layer_inputs
+from gbmoe.cli.bench.measurements.measurement import FORWARD, TRAINING, configurations
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.verify_and_time import Conditions
 from gbmoe.testing.moe_shapes import MoeCase

@@ -13,7 +13,7 @@ import torch
 from benchmarks.measurements.parallel_layer import Part
 from benchmarks.result_files import reading
 from gbmoe.cli import main
-from gbmoe.cli.bench.measurements.base import Refusal
+from gbmoe.cli.bench.measurements.measurement import Refusal
 from gbmoe.layers import dmoe, expert_weights
 from gbmoe.testing.moe_shapes import MoeCase
 from tests.cli.bench.rows import ROUNDED

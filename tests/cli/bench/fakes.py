@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from gbmoe.cli.bench.rivals.base import Rival
 from gbmoe.cli.bench.rivals.bmm import Bmm
+from gbmoe.cli.bench.rivals.rival import Rival
 
 
 class Crashing(Rival):

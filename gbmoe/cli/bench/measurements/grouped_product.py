@@ -12,9 +12,9 @@ import torch
 
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.gbmoe_itself import grouped_product
-from gbmoe.cli.bench.measurements.base import SEED, Measurement, Refusal, Subject, random_values, require_finite, sample
 from gbmoe.cli.bench.measurements.layer import RIVAL_TOLERANCE
-from gbmoe.cli.bench.rivals.base import Prepared
+from gbmoe.cli.bench.measurements.measurement import SEED, Measurement, Refusal, Subject, random_values, require_finite, sample
+from gbmoe.cli.bench.rivals.rival import Prepared
 from gbmoe.testing import accuracy, oracle
 from gbmoe.testing.exact_inputs import generator
 from gbmoe.testing.moe_shapes import MoeCase

@@ -17,7 +17,7 @@ import torch
 from gbmoe import engines
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.measurements.base import (
+from gbmoe.cli.bench.measurements.measurement import (
     GRAPH,
     SEED,
     TRAINING,
@@ -29,7 +29,7 @@ from gbmoe.cli.bench.measurements.base import (
     require_finite,
     sample,
 )
-from gbmoe.cli.bench.rivals.base import Layer, Weights
+from gbmoe.cli.bench.rivals.rival import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
 from gbmoe.problem import Problem, allows_tf32
 from gbmoe.testing import accuracy, cuda_graphs, oracle

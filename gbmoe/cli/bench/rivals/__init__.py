@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 
-from gbmoe.cli.bench.rivals.base import Rival
+from gbmoe.cli.bench.rivals.rival import Rival
 
 RIVALS = {
     "bmm": "gbmoe.cli.bench.rivals.bmm:Bmm",

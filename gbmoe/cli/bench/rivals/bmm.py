@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.rivals.base import Prepared, Rival
+from gbmoe.cli.bench.rivals.rival import Prepared, Rival
 
 
 class Bmm(Rival):

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from gbmoe.cli.bench.rivals.base import (
+from gbmoe.cli.bench.rivals.rival import (
     Prepared,
     Rival,
     RoutedExperts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.rivals.base import Prepared, Rival
+from gbmoe.cli.bench.rivals.rival import Prepared, Rival
 from gbmoe.testing import oracle
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gbmoe._importable import is_importable
 from gbmoe.cli.bench.gbmoe_itself import DroplessLayer, layer_arguments
-from gbmoe.cli.bench.rivals.base import Rival, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.rival import Rival, needs_cuda, not_importable, versions
 
 _STAND_IN = "gbmoe.compat.megablocks.extension"
 

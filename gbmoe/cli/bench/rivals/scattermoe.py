@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.cli.bench.rivals.base import Rival, RoutedExperts, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.rival import Rival, RoutedExperts, needs_cuda, not_importable, versions
 
 
 class _Experts(torch.nn.Module):

@@ -11,7 +11,7 @@ import inspect
 
 import torch
 
-from gbmoe.cli.bench.rivals.base import Layer, Rival, needs_cuda, not_importable, versions
+from gbmoe.cli.bench.rivals.rival import Layer, Rival, needs_cuda, not_importable, versions
 
 _MODULE = "sonicmoe.functional"
 # What 0.1.2 has brought: routing by an argument, and weights of either layout.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from gbmoe.cli.bench.rivals.base import Rival, RoutedExperts, SeparateWeights, combine, needs_cuda, sorted_slots
+from gbmoe.cli.bench.rivals.rival import Rival, RoutedExperts, SeparateWeights, combine, needs_cuda, sorted_slots
 
 
 class _Experts(SeparateWeights):

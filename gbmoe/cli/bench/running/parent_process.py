@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gbmoe.cli.bench.measurements.base import FORWARD, Configuration, Measurement
 from gbmoe.cli.bench.measurements.copy import CopyMeasurement
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
+from gbmoe.cli.bench.measurements.measurement import FORWARD, Configuration, Measurement
 from gbmoe.cli.bench.rivals import RIVALS
 from gbmoe.cli.bench.roofline import Limits
 from gbmoe.cli.bench.running.rival_process import Worker

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gbmoe.cli.bench.measurements.base import Configuration, Measurement
+from gbmoe.cli.bench.measurements.measurement import Configuration, Measurement
 from gbmoe.cli.bench.rivals import RIVALS
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.rival_process import Worker

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from gbmoe.cli.bench import checkout, rivals
-from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Subject
+from gbmoe.cli.bench.measurements.measurement import GRAPH, Measurement, Subject
 from gbmoe.cli.bench.running.energy import EnergyCounter, counter_of
 from gbmoe.cli.bench.running.repeat import clock_of
 from gbmoe.cli.bench.running.turn import Turn, take_turn

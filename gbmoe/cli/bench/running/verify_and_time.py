@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe._checks import dtype_name
-from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Refusal, Subject, forget_kept
+from gbmoe.cli.bench.measurements.measurement import GRAPH, Measurement, Refusal, Subject, forget_kept
 from gbmoe.cli.bench.roofline import PASSES, Limits
 from gbmoe.cli.bench.running.cold_cache_timer import THOROUGH, Effort, time_steps
 from gbmoe.cli.bench.running.timing_statistics import Timing

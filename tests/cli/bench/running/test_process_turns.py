@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from gbmoe.cli.bench.measurements.base import Configuration
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.measurement import Configuration
 from gbmoe.cli.bench.running import process_turns, rival_process
 from gbmoe.cli.bench.running.process_turns import ProcessRunner
 from gbmoe.cli.bench.running.repeat import Sustained

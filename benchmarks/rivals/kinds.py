@@ -1,4 +1,4 @@
-"""What an adapter has to be whose rival spreads experts over ranks, or permutes rows (gbmoe/cli/bench/rivals/base.py has the others).
+"""What an adapter has to be whose rival spreads experts over ranks, or permutes rows (gbmoe/cli/bench/rivals/rival.py has the others).
 
 Shape suffixes: T tokens, K slots a token, H hidden, P padded rows.
 """
@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from gbmoe.cli.bench.measurements.base import Refusal
-from gbmoe.cli.bench.rivals.base import Layer, Prepared, Rival, Weights
+from gbmoe.cli.bench.measurements.measurement import Refusal
+from gbmoe.cli.bench.rivals.rival import Layer, Prepared, Rival, Weights
 from gbmoe.testing.moe_shapes import MoeCase
 
 

@@ -61,7 +61,7 @@ class Prepared:
 
 
 class Rival:
-    """An adapter. `kinds` names what it computes: "layer", "product"; benchmarks/rivals/base.py has more."""
+    """An adapter. `kinds` names what it computes: "layer", "product"; benchmarks/rivals/kinds.py has more."""
 
     kinds: ClassVar[tuple[str, ...]] = ("layer",)
 
