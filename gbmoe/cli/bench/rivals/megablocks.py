@@ -14,7 +14,7 @@ from gbmoe._importable import is_importable
 from gbmoe.cli.bench.gbmoe_itself import DroplessLayer, layer_arguments
 from gbmoe.cli.bench.rivals.rival import Rival, needs_cuda, not_importable, versions
 
-_STAND_IN = "gbmoe.compat.megablocks.extension"
+_STAND_IN = "gbmoe.compat.megablocks.megablocks_ops"
 
 
 def _own_extension() -> bool:

@@ -85,7 +85,7 @@ def test_on_a_gpu_what_is_available_is_right(name):
 def test_megablocks_says_that_a_stand_in_took_its_extensions_place(monkeypatch):
     """Once register() had put the stand-in where the extension is looked for, it was taken for MegaBlocks' own."""
     rival = rivals.load("megablocks-grouped")
-    monkeypatch.setitem(sys.modules, "megablocks_ops", importlib.import_module("gbmoe.compat.megablocks.extension"))
+    monkeypatch.setitem(sys.modules, "megablocks_ops", importlib.import_module("gbmoe.compat.megablocks.megablocks_ops"))
     assert "stand-in" in rival.about()
     monkeypatch.setitem(sys.modules, "megablocks_ops", types.ModuleType("megablocks_ops"))  # no __spec__
     assert "stand-in" not in rival.about()

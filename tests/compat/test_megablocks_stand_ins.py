@@ -1,8 +1,8 @@
 """The stand-ins under MegaBlocks' own ops: `megablocks_ops` everywhere, its Triton kernels where there is no Triton.
 
 The installed package's autograd functions run on them, and are compared with gbmoe.compat.megablocks.ops, whose own
-tests compare it with plain PyTorch. On a GPU with Triton the gathers and scatters are MegaBlocks' own, and the
-comparison is with a rival.
+tests compare it with plain PyTorch. On a GPU with Triton the gathers and scatters are MegaBlocks' own, and so is
+what is compared.
 
 Shape suffixes: T tokens, K slots a token, R = T * K slots, E experts, H hidden.
 """
