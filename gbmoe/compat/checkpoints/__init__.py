@@ -51,7 +51,7 @@ ask nothing.
     files.py             safetensors files and their index, read and written one tensor at a time
 """
 
-from gbmoe.compat.checkpoints.arguments import read_arguments
+from gbmoe.compat.checkpoints.arguments_of_config import read_arguments
 from gbmoe.compat.checkpoints.convert_files import convert_checkpoint
 from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint
 from gbmoe.compat.checkpoints.state_dicts import to_framework, to_megablocks, to_transformers

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import gbmoe
 from gbmoe.cli import main
 from gbmoe.compat.checkpoints import BrokenCheckpoint, convert_checkpoint, read_arguments, to_megablocks
-from gbmoe.compat.checkpoints.arguments import Config
+from gbmoe.compat.checkpoints.arguments_of_config import Config
 from gbmoe.compat.checkpoints.models import MODEL_TYPES
 from gbmoe.compat.checkpoints.refused import REFUSED
 from tests.compat.checkpoints.examples import EXPERTS, FFN, HIDDEN, MLP, SHARED, block
