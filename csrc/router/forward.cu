@@ -39,7 +39,7 @@ struct Route {
 }  // namespace
 
 // `kind` and what follows it are a RouterFunction (function.cuh), where p = 0 stands for no norm; lanes and what follows are a
-// tuning.router.RouterConfig. ids and given are int64, logsumexp and expert_bias float32, padding_mask is bool; all other tensors are
+// tuning.router_kernels.RouterConfig. ids and given are int64, logsumexp and expert_bias float32, padding_mask is bool; all other tensors are
 // bfloat16, float16 or float32.
 void route(
     Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given,

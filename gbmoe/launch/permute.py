@@ -13,7 +13,7 @@ import torch
 from gbmoe.launch import plain_torch
 from gbmoe.launch.availability import serves, sorts
 from gbmoe.slot_map import SlotMap
-from gbmoe.tuning import permutation
+from gbmoe.tuning import permute as tuning
 from gbmoe.tuning.device import Device
 
 
@@ -23,7 +23,7 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
     if not sorts(experts_TK.device, num_experts):
         return plain_torch.routing_plan(experts_TK, num_experts, align)
     rows = plain_torch.padded_rows(experts_TK.numel(), num_experts, align)
-    most_chunks = permutation.most_chunks(Device.of(experts_TK.device))
+    most_chunks = tuning.most_chunks(Device.of(experts_TK.device))
     return torch.ops.gbmoe_cuda.routing_plan(experts_TK.contiguous(), num_experts, align, rows, most_chunks)
 
 
@@ -37,7 +37,7 @@ def mask_row_map(mask_TE: torch.Tensor, pad_offsets_E: torch.Tensor | None, map_
         pad_offsets_E: int64, or None.
         map_TM, row_of_slot_TE, slot_of_row_P: int32.
     """
-    counts_by_chunk = map_TM.new_empty(permutation.most_chunks(Device.of(mask_TE.device)), mask_TE.size(1))
+    counts_by_chunk = map_TM.new_empty(tuning.most_chunks(Device.of(mask_TE.device)), mask_TE.size(1))
     torch.ops.gbmoe_cuda.mask_row_map(mask_TE.contiguous(), pad_offsets_E, counts_by_chunk, map_TM, row_of_slot_TE, slot_of_row_P)
 
 
@@ -55,7 +55,7 @@ def gather(
     out_PH = x_TH.new_empty(slots.num_rows, x_TH.size(1))
     probs_P = None if probs is None else probs.new_empty(slots.num_rows)
     torch.ops.gbmoe_cuda.padded_gather(x_TH.contiguous(), *slots, _contiguous(scale), _contiguous(probs), drop_zero_probs, clear_behind,
-                                       permutation.SHORT_ROW, out_PH, probs_P)
+                                       tuning.SHORT_ROW, out_PH, probs_P)
     return out_PH, probs_P
 
 

@@ -18,7 +18,7 @@ from gbmoe.launch import plain_router, plain_torch
 from gbmoe.launch.alignment import aligned
 from gbmoe.launch.availability import serves
 from gbmoe.router_function import SCORES, RouterFunction, softmax_topk_code
-from gbmoe.tuning import router as tuning
+from gbmoe.tuning import router_kernels as tuning
 
 
 class Routing(NamedTuple):

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from gbmoe.tuning import router
+from gbmoe.tuning import router_kernels
 
 CALLS = [(experts, slots) for experts in range(1, 1025) for slots in range(1, min(experts, 32) + 1)]
-TABLES = {"forward, bfloat16": lambda *call: router.forward(*call, True), "forward": lambda *call: router.forward(*call, False),
-          "backward, 16 bits": lambda *call: router.backward(*call, False), "backward, float32": lambda *call: router.backward(*call, True),
-          "any function": router.any_function}
+TABLES = {"forward, bfloat16": lambda *call: router_kernels.forward(*call, True),
+          "forward": lambda *call: router_kernels.forward(*call, False),
+          "backward, 16 bits": lambda *call: router_kernels.backward(*call, False),
+          "backward, float32": lambda *call: router_kernels.backward(*call, True),
+          "any function": router_kernels.any_function}
 
 
 def compiled(name):
@@ -33,7 +35,7 @@ def compiled(name):
     (512, 10, True, (16, 32, 8, 16)), (512, 10, False, (32, 16, 4, 0)), (513, 1, True, (32, 32, 1, 0)), (1024, 32, False, (32, 32, 4, 0)),
 ])
 def test_forward(experts, slots, bfloat16, config):
-    assert router.forward(experts, slots, bfloat16) == config
+    assert router_kernels.forward(experts, slots, bfloat16) == config
 
 
 @pytest.mark.parametrize("experts, slots, float32, config", [
@@ -42,7 +44,7 @@ def test_forward(experts, slots, bfloat16, config):
     (1000, 9, False, (32, 32, 4, 1)), (1023, 32, True, (32, 32, 1, 1)),
 ])
 def test_backward(experts, slots, float32, config):
-    assert router.backward(experts, slots, float32) == config
+    assert router_kernels.backward(experts, slots, float32) == config
 
 
 @pytest.mark.parametrize("experts, slots, config", [
@@ -50,18 +52,18 @@ def test_backward(experts, slots, float32, config):
     (384, 8, (16, 32, 4, 8)), (512, 8, (16, 32, 4, 8)), (512, 9, (32, 32, 4, 0)), (1024, 32, (32, 32, 4, 0)), (1001, 2, (32, 32, 1, 0)),
 ])
 def test_any_function(experts, slots, config):
-    assert router.any_function(experts, slots) == config
+    assert router_kernels.any_function(experts, slots) == config
 
 
 @pytest.mark.parametrize("experts, config", [(1, (8, 1, 1, 0)), (64, (8, 8, 4, 0)), (61, (8, 8, 1, 0)), (256, (8, 32, 4, 0)),
                                              (264, (16, 20, 4, 0)), (512, (16, 32, 4, 0)), (511, (32, 16, 1, 0)), (1024, (32, 32, 4, 0))])
 def test_the_gradient_of_any_function(experts, config):
-    assert router.any_function_backward(experts) == config
+    assert router_kernels.any_function_backward(experts) == config
 
 
 def test_the_gradient_of_any_function_has_room_for_all_experts():
     for experts in range(1, 1025):
-        lanes, numbers, vector, _ = router.any_function_backward(experts)
+        lanes, numbers, vector, _ = router_kernels.any_function_backward(experts)
         assert experts <= lanes * numbers and numbers % vector == 0 and experts % vector == 0 and numbers <= 32
 
 
@@ -88,7 +90,7 @@ def test_any_norm_has_kernels_with_the_code_of_powers():
     """serves_any_norm in csrc/router/rows.cuh; the launches refuse the others."""
     tables = compiled("ForwardInstances<float>") | compiled("ForwardInstances<__nv_bfloat16>") | compiled("BackwardInstances")
     for experts, slots in CALLS:
-        for choose in (router.forward, router.backward):
+        for choose in (router_kernels.forward, router_kernels.backward):
             for of_dtype in (False, True):
                 lanes, numbers, vector, variant = config = choose(experts, slots, of_dtype, True)
                 assert lanes == 32 and numbers in (8, 32) and experts <= lanes * numbers and experts % min(vector, numbers) == 0
@@ -96,5 +98,5 @@ def test_any_norm_has_kernels_with_the_code_of_powers():
 
 
 def test_calls_beyond_the_tables_are_not_served():
-    assert all(router.serves(*call) for call in CALLS)
-    assert not router.serves(1025, 2) and not router.serves(64, 33) and not router.serves(4, 5)
+    assert all(router_kernels.serves(*call) for call in CALLS)
+    assert not router_kernels.serves(1025, 2) and not router_kernels.serves(64, 33) and not router_kernels.serves(4, 5)
