@@ -1,4 +1,4 @@
-"""processes.py: the compilers end with the process that started them, however it ends."""
+"""compiler_processes.py: the compilers end with the process that started them, however it ends."""
 
 import os
 import signal
