@@ -1,7 +1,8 @@
 """What a checkout adds to `gbmoe bench` (gbmoe/cli/bench): the suites of known results, and what is made of result files.
 
-suites.py lists the suites; commands/ has the commands, measurements/ and rivals/ what only these suites measure, running/ how rows are
-made on several ranks, results/ the result files that are read, pages and pictures. gbmoe/cli/bench/checkout.py imports this package.
+known_suites.py lists them; commands/ has the commands, measurements/ and rivals/ what only these suites measure, running/ how rows are
+made on several ranks, result_files/ reads result files and makes pages and pictures of them. gbmoe/cli/bench/checkout.py imports
+this package.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.commands import merge, parts, plot, report
-from benchmarks.suites import SUITES
+from benchmarks.known_suites import SUITES
 from gbmoe.cli.bench import command
 
 _COMMANDS = {

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suites import SUITES
+from benchmarks.known_suites import SUITES
 from tests.forked_python import python
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 

@@ -1,4 +1,4 @@
-"""Suites: which shapes, who computes them, and how they are routed. Here are those that a wheel has; benchmarks/suites.py has more."""
+"""Suites: which shapes, who computes them, and how they are routed. Those of a checkout are in benchmarks/known_suites.py."""
 
 from __future__ import annotations
 

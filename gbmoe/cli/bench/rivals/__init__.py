@@ -10,8 +10,8 @@ from gbmoe.cli.bench.rivals.rival import Rival
 RIVALS = {
     "bmm": "gbmoe.cli.bench.rivals.bmm:Bmm",
     "loop": "gbmoe.cli.bench.rivals.loop:Loop",
-    "torch-grouped": "gbmoe.cli.bench.rivals.torch_grouped:TorchGrouped",
-    "torch-grouped-compiled": "gbmoe.cli.bench.rivals.torch_grouped:TorchGroupedCompiled",
+    "torch-grouped": "gbmoe.cli.bench.rivals.torch_pipeline:TorchGrouped",
+    "torch-grouped-compiled": "gbmoe.cli.bench.rivals.torch_pipeline:TorchGroupedCompiled",
     "grouped_gemm": "gbmoe.cli.bench.rivals.grouped_gemm:GroupedGemm",
     "megablocks-grouped": "gbmoe.cli.bench.rivals.megablocks:MegaBlocksGrouped",
     "megablocks-sparse": "gbmoe.cli.bench.rivals.megablocks:MegaBlocksSparse",

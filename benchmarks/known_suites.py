@@ -10,7 +10,7 @@ from benchmarks.measurements.host_parts import HostPartsMeasurement
 from benchmarks.measurements.host_time import COMPUTATIONS, LINEAR, HostMeasurement
 from benchmarks.measurements.link import COMBINE, DISPATCH, LinkMeasurement
 from benchmarks.measurements.parallel_layer import ONE_GPU, TRANSPORTS, ParallelLayerMeasurement
-from benchmarks.measurements.permutation import SKEWS, PermutationMeasurement
+from benchmarks.measurements.plan_and_permutation import SKEWS, PermutationMeasurement
 from benchmarks.running.rank_processes import Ranks
 from gbmoe.cli.bench import rivals, suites
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.measurements import permutation
+from benchmarks.measurements import plan_and_permutation
 from gbmoe import RoutingPlan, launch, plan
 from gbmoe.cli.bench.measurements import copy
 from gbmoe.launch import plain_router, plain_torch
@@ -52,10 +52,10 @@ def test_bytes_are_those_of_the_formulas():
     slots, rows = 80, plain_torch.padded_rows(80, 8, 16)
 
     def bytes_moved(step, align=16):
-        measurement = permutation.PermutationMeasurement(case, "gbmoe", None, "zipf", step, align=align)
+        measurement = plan_and_permutation.PermutationMeasurement(case, "gbmoe", None, "zipf", step, align=align)
         return measurement.build(CPU, torch.bfloat16).bytes_moved()
 
-    plan = RoutingPlan.from_experts(permutation.routed(case, "zipf", 16, CPU)[0], 8, align=16)
+    plan = RoutingPlan.from_experts(plan_and_permutation.routed(case, "zipf", 16, CPU)[0], 8, align=16)
     used = int(plan.padded_counts_E.sum())
     assert slots < used < rows == plan.num_rows
     row = 2 * case.hidden

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.suites import SUITES
+from benchmarks.known_suites import SUITES
 from gbmoe.cli import main
 from gbmoe.cli.bench import checkout, command, suites
 
