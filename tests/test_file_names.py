@@ -5,14 +5,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What may have one name, and why. Paths without ".py".
+# What may have one name, and why.
 ONE_THING = {
-    "build": {"gbmoe/cli/build", "gbmoe/extension/build"},                          # a command, and what it runs
-    "permute": {"gbmoe/ops/permute", "gbmoe/launch/permute", "gbmoe/tuning/permute"},  # operators, their launches, and their tuning
+    # A command, and what it runs.
+    "build": {"gbmoe/cli/build.py", "gbmoe/extension/build.py"},
+    # Operators, their launches, and their tuning.
+    "permute": {"gbmoe/ops/permute.py", "gbmoe/launch/permute.py", "gbmoe/tuning/permute.py"},
     # Called after modules of other libraries, and after a library.
-    "ops": {"gbmoe/compat/grouped_gemm/ops", "gbmoe/compat/megablocks/ops"},
-    "router": {"gbmoe/layers/router", "gbmoe/compat/transformer_engine/router"},
-    "transformers": {"gbmoe/compat/transformers", "gbmoe/cli/bench/rivals/transformers"},
+    "ops": {"gbmoe/compat/grouped_gemm/ops.py", "gbmoe/compat/megablocks/ops.py"},
+    "router": {"gbmoe/layers/router.py", "gbmoe/compat/transformer_engine/router.py"},
+    "transformers": {"gbmoe/compat/transformers.py", "gbmoe/cli/bench/rivals/transformers.py"},
 }
 
 
@@ -21,5 +23,5 @@ def test_eleven_names_of_files_meant_two_things_each():
     for folder in ("gbmoe", "benchmarks"):
         for file in (ROOT / folder).rglob("*.py"):
             if not file.stem.startswith("__"):
-                files[file.stem].add(file.relative_to(ROOT).with_suffix("").as_posix())
+                files[file.stem].add(file.relative_to(ROOT).as_posix())
     assert {name: paths for name, paths in files.items() if len(paths) > 1} == ONE_THING
