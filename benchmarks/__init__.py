@@ -1,7 +1,8 @@
 """What a checkout adds to `gbmoe bench` (gbmoe/cli/bench): the suites of known results, and what is made of result files.
 
-suites.py lists the suites; commands/ has the commands, measurements/ and peers/ what only these suites measure, running/ how rows are
-made on several ranks, results/ the result files that are read, pages and pictures. gbmoe/cli/bench/checkout.py imports this package.
+known_suites.py lists them; commands/ has the commands, measurements/ and rivals/ what only these suites measure, running/ how rows are
+made on several ranks, result_files/ reads result files and makes pages and pictures of them. gbmoe/cli/bench/checkout.py imports
+this package.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.commands import merge, parts, plot, report
-from benchmarks.suites import SUITES
+from benchmarks.known_suites import SUITES
 from gbmoe.cli.bench import command
 
 _COMMANDS = {
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 where anything of gbmoe is wrong, whatever becomes of its peers; 2 for arguments that make no sense."""
+    """0; 1 where anything of gbmoe is wrong, whatever becomes of its rivals; 2 for arguments that make no sense."""
     tells = arguments.suite is None or SUITES[arguments.suite].processes.tells()
     planned = command.plan(arguments, SUITES, listing=arguments.list_configs)
     if isinstance(planned, str):

@@ -4,6 +4,7 @@ Importing it starts no CUDA context, builds nothing, and changes nothing in othe
 """
 
 from gbmoe import _interrupted_import  # noqa: F401, I001  the first import: what follows imports torch
+from gbmoe import launch as kernels  # noqa: F401  its earlier name
 from gbmoe import ops
 from gbmoe._version import __version__
 from gbmoe.float8 import Float8BlockScaling

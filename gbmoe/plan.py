@@ -5,13 +5,14 @@ Shape suffixes: T tokens, K slots a token (top-k), R = T * K slots, E experts, P
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
+from typing import cast
 
 import torch
 
 from gbmoe._checks import as_device, require, require_tensor
 from gbmoe._define_operator import define, refuse_jit_tracing
-from gbmoe.kernels import permute, plain_torch
+from gbmoe.launch import permute, plain_torch
 from gbmoe.slot_map import SlotMap
 
 _OF_EXPERTS = "RoutingPlan.from_experts"
@@ -124,19 +125,37 @@ def _check_plan(plan: RoutingPlan) -> None:
     require(plan.num_rows % plan.align == 0, name, "slot_of_row_P", lambda: f"a multiple of align == {plan.align} rows", plan.num_rows)
 
 
+@dataclass(slots=True)
 class _Known:
-    """What gbmoe knows of a plan beyond its fields. Its attributes are no fields, so that dataclasses.replace does not pass them on. Each
-    is about certain tensors, whose identities tell whether it still holds after an assignment or in a copy. The defaults are those of a
-    plan that nobody has checked, such as one that another version has pickled."""
+    """What gbmoe knows of a plan beyond its attributes: made when the plan is built or checked, and never changed.
 
-    _of_tables: tuple = (None,) * 6  # what was checked or built: four tensors, num_experts and align; the next two are about these
-    _made_by_hand: bool = True
-    _in_expert_order: bool = False   # row r is token r, up to the first row that has no expert
-    _sizes: tuple[torch.Tensor, torch.Tensor] | None = None  # a padded_counts_E, and the same as int64 on the CPU
+    It is about certain tensors, which are here too: where an attribute was assigned since, nothing is known any more. In a copy, which
+    has this value and its tensors copied alike, it still holds.
+    """
+
+    num_experts: int
+    align: int
+    row_of_slot_TK: torch.Tensor
+    slot_of_row_P: torch.Tensor
+    offsets_E1: torch.Tensor
+    padded_counts_E: torch.Tensor
+    has_no_gaps: bool = False       # a row without a slot lies after the last expert, or is padding that `align` asks for
+    in_expert_order: bool = False   # row r is token r, up to the first row that has no expert
+    sizes_E: torch.Tensor | None = None  # padded_counts_E as int64 on the CPU
+
+    def is_about(self, plan: RoutingPlan) -> bool:
+        """Whether the plan has the attributes that this was learnt from. counts_E is not among them, because no operator reads it."""
+        return (self.row_of_slot_TK is plan.row_of_slot_TK and self.slot_of_row_P is plan.slot_of_row_P
+                and self.padded_counts_E is plan.padded_counts_E and self.offsets_E1 is plan.offsets_E1
+                and self.num_experts == plan.num_experts and self.align == plan.align)
+
+
+# Of a plan before it is checked, and of one that another version has pickled.
+_NOTHING_KNOWN = _Known(0, 0, *(cast("torch.Tensor", None),) * 4)
 
 
 @dataclass(eq=False)
-class RoutingPlan(_Known):
+class RoutingPlan:
     """Where each slot's row is. It is built once a layer call; gather, products, scatter and their gradients all read it.
 
     Slot t * K + j is token t's j-th choice. Rows are expert-major; inside an expert they follow slot order (the sort is
@@ -174,32 +193,37 @@ class RoutingPlan(_Known):
     counts_E: torch.Tensor
     offsets_E1: torch.Tensor
     padded_counts_E: torch.Tensor
-    _trusted: InitVar[bool] = False  # made by gbmoe: the check, which takes several us, is left out
-    _in_order: InitVar[bool] = False
+    _built: InitVar[_Known | None] = None  # given by gbmoe: the check, which takes several us, is then left out
 
-    def __post_init__(self, _trusted: bool, _in_order: bool) -> None:
-        if not _trusted:
-            _check_plan(self)
-        self._know(made_by_hand=not _trusted, in_order=_in_order)
+    _known = _NOTHING_KNOWN  # no field: dataclasses.replace must not pass it on
 
-    def _know(self, made_by_hand: bool, in_order: bool) -> None:
-        self._of_tables = (self.row_of_slot_TK, self.slot_of_row_P, self.offsets_E1, self.padded_counts_E, self.num_experts, self.align)
-        self._made_by_hand, self._in_expert_order = made_by_hand, in_order
+    def __post_init__(self, _built: _Known | None) -> None:
+        if _built is None:
+            self._check_tables()
+        else:
+            self._known = _built
 
-    def _are_tables_known(self) -> bool:
-        """Whether none of the attributes that operators read was replaced since it was checked or built."""
-        row_of_slot_TK, slot_of_row_P, offsets_E1, padded_counts_E, num_experts, align = self._of_tables
-        return (row_of_slot_TK is self.row_of_slot_TK and slot_of_row_P is self.slot_of_row_P and padded_counts_E is self.padded_counts_E
-                and offsets_E1 is self.offsets_E1 and num_experts == self.num_experts and align == self.align)
+    @classmethod
+    def _of(cls, known: _Known, counts_E: torch.Tensor) -> RoutingPlan:
+        return cls(known.num_experts, known.align, known.row_of_slot_TK, known.slot_of_row_P, counts_E, known.offsets_E1,
+                   known.padded_counts_E, known)
+
+    def _check_tables(self) -> _Known:
+        _check_plan(self)
+        self._known = _Known(self.num_experts, self.align, self.row_of_slot_TK, self.slot_of_row_P, self.offsets_E1, self.padded_counts_E)
+        return self._known
+
+    def _checked(self) -> _Known:
+        """What is known of the plan, after a check of its tables where an attribute was assigned since the last one."""
+        known = self._known
+        return known if known.is_about(self) else self._check_tables()
 
     def check(self) -> None:
         """Raise TypeError or ValueError unless kernels can take the plan's tensors as they are; operators call it.
 
         What has been checked, or was built by gbmoe, is not looked at again.
         """
-        if not self._are_tables_known():
-            _check_plan(self)
-            self._know(made_by_hand=True, in_order=False)
+        self._checked()
 
     @classmethod
     def from_experts(
@@ -222,7 +246,8 @@ class RoutingPlan(_Known):
         check = _resolved_check(_OF_EXPERTS, check, experts_TK.device)
         if experts_TK.dim() == 1:
             experts_TK = experts_TK.unsqueeze(1)
-        plan = cls(num_experts, align, *_routing_plan(experts_TK, num_experts, align, check), _trusted=True)  # type: ignore[misc]
+        row_of_slot_TK, slot_of_row_P, counts_E, offsets_E1, padded_counts_E = _routing_plan(experts_TK, num_experts, align, check)
+        plan = cls._of(_Known(num_experts, align, row_of_slot_TK, slot_of_row_P, offsets_E1, padded_counts_E, has_no_gaps=True), counts_E)
         return plan.exact() if exact else plan
 
     @classmethod
@@ -266,11 +291,9 @@ class RoutingPlan(_Known):
         if counts_E.device != device:
             host_sizes_E = _bounded_counts(counts_E, num_rows, check)
             counts_E, check = host_sizes_E.to(device, non_blocking=True), "none"
-        tables = _plan_of_counts(counts_E, num_rows, check)
-        plan = cls(counts_E.size(0), 1, *tables, _trusted=True, _in_order=True)  # type: ignore[misc]
-        if host_sizes_E is not None:
-            plan._sizes = plan.padded_counts_E, host_sizes_E
-        return plan
+        row_of_slot_TK, slot_of_row_P, counts_E, offsets_E1, padded_counts_E = _plan_of_counts(counts_E, num_rows, check)
+        return cls._of(_Known(counts_E.size(0), 1, row_of_slot_TK, slot_of_row_P, offsets_E1, padded_counts_E, has_no_gaps=True,
+                              in_expert_order=True, sizes_E=host_sizes_E), counts_E)
 
     @property
     def num_tokens(self) -> int:
@@ -290,7 +313,7 @@ class RoutingPlan(_Known):
     @property
     def slot_map(self) -> SlotMap:
         """Both directions between slots and rows, as gathers and scatters take them."""
-        return SlotMap(row_of_slot_TK=self.row_of_slot_TK, slot_of_row_P=self.slot_of_row_P)
+        return SlotMap(self.row_of_slot_TK, self.slot_of_row_P)
 
     @property
     def expert_of_tile(self) -> torch.Tensor:
@@ -303,17 +326,17 @@ class RoutingPlan(_Known):
     def pads_within_experts(self) -> bool:
         """Whether rows without a slot may lie among an expert's rows. If not, all of them lie behind the last expert, and no grouped
         product reads them."""
-        return self.align > 1 or self._made_by_hand or not self._are_tables_known()
+        return self.align > 1 or not (self._known.has_no_gaps and self._known.is_about(self))
 
     @property
     def is_in_expert_order(self) -> bool:
         """True where the tokens are the rows. Then token r's one slot has row r or none, and tokens without a row come last."""
-        return self._in_expert_order and self._are_tables_known()
+        return self._known.in_expert_order and self._known.is_about(self)
 
     @property
     def has_host_sizes(self) -> bool:
         """True where host_sizes() does not wait, because the sizes are on the host already."""
-        return self._sizes is not None and self._sizes[0] is self.padded_counts_E
+        return self._known.sizes_E is not None and self._known.is_about(self)
 
     def host_sizes(self) -> torch.Tensor:
         """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device once for each plan.
@@ -321,16 +344,16 @@ class RoutingPlan(_Known):
         Raises:
             ValueError: on the meta device, where there are no numbers.
         """
-        if self._sizes is None or self._sizes[0] is not self.padded_counts_E:
+        sizes_E = self._checked().sizes_E
+        if sizes_E is None:
             require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
                     self.padded_counts_E.device)
             sizes_E = self.padded_counts_E.to("cpu", torch.int64)
+        elif torch.compiler.is_compiling() or not sizes_E.is_inference() or torch.is_inference_mode_enabled():
+            return sizes_E
         else:
-            sizes_E = self._sizes[1]
-            if torch.compiler.is_compiling() or not sizes_E.is_inference() or torch.is_inference_mode_enabled():
-                return sizes_E
             sizes_E = sizes_E.clone()  # autograd cannot save a tensor that was made in inference mode
-        self._sizes = self.padded_counts_E, sizes_E
+        self._known = replace(self._checked(), sizes_E=sizes_E)
         return sizes_E
 
     def exact(self) -> RoutingPlan:
@@ -340,20 +363,11 @@ class RoutingPlan(_Known):
 
     def first_rows(self, rows: int) -> RoutingPlan:
         """The same plan with its first `rows` rows alone; no slot may have a row behind them."""
-        return self._same_tables(self.slot_of_row_P[:rows], self._sizes)
+        return self._of(replace(self._checked(), slot_of_row_P=self.slot_of_row_P[:rows], in_expert_order=False), self.counts_E)
 
     def with_host_sizes(self, sizes_E: torch.Tensor) -> RoutingPlan:
         """The same plan, given its padded_counts_E as int64 on the CPU, so that host_sizes() does not wait."""
         name = "RoutingPlan.with_host_sizes"
         require_tensor(sizes_E, name, "sizes", rank=1, dtypes=(torch.int64,), device=torch.device("cpu"))
         require(sizes_E.size(0) == self.num_experts, name, "sizes", lambda: f"{self.num_experts} entries", sizes_E.size(0))
-        plan = self._same_tables(self.slot_of_row_P, (self.padded_counts_E, sizes_E))
-        plan._in_expert_order = self.is_in_expert_order
-        return plan
-
-    def _same_tables(self, slot_of_row_P: torch.Tensor, sizes: tuple[torch.Tensor, torch.Tensor] | None) -> RoutingPlan:
-        self.check()
-        plan = type(self)(self.num_experts, self.align, self.row_of_slot_TK, slot_of_row_P, self.counts_E, self.offsets_E1,
-                          self.padded_counts_E, _trusted=True)
-        plan._sizes, plan._made_by_hand = sizes, self._made_by_hand
-        return plan
+        return self._of(replace(self._checked(), sizes_E=sizes_E), self.counts_E)

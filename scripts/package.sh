@@ -50,7 +50,7 @@ assert pathlib.Path(gbmoe.__file__).is_relative_to(sys.prefix), gbmoe.__file__
 PY
   "$python" -m gbmoe info
   "$python" -m gbmoe verify
-  "$python" -m gbmoe bench --shape 64,32,48,4,2 --device cpu --quick --peers bmm --json mine.json
+  "$python" -m gbmoe bench --shape 64,32,48,4,2 --device cpu --quick --rivals bmm --json mine.json
   status=0
   "$python" -m gbmoe bench --suite layers || status=$?
   ((status == 2)) || { echo "package.sh: expected status 2 of a suite that a wheel has not, got $status" >&2; exit 1; }

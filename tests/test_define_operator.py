@@ -590,7 +590,7 @@ def test_private_names_are_asked_for_in_one_place():
     """One place is what lets the test below take them all away. Annotations, which are not evaluated, may contain them."""
     package, used = Path(gbmoe.__file__).parent, []
     for file in package.rglob("*.py"):
-        if file == Path(_torch_names.__file__) or file.parent.name in ("peers", "testing"):
+        if file == Path(_torch_names.__file__) or file.parent.name in ("rivals", "testing"):
             continue
         tree = ast.parse(file.read_text())
         annotations = [part for node in ast.walk(tree) for part in (getattr(node, "annotation", None), getattr(node, "returns", None))]

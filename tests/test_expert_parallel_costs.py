@@ -74,7 +74,7 @@ def test_a_row_goes_to_all_ranks_that_hold_a_part_of_an_expert():
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 64])
-def test_free_links_leave_one_chunk_and_no_replica(ranks):
+def test_free_links_leave_one_chunk_and_no_shadow(ranks):
     assert costs.best_chunks(FINE, GPU, FREE, ranks) == 1
     assert costs.best_shadows(FINE, GPU, Links(), ranks, skew=0.0) == 0
 

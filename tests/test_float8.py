@@ -10,9 +10,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gbmoe import Float8BlockScaling, RoutingPlan, engines, float8, kernels
+from gbmoe import Float8BlockScaling, RoutingPlan, engines, float8, launch
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, weight_cache
-from gbmoe.kernels import plain_activation
+from gbmoe.launch import plain_activation
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 from tests.conftest import dtype_id
@@ -83,7 +83,7 @@ def test_a_tile_that_is_not_finite_has_no_scale(number):
 def test_weights_have_a_scale_for_each_block(dtype, shape):
     w = exact_inputs.exact_values(*shape, dtype=dtype, device="cpu", seed=1)
     natural, transposed = float8.quantize_weights(w), float8.quantize_weights(w, transpose=True)
-    for both, alone in zip(kernels.quantize_weights_both_ways(w, False), (natural, transposed)):
+    for both, alone in zip(launch.quantize_weights_both_ways(w, False), (natural, transposed)):
         assert_same_numbers(both, alone)
     assert torch.equal(natural.values_ENK.float(), transposed.values_ENK.transpose(1, 2).float())
     assert torch.equal(natural.scales, transposed.scales.transpose(1, 2))
@@ -146,7 +146,7 @@ def quantized():
     def lookup(w, power_2_scale=False):
         def quantize():
             calls.append(tuple(w.shape))
-            return kernels.quantize_weights_both_ways(w.contiguous(), power_2_scale)
+            return launch.quantize_weights_both_ways(w.contiguous(), power_2_scale)
         return float8.cached(w, power_2_scale, quantize)
 
     return lookup, calls
@@ -494,8 +494,8 @@ def test_the_activations_gradient_is_quantized_as_it_is_stored(dtype, power_2_sc
     d = hard_rows(9, 144, dtype)
     slots, weights = torch.tensor([0, 1, -1, 2, 3, -2, 4, 5, 6], dtype=torch.int32), torch.rand(7, 1)
     g, dh = g if glu else None, d.clone()
-    expected_a, expected_dg, expected_dweights = kernels.activate_backward(h, g, dh, slots, weights, "silu")
-    a, dg, dweights, scaled_dh, scaled_dg = kernels.activate_backward_scaled(h, g, d, slots, weights, "silu", power_2_scale)
+    expected_a, expected_dg, expected_dweights = launch.activate_backward(h, g, dh, slots, weights, "silu")
+    a, dg, dweights, scaled_dh, scaled_dg = launch.activate_backward_scaled(h, g, d, slots, weights, "silu", power_2_scale)
     assert all(torch.equal(*pair) for pair in ((a, expected_a), (d, dh), (dweights, expected_dweights)))
     assert_same_numbers(scaled_dh, float8.quantize_rows(dh, power_2_scale))
     assert (scaled_dh.scales_PC[[2, 5]] == 1).all() and not scaled_dh.values_PK[[2, 5]].float().any()
@@ -522,7 +522,7 @@ def assert_same_numbers(got, expected, where=slice(None)):
 def test_kernel_of_rows(dtype, power_2_scale, shape):
     x = hard_rows(*shape, dtype)
     exact_inputs.poison("cuda")
-    assert_same_numbers(kernels.quantize_rows(x.cuda(), power_2_scale), float8.quantize_rows(x, power_2_scale))
+    assert_same_numbers(launch.quantize_rows(x.cuda(), power_2_scale), float8.quantize_rows(x, power_2_scale))
 
 
 @pytest.mark.gpu
@@ -534,10 +534,10 @@ def test_kernel_of_the_gather(dtype, power_2_scale, tokens, hidden, experts, top
     x, ids = hard_rows(tokens, hidden, dtype), exact_inputs.expert_ids(tokens, experts, top_k, device="cpu", seed=5)
     plan = RoutingPlan.from_experts(ids, experts, align=align)
     on_gpu = RoutingPlan.from_experts(ids.cuda(), experts, align=align)
-    expected = kernels.quantize_gathered(x, plan.slot_map, power_2_scale)
+    expected = launch.quantize_gathered(x, plan.slot_map, power_2_scale)
     exact_inputs.poison("cuda")
     in_use = int(plan.offsets_E1[-1])  # rows behind the last expert may hold anything
-    assert_same_numbers(kernels.quantize_gathered(x.cuda(), on_gpu.slot_map, power_2_scale), expected, slice(in_use))
+    assert_same_numbers(launch.quantize_gathered(x.cuda(), on_gpu.slot_map, power_2_scale), expected, slice(in_use))
 
 
 @pytest.mark.gpu
@@ -549,7 +549,7 @@ def test_kernel_of_weights(dtype, power_2_scale, shape, transpose):
     w = hard_rows(shape[0] * shape[1], shape[2], dtype).view(shape)
     expected = float8.quantize_weights(w, power_2_scale, transpose)
     exact_inputs.poison("cuda")
-    assert_same_numbers(kernels.quantize_weights(w.cuda(), power_2_scale, transpose), expected)
+    assert_same_numbers(launch.quantize_weights(w.cuda(), power_2_scale, transpose), expected)
 
 
 @pytest.mark.gpu
@@ -560,9 +560,9 @@ def test_kernel_of_weights_in_both_orientations(dtype, power_2_scale, shape):
     w = hard_rows(shape[0] * shape[1], shape[2], dtype, "cuda").view(shape)
     if w.numel():
         w[0, 0, 1] = torch.nan
-    expected = [kernels.quantize_weights(w, power_2_scale, transpose) for transpose in (False, True)]
+    expected = [launch.quantize_weights(w, power_2_scale, transpose) for transpose in (False, True)]
     exact_inputs.poison("cuda")
-    for got, alone in zip(kernels.quantize_weights_both_ways(w, power_2_scale), expected):
+    for got, alone in zip(launch.quantize_weights_both_ways(w, power_2_scale), expected):
         assert_same_bits(got.values_ENK, alone.values_ENK)
         assert_same_bits(got.scales, alone.scales)
 
@@ -595,11 +595,11 @@ def test_kernel_of_the_activations_gradient(dtype, power_2_scale, columns, glu, 
     weights, g = weights if weighted else None, g if glu else None
     for activation in plain_activation.ACTIVATIONS:
         dh_16 = d.clone()
-        a, dg, dweights = kernels.activate_backward(h, g, dh_16, slots, weights, activation)
-        expected = [None if t is None else kernels.quantize_rows(t, power_2_scale) for t in (dh_16, dg)]
+        a, dg, dweights = launch.activate_backward(h, g, dh_16, slots, weights, activation)
+        expected = [None if t is None else launch.quantize_rows(t, power_2_scale) for t in (dh_16, dg)]
         exact_inputs.poison("cuda")
         dh = d.clone()
-        got_a, got_dg, got_dweights, *scaled = kernels.activate_backward_scaled(h, g, dh, slots, weights, activation, power_2_scale)
+        got_a, got_dg, got_dweights, *scaled = launch.activate_backward_scaled(h, g, dh, slots, weights, activation, power_2_scale)
         assert_same_bits(got_a, a)
         assert_same_bits(dh, dh_16)
         assert (got_dg is None) == (dg is None) == (not glu) and (got_dweights is None) == (not weighted)
@@ -621,16 +621,16 @@ def test_kernel_of_the_activations_gradient(dtype, power_2_scale, columns, glu, 
 def test_kernel_of_the_activations_gradient_without_rows():
     h, slots = torch.empty(0, 32, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int32, device="cuda")
     weights = torch.ones(3, 1, device="cuda")
-    a, dg, dweights, dh, scaled_dg = kernels.activate_backward_scaled(h, h, h.clone(), slots, weights, "silu", False)
+    a, dg, dweights, dh, scaled_dg = launch.activate_backward_scaled(h, h, h.clone(), slots, weights, "silu", False)
     assert a.shape == dg.shape == dh.values_PK.shape == (0, 32) and scaled_dg.scales_PC.shape == (0, 1) and not dweights.any()
 
 
 def activation_gradients_in_k_blocks(h, g, d, slots, weights, sizes, activation, power_2_scale):
     """What activate_backward_k_blocks computes, step by step: a, dh and dg in k-blocks, dweights, dh and dg in rows."""
     dh = d.clone()
-    a, dg, dweights = kernels.activate_backward(h, g, dh, slots, weights, activation)
-    blocks = [None if t is None else kernels.quantize_k_blocks(t, sizes, power_2_scale) for t in (a, dh, dg)]
-    return *blocks, dweights, *(None if t is None else kernels.quantize_rows(t, power_2_scale) for t in (dh, dg))
+    a, dg, dweights = launch.activate_backward(h, g, dh, slots, weights, activation)
+    blocks = [None if t is None else launch.quantize_k_blocks(t, sizes, power_2_scale) for t in (a, dh, dg)]
+    return *blocks, dweights, *(None if t is None else launch.quantize_rows(t, power_2_scale) for t in (dh, dg))
 
 
 @HALVES
@@ -652,7 +652,7 @@ def test_the_activations_gradient_in_k_blocks_is_that_of_separate_steps(device, 
         g, h[3], weighted = g if glu else None, torch.nan, weights if size != 16 else None
         expected = activation_gradients_in_k_blocks(h, g, d, slots, weighted, sizes, activation, power_2_scale)
         exact_inputs.poison(device)
-        got = kernels.activate_backward_k_blocks(h, g, d.clone(), slots, weighted, sizes, activation, power_2_scale)
+        got = launch.activate_backward_k_blocks(h, g, d.clone(), slots, weighted, sizes, activation, power_2_scale)
         assert [t is None for t in got] == [t is None for t in expected] == [False, False, not glu, weighted is None, False, not glu]
         for blocks, alone in zip(got[:3], expected[:3]):
             if blocks is not None:
@@ -674,7 +674,7 @@ def test_the_activations_gradient_in_k_blocks_of_any_sizes(sizes):
     slots = torch.arange(rows, dtype=torch.int32, device="cuda")
     expected = activation_gradients_in_k_blocks(h, g, d, slots, None, sizes, "silu", False)
     exact_inputs.poison("cuda")
-    got = kernels.activate_backward_k_blocks(h, g, d, slots, None, sizes, "silu", False)
+    got = launch.activate_backward_k_blocks(h, g, d, slots, None, sizes, "silu", False)
     for blocks, alone in zip(got[:3], expected[:3]):
         assert_same_k_blocks(blocks, ScaledKBlocks(alone.values_BKR.cpu(), alone.scales_BK.cpu(), alone.filled_rows_E.cpu()))
 
@@ -683,7 +683,7 @@ def test_the_activations_gradient_in_k_blocks_of_any_sizes(sizes):
 def test_kernel_of_the_activations_gradient_in_k_blocks_without_rows():
     h, slots = torch.empty(0, 32, dtype=torch.bfloat16, device="cuda"), torch.empty(0, dtype=torch.int32, device="cuda")
     sizes = torch.zeros(2, dtype=torch.int64, device="cuda")
-    a, dh_blocks, dg_blocks, dweights, dh, dg = kernels.activate_backward_k_blocks(
+    a, dh_blocks, dg_blocks, dweights, dh, dg = launch.activate_backward_k_blocks(
         h, h, h.clone(), slots, torch.ones(3, 1, device="cuda"), sizes, "silu", False)
     assert not a.filled_rows_E.any() and dh_blocks.values_BKR.shape == dg_blocks.values_BKR.shape == (2, 32, 128)
     assert dh.values_PK.shape == dg.values_PK.shape == (0, 32) and not dweights.any()
@@ -694,10 +694,10 @@ def test_kernel_of_the_activations_gradient_in_k_blocks_without_rows():
 def test_kernels_see_what_is_not_finite(number):
     x = torch.ones(256, 256, dtype=torch.bfloat16)
     x[1, 130] = number
-    scales = kernels.quantize_rows(x.cuda(), False).scales_PC.cpu()
+    scales = launch.quantize_rows(x.cuda(), False).scales_PC.cpu()
     assert torch.isnan(scales).nonzero().tolist() == [[1, 1]]
     for transpose in (False, True):
-        weights = kernels.quantize_weights(x.cuda()[None], False, transpose)
+        weights = launch.quantize_weights(x.cuda()[None], False, transpose)
         assert torch.isnan(weights.scales.cpu()).nonzero().tolist() == [[0, 1, 0] if transpose else [0, 0, 1]]
 
 
@@ -721,7 +721,7 @@ def test_kernel_of_k_blocks(dtype, power_2_scale, sizes, columns, sizes_dtype):
     sizes_E = torch.tensor(sizes, dtype=sizes_dtype)
     expected = float8.quantize_k_blocks(x, sizes_E, power_2_scale)
     exact_inputs.poison("cuda")
-    assert_same_k_blocks(kernels.quantize_k_blocks(x.cuda(), sizes_E.cuda(), power_2_scale), expected)
+    assert_same_k_blocks(launch.quantize_k_blocks(x.cuda(), sizes_E.cuda(), power_2_scale), expected)
 
 
 @pytest.mark.gpu
@@ -733,9 +733,9 @@ def test_kernel_of_gathered_k_blocks(dtype, power_2_scale, tokens, hidden, exper
     x, ids = hard_rows(tokens, hidden, dtype), exact_inputs.expert_ids(tokens, experts, top_k, device="cpu", seed=5)
     plan = RoutingPlan.from_experts(ids, experts, align=align)
     on_gpu = RoutingPlan.from_experts(ids.cuda(), experts, align=align)
-    expected = kernels.quantize_gathered_k_blocks(x, plan.slot_map, plan.padded_counts_E, power_2_scale)
+    expected = launch.quantize_gathered_k_blocks(x, plan.slot_map, plan.padded_counts_E, power_2_scale)
     exact_inputs.poison("cuda")
-    assert_same_k_blocks(kernels.quantize_gathered_k_blocks(x.cuda(), on_gpu.slot_map, on_gpu.padded_counts_E, power_2_scale), expected)
+    assert_same_k_blocks(launch.quantize_gathered_k_blocks(x.cuda(), on_gpu.slot_map, on_gpu.padded_counts_E, power_2_scale), expected)
 
 
 @pytest.mark.gpu
@@ -744,7 +744,7 @@ def test_a_slot_that_does_not_exist_is_a_row_of_zeros():
     slot_of_row = torch.tensor([0, -1, 8, 2**31 - 1, -(2**31), 7], dtype=torch.int32, device="cuda")
     slots = SlotMap(row_of_slot_TK=torch.full((4, 2), -1, dtype=torch.int32, device="cuda"), slot_of_row_P=slot_of_row)
     exact_inputs.poison("cuda")
-    rows = kernels.quantize_gathered_k_blocks(x, slots, torch.tensor([6], device="cuda"), False).dequantized()
+    rows = launch.quantize_gathered_k_blocks(x, slots, torch.tensor([6], device="cuda"), False).dequantized()
     assert rows[:128].ne(0).any(1).nonzero().flatten().tolist() == [0, 5]
 
 
@@ -754,5 +754,5 @@ def test_kernel_of_k_blocks_sees_what_is_not_finite(number):
     x = torch.ones(300, 32, dtype=torch.bfloat16)
     x[140, 3] = number
     sizes = torch.tensor([10, 290])
-    scales = kernels.quantize_k_blocks(x.cuda(), sizes.cuda(), False).scales_BK[:4].cpu()
+    scales = launch.quantize_k_blocks(x.cuda(), sizes.cuda(), False).scales_BK[:4].cpu()
     assert torch.isnan(scales).nonzero().tolist() == [[2, 3]]

@@ -25,7 +25,7 @@ print(json.dumps({
 """
 
 
-def test_import_starts_no_cuda_and_imports_no_peer_nor_the_compiler():
+def test_import_starts_no_cuda_and_imports_no_rival_nor_the_compiler():
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, env={**os.environ})
     seen = json.loads(done.stdout)
     assert seen["cuda"] is False

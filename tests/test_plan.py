@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather
-from gbmoe.kernels import availability
+from gbmoe.launch import availability
 from gbmoe.testing import cuda_graphs, exact_inputs
 
 
@@ -316,6 +316,15 @@ def test_a_plan_keeps_what_is_known_of_it_in_copies_and_where_counts_are_replace
         same.counts_E = same.counts_E + 1  # as where they are summed over ranks
         assert same.has_host_sizes and same.is_in_expert_order and not same.pads_within_experts
         assert same.with_host_sizes(same.host_sizes()).is_in_expert_order and same.exact().has_host_sizes
+
+
+def test_nothing_is_known_of_a_plan_that_another_version_has_pickled():
+    plan = RoutingPlan.from_counts(torch.tensor([3, 2, 1]), 6)
+    state = {name: value for name, value in vars(plan).items() if not name.startswith("_")}
+    old = RoutingPlan.__new__(RoutingPlan)
+    old.__dict__.update(state, _in_order=True, row_of_slot_TK=plan.row_of_slot_TK.flip(0).contiguous())
+    assert not old.is_in_expert_order and not old.has_host_sizes and old.pads_within_experts
+    assert old.host_sizes().tolist() == [3, 2, 1] and old.has_host_sizes
 
 
 def test_a_graph_took_a_plans_old_sizes_after_an_assignment():

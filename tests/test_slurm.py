@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suites import SUITES
+from benchmarks.known_suites import SUITES
 from tests.forked_python import python
 from tests.slurm_cluster import Cluster, require, slurm_cluster, wait_until
 
@@ -36,7 +36,7 @@ activate() {{ export CUDA_VISIBLE_DEVICES=; {activate} }}
 python=({python})
 """
 TASKS = 2
-BENCH = "--quick --peers bmm"
+BENCH = "--quick --rivals bmm"
 STEPS = 200
 TRAINING = ("--steps", STEPS, "--layers", 2, "--experts", 4, "--hidden", 64, "--heads", 2, "--ffn", 64,
             "--length", 64, "--batch", 4, "--warmup", 4, "--eval-every", 10, "--eval-windows", 8, "--log-every", 1)

@@ -9,7 +9,7 @@ from benchmarks.result_files import reading
 from gbmoe._checks import dtype_name
 from gbmoe.cli.bench import result_file
 from gbmoe.cli.bench.command import Run, judge, refused, timed
-from gbmoe.cli.bench.measurements.base import Configuration
+from gbmoe.cli.bench.measurements.measurement import Configuration
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,8 @@ def _of_another_run(content: dict, planned: Run, configuration: Configuration) -
     pairs = {"configuration": (run["configurations"], [configuration.name]),
              "device": (run["machine"]["device"], planned.choice.device.type), "dtype": (run["dtype"], dtype_name(planned.choice.dtype))}
     pairs |= {name: (run.get(name), value) for name, value in about.items()}
-    pairs |= {name: (run.get("options", options).get(name), options[name]) for name in ("engines", "peers", "quick", "memory_limit")}
+    pairs |= {name: (run.get("options", options).get(key), options[key]) for name, key in
+              (("engines", "engines"), ("rivals", "peers"), ("quick", "quick"), ("memory_limit", "memory_limit"))}
     return next((f"is of {name} {_words(there)}, and this run of {_words(here)}" for name, (there, here) in pairs.items() if there != here),
                 None)
 

@@ -14,9 +14,9 @@ import torch
 
 from gbmoe import engines, float8
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.measurements.base import FORWARD, MICRO_BATCHES, Refusal, Subject
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement, LayerSubject
-from gbmoe.cli.bench.peers.base import Layer
+from gbmoe.cli.bench.measurements.measurement import FORWARD, MICRO_BATCHES, Refusal, Subject
+from gbmoe.cli.bench.rivals.rival import Layer
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.problem import Problem
 from gbmoe.testing import accuracy

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from gbmoe.cli.bench.measurements.base import SEED, TRAINING, Refusal, Subject, random_values, require_finite
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement, LayerSubject, refuse_host_sizes
+from gbmoe.cli.bench.measurements.measurement import SEED, TRAINING, Refusal, Subject, random_values, require_finite
 from gbmoe.cli.bench.running.cold_cache_timer import Effort, time_steps
 from gbmoe.cli.bench.running.verify_and_time import in_words
 from gbmoe.testing import accuracy, cuda_graphs
@@ -27,7 +27,7 @@ _REPLAYS = Effort(0.1, 10, 50)
 
 
 class HostMeasurement(LayerMeasurement):
-    """The host's time for a layer of gbmoe's or of a peer's, or for LINEAR: one torch.nn.Linear(H, F) of the layer's tokens."""
+    """The host's time for a layer of gbmoe's or of a rival's, or for LINEAR: one torch.nn.Linear(H, F) of the layer's tokens."""
 
     kind = "host"
 
@@ -124,7 +124,7 @@ def wait(device: torch.device) -> None:
 
 
 def kernels_in_a_graph(steps: list[Callable[[], None]], clear: Callable[[], None], device: torch.device, foreign: bool) -> dict:
-    """The seconds of the steps' kernels in a CUDA graph, with a cold L2 cache; or why they have none, if they are `foreign`: many peers
+    """The seconds of the steps' kernels in a CUDA graph, with a cold L2 cache; or why they have none, if they are `foreign`: many rivals
     wait for the device, which no graph can contain. It is found out without a capture where torch knows of the wait, because the process
     is of no use after a capture that failed (`capture_failed`). Nothing on a CPU. `clear` frees what an earlier call left, and does not
     wait."""

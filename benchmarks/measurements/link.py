@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measurements.parallel_layer import Part, all_ranks_inputs, of_all_ranks, refuse_peer_memory
-from gbmoe.cli.bench.measurements.base import Measurement, Subject
+from gbmoe.cli.bench.measurements.measurement import Measurement, Subject
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.parallel import peer_memory
 from gbmoe.parallel.arrival import Arrival

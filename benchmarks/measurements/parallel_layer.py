@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.measurements.base import TRAINING, Refusal, Subject, require_finite, sample
 from gbmoe.cli.bench.measurements.layer import (
     BY_TOKEN,
-    PEER_TOLERANCE,
+    RIVAL_TOLERANCE,
     SAMPLED_TOKENS,
     LayerInputs,
     LayerMeasurement,
     LayerSubject,
     layer_inputs,
 )
-from gbmoe.cli.bench.peers.base import Layer, Weights
+from gbmoe.cli.bench.measurements.measurement import TRAINING, Refusal, Subject, require_finite, sample
+from gbmoe.cli.bench.rivals.rival import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
 from gbmoe.parallel import peer_memory
 from gbmoe.testing import accuracy
@@ -39,7 +39,7 @@ ONE_GPU = "one-gpu"
 
 @dataclass(frozen=True)
 class ParallelLayerMeasurement(LayerMeasurement):
-    """A layer on every rank: `transport` is ONE_GPU (every rank has all experts), one of TRANSPORTS, or None for a peer.
+    """A layer on every rank: `transport` is ONE_GPU (every rank has all experts), one of TRANSPORTS, or None for a rival.
 
     Tokens and operations are those of one rank; the number of ranks is known only where it runs.
     """
@@ -102,7 +102,7 @@ class _OneGpu(LayerSubject):
 
     def __init__(self, measurement: ParallelLayerMeasurement, device: torch.device, dtype: torch.dtype):
         self.case, self.backward = measurement.case, measurement.computation == TRAINING
-        self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else PEER_TOLERANCE
+        self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else RIVAL_TOLERANCE
         self.everything, self.mine = all_ranks_inputs(measurement.case, measurement.routing, device, dtype)
         self.inputs = LayerInputs(self.everything.x_TH[self.mine], self.everything.grad_TH[self.mine], self.everything.weights,
                                   sample(self.case.tokens, SAMPLED_TOKENS, device), self.everything.features)
@@ -126,11 +126,11 @@ class _Spread(_OneGpu):
                 refuse_peer_memory(self.case, weights.w1_EFH)
             return dropless_layer(self.case, weights, moe_expert_model_parallelism=True, expert_parallel_group=group,
                                   expert_parallel_transport=measurement.transport)
-        peer = peers.load(measurement.implementation)
-        reason = peer.refuses(self.case, weights.w1_EFH.dtype)
+        rival = rivals.load(measurement.implementation)
+        reason = rival.refuses(self.case, weights.w1_EFH.dtype)
         if reason is not None:
             raise Refusal(reason)
-        return peer.parallel_layer(self.case, weights, group)
+        return rival.parallel_layer(self.case, weights, group)
 
     def check(self, outputs: dict[str, torch.Tensor]) -> accuracy.Verdict:
         ids_AK = of_all_ranks(outputs.pop("experts"))

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from benchmarks.result_files import reading
 from gbmoe.cli.bench import table
-from gbmoe.cli.bench.measurements.base import FORWARD, GRAPH, IN_MICROSECONDS, TRAINING
+from gbmoe.cli.bench.measurements.measurement import FORWARD, GRAPH, IN_MICROSECONDS, TRAINING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED
 
@@ -58,7 +58,7 @@ def _images(pictures) -> list[str]:
 
 
 def _conditions(content: dict) -> list[str]:
-    """A sentence for each machine and software that runs were made with, then the peers and engines that were left out."""
+    """A sentence for each machine and software that runs were made with, then the rivals and engines that were left out."""
     commits: dict[tuple[str, str], dict[str, None]] = {}
     notes: list[str] = []
     for run in content["runs"]:
@@ -167,10 +167,10 @@ def _cells(together: Sequence[dict], names: Sequence[str]) -> list[str]:
     """A line's cells. The fastest one, by the last computation that has a time, is bold, unless it or the next one was disturbed: then
     the line does not tell which is faster, or by how much."""
     timed = [row for row in together if row.get("median") and row["by"] in names]
-    rivals = sorted((row for row in timed if row["computation"] == timed[-1]["computation"]), key=lambda row: row["median"])
-    leaders = [row["by"] for row in rivals[:2]]
-    tells = len(rivals) > 1 and not any(is_disturbed(row) for row in timed if row["by"] in leaders)
-    fastest = rivals[0] if tells else None
+    ranked = sorted((row for row in timed if row["computation"] == timed[-1]["computation"]), key=lambda row: row["median"])
+    leaders = [row["by"] for row in ranked[:2]]
+    tells = len(ranked) > 1 and not any(is_disturbed(row) for row in timed if row["by"] in leaders)
+    fastest = ranked[0] if tells else None
     cells = []
     for name in names:
         own = [row for row in together if row["by"] == name]

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure  # and not pyplot, which needs a backend fo
 
 from benchmarks.result_files.reading import without_cap
 from gbmoe._atomic_files import appears_complete
-from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.bench.measurements.measurement import MOVING
 from gbmoe.cli.bench.result_file import is_disturbed, timing_of
 from gbmoe.cli.bench.running.verify_and_time import BURSTS
 from gbmoe.cli.bench.table import by_kind, measured

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gbmoe._atomic_files import one_line
-from gbmoe.cli.bench.measurements.base import MOVING
+from gbmoe.cli.bench.measurements.measurement import MOVING
 from gbmoe.cli.bench.result_file import timing_of
 from gbmoe.cli.bench.running.verify_and_time import (
     BURSTS,

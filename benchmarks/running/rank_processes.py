@@ -1,6 +1,6 @@
 """Run configurations in all processes of torchrun together: every rank verifies and times the same rows, and the first one reports.
 
-Peers run in these processes too, so a peer that crashes ends the job.
+Rivals run in these processes too, so a rival that crashes ends the job.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.running.sustained_timer import AMONG_RANKS, AMONG_RANKS_QUICK, time_in_turns
-from gbmoe.cli.bench import peers
-from gbmoe.cli.bench.measurements.base import Configuration, Measurement, Refusal, Subject
+from gbmoe.cli.bench import rivals
+from gbmoe.cli.bench.measurements.measurement import Configuration, Measurement, Refusal, Subject
 from gbmoe.cli.bench.roofline import Limits
 from gbmoe.cli.bench.running.processes import OneProcess
 from gbmoe.cli.bench.running.repeat import Sustained
@@ -100,20 +100,20 @@ class RankRunner:
 
     def __init__(self, conditions: Conditions, effort: Sustained):
         self.conditions, self.effort = conditions, effort
-        self.peers_left_out: dict[str, str] = {}
-        self.peers_about: dict[str, str] = {}
+        self.rivals_left_out: dict[str, str] = {}
+        self.rivals_about: dict[str, str] = {}
 
     def __enter__(self) -> RankRunner:
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
         # Not after an exception, when the other ranks may be elsewhere.
-        for name in self.peers_about if kind is None else ():
-            peers.load(name).end()
+        for name in self.rivals_about if kind is None else ():
+            rivals.load(name).end()
 
     def run(self, configuration: Configuration, report: Callable[[dict | None], object] = lambda row: None) -> list[dict]:
         """The configuration's rows: those of one contest are verified one after the other and timed in turns. `report` is called
-        after each, with None for one that is left out with its peer."""
+        after each, with None for one that is left out with its rival."""
         rows = []
         for measurements in configuration.contests():
             for row in self._contest(measurements):
@@ -136,10 +136,10 @@ class RankRunner:
         return [rows[measurement.name] for measurement in measurements]
 
     def _verified(self, measurement: Measurement, subjects: dict[str, Subject]) -> dict | None:
-        """The row without a time, or None for a peer that cannot be used. If the result is right, its subject goes into `subjects`."""
+        """The row without a time, or None for a rival that cannot be used. If the result is right, its subject goes into `subjects`."""
         device = self.conditions.device
         row = unmeasured(measurement, self.conditions, ERROR, None)
-        if measurement.implementation in peers.PEERS and not self._is_available(measurement.implementation):
+        if measurement.implementation in rivals.RIVALS and not self._is_available(measurement.implementation):
             return None
         exact_inputs.poison(device)
         subject, failure = self._on_all(lambda: measurement.build(device, self.conditions.dtype))
@@ -164,15 +164,15 @@ class RankRunner:
         return all_rates(measurement, together, each, self._most(subject.bytes_moved()), limits)
 
     def _is_available(self, name: str) -> bool:
-        if name not in self.peers_left_out and name not in self.peers_about:
-            peer = peers.load(name)
-            reasons = _gathered(peer.unavailable(self.conditions.device))
+        if name not in self.rivals_left_out and name not in self.rivals_about:
+            rival = rivals.load(name)
+            reasons = _gathered(rival.unavailable(self.conditions.device))
             found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
             if found:
-                self.peers_left_out[name] = reasons[0] or found[0]
+                self.rivals_left_out[name] = reasons[0] or found[0]
             else:
-                self.peers_about[name] = peer.about() or name
-        return name in self.peers_about
+                self.rivals_about[name] = rival.about() or name
+        return name in self.rivals_about
 
     def _on_all(self, call: Callable[[], Any]) -> tuple[Any, dict | None]:
         """(the result of `call` on this rank, None), or a row that says how it failed if it did on any rank."""

@@ -1,6 +1,6 @@
-"""Time calls as a training step makes them: one directly after the other, on all ranks at once, with the rivals in turns.
+"""Time calls as a training step makes them: one directly after the other, on all ranks at once, with the contestants in turns.
 
-In every round each call is repeated for some time untimed and then for as long timed; the rivals' order is rotated from round to
+In every round each call is repeated for some time untimed and then for as long timed; the contestants' order is rotated from round to
 round. A round's time is the mean over its calls on the slowest rank; a row's is the median of its rounds. For implementations with
 a process of their own, on one GPU, it is gbmoe/cli/bench/running/process_turns.py that does this.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from gbmoe.cli.bench.measurements.base import Subject
+from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.repeat import Clock, Sustained, clock_of, repeat
 from gbmoe.cli.bench.running.timing_statistics import Timing, of_rounds, rotated
 

@@ -115,7 +115,7 @@ int many_threads(int64_t vectors, int per_thread) {
 
 }  // namespace
 
-// row_of_slot, columns and counts may be views with a row stride; short_row is tuning.permutation.SHORT_ROW
+// row_of_slot, columns and counts may be views with a row stride; short_row is tuning.permute.SHORT_ROW
 void padded_gather(
     Tensor x, Tensor row_of_slot, Tensor slot_of_row, std::optional<Tensor> columns, std::optional<Tensor> counts,
     std::optional<Tensor> scale, std::optional<Tensor> probs, bool drop_zero_probs, bool clear_behind, int64_t short_row, Tensor out,

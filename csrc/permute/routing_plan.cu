@@ -116,7 +116,7 @@ int64_t routing_plan_max_experts(int64_t device) {
 }
 
 // The exception that allocates: its outputs are small and many, and Python's overhead would outlast the kernels.
-// ids int32 or int64 [T,K]; most_chunks is tuning.permutation.most_chunks; returns row_of_slot, slot_of_row, counts, offsets,
+// ids int32 or int64 [T,K]; most_chunks is tuning.permute.most_chunks; returns row_of_slot, slot_of_row, counts, offsets,
 // padded_counts
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> routing_plan(
     Tensor ids, int64_t num_experts, int64_t align, int64_t rows, int64_t most_chunks) {

@@ -1,4 +1,4 @@
-// How one call of the router is laid out over lanes: tuning.router.RouterConfig.
+// How one call of the router is laid out over lanes: tuning.router_kernels.RouterConfig.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace gbmoe {
 // What the router's kernels serve: brief keys hold experts below 1024, and a warp has a lane for each slot.
 constexpr int kMaxRouterExperts = 1024, kMaxRouterSlots = 32;
 
-// One of the kernels, under the names of tuning.router.RouterConfig.
+// One of the kernels, under the names of tuning.router_kernels.RouterConfig.
 struct RouterConfig {
   int64_t lanes;             // per token
   int64_t numbers_per_lane;

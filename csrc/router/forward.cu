@@ -39,8 +39,8 @@ struct Route {
 }  // namespace
 
 // `kind` and what follows it are a RouterFunction (function.cuh), where p = 0 stands for no norm; lanes and what follows are a
-// tuning.router.RouterConfig. ids and given are int64, logsumexp and expert_bias float32, padding_mask is bool; all other tensors are
-// bfloat16, float16 or float32.
+// tuning.router_kernels.RouterConfig. ids and given are int64, logsumexp and expert_bias float32, padding_mask is bool; all other
+// tensors are bfloat16, float16 or float32.
 void route(
     Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given,
     int64_t kind, int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon, double scale, int64_t lanes,

@@ -1,7 +1,7 @@
 // The router's kernels, as tables of what is compiled: how a token is laid out over lanes (rows.cuh), and for how many
 // slots.
 //
-// gbmoe/tuning/router.py chooses one of them for each call. Nothing is chosen here; launches only check that the choice has a
+// gbmoe/tuning/router_kernels.py chooses one of them for each call. Nothing is chosen here; launches only check that the choice has a
 // kernel, and that it serves the call. With fewer lanes each sorts more numbers, with more lanes they exchange more. A number of
 // experts that is not a multiple of the vectors' length has kernels of its own, with shorter vectors or none.
 

@@ -15,10 +15,10 @@ from typing import Any, overload
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import launch
 from gbmoe._checks import require
-from gbmoe.kernels import plain_torch
-from gbmoe.kernels.alignment import aligned
+from gbmoe.launch import plain_torch
+from gbmoe.launch.alignment import aligned
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
 
@@ -59,7 +59,7 @@ class GatheredRows:
         """The rows [P,H]."""
         if self._rows_PH is None:
             assert self.tokens_TH is not None  # without tokens, the rows were given
-            self._rows_PH, _ = kernels.gather(self.tokens_TH, self.slots)
+            self._rows_PH, _ = launch.gather(self.tokens_TH, self.slots)
         return self._rows_PH
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -161,7 +161,7 @@ class Engine:
         h_PF = self.product(x.rows_PH(), w1_EFH, sizes_E, trans_b=True)
         g_PF = None if v1_EFH is None else self.product(x.rows_PH(), v1_EFH, sizes_E, trans_b=True)
         x.forget()
-        a_PF = kernels.activate(h_PF, g_PF, activation)
+        a_PF = launch.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def up_biased(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, w1_bias_EF: torch.Tensor | None,
@@ -231,7 +231,7 @@ class Engine:
         them, which may be other than the tensors that weight_gradient takes.
         """
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
-        a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+        a_PF, dg_PF, dweights_TK = launch.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
         return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
 
     def down_backward_pairs(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, pairs_PG: torch.Tensor,

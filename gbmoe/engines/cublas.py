@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gbmoe.engines.base import Engine, host_sizes, why_not_cuda
-from gbmoe.kernels import availability
+from gbmoe.launch import availability
 from gbmoe.problem import result_shape
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import float8, kernels
+from gbmoe import float8, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.kernels import plain_activation, plain_torch
-from gbmoe.kernels.alignment import aligned
+from gbmoe.launch import plain_activation, plain_torch
+from gbmoe.launch.alignment import aligned
 from gbmoe.problem import result_shape
 from gbmoe.tuning import float8_tiles
 from gbmoe.tuning.device import Device
@@ -71,7 +71,7 @@ class Float8(Engine):
 
     def weight_for_both_passes(self, w_EFH, for_backward_Y, transpose):
         memories = (for_backward_Y, None) if transpose else (None, for_backward_Y)  # both orientations take as much
-        return kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose]
+        return launch.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose]
 
     def weight_for_backward(self, w_EFH, for_backward_Y, transpose):
         shape = w_EFH.shape if transpose else w_EFH.transpose(1, 2).shape
@@ -81,7 +81,7 @@ class Float8(Engine):
         rows = self._gathered(x)
         h_PF = self._product(rows, w1_EFH, sizes_E)
         g_PF = None if v1_EFH is None else self._product(rows, v1_EFH, sizes_E)
-        a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
+        a_PF = self._rows(launch.activate(h_PF, g_PF, activation))
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def up_biased(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save):
@@ -112,10 +112,10 @@ class Float8(Engine):
     def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
         d_PF = self._product(self._gathered(dz), w2_EFH, sizes_E)
         if self.float8_weight_gradients:
-            a, dh_blocks, dg_blocks, dweights_TK, dh, dg = kernels.activate_backward_k_blocks(
+            a, dh_blocks, dg_blocks, dweights_TK, dh, dg = launch.activate_backward_k_blocks(
                 h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, device_sizes(sizes_E, d_PF.device), activation, self.power_2_scale)
             return a, dh_blocks, dg_blocks, dweights_TK, (dh, dg)
-        a_PF, dg_PF, dweights_TK, dh, dg = kernels.activate_backward_scaled(
+        a_PF, dg_PF, dweights_TK, dh, dg = launch.activate_backward_scaled(
             h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation, self.power_2_scale)
         return a_PF, d_PF, dg_PF, dweights_TK, (dh, dg)
 
@@ -161,27 +161,27 @@ class Float8(Engine):
         return self.scaled_product(rows, w, sizes_E, w.new_rows(rows.values_PK.size(0)))
 
     def _rows(self, x_PK: torch.Tensor) -> ScaledRows:
-        return kernels.quantize_rows(aligned(x_PK), self.power_2_scale)
+        return launch.quantize_rows(aligned(x_PK), self.power_2_scale)
 
     def _gathered(self, x: GatheredRows) -> ScaledRows:
         if x.tokens_TH is None:
             return self._rows(x.rows_PH())
-        return kernels.quantize_gathered(aligned(x.tokens_TH), x.slots, self.power_2_scale)
+        return launch.quantize_gathered(aligned(x.tokens_TH), x.slots, self.power_2_scale)
 
     def _k_blocks(self, x_PK: torch.Tensor, sizes_E: torch.Tensor) -> ScaledKBlocks:
-        return kernels.quantize_k_blocks(aligned(x_PK), device_sizes(sizes_E, x_PK.device), self.power_2_scale)
+        return launch.quantize_k_blocks(aligned(x_PK), device_sizes(sizes_E, x_PK.device), self.power_2_scale)
 
     def _gathered_k_blocks(self, x: GatheredRows, sizes_E: torch.Tensor) -> ScaledKBlocks:
         if x.tokens_TH is None:
             return self._k_blocks(x.rows_PH(), sizes_E)
         sizes = device_sizes(sizes_E, x.tokens_TH.device)
-        return kernels.quantize_gathered_k_blocks(aligned(x.tokens_TH), x.slots, sizes, self.power_2_scale)
+        return launch.quantize_gathered_k_blocks(aligned(x.tokens_TH), x.slots, sizes, self.power_2_scale)
 
     def _weights(self, w_EFH: torch.Tensor | ScaledWeights, transpose: bool = False) -> ScaledWeights:
         if isinstance(w_EFH, ScaledWeights):
             return w_EFH
-        kept = float8.cached(w_EFH, self.power_2_scale, lambda: kernels.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
-        return kernels.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose) if kept is None else kept[transpose]
+        kept = float8.cached(w_EFH, self.power_2_scale, lambda: launch.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
+        return launch.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose) if kept is None else kept[transpose]
 
 
 def _sums_of_blocks(rows: ScaledKBlocks) -> torch.Tensor:
@@ -279,7 +279,7 @@ class Float8Hopper(Float8):
         rows, w1 = self._gathered(x), self._weights(w1_EFH)
         v1 = None if v1_EFH is None else self._weights(v1_EFH)
         like, shape = w1.values_ENK, (rows.values_PK.size(0), w1.values_ENK.size(1))
-        a = kernels.empty_scaled_rows(like, *shape)
+        a = launch.empty_scaled_rows(like, *shape)
         h_PF = w1.new_rows(shape[0]) if save else None
         g_PF = w1.new_rows(shape[0]) if save and v1 is not None else None
         config = float8_tiles.up_gemm(Device.of(like.device), *rows.values_PK.shape, shape[1], v1 is not None)

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from gbmoe import extension, kernels
+from gbmoe import extension, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.kernels import availability, plain_activation
-from gbmoe.kernels.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
+from gbmoe.launch import availability, plain_activation
+from gbmoe.launch.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.hopper_tiles import GemmConfig
@@ -128,7 +128,7 @@ class Hopper(OwnKernels):
         w2, along_f = rows_or_columns_in_place(w2_EFH)
         if config.gather_down_backward and not along_f:
             d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, w2, sizes_E)
-            a_PF, dg_PF, dweights_TK = kernels.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+            a_PF, dg_PF, dweights_TK = launch.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
             return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
         if config.fuse_activation_gradient:
             a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gbmoe.engines.base import Engine, host_sizes
-from gbmoe.kernels import plain_torch
+from gbmoe.launch import plain_torch
 from gbmoe.problem import result_shape
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, device_sizes, why_not_cuda
-from gbmoe.kernels.availability import serves
+from gbmoe.launch.availability import serves
 from gbmoe.problem import known
 
 

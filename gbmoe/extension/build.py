@@ -24,8 +24,8 @@ from pathlib import Path
 
 # setup.py imports these files without the package gbmoe, hence by relative names.
 from .architectures import DEFAULT_ARCHITECTURES, architectures, code_of
+from .compiler_processes import Compilers
 from .jobs import Jobs
-from .processes import Compilers
 from .toolkit import CompileError, Nvcc, Torch, output_of, why_not
 
 __all__ = ["DEFAULT_ARCHITECTURES", "CompileError", "Nvcc", "Torch", "architectures", "why_not"]  # and what is defined here

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
-from gbmoe.kernels.plain_torch import accumulate_dtype
+from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.routed import Routed, Sequences
 from gbmoe.parallel import groups

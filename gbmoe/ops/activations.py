@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.modules import module as modules
 
 from gbmoe._checks import require
-from gbmoe.kernels import plain_activation, plain_torch
+from gbmoe.launch import plain_activation, plain_torch
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ class GatingActivation:
 
     @property
     def code(self) -> str:
-        """Its name and constants, as gbmoe.kernels.plain_activation.functions takes them."""
+        """Its name and constants, as gbmoe.launch.plain_activation.functions takes them."""
         raise TypeError(f"{type(self).__name__} does not say what it is")
 
     def __call__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe._checks import autocast_enabled, require
 from gbmoe._define_operator import define, may_be_batched, may_be_transformed, without_autocast
-from gbmoe.kernels import clear_rows_without_slot
+from gbmoe.launch import clear_rows_without_slot
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import padded_gather, padded_scatter
 

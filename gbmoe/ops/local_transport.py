@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from gbmoe.engines.base import GatheredRows
-from gbmoe.kernels import clear_rows_without_slot, scatter
-from gbmoe.kernels.alignment import aligned
+from gbmoe.launch import clear_rows_without_slot, scatter
+from gbmoe.launch.alignment import aligned
 from gbmoe.ops.expert_pass import Transport
 from gbmoe.slot_map import SlotMap
 

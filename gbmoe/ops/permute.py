@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import launch
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import define, positions
 from gbmoe.plan import RoutingPlan
@@ -176,7 +176,7 @@ def make_slot_map(
 
 
 def _map_slots_kernel(row, columns, counts, pad_offsets, probs, rows):
-    return kernels.map_slots(row, columns_TK=columns, counts_T=counts, pad_offsets_E=pad_offsets, probs=probs, rows=rows)
+    return launch.map_slots(row, columns_TK=columns, counts_T=counts, pad_offsets_E=pad_offsets, probs=probs, rows=rows)
 
 
 _map_slots = define(
@@ -187,7 +187,7 @@ _map_slots = define(
 
 
 def _gather_kernel(x, row_of_slot, slot_of_row, columns, counts, scale, probs, drop_zero_probs):
-    out, probs = kernels.gather(x, SlotMap(row_of_slot, slot_of_row, columns, counts), scale=scale, probs=probs,
+    out, probs = launch.gather(x, SlotMap(row_of_slot, slot_of_row, columns, counts), scale=scale, probs=probs,
                                 drop_zero_probs=drop_zero_probs, clear_behind=True)
     return out, x.new_empty(0) if probs is None else probs
 
@@ -236,7 +236,7 @@ _gather = define(
 
 
 def _scatter_kernel(y, row_of_slot, slot_of_row, columns, counts, weights):
-    return kernels.scatter(y, SlotMap(row_of_slot, slot_of_row, columns, counts), weights=weights)
+    return launch.scatter(y, SlotMap(row_of_slot, slot_of_row, columns, counts), weights=weights)
 
 
 def _scatter_setup_context(ctx, inputs, output):
@@ -253,7 +253,7 @@ def _scatter_backward(ctx, grad):
 
 
 def _scatter_backward_kernel(grad, y, row_of_slot, slot_of_row, columns, counts, weights, need_rows):
-    return kernels.scatter_backward(
+    return launch.scatter_backward(
         grad, y, SlotMap(row_of_slot, slot_of_row, columns, counts), weights=weights, need_rows=need_rows)
 
 

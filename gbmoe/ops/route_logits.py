@@ -14,11 +14,11 @@ import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.kernels import plain_router, plain_torch
-from gbmoe.kernels.alignment import aligned
-from gbmoe.kernels.availability import serves
+from gbmoe.launch import plain_router, plain_torch
+from gbmoe.launch.alignment import aligned
+from gbmoe.launch.availability import serves
 from gbmoe.router_function import SCORES, RouterFunction, softmax_topk_code
-from gbmoe.tuning import router as tuning
+from gbmoe.tuning import router_kernels as tuning
 
 
 class Routing(NamedTuple):

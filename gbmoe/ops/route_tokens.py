@@ -13,7 +13,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.kernels import plain_torch
+from gbmoe.launch import plain_torch
 from gbmoe.ops import flops
 from gbmoe.ops.route_logits import (
     Routing,

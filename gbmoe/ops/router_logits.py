@@ -10,7 +10,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe._define_operator import define
-from gbmoe.kernels.plain_torch import accumulate_dtype
+from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.ops import flops
 
 

@@ -11,7 +11,7 @@ from gbmoe import engines
 from gbmoe._checks import dtype_name, require, require_tensor
 from gbmoe._define_operator import define
 from gbmoe.float8 import FLOAT8, TILE, ScaledRows, ScaledWeights
-from gbmoe.kernels.alignment import aligned
+from gbmoe.launch.alignment import aligned
 from gbmoe.ops import flops
 from gbmoe.ops.batch_sizes import check_sizes
 from gbmoe.problem import Problem

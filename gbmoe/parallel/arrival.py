@@ -20,8 +20,8 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.engines.base import GatheredRows
-from gbmoe.kernels import peers
-from gbmoe.kernels.plain_torch import padded_rows
+from gbmoe.launch import peers
+from gbmoe.launch.plain_torch import padded_rows
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement

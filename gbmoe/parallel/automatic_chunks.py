@@ -1,8 +1,9 @@
 """In how many chunks a rank's experts are computed where the caller leaves that to gbmoe: the number that the cost model finds fastest.
 
 Between nodes rows of one chunk travel while another is computed, but a row travels once to every chunk that needs it. Inside a node
-nothing overlaps, and there is one chunk. The speeds are those that were measured on NVIDIA H200s (cost_model.Gpu and cost_model.Links);
-between nodes they are assumed, and so is that trips and GEMMs overlap.
+nothing overlaps, and there is one chunk. The speeds were measured on NVIDIA H200s (cost_model.Gpu and cost_model.Links); between nodes
+they are assumed, and so is that trips and GEMMs overlap. On another GPU the GEMMs' is scaled by what its tensor cores do in a cycle
+(gbmoe/tuning/device.py). Memory and links count as an H200's, as torch does not tell how fast these are.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from gbmoe.parallel import cost_model, groups
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.parallel.placement import Placement
+from gbmoe.tuning.device import Device
 
-# Of each type of device whose speeds are known: elsewhere there is one chunk.
+# Of an H200, by the type of device: on any other there is one chunk.
 SPEEDS = {"cuda": (cost_model.Gpu(), cost_model.Links())}
 
 # What was chosen, by group: a layer must not change it between forward and the backward's recomputation, and ranks must agree.
@@ -30,8 +32,8 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
            device: torch.device) -> int:
     """The number of chunks for a layer of this shape in this group, the same on all ranks and in every later call.
 
-    The first call for a shape is collective over the group, as forward is: it asks for the most tokens that any rank brings. A graph of
-    torch.compile cannot ask, and takes one chunk where no call outside of a graph came before.
+    The first call for a shape is collective over the group, as forward is: it asks for the most tokens and the slowest GPU of any rank. A
+    graph of torch.compile cannot ask, and takes one chunk where no call outside of a graph came before.
 
     Args:
         where: which rank holds which experts, and the group's nodes.
@@ -47,12 +49,14 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
     if key not in chosen:
         if torch.compiler.is_compiling():
             return 1
-        most = torch.tensor([tokens], dtype=torch.int64, device=device)
-        groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
         gpu, links = SPEEDS[device.type]
-        shape = cost_model.Shape(max(int(to_host(most, group)), 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
+        # The most tokens and, negative, the slowest GEMMs of all ranks, whose GPUs may differ.
+        most = torch.tensor([tokens, -int(Device.of(device).flops(gpu.flops))], dtype=torch.int64, device=device)
+        groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
+        most_tokens, flops = to_host(most, group).tolist()
+        shape = cost_model.Shape(max(most_tokens, 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
         links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else _ranks_per_host(group))
-        chosen[key] = cost_model.best_chunks(shape, gpu, links, where.world)
+        chosen[key] = cost_model.best_chunks(shape, replace(gpu, flops=-flops), links, where.world)
     return chosen[key]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from gbmoe.kernels.peers import DIGEST, HEADER_NUMBERS
+from gbmoe.launch.peers import DIGEST, HEADER_NUMBERS
 from gbmoe.parallel.host_copy import HostCopy
 
 

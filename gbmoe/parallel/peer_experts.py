@@ -42,7 +42,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         ids_TK: each token's experts [T,K], ids among the experts of all ranks, int64; -1 drops a slot.
         weights_TK: [T,K], any floating dtype but float64; None gives every slot the weight one.
         w1_EFH, w2_EFH, v1_EFH: the weights of this rank's experts.
-        activation: a name in gbmoe.kernels.plain_activation.ACTIVATIONS.
+        activation: a name in gbmoe.launch.plain_activation.ACTIVATIONS.
         engine: see gbmoe.engines.
         where: which rank holds which experts.
         meanwhile: called once, to start work that the device does while the host waits for the number of rows.

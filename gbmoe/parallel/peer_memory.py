@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import dtype_name, require
-from gbmoe.kernels import availability
+from gbmoe.launch import availability
 from gbmoe.parallel import groups, pass_agreement
 from gbmoe.parallel.host_copy import wait_for_ranks
 from gbmoe.parallel.late_report import LateReport

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from gbmoe.engines.base import GatheredRows
-from gbmoe.kernels import peers, scatter
-from gbmoe.kernels.peers import PeerRegion
+from gbmoe.launch import peers, scatter
+from gbmoe.launch.peers import PeerRegion
 from gbmoe.ops.expert_pass import Transport
 from gbmoe.parallel import peer_memory
 from gbmoe.parallel.arrival import Arrived

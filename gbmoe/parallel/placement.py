@@ -24,7 +24,7 @@ class Placement:
     Attributes:
         nodes: the group's nodes, where the exchange divides it into some.
         chunks: in how many chunks the exchange computes a rank's experts.
-        shadows: the last `shadows` of each rank's experts are replicas of experts (gbmoe.parallel.shadowing), and the last chunk has these
+        shadows: how many of each rank's experts, the last ones, are shadows (gbmoe.parallel.shadowing); the last chunk has these
             alone.
         exact: bring back the row of every slot, and sum rows in slot order. The sums have the same bits as those of one process.
         rows: over mapped memory, the most rows that a rank may compute, as a multiple of the mean over ranks. None sets no bound: the host

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe.kernels.peers import HEADER_NUMBERS, PeerRegion
+from gbmoe.launch.peers import HEADER_NUMBERS, PeerRegion
 
 _ALIGNMENT = 256
 

@@ -67,7 +67,7 @@ NEWER_CASES = (
     MoeCase("gpt-oss-120b", 8192, 2880, 2880, 128, 4, "glu"),
 )
 
-# The layers that the peers are measured on: GLUs of known models, and two plain MLPs. Results name configurations by their index, so new
+# The layers that the rivals are measured on: GLUs of known models, and two plain MLPs. Results name configurations by their index, so new
 # ones follow.
 LAYER_CASES = (
     MoeCase("mixtral", 8192, 4096, 14336, 8, 2, "glu"),

@@ -10,8 +10,8 @@ named configuration, without a tensor, so that it is tested on a CPU. Engines an
     float8_tiles.py         the same for scaled e4m3 operands
     tensor_core_tiles.py    tiles of the tensor_core engine's GEMMs
     gathering.py            whether rows are gathered before the Hopper engine's GEMMs or inside them
-    router.py               how a warp's lanes share a token's logits
-    permutation.py          how threads share the gather, and CTAs the sort of a plan
+    router_kernels.py       how a warp's lanes share a token's logits
+    permute.py              how threads share the gather, and CTAs the sort of a plan
 
 The constants were fitted on an H200, most of them on an H100 as well, in November 2026. On other GPUs what stands for waves of tiles, time
 or cached bytes is scaled by what Device says, which was reckoned and not measured. docs/notes/ has the figures.

@@ -154,11 +154,11 @@ def runs(pid):
         return False
 
 
-# A peer that has started a program, as one that compiles has, and then takes long.
+# A rival that has started a program, as one that compiles has, and then takes long.
 BENCH = ("-c", """
 import sys
-from gbmoe.cli.bench import peers
-peers.PEERS["Slow"] = "tests.cli.bench.fakes:Slow"
+from gbmoe.cli.bench import rivals
+rivals.RIVALS["Slow"] = "tests.cli.bench.fakes:Slow"
 sys.argv[0] = "gbmoe"
 from gbmoe.__main__ import program
 program()
@@ -167,35 +167,35 @@ program()
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_peer_and_what_it_started_end_with_the_benchmark(number, tmp_path):
+def test_a_rival_and_what_it_started_end_with_the_benchmark(number, tmp_path):
     log = tmp_path / "log"
-    process = start(["bench", "--suite", "smoke", "--device", "cpu", "--peers", "Slow", "--engines", "reference", "--timing", "bursts",
+    process = start(["bench", "--suite", "smoke", "--device", "cpu", "--rivals", "Slow", "--engines", "reference", "--timing", "bursts",
                      "--quick", "--config", 0, "--output", tmp_path / "parts"],
                     BENCH, sys.executable, environment={"GBMOE_TEST_LOG": str(log), "TMPDIR": str(tmp_path)}, start_new_session=True)
     wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
-    peer, child = map(int, log.read_text().split())
+    rival, child = map(int, log.read_text().split())
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=60)
-    wait_until(lambda: not runs(peer) and not runs(child), 30)
+    wait_until(lambda: not runs(rival) and not runs(child), 30)
     if number == signal.SIGINT:
         assert process.returncode == 130 and err.splitlines()[-1] == "gbmoe bench: interrupted" and "Traceback" not in err
         assert not list(tmp_path.glob("gbmoe-bench-*")) and not os.listdir(tmp_path / "parts")
 
 
-def test_ctrl_c_while_the_server_of_the_peers_starts_shows_no_traceback(tmp_path):
-    """The server imports torch for seconds, and the first process of a peer waits for it."""
+def test_ctrl_c_while_the_server_of_the_rivals_starts_shows_no_traceback(tmp_path):
+    """The server imports torch for seconds, and the first process of a rival waits for it."""
     script = """
 import signal, sys, threading, time
 from gbmoe.__main__ import program
-from gbmoe.cli.bench.running import peer_process
-start = peer_process._start_server
+from gbmoe.cli.bench.running import rival_process
+start = rival_process._start_server
 def started():
     start()
     threading.Timer(0.3, lambda: __import__("os").killpg(0, signal.SIGINT)).start()
-peer_process._start_server = started
+rival_process._start_server = started
 program()
 """
-    process = start(["bench", "--suite", "smoke", "--device", "cpu", "--peers", "bmm", "--engines", "reference", "--timing", "bursts",
+    process = start(["bench", "--suite", "smoke", "--device", "cpu", "--rivals", "bmm", "--engines", "reference", "--timing", "bursts",
                      "--quick", "--config", 0, "--output", tmp_path / "parts"],
                     ("-c", script), sys.executable, environment={"TMPDIR": str(tmp_path)}, start_new_session=True)
     _, err = process.communicate(timeout=120)
@@ -218,7 +218,7 @@ rank_processes.Ranks.joined = said
 from gbmoe.__main__ import program
 program()
 """
-    process = start(["bench", "--suite", "parallel", "--device", "cpu", "--peers", "none"], ("-c", script), environment=environment)
+    process = start(["bench", "--suite", "parallel", "--device", "cpu", "--rivals", "none"], ("-c", script), environment=environment)
     assert process.stdout.readline() == "waits\n"
     time.sleep(1)
     process.send_signal(signal.SIGINT)
@@ -279,6 +279,6 @@ def test_a_folder_that_becomes_unwritable_meanwhile_ends_the_benchmark_with_stat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(result_file, "write", full)
-    assert main(["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--timing", "bursts", "--engines", "reference", "--peers",
+    assert main(["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--timing", "bursts", "--engines", "reference", "--rivals",
                  "none", "--config", "0", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"gbmoe bench: {tmp_path / 'smoke-0000.json'}: No space left on device"

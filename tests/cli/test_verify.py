@@ -6,7 +6,7 @@ import torch
 from gbmoe import engines, plan
 from gbmoe.cli import main, verify
 from gbmoe.engines.reference import Reference
-from gbmoe.kernels import plain_torch
+from gbmoe.launch import plain_torch
 from gbmoe.testing import accuracy
 from tests.conftest import DEVICES
 

@@ -512,7 +512,7 @@ def test_an_extension_of_megablocks_that_does_not_import_is_named(tmp_path):
     """, ("triton", "grouped_gemm")) == {
         "said": ["megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place:"
                  " undefined symbol: _ZN3c10"],
-        "taken": "gbmoe.compat.megablocks.extension"}
+        "taken": "gbmoe.compat.megablocks.megablocks_ops"}
 
 
 @pytest.mark.parametrize("spec", ["types.SimpleNamespace(name=name)", "None"], ids=["installed", "stubs without a spec"])

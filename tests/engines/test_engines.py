@@ -8,7 +8,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines import hopper, tensor_core
-from gbmoe.kernels import availability
+from gbmoe.launch import availability
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import device as device_module

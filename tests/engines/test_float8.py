@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, kernels
+from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, launch
 from gbmoe.engines.float8 import Float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights, weight_cache
-from gbmoe.kernels import plain_torch
+from gbmoe.launch import plain_torch
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error
@@ -106,10 +106,10 @@ def test_the_first_product_quantizes_its_activation(device, dtype, recipe, glu, 
     without, none_h, none_g = engine.up(gathered, w1, v1 if glu else None, plan.padded_counts_E, activation, False)
     assert none_h is None and none_g is None
     assert torch.equal(a.values_PK.view(torch.uint8), without.values_PK.view(torch.uint8)) and torch.equal(a.scales_PC, without.scales_PC)
-    expected = kernels.quantize_rows(kernels.activate(h, g, activation), recipe.power_2_scale)
+    expected = launch.quantize_rows(launch.activate(h, g, activation), recipe.power_2_scale)
     # The activation's own kernel may round differently in the last place, which moves few numbers to a neighbour.
     assert torch.allclose(a.scales_PC, expected.scales_PC, rtol=2**-7 if not recipe.power_2_scale else 1)
-    assert relative_error(a.dequantized(), kernels.activate(h, g, activation).double()) < 0.04
+    assert relative_error(a.dequantized(), launch.activate(h, g, activation).double()) < 0.04
 
 
 def uneven_values(rows, columns, *, seed, device):
@@ -129,7 +129,7 @@ def uneven_values(rows, columns, *, seed, device):
 def test_gradients_of_weights_are_those_of_the_numbers_stored(device, dtype, shape, sizes):
     features, columns = shape
     rows, sizes_E = sum(sizes) + 7, torch.tensor(sizes, device=device)
-    a, b = (kernels.quantize_k_blocks(uneven_values(rows, size, seed=i, device=device), sizes_E, False)
+    a, b = (launch.quantize_k_blocks(uneven_values(rows, size, seed=i, device=device), sizes_E, False)
             for i, size in enumerate((features, columns)))
     exact_inputs.poison(device)
     out = torch.full((len(sizes), features, columns), torch.nan, device=device, dtype=dtype)
@@ -279,7 +279,7 @@ def test_a_far_scale_changed_no_other_result(device, times, far, pairs):
 @pytest.mark.parametrize("far", [1e-35, 1e36, 0.0, float("nan")])
 def test_a_far_scale_changed_no_other_gradient_of_weights(device, times, far):
     sizes = torch.tensor([130, 0, 67], device=device).repeat(times)
-    a, b = (kernels.quantize_k_blocks(values(197 * times, size, seed=size, device=device), sizes, False) for size in (144, 272))
+    a, b = (launch.quantize_k_blocks(values(197 * times, size, seed=size, device=device), sizes, False) for size in (144, 272))
     b = dataclasses.replace(b, scales_BK=b.scales_BK * (2.0**-30 if far < 1 else 2.0**30))
 
     def product(a):
@@ -323,8 +323,8 @@ def test_rows_are_quantized_once_for_all_gradients_of_weights(device, recipe, mo
     _, layer = layers(device, recipe)
     calls = []
     for name in ("quantize_k_blocks", "quantize_gathered_k_blocks", "activate_backward_k_blocks"):
-        original = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *args, name=name, original=original: calls.append(name) or original(*args))
+        original = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *args, name=name, original=original: calls.append(name) or original(*args))
     step(layer, torch.randn(40, 1, 256, device=device, dtype=torch.bfloat16))
     # The activation's result and the gradients of both pre-activations; the gradient of the output and x.
     expected = ["activate_backward_k_blocks", "quantize_gathered_k_blocks", "quantize_gathered_k_blocks"]
@@ -606,10 +606,10 @@ def quantizations(monkeypatch):
     calls = []
 
     def count(name, function):
-        monkeypatch.setattr(kernels, name, lambda *args: calls.append(name) or function(*args))
+        monkeypatch.setattr(launch, name, lambda *args: calls.append(name) or function(*args))
 
     for name in ("quantize_weights", "quantize_weights_both_ways"):
-        count(name, getattr(kernels, name))
+        count(name, getattr(launch, name))
     return calls
 
 
@@ -682,7 +682,7 @@ def test_weights_that_forward_keeps_for_backward(device, recipe, mlp_type, quant
 def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
     _, layer = layers(device, Float8BlockScaling())
     memories, alive = [], []
-    quantize, gradient, two_gradients = kernels.quantize_weights_both_ways, Float8.weight_gradient, Float8.two_weight_gradients
+    quantize, gradient, two_gradients = launch.quantize_weights_both_ways, Float8.weight_gradient, Float8.two_weight_gradients
 
     def remember(w_EFH, power_2_scale, of_both):
         memories.extend(weakref.ref(tensor.untyped_storage()) for tensor in of_both if tensor is not None)
@@ -696,7 +696,7 @@ def test_kept_weights_are_freed_once_they_have_been_used(device, monkeypatch):
         two_gradients(self, *args)
         alive.extend([sum(memory() is not None for memory in memories)] * 2)
 
-    monkeypatch.setattr(kernels, "quantize_weights_both_ways", remember)
+    monkeypatch.setattr(launch, "quantize_weights_both_ways", remember)
     monkeypatch.setattr(Float8, "weight_gradient", count)
     monkeypatch.setattr(Float8, "two_weight_gradients", count_two)
     out = layer(torch.randn(50, 1, 256, device=device, dtype=torch.bfloat16, requires_grad=True))
@@ -795,7 +795,7 @@ def test_a_compiled_layer_in_a_context_and_around_one(device, quantizations):
                                                    (WITH_WEIGHTS, "activate_backward_k_blocks", 4)], ids=["bf16-weights", "float8-weights"])
 def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v1(monkeypatch, recipe, kernel, first):
     rows, alive = [], []
-    activate_backward, weight_gradient = getattr(kernels, kernel), Float8.weight_gradient
+    activate_backward, weight_gradient = getattr(launch, kernel), Float8.weight_gradient
 
     def watched(*args):
         result = activate_backward(*args)
@@ -806,7 +806,7 @@ def test_the_scaled_gradients_of_rows_are_freed_before_the_gradients_of_w1_and_v
         alive.append(sum(row() is not None for row in rows))
         return weight_gradient(self, *args)
 
-    monkeypatch.setattr(kernels, kernel, watched)
+    monkeypatch.setattr(launch, kernel, watched)
     monkeypatch.setattr(Float8, "weight_gradient", watching)
     _, layer = layers("cpu", recipe)
     step(layer, torch.randn(50, 1, 256, dtype=torch.bfloat16))

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gbmoe import RoutingPlan, engines, expert_mlp, kernels
+from gbmoe import RoutingPlan, engines, expert_mlp, launch
 from gbmoe.engines import hopper
-from gbmoe.kernels import gather, plain_activation
+from gbmoe.launch import gather, plain_activation
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import gathering, hopper_tiles
 from gbmoe.tuning.device import Device
@@ -409,7 +409,7 @@ def test_backward_of_a_glu_gathers_rows_of_x_inside_one_gemm(monkeypatch, ffn, a
         return call
 
     monkeypatch.setattr(hopper, "two_weight_gradients_gemm_gathered", counting("two", hopper.two_weight_gradients_gemm_gathered))
-    monkeypatch.setattr(kernels, "gather", counting("gather", kernels.gather))
+    monkeypatch.setattr(launch, "gather", counting("gather", launch.gather))
     hidden, experts, values = 1536, 4, drawn(torch.bfloat16, 7)
     ids = torch.rand(1024, experts, device=DEVICE).topk(2, dim=1).indices
     plan = RoutingPlan.from_experts(ids, experts, align=align)

@@ -5,7 +5,7 @@ import torch
 
 import gbmoe
 from gbmoe import WeightLayout, engines
-from gbmoe.kernels import alignment
+from gbmoe.launch import alignment
 from gbmoe.testing import exact_inputs
 from tests.test_weight_layout import laid_out
 

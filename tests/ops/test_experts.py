@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
-from gbmoe import RoutingPlan, engines, kernels
-from gbmoe.kernels import plain_activation
+from gbmoe import RoutingPlan, engines, launch
+from gbmoe.launch import plain_activation
 from gbmoe.ops import local_transport
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
@@ -355,8 +355,8 @@ def test_nothing_but_x_and_preactivations_is_saved():
 @pytest.fixture
 def gathers(monkeypatch):
     """The rows that were gathered, as (rows of the tokens, rows): one entry for each call."""
-    calls, gather = [], kernels.gather
-    monkeypatch.setattr(kernels, "gather", lambda x, slots, **named: calls.append((x.size(0), slots.num_rows)) or gather(x, slots, **named))
+    calls, gather = [], launch.gather
+    monkeypatch.setattr(launch, "gather", lambda x, slots, **named: calls.append((x.size(0), slots.num_rows)) or gather(x, slots, **named))
     return calls
 
 
@@ -618,7 +618,7 @@ def test_a_slot_beyond_the_weights_is_none(device, dtype, ffn, gated):
     for slots in (slot_of_row, clean):
         exact_inputs.poison(device)
         dh = d.clone()
-        computed = kernels.activate_backward(h, g if gated else None, dh, slots, weights, "silu")
+        computed = launch.activate_backward(h, g if gated else None, dh, slots, weights, "silu")
         assert [t is None for t in computed] == [False, not gated, False]
         results.append([dh, *(t for t in computed if t is not None)])
     for result, expected in zip(*results):

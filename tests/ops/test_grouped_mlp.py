@@ -8,7 +8,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 import gbmoe
-from gbmoe import RoutingPlan, engines, kernels
+from gbmoe import RoutingPlan, engines, launch
 from gbmoe.ops import local_transport
 from gbmoe.problem import Problem
 from gbmoe.testing import cuda_graphs, exact_inputs
@@ -138,7 +138,7 @@ def test_rows_in_expert_order_were_gathered(device, weighted, monkeypatch):
     def gather(*_, **__):
         raise AssertionError("gathered")
 
-    monkeypatch.setattr(kernels, "gather", gather)
+    monkeypatch.setattr(launch, "gather", gather)
     run(tensors, counts, grad)
     if not weighted:
         monkeypatch.setattr(local_transport, "scatter", gather)

@@ -9,7 +9,7 @@ import torch
 
 import gbmoe
 from gbmoe import RoutingPlan
-from gbmoe.kernels import plain_torch
+from gbmoe.launch import plain_torch
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 from tests.forked_python import python

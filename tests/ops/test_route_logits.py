@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gbmoe import extension
-from gbmoe.kernels import plain_router
+from gbmoe.launch import plain_router
 from gbmoe.ops import route
 from gbmoe.ops.route_logits import Routing, route_backward, route_logits
 from gbmoe.router_function import RouterFunction, softmax_topk_code

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbmoe import engines
-from gbmoe.kernels import plain_router
+from gbmoe.launch import plain_router
 from gbmoe.ops import route, route_tokens
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.testing import exact_inputs

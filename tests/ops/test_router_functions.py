@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gbmoe
 from gbmoe import RouterFunction, extension
-from gbmoe.kernels import plain_router
+from gbmoe.launch import plain_router
 from gbmoe.ops import route, route_tokens
 from gbmoe.ops.route_logits import is_softmax_topk, kernels_take, route_backward, route_logits
 from gbmoe.testing import cuda_graphs, exact_inputs

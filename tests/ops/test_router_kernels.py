@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gbmoe import RouterFunction
-from gbmoe.kernels import plain_router
+from gbmoe.launch import plain_router
 from gbmoe.ops import route_logits
 from gbmoe.router_function import softmax_topk_code
-from gbmoe.tuning import router as tuning
+from gbmoe.tuning import router_kernels as tuning
 from tests.ops import emulated_router, test_route_logits as softmax_topk, test_router_functions as functions
 
 pytestmark = [pytest.mark.xdist_group("emulated_router"),  # the kernels are compiled once

@@ -1,6 +1,6 @@
 """`gbmoe bench`: time layers and grouped GEMMs; the time of an unverified result is never shown.
 
-gbmoe runs with each of its engines in this process; each of the peers (peers/) runs in a process of its own (running/peer_process.py).
+gbmoe runs with each of its engines in this process; each of the rivals (rivals/) runs in a process of its own (running/rival_process.py).
 A suite is a list of configurations (suites.py). A configuration is a shape with everything that competes on it; each of its
 measurements makes a row (running/verify_and_time.py). command.py has the options, table.py and result_file.py what becomes of rows.
 

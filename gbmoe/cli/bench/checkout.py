@@ -1,6 +1,6 @@
 """Where the rest of `gbmoe bench` is: a checkout has it in the folder benchmarks/, beside the folder of this package; a wheel has not.
 
-benchmarks/ has the suites of known results, the peers and measurements that only these need, and merge, plot and report. GBMOE_CHECKOUT
+benchmarks/ has the suites of known results, the rivals and measurements that only these need, and merge, plot and report. GBMOE_CHECKOUT
 names the checkout of a package that is installed elsewhere.
 """
 

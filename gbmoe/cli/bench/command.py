@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gbmoe import engines
-from gbmoe.cli.bench import checkout, peers, result_file, table
-from gbmoe.cli.bench.measurements.base import Configuration
+from gbmoe.cli.bench import checkout, result_file, rivals, table
+from gbmoe.cli.bench.measurements.measurement import Configuration
 from gbmoe.cli.bench.roofline import Limits
 from gbmoe.cli.bench.running.cold_cache_timer import QUICK, THOROUGH
 from gbmoe.cli.bench.running.parent_process import measure_limits, total
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 where anything of gbmoe is wrong, whatever becomes of its peers; 2 for arguments that make no sense."""
+    """0; 1 where anything of gbmoe is wrong, whatever becomes of its rivals; 2 for arguments that make no sense."""
     planned = plan(arguments, SUITES)
     return refused(planned) if isinstance(planned, str) else planned.measure_all()
 
@@ -81,10 +81,10 @@ def add_options(parser: argparse.ArgumentParser, suites: Mapping[str, Suite]) ->
                         " suites made for CUDA run on a CPU only when it is asked for, with scaled-down shapes")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA and for suite float8, fp32 on the CPU")
     parser.add_argument("--engines", type=_names, metavar="A,B", help="gbmoe's engines (default: all that can compute the case)")
-    parser.add_argument("--peers", default="all", metavar="A,B|all|none",
-                        help=f"some of {', '.join(peers.PEERS)} (default: all that belong to the suite)")
+    parser.add_argument("--rivals", "--peers", default="all", metavar="A,B|all|none",
+                        help=f"some of {', '.join(rivals.RIVALS)} (default: all that belong to the suite)")
     parser.add_argument("--baseline", metavar="NAME",
-                        help="whom speed-ups are over: a peer, or gbmoe-ENGINE (default: the suite's)")
+                        help="whom speed-ups are over: a rival, or gbmoe-ENGINE (default: the suite's)")
     parser.add_argument("--memory-limit", type=float, metavar="GiB", help="of device memory for each measurement")
     parser.add_argument("--timing", choices=(SUSTAINED, BURSTS),
                         help=f"{SUSTAINED}: each implementation in a process of its own, in turns, half a second of work before half a"
@@ -92,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser, suites: Mapping[str, Suite]) ->
                         f" apart, each with a cold L2 cache (default: {SUSTAINED} on CUDA for suites of layers and products)")
     parser.add_argument("--quick", action="store_true", help="a fifth of the repetitions, or of the time")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS",
-                        help="how long a peer may take for one measurement, and a rank wait for the others (default: 300)")
+                        help="how long a rival may take for one measurement, and a rank wait for the others (default: 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine, the versions and all rows to FILE")
 
 
@@ -130,7 +130,7 @@ def _problem(arguments: argparse.Namespace, suites: Mapping[str, Suite]) -> str 
     if arguments.timing not in (None, *suite.timings):
         return f"--timing: suite {arguments.suite} is timed {timed(suite.timings[0])} alone"
     for option, given, known in (("--engines", arguments.engines or (), engines.names()),
-                                 ("--peers", _peers(arguments, suite), peers.PEERS)):
+                                 ("--rivals", _rivals(arguments, suite), rivals.RIVALS)):
         for name in given:
             if name not in known:
                 return f"{option}: expected names of {', '.join(known)}, got {name!r}"
@@ -167,8 +167,8 @@ def _nobody(choice: Choice, configurations: Sequence[Configuration]) -> str | No
     for shape in choice.shapes:
         if shape not in measured:
             reasons = "; ".join(f"{name} {reason}" for name, reason in choice.unable(shape).items()) or "none is named"
-            return f"--shape: expected one that --engines or --peers compute here, got {shape.name}: {reasons}"
-    return None if configurations else "--engines, --peers: expected some that compute the suite here, got none"
+            return f"--shape: expected one that --engines or --rivals compute here, got {shape.name}: {reasons}"
+    return None if configurations else "--engines, --rivals: expected some that compute the suite here, got none"
 
 
 def timed(timing: str) -> str:
@@ -176,10 +176,10 @@ def timed(timing: str) -> str:
     return f"in {timing}" if timing == BURSTS else timing
 
 
-def _peers(arguments: argparse.Namespace, suite: Suite) -> list[str]:
-    if arguments.peers in ("all", "none"):
-        return list(suite.peers) if arguments.peers == "all" else []
-    return _names(arguments.peers)
+def _rivals(arguments: argparse.Namespace, suite: Suite) -> list[str]:
+    if arguments.rivals in ("all", "none"):
+        return list(suite.rivals) if arguments.rivals == "all" else []
+    return _names(arguments.rivals)
 
 
 def _choice(arguments: argparse.Namespace, suite: Suite, listing: bool) -> Choice:
@@ -189,7 +189,7 @@ def _choice(arguments: argparse.Namespace, suite: Suite, listing: bool) -> Choic
     dtype = DTYPES[arguments.dtype or suite.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     # Of one that is given twice the same.
     shapes = tuple(dict.fromkeys(arguments.shape))
-    return Choice(device, dtype, arguments.engines, _peers(arguments, suite), arguments.memory_limit, shapes)
+    return Choice(device, dtype, arguments.engines, _rivals(arguments, suite), arguments.memory_limit, shapes)
 
 
 # -------------------------------------------------------------------------------------------------------------------- run
@@ -210,7 +210,7 @@ class Run:
     def options(self) -> dict:
         """The options that a result file names."""
         names = ("quick", "timeout", "memory_limit")
-        return {"engines": self.choice.engines, "peers": self.choice.peers} | {name: getattr(self.arguments, name) for name in names}
+        return {"engines": self.choice.engines, "peers": self.choice.rivals} | {name: getattr(self.arguments, name) for name in names}
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -237,12 +237,12 @@ class Run:
         if conditions.timing == SUSTAINED:
             about |= {"sustained": processes.effort(arguments.quick).in_words(),
                       "energy_left_out": processes.why_no_energy(self.choice.device)}
-        tells, idle = processes.tells(), self._peers_without_a_row()
+        tells, idle = processes.tells(), self._rivals_without_a_row()
         with self._runner(conditions) as runner, table.progress(total(chosen), tells) as advance:
             for configuration in chosen:
                 content["rows"] += [row | {"run": 0} for row in runner.run(configuration, advance)]
                 about["configurations"].append(configuration.name)
-                about |= {"peers": runner.peers_about, "peers_left_out": idle | runner.peers_left_out,
+                about |= {"peers": runner.rivals_about, "peers_left_out": idle | runner.rivals_left_out,
                           "clocks_at_end": describe_clocks(self.choice.device)}
                 result_file.finish(content)
                 if path and tells:  # after each configuration, so that an interrupted run keeps what it has done
@@ -264,11 +264,11 @@ class Run:
         with self._runner(conditions) as runner:  # whose processes end before others begin
             return measure_limits(conditions, lambda limit: runner.run(Configuration(limit.setting, (limit,)))[0])
 
-    def _peers_without_a_row(self) -> dict[str, str]:
-        """Why peers that --peers names measure nothing of this suite: they compute other things than it has."""
+    def _rivals_without_a_row(self) -> dict[str, str]:
+        """Why rivals that --rivals names measure nothing of this suite: they compute other things than it has."""
         measured = {measurement.implementation for configuration in self.configurations for measurement in configuration.measurements}
-        named = [] if self.arguments.peers == "all" else self.choice.peers
-        return {peer: f"computes nothing that suite {self.arguments.suite} measures" for peer in named if peer not in measured}
+        named = [] if self.arguments.rivals == "all" else self.choice.rivals
+        return {rival: f"computes nothing that suite {self.arguments.suite} measures" for rival in named if rival not in measured}
 
     def _engines_left_out(self, chosen: Sequence[Configuration]) -> dict[str, str]:
         if not self.suite.uses_engines:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from gbmoe import engines
-from gbmoe.cli.bench.peers.base import Layer, Prepared, Weights
+from gbmoe.cli.bench.rivals.rival import Layer, Prepared, Weights
 from gbmoe.layers import Arguments, dMoE
 from gbmoe.testing.moe_shapes import MoeCase
 

@@ -5,7 +5,8 @@
      "rows": [{..., "run": which of the runs}]}
 
 Of a row only fields that are known are written: one that is absent is null. Numbers that were measured or derived have six significant
-digits, far more than two runs have in common; counts are whole.
+digits, far more than two runs have in common; counts are whole. Rivals are "peers" here, as they were called when there were no other
+peers, so that files of all versions can be joined.
 
 The rows of a file are timed in one way, sustained or in bursts ("timing"; those of older files have none and are bursts), and no page,
 picture or joined file compares the two.
@@ -23,7 +24,7 @@ from typing import Any
 
 from gbmoe._atomic_files import write_text
 from gbmoe._checks import dtype_name
-from gbmoe.cli.bench.measurements.base import SEED
+from gbmoe.cli.bench.measurements.measurement import SEED
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED, Conditions
 from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
 

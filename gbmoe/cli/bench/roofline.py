@@ -9,7 +9,7 @@ layer's forward has 2RHF(c+1) operations and moves, if its rows are gathered bef
     combine         b * H(R + T)
 
 Backward has twice the operations and bytes: two products for each one of forward, with rows moved for both. A grouped GEMM moves
-its operands and its result. benchmarks/measurements/permutation.py has the bytes of the permutation's steps.
+its operands and its result. benchmarks/measurements/plan_and_permutation.py has the bytes of the permutation's steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Suites: which shapes, who computes them, and how they are routed. Here are those that a wheel has; benchmarks/suites.py has more."""
+"""Suites: which shapes, who computes them, and how they are routed. Those of a checkout are in benchmarks/known_suites.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from gbmoe import engines
-from gbmoe.cli.bench import peers
-from gbmoe.cli.bench.measurements.base import FORWARD, TRAINING, Configuration, Measurement, configurations
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
+from gbmoe.cli.bench.measurements.measurement import FORWARD, TRAINING, Configuration, Measurement, configurations
 from gbmoe.cli.bench.running.processes import OneProcess
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED
 from gbmoe.cli.describe_system import refusal
@@ -28,7 +28,7 @@ OF_SHAPES = "layers"
 
 @dataclass(frozen=True)
 class Choice:
-    """What takes part, and on which device: the named engines (None: every engine that can compute the case) and the named peers.
+    """What takes part, and on which device: the named engines (None: every engine that can compute the case) and the named rivals.
 
     `memory_limit`, in GiB, caps every measurement. `shapes` are layers in place of the suite's, which are
     not scaled down.
@@ -36,7 +36,7 @@ class Choice:
     device: torch.device
     dtype: torch.dtype
     engines: Sequence[str] | None = None
-    peers: Sequence[str] = ()
+    rivals: Sequence[str] = ()
     memory_limit: float | None = None
     shapes: Sequence[MoeCase] = ()
 
@@ -63,7 +63,7 @@ class Choice:
         names = [name for name in engines.names() if name not in unable and self._wanted(name)]
         if kind == "product":
             names = [name for name in names if name != "auto"]
-        return [*(("gbmoe", name) for name in names), *((name, None) for name in peers.of_kind(kind, self.peers))]
+        return [*(("gbmoe", name) for name in names), *((name, None) for name in rivals.of_kind(kind, self.rivals))]
 
 
 def of_layer(choice: Choice, case: MoeCase, routings=("uniform",), computations=(FORWARD, TRAINING)) -> list[Measurement]:
@@ -91,11 +91,11 @@ def _layers_of_shapes(choice: Choice) -> list[Measurement]:
 
 @dataclass(frozen=True)
 class Suite:
-    """What `--suite` names: what it measures, which peers belong to it, what speed-ups are over, and how it is timed on CUDA, unless
+    """What `--suite` names: what it measures, which rivals belong to it, what speed-ups are over, and how it is timed on CUDA, unless
     something else is asked; `timings` are the ways in which it can be."""
     summary: str
     measurements: Callable[[Choice], list[Measurement]]
-    peers: tuple[str, ...]
+    rivals: tuple[str, ...]
     baseline: str = "bmm"
     needs_cuda: bool = True
     uses_engines: bool = True

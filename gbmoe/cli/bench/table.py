@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gbmoe._importable import is_importable
-from gbmoe.cli.bench.measurements.base import IN_MICROSECONDS, MICRO_BATCHES, MOVING
+from gbmoe.cli.bench.measurements.measurement import IN_MICROSECONDS, MICRO_BATCHES, MOVING
 from gbmoe.cli.bench.result_file import SPREAD_AT_MOST, is_disturbed, timing_of
 from gbmoe.cli.progress import time_left
 from gbmoe.cli.text_table import has_frames, print_table
@@ -64,7 +64,7 @@ def one_line(row: dict) -> str:
 
 @contextmanager
 def progress(total: int, tells: bool) -> Iterator[Callable[[dict | None], object]]:
-    """What is called after each measurement with its row, or with None where its peer cannot be used; silent unless this process
+    """What is called after each measurement with its row, or with None where its rival cannot be used; silent unless this process
     `tells`."""
     if not tells:
         yield lambda row: None
@@ -92,7 +92,7 @@ class Progress:
             self._bar.stop()
 
     def advance(self, row: dict | None) -> None:
-        """One measurement is done. `row` is None where its peer cannot be used."""
+        """One measurement is done. `row` is None where its rival cannot be used."""
         self._done += 1
         if self._bar:
             self._bar.update(self._task, advance=1, description=row["name"] if row else None)
@@ -232,8 +232,8 @@ def print_content(content: dict) -> None:
             print(f"limit: a {what}: {one_line(row).partition(': ')[2]}")
         if run.get("energy_left_out"):
             print(f"energy left out: {run['energy_left_out']}")
-        for what in ("engine", "peer"):
-            for name, reason in run[f"{what}s_left_out"].items():
+        for what, without in (("engine", run["engines_left_out"]), ("rival", run["peers_left_out"])):
+            for name, reason in without.items():
                 print(f"{what} {name} left out: {reason}")
 
 

@@ -39,19 +39,19 @@ Names and shapes do not tell what a layer computes. That is in config.json: conv
 with which a dMoE computes the layers, and refuses what no dMoE computes. The functions for state dicts see no config.json and
 ask nothing.
 
-    layouts.py           names, shapes and places of matrices in each layout
-    model_types.py       how a model type is described
-    models.py            what transformers' model types compute, by their config.json, and which layouts they load; data only
-    refused.py           model types that are refused, and what each needs
-    recognise.py         the layout and the sizes of a layer, and what of it does not fit
-    tensor_conversion.py what becomes of each tensor
-    state_dicts.py       to_megablocks, to_transformers, to_framework
-    arguments.py         config.json to Arguments, and the file that keeps them
-    convert_files.py     convert_checkpoint
-    files.py             safetensors files and their index, read and written one tensor at a time
+    layouts.py              names, shapes and places of matrices in each layout
+    model_types.py          how a model type is described
+    models.py               what transformers' model types compute, by their config.json, and which layouts they load; data only
+    refused.py              model types that are refused, and what each needs
+    recognise.py            the layout and the sizes of a layer, and what of it does not fit
+    tensor_conversion.py    what becomes of each tensor
+    state_dicts.py          to_megablocks, to_transformers, to_framework
+    arguments_of_config.py  config.json to Arguments, and the file that keeps them
+    convert_files.py        convert_checkpoint
+    files.py                safetensors files and their index, read and written one tensor at a time
 """
 
-from gbmoe.compat.checkpoints.arguments import read_arguments
+from gbmoe.compat.checkpoints.arguments_of_config import read_arguments
 from gbmoe.compat.checkpoints.convert_files import convert_checkpoint
 from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint
 from gbmoe.compat.checkpoints.state_dicts import to_framework, to_megablocks, to_transformers

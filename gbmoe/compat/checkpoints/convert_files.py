@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gbmoe._atomic_files import appears_complete
-from gbmoe.compat.checkpoints.arguments import ARGUMENTS_FILE, Config, as_source
+from gbmoe.compat.checkpoints.arguments_of_config import ARGUMENTS_FILE, Config, as_source
 from gbmoe.compat.checkpoints.files import INDEX, Tensors, check_index, copy_others, output_bytes, read_index, shards, write
 from gbmoe.compat.checkpoints.recognise import Layer
 from gbmoe.compat.checkpoints.tensor_conversion import Output, plan

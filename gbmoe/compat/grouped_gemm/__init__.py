@@ -1,7 +1,7 @@
 """grouped_gemm by name and signature, on gbmoe's operators: any floating dtype, CPU and CUDA, batch_sizes on either.
 
-`ops` and `backend` mirror every public name of grouped_gemm 0.3 (github.com/tgale96/grouped_gemm), `extension` mirrors its CUDA
-extension grouped_gemm_backend, and `ops` also has the permute and unpermute of NVIDIA's nv-grouped-gemm. register() makes
+`ops` and `backend` mirror every public name of grouped_gemm 0.3 (github.com/tgale96/grouped_gemm), `grouped_gemm_backend` its CUDA
+extension, and `ops` also has the permute and unpermute of NVIDIA's nv-grouped-gemm. register() makes
 `import grouped_gemm` find this package, for code that imports that name: MegaBlocks' mlp_impl='grouped', OLMo-core, Nanotron,
 Megatron-LM.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 
 from gbmoe._importable import is_importable
-from gbmoe.compat.grouped_gemm import backend, extension, ops
+from gbmoe.compat.grouped_gemm import backend, grouped_gemm_backend, ops
 
 __all__ = ["backend", "ops", "register"]
 
-backend.backend = extension  # type: ignore[attr-defined]  # as grouped_gemm names it; set here, because the stand-in computes through backend
+# As grouped_gemm names it; set here, because the stand-in computes through backend.
+backend.backend = grouped_gemm_backend  # type: ignore[attr-defined]
 
 
 def register(*, force: bool = False) -> None:
@@ -33,4 +34,4 @@ def register(*, force: bool = False) -> None:
     """
     if force or not is_importable("grouped_gemm"):
         sys.modules["grouped_gemm"] = sys.modules[__name__]
-        sys.modules.update({"grouped_gemm.ops": ops, "grouped_gemm.backend": backend, "grouped_gemm_backend": extension})
+        sys.modules.update({"grouped_gemm.ops": ops, "grouped_gemm.backend": backend, "grouped_gemm_backend": grouped_gemm_backend})

@@ -56,7 +56,7 @@ def register() -> None:
         if error.name != "megablocks_ops":  # it is installed, but was built for another torch
             warnings.warn(f"megablocks_ops is installed and cannot be imported; gbmoe's stand-in takes its place: {error}",
                           RuntimeWarning, stacklevel=2)
-        _stand_in("megablocks_ops", "extension")
+        _stand_in("megablocks_ops", "megablocks_ops")
     if not is_importable("triton"):
         _stand_in("megablocks.backend.kernels", "kernels")
         _stand_in("stk.backend.triton_kernels", "stk_kernels")

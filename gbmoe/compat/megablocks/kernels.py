@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe import kernels
+from gbmoe import launch
 from gbmoe.compat.megablocks.ops import (
     binned_scatter,
     padded_rows,
@@ -70,9 +70,9 @@ def binned_scatter_wgrad(x_ECH: torch.Tensor, grad_TH: torch.Tensor, indices_R: 
 
 def _gather(x_TH, slots: SlotMap, weights_R):
     scale_TK = None if weights_R is None else weights_R.view(slots.row_of_slot_TK.shape)
-    return kernels.gather(x_TH, slots, scale=scale_TK, clear_behind=True)[0]
+    return launch.gather(x_TH, slots, scale=scale_TK, clear_behind=True)[0]
 
 
 def _weights_gradient(x_PH, grad_TH, slots: SlotMap):
     like_weights_TK = x_PH.new_empty(slots.row_of_slot_TK.shape)
-    return kernels.scatter_backward(grad_TH, x_PH, slots, weights=like_weights_TK, need_rows=False)[1].flatten()
+    return launch.scatter_backward(grad_TH, x_PH, slots, weights=like_weights_TK, need_rows=False)[1].flatten()

@@ -20,7 +20,7 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.kernels.plain_torch import PADDING, accumulate_dtype
+from gbmoe.launch.plain_torch import PADDING, accumulate_dtype
 from gbmoe.ops.permute import FLOAT8, gather_slots, scatter_slots
 from gbmoe.slot_map import SlotMap
 

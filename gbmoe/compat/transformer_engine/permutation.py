@@ -28,7 +28,7 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.kernels import availability, map_slots, permute
+from gbmoe.launch import availability, map_slots, permute
 from gbmoe.ops.permute import FLOAT8, gather_slots, make_slot_map, scatter_slots
 from gbmoe.slot_map import SlotMap
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gbmoe._checks import FLOATING, require, require_choice, require_tensor
-from gbmoe.kernels.plain_torch import accumulate_dtype
+from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.ops.route_logits import route
 from gbmoe.router_function import SCORES, RouterFunction
 

@@ -14,7 +14,7 @@ from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import content, layer_row
 from tests.forked_python import python
 
-SMOKE = ["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--peers", "none"]
+SMOKE = ["bench", "--suite", "smoke", "--device", "cpu", "--quick", "--rivals", "none"]
 
 
 def listed(capsys, *arguments):
@@ -26,7 +26,7 @@ def listed(capsys, *arguments):
 def test_the_list_is_of_the_suite_alone(capsys):
     configurations = listed(capsys)
     assert configurations["0"] == "layer/tiny-mlp/uniform" and list(configurations) == [str(i) for i in range(5)]
-    assert listed(capsys, "--peers", "all", "--engines", "reference") == configurations
+    assert listed(capsys, "--rivals", "all", "--engines", "reference") == configurations
 
 
 @pytest.mark.parametrize("suite", ["nyu", "layers", "gemm", "permute", "scaling", "inference", "host"])
@@ -128,7 +128,7 @@ def test_what_is_missing_or_broken_is_named_and_the_rest_joined(tmp_path, capsys
     assert "nothing is written" in capsys.readouterr().err and not joined.exists()
 
 
-def test_parts_of_one_configuration_with_other_peers_complete_each_other(tmp_path, capsys, one_case):
+def test_parts_of_one_configuration_with_other_rivals_complete_each_other(tmp_path, capsys, one_case):
     for folder, engines in (("a", "auto"), ("b", "reference")):
         assert main([*SMOKE, "--engines", engines, "--config", "0", "--output", str(tmp_path / folder)]) == 0
     joined = tmp_path / "joined.json"

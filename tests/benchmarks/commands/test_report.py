@@ -26,7 +26,7 @@ def few_pixels(monkeypatch):
 
 @pytest.fixture(scope="module")
 def scaling(tmp_path_factory):
-    """A file of the scaling suite with a peer that is faster on the larger half, one that crashed and one that is not
+    """A file of the scaling suite with a rival that is faster on the larger half, one that crashed and one that is not
     made for it."""
     rows = []
     for case in dict.fromkeys(case for sweep in moe_shapes.SCALING_CASES.values() for case in sweep):
@@ -70,7 +70,7 @@ def test_the_same_rows_give_the_same_bytes(tmp_path):
 
 
 def test_pictures_of_a_real_run(bench, one_case, tmp_path):
-    bench(peers="bmm")
+    bench(rivals="bmm")
     pictures = plot(tmp_path / "rows.json", tmp_path / "pictures")
     assert {"smoke-layer-forward-speedup.png", "smoke-product-weight-gradient-speed.svg"} <= set(pictures)
 

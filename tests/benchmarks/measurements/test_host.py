@@ -8,8 +8,8 @@ import torch
 from benchmarks.measurements import host_parts, host_time
 from benchmarks.result_files import reading
 from gbmoe.cli import main
-from gbmoe.cli.bench.measurements.base import FORWARD, Subject
-from gbmoe.cli.bench.running import peer_process, verify_and_time
+from gbmoe.cli.bench.measurements.measurement import FORWARD, Subject
+from gbmoe.cli.bench.running import rival_process, verify_and_time
 from gbmoe.cli.bench.running.verify_and_time import Conditions
 from gbmoe.testing import cuda_graphs, moe_shapes
 from tests.cli.bench.rows import printed
@@ -108,7 +108,7 @@ def test_the_hosts_clock_times_what_is_issued_to_a_gpu(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------------- graphs
 
 
-def test_a_peer_that_cannot_be_captured_has_a_reason_and_gbmoe_a_fault(monkeypatch):
+def test_a_rival_that_cannot_be_captured_has_a_reason_and_gbmoe_a_fault(monkeypatch):
     def fail(call):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -121,8 +121,8 @@ def test_a_peer_that_cannot_be_captured_has_a_reason_and_gbmoe_a_fault(monkeypat
         host_time.kernels_in_a_graph(*arguments, foreign=False)
 
 
-def test_a_peer_that_waits_is_not_captured(monkeypatch):
-    """After a capture that fails its process has to end, and the next one compiles the peer's kernels again."""
+def test_a_rival_that_waits_is_not_captured(monkeypatch):
+    """After a capture that fails its process has to end, and the next one compiles the rival's kernels again."""
     def wait():
         raise RuntimeError("called a synchronizing CUDA operation")
 
@@ -135,7 +135,7 @@ def test_a_peer_that_waits_is_not_captured(monkeypatch):
 @pytest.mark.parametrize("found, ended", [({"kernels": 1e-5}, []), ({"uncaptured": "it waits"}, []),
                                           ({"uncaptured": "it cannot", "capture_failed": True}, [True])])
 def test_a_process_whose_capture_failed_is_not_asked_again(monkeypatch, found, ended):
-    worker, stopped = peer_process.Worker("bmm", Conditions(CPU, torch.bfloat16), 1), []
+    worker, stopped = rival_process.Worker("bmm", Conditions(CPU, torch.bfloat16), 1), []
     monkeypatch.setattr(worker, "_ask", lambda *_, **__: {"outcome": "verified", "verified": True, **found})
     monkeypatch.setattr(worker, "stop", lambda: stopped.append(True))
     row = worker.measure(host_time.HostMeasurement(CASE, "bmm", None, "uniform", "forward"))

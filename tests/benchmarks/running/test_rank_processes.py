@@ -13,11 +13,11 @@ import torch
 from benchmarks.measurements.parallel_layer import Part
 from benchmarks.result_files import reading
 from gbmoe.cli import main
-from gbmoe.cli.bench.measurements.base import Refusal
+from gbmoe.cli.bench.measurements.measurement import Refusal
 from gbmoe.layers import dmoe, expert_weights
 from gbmoe.testing.moe_shapes import MoeCase
 from tests.cli.bench.rows import ROUNDED
-from tests.cli.bench.running.test_peer_process import TIMES
+from tests.cli.bench.running.test_rival_process import TIMES
 from tests.forked_python import python, spawn
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ def test_on_gpus_every_transport_is_right(configuration, rows, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gbmoe", "bench", "--suite",
-               "parallel", "--quick", "--peers", "none", "--config", str(configuration), "--output", str(tmp_path)]
+               "parallel", "--quick", "--rivals", "none", "--config", str(configuration), "--output", str(tmp_path)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     content = reading.read(tmp_path / f"parallel-{configuration:04d}.json")

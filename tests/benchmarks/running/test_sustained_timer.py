@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.running.sustained_timer import time_in_turns
-from gbmoe.cli.bench.measurements.base import Subject
+from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.repeat import Sustained
 
 CPU = torch.device("cpu")

@@ -29,9 +29,9 @@ def one_case(monkeypatch):
 @pytest.fixture
 def bench(tmp_path):
     """A function that runs a suite on the CPU, quickly: returns (exit status, the file's content, its rows by name)."""
-    def run(*arguments, suite="smoke", peers="none", place="cpu"):
+    def run(*arguments, suite="smoke", rivals="none", place="cpu"):
         file = tmp_path / "rows.json"
-        status = main(["bench", "--suite", suite, "--device", place, "--quick", "--peers", peers, "--json", str(file),
+        status = main(["bench", "--suite", suite, "--device", place, "--quick", "--rivals", rivals, "--json", str(file),
                        *arguments])
         content = json.loads(file.read_text())
         return status, content, {row["name"]: row for row in content["rows"]}

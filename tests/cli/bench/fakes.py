@@ -1,4 +1,4 @@
-"""Peers that misbehave, each to be run in a process of its own."""
+"""Rivals that misbehave, each to be run in a process of its own."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ import time
 
 import torch
 
-from gbmoe.cli.bench.peers.base import Peer
-from gbmoe.cli.bench.peers.bmm import Bmm
+from gbmoe.cli.bench.rivals.bmm import Bmm
+from gbmoe.cli.bench.rivals.rival import Rival
 
 
-class Crashing(Peer):
+class Crashing(Rival):
     """Dies as a process does that accesses memory which is not its own."""
 
     def layer(self, case, weights):
@@ -29,7 +29,7 @@ class CrashingOnce(Bmm):
         return layer
 
 
-class Hanging(Peer):
+class Hanging(Rival):
     def layer(self, case, weights):
         time.sleep(600)
 
@@ -104,27 +104,27 @@ class WrongChoice(Bmm):
         return layer
 
 
-class Raising(Peer):
+class Raising(Rival):
     def layer(self, case, weights):
-        raise RuntimeError("the peer is broken")
+        raise RuntimeError("the rival is broken")
 
 
-class OutOfMemory(Peer):
+class OutOfMemory(Rival):
     def layer(self, case, weights):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.")
 
 
-class Absent(Peer):
+class Absent(Rival):
     def unavailable(self, device):
         return "it is not here"
 
 
-class CrashingImport(Peer):
+class CrashingImport(Rival):
     def unavailable(self, device):
         os._exit(3)
 
 
-class Slow(Peer):
+class Slow(Rival):
     """Starts a program, says which, and takes long."""
 
     def layer(self, case, weights):

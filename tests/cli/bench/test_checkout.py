@@ -46,8 +46,8 @@ def test_a_wheel_names_what_is_in_a_checkout(arguments, what, tmp_path, monkeypa
 
 def test_a_wheel_measures_ones_own_layers(wheel, tmp_path):
     file = tmp_path / "mine.json"
-    done = called(["--shape", "48,32,40,4,2", "--device", "cpu", "--quick", "--peers", "bmm", "--timing", "sustained", "--json", str(file)],
-                  wheel, tmp_path)
+    done = called(["--shape", "48,32,40,4,2", "--device", "cpu", "--quick", "--rivals", "bmm", "--timing", "sustained",
+                   "--json", str(file)], wheel, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert {"bmm", "gbmoe-auto"} <= {row["by"] for row in rows} and all(row["verified"] and row["median"] for row in rows)

@@ -16,7 +16,7 @@ from gbmoe.cli.bench.running import parent_process, verify_and_time
 from gbmoe.engines.reference import Reference
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import ROUNDED, printed
-from tests.cli.bench.running.test_peer_process import TIMES
+from tests.cli.bench.running.test_rival_process import TIMES
 from tests.conftest import DEVICES
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("place", DEVICES)
 def test_smoke_is_complete(place, bench, tmp_path, capsys):
-    status, content, rows = bench(peers="all", place=place)
+    status, content, rows = bench(rivals="all", place=place)
     assert status == 0, [row["problem"] for row in rows.values() if "problem" in row]
     run, = content["runs"]
     assert {"machine", "versions", "extension", "clocks", "limits", "dtype", "seed", "time", "peers"} <= set(run)
@@ -206,7 +206,7 @@ def test_a_shape_that_is_none(text, capsys):
 
 def test_layers_of_ones_own_take_the_place_of_the_suites(tmp_path, capsys):
     file = tmp_path / "rows.json"
-    command = ["bench", "--device", "cpu", "--quick", "--engines", "auto", "--peers", "bmm", "--json", str(file)]
+    command = ["bench", "--device", "cpu", "--quick", "--engines", "auto", "--rivals", "bmm", "--json", str(file)]
     shapes = ["--shape", "48,32,40,4,2", "--shape", "16,8,24,8,1,mlp", "--shape", "48,32,40,4,2,glu"]
     assert main([*command, *shapes]) == 0
     content = reading.read(file)
@@ -220,22 +220,22 @@ def test_layers_of_ones_own_take_the_place_of_the_suites(tmp_path, capsys):
 
 
 def test_a_layer_that_nobody_computes_ended_in_a_traceback_or_was_dropped(monkeypatch, capsys):
-    command = ["bench", "--device", "cpu", "--quick", "--peers", "none", "--shape", "48,32,40,4,2"]
+    command = ["bench", "--device", "cpu", "--quick", "--rivals", "none", "--shape", "48,32,40,4,2"]
     assert main([*command, "--engines", ""]) == 2
-    assert "--shape: expected one that --engines or --peers compute here, got t48-h32-f40-e4-k2: none is named" in capsys.readouterr().err
+    assert "--shape: expected one that --engines or --rivals compute here, got t48-h32-f40-e4-k2: none is named" in capsys.readouterr().err
     monkeypatch.setattr(suites, "refusal", lambda name, device, dtype, *sizes: "takes no width of 20" if 20 in sizes else None)
     for shapes in (["--shape", "48,20,40,4,2"], ["--shape", "48,20,40,4,2", "--list-configs"]):
         assert main([*command, "--engines", "reference", *shapes]) == 2
         captured = capsys.readouterr()
         assert "got t48-h20-f40-e4-k2: reference takes no width of 20" in captured.err and not captured.out
-    assert main(["bench", "--suite", "gemm", "--device", "cpu", "--peers", "none", "--engines", "auto", "--list-configs"]) == 0
+    assert main(["bench", "--suite", "gemm", "--device", "cpu", "--rivals", "none", "--engines", "auto", "--list-configs"]) == 0
     monkeypatch.setattr(suites.Suite, "configurations", lambda *_: [])
-    assert main(["bench", "--suite", "gemm", "--device", "cpu", "--peers", "none", "--engines", "auto"]) == 2
-    assert "--engines, --peers: expected some that compute the suite here, got none" in capsys.readouterr().err
+    assert main(["bench", "--suite", "gemm", "--device", "cpu", "--rivals", "none", "--engines", "auto"]) == 2
+    assert "--engines, --rivals: expected some that compute the suite here, got none" in capsys.readouterr().err
 
 
 def test_a_sustained_run_is_complete(bench, one_case, tmp_path, capsys):
-    status, content, rows = bench("--timing", "sustained", peers="bmm,loop")
+    status, content, rows = bench("--timing", "sustained", rivals="bmm,loop")
     assert status == 0, [row["problem"] for row in rows.values() if "problem" in row]
     run, = content["runs"]
     assert run["sustained"] == "0.0001 s of work before 0.0001 s that are timed, median of 2 rounds"
@@ -265,8 +265,8 @@ def test_progress_on_a_terminal_and_in_a_log(terminal, monkeypatch, capsys):
     assert ("[1/2, " in err) != terminal and ("1/2" in err or "2/2" in err)
 
 
-def test_a_named_peer_that_computes_nothing_of_a_suite_was_not_mentioned(bench, one_case, capsys):
-    _, content, rows = bench(peers="bmm,megablocks")
+def test_a_named_rival_that_computes_nothing_of_a_suite_was_not_mentioned(bench, one_case, capsys):
+    _, content, rows = bench(rivals="bmm,megablocks")
     reason = "computes nothing that suite smoke measures"
     assert content["runs"][0]["peers_left_out"] == {"megablocks": reason} and any(row["implementation"] == "bmm" for row in rows.values())
     assert f"megablocks left out: {reason}" in capsys.readouterr().out

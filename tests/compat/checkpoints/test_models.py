@@ -9,7 +9,7 @@ import torch
 
 import gbmoe
 from gbmoe.compat.checkpoints import EXPERT_LAYOUTS, convert_checkpoint, read_arguments, to_megablocks, to_transformers
-from gbmoe.compat.checkpoints.arguments import _ACTIVATIONS
+from gbmoe.compat.checkpoints.arguments_of_config import _ACTIVATIONS
 from gbmoe.compat.checkpoints.layouts import EXPERT_BIAS
 from gbmoe.compat.checkpoints.model_types import ACTIVATIONS, Field
 from gbmoe.compat.checkpoints.models import MODEL_TYPES

@@ -13,7 +13,7 @@ import torch
 from gbmoe import extension
 from gbmoe.ops import route_logits
 from gbmoe.ops.route_logits import empty_routing
-from gbmoe.tuning import router as tuning
+from gbmoe.tuning import router_kernels as tuning
 
 _HERE = Path(__file__).parent
 _STAND_INS = {"common.cuh": "common.cuh", "early_launch.cuh": "early_launch.cuh", "approximations.cuh": "router/approximations.cuh"}

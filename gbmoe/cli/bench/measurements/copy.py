@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from gbmoe.cli.bench.measurements.base import Measurement, Subject
+from gbmoe.cli.bench.measurements.measurement import Measurement, Subject
 from gbmoe.testing import accuracy
 
 

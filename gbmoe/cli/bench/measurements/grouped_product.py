@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.gbmoe_itself import grouped_product
-from gbmoe.cli.bench.measurements.base import SEED, Measurement, Refusal, Subject, random_values, require_finite, sample
-from gbmoe.cli.bench.measurements.layer import PEER_TOLERANCE
-from gbmoe.cli.bench.peers.base import Prepared
+from gbmoe.cli.bench.measurements.layer import RIVAL_TOLERANCE
+from gbmoe.cli.bench.measurements.measurement import SEED, Measurement, Refusal, Subject, random_values, require_finite, sample
+from gbmoe.cli.bench.rivals.rival import Prepared
 from gbmoe.testing import accuracy, oracle
 from gbmoe.testing.exact_inputs import generator
 from gbmoe.testing.moe_shapes import MoeCase
@@ -64,7 +64,7 @@ class _Product(Subject):
             self.b = draw(rows, case.ffn, seed=SEED + 2)
         else:
             self.b = draw(len(self.sizes), case.hidden, case.ffn, seed=SEED + 2, std=case.hidden**-0.5)
-        self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else PEER_TOLERANCE
+        self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else RIVAL_TOLERANCE
         self.prepared = self._prepare(measurement)
 
     def _prepare(self, measurement) -> Prepared:
@@ -73,11 +73,11 @@ class _Product(Subject):
         if measurement.implementation == "dense":
             operands = (self.a.t(), self.b) if self.trans_a else (self.a, self.b[0])
             return Prepared(partial(torch.matmul, *operands))
-        peer = peers.load(measurement.implementation)
-        reason = peer.refuses(measurement.case, self.a.dtype)
+        rival = rivals.load(measurement.implementation)
+        reason = rival.refuses(measurement.case, self.a.dtype)
         if reason is not None:
             raise Refusal(reason)
-        return peer.product(self.a, self.b, self.sizes, self.trans_a)
+        return rival.product(self.a, self.b, self.sizes, self.trans_a)
 
     def steps(self):
         return [self.prepared.call]

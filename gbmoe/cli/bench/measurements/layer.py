@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from gbmoe import engines
-from gbmoe.cli.bench import peers
+from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.gbmoe_itself import dropless_layer
-from gbmoe.cli.bench.measurements.base import (
+from gbmoe.cli.bench.measurements.measurement import (
     GRAPH,
     SEED,
     TRAINING,
@@ -29,7 +29,7 @@ from gbmoe.cli.bench.measurements.base import (
     require_finite,
     sample,
 )
-from gbmoe.cli.bench.peers.base import Layer, Weights
+from gbmoe.cli.bench.rivals.rival import Layer, Weights
 from gbmoe.cli.bench.roofline import PASSES, layer_bytes
 from gbmoe.problem import Problem, allows_tf32
 from gbmoe.testing import accuracy, cuda_graphs, oracle
@@ -42,8 +42,8 @@ SAMPLED_TOKENS, SAMPLED_FEATURES = 512, 128
 BY_TOKEN = ("out", "grad x", "grad expert weights")
 # A skewed router adds -ln(r) times this to the logit of the expert of rank r; logits have a standard deviation of one.
 _SKEW = 0.5
-# Peers may round once more than gbmoe: their error may be up to this multiple of the yardstick's.
-PEER_TOLERANCE = 4.0
+# Rivals may round once more than gbmoe: their error may be up to this multiple of the yardstick's.
+RIVAL_TOLERANCE = 4.0
 
 
 class LayerMeasurement(Measurement):
@@ -62,14 +62,14 @@ class LayerMeasurement(Measurement):
 
 
 def build_layer(measurement: Measurement, weights: Weights) -> Layer:
-    """The layer of a measurement's implementation, gbmoe's or a peer's."""
+    """The layer of a measurement's implementation, gbmoe's or a rival's."""
     if measurement.implementation == "gbmoe":
         return dropless_layer(measurement.case, weights, engine=measurement.engine)
-    peer = peers.load(measurement.implementation)
-    reason = peer.refuses(measurement.case, weights.w1_EFH.dtype)
+    rival = rivals.load(measurement.implementation)
+    reason = rival.refuses(measurement.case, weights.w1_EFH.dtype)
     if reason is not None:
         raise Refusal(reason)
-    return peer.layer(measurement.case, weights)
+    return rival.layer(measurement.case, weights)
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ def layer_inputs(case: MoeCase, routing: str, device: torch.device, dtype: torch
 class LayerSubject(Subject):
     def __init__(self, measurement: LayerMeasurement, device: torch.device, dtype: torch.dtype):
         self.case, self.backward = measurement.case, measurement.computation == TRAINING
-        self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else PEER_TOLERANCE
+        self.tolerance = Subject.tolerance if measurement.implementation == "gbmoe" else RIVAL_TOLERANCE
         self.inputs = layer_inputs(measurement.case, measurement.routing, device, dtype)
         self.layer = self._build_layer(measurement)
         self.x_TH = self.inputs.x_TH.detach().requires_grad_(self.backward)
@@ -245,7 +245,7 @@ class _GraphedLayer(LayerSubject):
         try:
             self.graph, _ = cuda_graphs.captured(super().call_once)
         except Exception as error:
-            if self.foreign:  # left out, not failed: many peers wait for the device, which a graph cannot contain
+            if self.foreign:  # left out, not failed: many rivals wait for the device, which a graph cannot contain
                 raise Refusal(f"cannot be captured: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
             raise
         self.x_TH.copy_(x_TH)

@@ -1,21 +1,21 @@
-"""Run configurations: gbmoe's measurements run in this process, each peer's in a process of its own."""
+"""Run configurations: gbmoe's measurements run in this process, each rival's in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gbmoe.cli.bench.measurements.base import FORWARD, Configuration, Measurement
 from gbmoe.cli.bench.measurements.copy import CopyMeasurement
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
-from gbmoe.cli.bench.peers import PEERS
+from gbmoe.cli.bench.measurements.measurement import FORWARD, Configuration, Measurement
+from gbmoe.cli.bench.rivals import RIVALS
 from gbmoe.cli.bench.roofline import Limits
-from gbmoe.cli.bench.running.peer_process import Worker
+from gbmoe.cli.bench.running.rival_process import Worker
 from gbmoe.cli.bench.running.verify_and_time import Conditions, forget, measure
 from gbmoe.testing.moe_shapes import MoeCase
 
 
 class Runner:
-    """Makes the rows of configurations; keeps the peers' processes, and whether each peer can be used.
+    """Makes the rows of configurations; keeps the rivals' processes, and whether each rival can be used.
 
     Example:
         >>> with Runner(Conditions(torch.device("cpu"), torch.float32)) as runner:
@@ -24,8 +24,8 @@ class Runner:
 
     def __init__(self, conditions: Conditions, timeout: float = 300):
         self.conditions, self.timeout = conditions, timeout
-        self.peers_left_out: dict[str, str] = {}
-        self.peers_about: dict[str, str] = {}
+        self.rivals_left_out: dict[str, str] = {}
+        self.rivals_about: dict[str, str] = {}
         self._workers: dict[str, Worker] = {}
 
     def __enter__(self) -> Runner:
@@ -38,7 +38,7 @@ class Runner:
 
     def run(self, configuration: Configuration,
             report: Callable[[dict | None], object] = lambda row: None) -> list[dict]:
-        """The configuration's rows, gbmoe's first. `report` is called after each measurement, with its row, or with None where the peer
+        """The configuration's rows, gbmoe's first. `report` is called after each measurement, with its row, or with None where the rival
         cannot be used."""
         rows = []
 
@@ -47,34 +47,34 @@ class Runner:
                 rows.append(row)
             report(row)
 
-        ours = [m for m in configuration.measurements if m.implementation not in PEERS]
+        ours = [m for m in configuration.measurements if m.implementation not in RIVALS]
         for measurement in ours:
             keep(measure(measurement, self.conditions))
         forget(self.conditions.device)
         theirs: dict[str, list] = {}
         for measurement in configuration.measurements:
-            if measurement.implementation in PEERS:
+            if measurement.implementation in RIVALS:
                 theirs.setdefault(measurement.implementation, []).append(measurement)
-        for peer, measurements in theirs.items():
-            worker = self._worker(peer)
+        for rival, measurements in theirs.items():
+            worker = self._worker(rival)
             for measurement in measurements:
                 keep(worker.measure(measurement) if worker else None)
             if worker:
                 worker.rest()
         return rows
 
-    def _worker(self, peer: str) -> Worker | None:
-        """The peer's process, or None if the peer cannot be used."""
-        if peer not in self._workers and peer not in self.peers_left_out:
-            worker = Worker(peer, self.conditions, self.timeout)
+    def _worker(self, rival: str) -> Worker | None:
+        """The rival's process, or None if the rival cannot be used."""
+        if rival not in self._workers and rival not in self.rivals_left_out:
+            worker = Worker(rival, self.conditions, self.timeout)
             reason, about = worker.unavailable()
             if reason is not None:
                 worker.stop()
-                self.peers_left_out[peer] = reason
+                self.rivals_left_out[rival] = reason
             else:
-                self._workers[peer] = worker
-                self.peers_about |= {peer: about} if about else {}
-        return self._workers.get(peer)
+                self._workers[rival] = worker
+                self.rivals_about |= {rival: about} if about else {}
+        return self._workers.get(rival)
 
 
 # The edge of the dense product and the rows of the copy, whose buffer has 4 GiB in bf16 on a GPU and a 128th elsewhere.

@@ -11,17 +11,17 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gbmoe.cli.bench.measurements.base import Configuration, Measurement
-from gbmoe.cli.bench.peers import PEERS
-from gbmoe.cli.bench.running.peer_process import Worker
+from gbmoe.cli.bench.measurements.measurement import Configuration, Measurement
+from gbmoe.cli.bench.rivals import RIVALS
 from gbmoe.cli.bench.running.repeat import Sustained
+from gbmoe.cli.bench.running.rival_process import Worker
 from gbmoe.cli.bench.running.timing_statistics import of_rounds, rotated
 from gbmoe.cli.bench.running.turn import Turn
 from gbmoe.cli.bench.running.verify_and_time import OUT_OF_MEMORY, Conditions, all_rates
 
 
 @dataclass
-class _Rival:
+class _Contestant:
     """One that takes turns: its process, its row so far, the bytes that a call moves, and the turns that it has taken."""
     measurement: Measurement
     worker: Worker
@@ -40,8 +40,8 @@ class ProcessRunner:
 
     def __init__(self, conditions: Conditions, effort: Sustained, timeout: float = 300):
         self.conditions, self.effort, self.timeout = conditions, effort, timeout
-        self.peers_left_out: dict[str, str] = {}
-        self.peers_about: dict[str, str] = {}
+        self.rivals_left_out: dict[str, str] = {}
+        self.rivals_about: dict[str, str] = {}
         self._workers: dict[str, Worker] = {}
 
     def __enter__(self) -> ProcessRunner:
@@ -54,7 +54,7 @@ class ProcessRunner:
 
     def run(self, configuration: Configuration, report: Callable[[dict | None], object] = lambda row: None) -> list[dict]:
         """The configuration's rows, contest by contest. `report` is called after each contest with every row of it, with None for one
-        that is left out with its peer."""
+        that is left out with its rival."""
         rows = []
         for measurements in configuration.contests():
             for row in self._contest(measurements):
@@ -64,61 +64,61 @@ class ProcessRunner:
 
     def _contest(self, measurements: Sequence[Measurement]) -> list[dict | None]:
         rows: dict[str, dict | None] = {}
-        rivals: list[_Rival] = []
+        contestants: list[_Contestant] = []
         for measurement in measurements:
             worker = self._worker(measurement)
             rows[measurement.name] = None
             if worker is not None:
                 rows[measurement.name], moved = worker.make_ready(measurement)
-                row = _naming_whose_memory(rows[measurement.name], rivals)
+                row = _naming_whose_memory(rows[measurement.name], contestants)
                 if row["verified"]:
-                    rivals.append(_Rival(measurement, worker, row, moved))
+                    contestants.append(_Contestant(measurement, worker, row, moved))
         for turn in range(self.effort.rounds):
-            for rival in rotated(rivals, turn):
-                self._take_turn(rival, rivals)
-            rivals = [rival for rival in rivals if rival.row["verified"]]
-        for rival in rivals:
-            rival.row |= self._times(rival)
+            for contestant in rotated(contestants, turn):
+                self._take_turn(contestant, contestants)
+            contestants = [contestant for contestant in contestants if contestant.row["verified"]]
+        for contestant in contestants:
+            contestant.row |= self._times(contestant)
         for worker in self._workers.values():
             worker.rest()
         return [rows[measurement.name] for measurement in measurements]
 
-    def _take_turn(self, rival: _Rival, rivals: Sequence[_Rival]) -> None:
-        taken = rival.worker.take_turn(self.effort.seconds)
+    def _take_turn(self, contestant: _Contestant, contestants: Sequence[_Contestant]) -> None:
+        taken = contestant.worker.take_turn(self.effort.seconds)
         if isinstance(taken, Turn):
-            rival.turns.append(taken)
+            contestant.turns.append(taken)
         else:
-            rival.row.pop("extra_peak_bytes", None)
-            rival.row |= {"verified": False} | taken
-            _naming_whose_memory(rival.row, [other for other in rivals if other is not rival])
+            contestant.row.pop("extra_peak_bytes", None)
+            contestant.row |= {"verified": False} | taken
+            _naming_whose_memory(contestant.row, [other for other in contestants if other is not contestant])
 
-    def _times(self, rival: _Rival) -> dict:
-        turns = rival.turns
+    def _times(self, contestant: _Contestant) -> dict:
+        turns = contestant.turns
         calls = sum(turn.calls for turn in turns)
         together = of_rounds([turn.seconds for turn in turns], calls)
         each = [of_rounds(step, calls) for step in zip(*(turn.steps for turn in turns))]
         joules = [turn.joules for turn in turns if turn.joules is not None]
-        return all_rates(rival.measurement, together, each, rival.moved, self.conditions.limits) | {
+        return all_rates(contestant.measurement, together, each, contestant.moved, self.conditions.limits) | {
             "joules": statistics.median(joules) if joules else None}
 
     def _worker(self, measurement: Measurement) -> Worker | None:
-        """The process of an implementation; None of a peer that cannot be used."""
-        by, peer = measurement.by, measurement.implementation
-        if by not in self._workers and peer not in self.peers_left_out:
+        """The process of an implementation; None of a rival that cannot be used."""
+        by, rival = measurement.by, measurement.implementation
+        if by not in self._workers and rival not in self.rivals_left_out:
             worker = Worker(by, self.conditions, self.timeout)
-            reason, about = worker.unavailable() if peer in PEERS else (None, None)
+            reason, about = worker.unavailable() if rival in RIVALS else (None, None)
             if reason is not None:
                 worker.stop()
-                self.peers_left_out[peer] = reason
+                self.rivals_left_out[rival] = reason
             else:
                 self._workers[by] = worker
-                self.peers_about |= {peer: about} if about else {}
+                self.rivals_about |= {rival: about} if about else {}
         return self._workers.get(by)
 
 
-def _naming_whose_memory(row: dict, resident: Sequence[_Rival]) -> dict:
+def _naming_whose_memory(row: dict, resident: Sequence[_Contestant]) -> dict:
     """The row; where it ran out of memory with who it was, and who was resident beside it."""
     if row["outcome"] == OUT_OF_MEMORY:
-        beside = ", ".join(rival.measurement.by for rival in resident) or "nobody"
+        beside = ", ".join(contestant.measurement.by for contestant in resident) or "nobody"
         row["problem"] = f"{row['by']}: {row['problem']} (resident beside it: {beside})"
     return row

@@ -17,7 +17,7 @@ IN_TURNS, IN_TURNS_QUICK = Sustained(0.5, 3), Sustained(0.1, 3)
 
 
 class OneProcess:
-    """A run in this process, which starts others for peers and for those that take turns."""
+    """A run in this process, which starts others for rivals and for those that take turns."""
 
     # Options that it does not take.
     refused: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gbmoe.cli.bench.measurements.base import Subject
+from gbmoe.cli.bench.measurements.measurement import Subject
 
 
 @dataclass(frozen=True)

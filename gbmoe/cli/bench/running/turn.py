@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from gbmoe.cli.bench.measurements.base import Subject
+from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.energy import EnergyCounter
 from gbmoe.cli.bench.running.repeat import Clock, repeat
 

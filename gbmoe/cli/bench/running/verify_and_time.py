@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe._checks import dtype_name
-from gbmoe.cli.bench.measurements.base import GRAPH, Measurement, Refusal, Subject, forget_kept
+from gbmoe.cli.bench.measurements.measurement import GRAPH, Measurement, Refusal, Subject, forget_kept
 from gbmoe.cli.bench.roofline import PASSES, Limits
 from gbmoe.cli.bench.running.cold_cache_timer import THOROUGH, Effort, time_steps
 from gbmoe.cli.bench.running.timing_statistics import Timing
@@ -114,7 +114,7 @@ def forget(device: torch.device) -> None:
     """Free the tensors that are kept from one row for the next."""
     forget_kept()
     if device.type == "cuda" and not is_lost(device):
-        gc.collect()  # a peer's tensors may be part of reference cycles
+        gc.collect()  # a rival's tensors may be part of reference cycles
         torch.cuda.empty_cache()
 
 

@@ -6,27 +6,27 @@ import os
 import pytest
 import torch
 
-from gbmoe.cli.bench.measurements.base import Configuration
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.running import peer_process, process_turns
+from gbmoe.cli.bench.measurements.measurement import Configuration
+from gbmoe.cli.bench.running import process_turns, rival_process
 from gbmoe.cli.bench.running.process_turns import ProcessRunner
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.turn import Turn
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED, Conditions
 from gbmoe.testing import moe_shapes
-from tests.cli.bench.running.test_peer_process import FATES, TIMES, fake  # noqa: F401  (a fixture)
+from tests.cli.bench.running.test_rival_process import FATES, TIMES, fake  # noqa: F401  (a fixture)
 
 CONDITIONS = Conditions(torch.device("cpu"), torch.float32, timing=SUSTAINED)
 
 
 def measured(*names, computations=("forward",), rounds=3, seconds=1e-4, conditions=CONDITIONS):
-    """(rows by name, the runner's peers left out, what was reported)."""
+    """(rows by name, the runner's rivals left out, what was reported)."""
     case, reported = moe_shapes.SMOKE_CASES[0], []
     ways = [("gbmoe", name.removeprefix("gbmoe-")) if name.startswith("gbmoe-") else (name, None) for name in names]
     measurements = [LayerMeasurement(case, *way, "uniform", computation) for way in ways for computation in computations]
     with ProcessRunner(conditions, Sustained(seconds, rounds), timeout=60) as runner:
         rows = runner.run(Configuration("layer/tiny-mlp/uniform", tuple(measurements)), reported.append)
-        return {row["name"]: row for row in rows}, runner.peers_left_out, reported
+        return {row["name"]: row for row in rows}, runner.rivals_left_out, reported
 
 
 def test_rows_say_how_they_were_timed_and_have_all_of_a_burst():
@@ -44,13 +44,13 @@ def test_rows_say_how_they_were_timed_and_have_all_of_a_burst():
 def test_turns_are_taken_in_rotated_rounds_when_all_are_ready(monkeypatch):
     asked = []
 
-    class Telling(peer_process.Worker):
+    class Telling(rival_process.Worker):
         def make_ready(self, measurement):
-            asked.append(f"{self.peer} ready")
+            asked.append(f"{self.rival} ready")
             return super().make_ready(measurement)
 
         def take_turn(self, seconds):
-            asked.append(self.peer)
+            asked.append(self.rival)
             return super().take_turn(seconds)
 
     monkeypatch.setattr(process_turns, "Worker", Telling)
@@ -68,12 +68,12 @@ class _Serving:
 
     def __call__(self, *arguments):
         os.environ[self.name] = self.value
-        peer_process._serve(*arguments)  # there it is as it was
+        rival_process._serve(*arguments)  # there it is as it was
 
 
 def test_each_has_a_process_of_its_own_in_which_nothing_is_made_between_turns(fake, monkeypatch, tmp_path):  # noqa: F811
     log, names = tmp_path / "log", [fake("Logging"), fake("LoggingToo")]
-    monkeypatch.setattr(peer_process, "_serve", _Serving("GBMOE_TEST_LOG", str(log)))
+    monkeypatch.setattr(rival_process, "_serve", _Serving("GBMOE_TEST_LOG", str(log)))
     measured(*names)
     lines = [line.split() for line in log.read_text().splitlines()]
     assert len({process for process, *_ in lines}) == len({(process, name) for process, name, _ in lines}) == 2
@@ -96,7 +96,7 @@ def test_one_that_fails_in_its_turn_has_no_time_and_the_others_go_on(fake, name,
         assert all(rows[f"layer/tiny-mlp/uniform/{computation}/{other}"]["median"] for other in ("bmm", "loop"))
 
 
-def test_whatever_peers_do_the_others_are_timed(fake):  # noqa: F811
+def test_whatever_rivals_do_the_others_are_timed(fake):  # noqa: F811
     names = [fake(name) for name in (*FATES, "Absent", "CrashingImport")]
     rows, left_out, reported = measured(*names, "bmm")
     for name, (outcome, words) in FATES.items():
@@ -115,7 +115,7 @@ def test_memory_that_ran_out_says_whose_it_was(fake):  # noqa: F811
 
 def test_energy_is_the_median_of_the_rounds_that_have_it(monkeypatch):
     found = iter([Turn(1e-3, [1e-3], joules, 7) for joules in (0.7, None, 0.5)])
-    monkeypatch.setattr(peer_process.Worker, "take_turn", lambda self, seconds: next(found))
+    monkeypatch.setattr(rival_process.Worker, "take_turn", lambda self, seconds: next(found))
     row, = measured("gbmoe-auto")[0].values()
     assert row["joules"] == 0.6 and row["median"] == 1e-3 and row["repetitions"] == 21
 
@@ -123,14 +123,14 @@ def test_energy_is_the_median_of_the_rounds_that_have_it(monkeypatch):
 def test_what_a_call_leaves_is_let_go_of_between_turns(monkeypatch):
     """All that take part are on the device at once."""
     measurement = LayerMeasurement(moe_shapes.SMOKE_CASES[0], "gbmoe", "auto", "uniform", "forward+backward")
-    row, moved = peer_process._make_ready("gbmoe-auto", measurement, CONDITIONS)
-    subject = peer_process._Ready.subject
+    row, moved = rival_process._make_ready("gbmoe-auto", measurement, CONDITIONS)
+    subject = rival_process._Ready.subject
     try:
         assert row["verified"] and moved > 0 and subject.inputs._oracles == {}
         for _ in range(2):
             assert subject.out_TH is None and subject.x_TH.grad is None
             assert all(parameter.grad is None for parameter in subject.layer.parameters())
-            assert isinstance(peer_process._take_turn("gbmoe-auto", CONDITIONS.device, 1e-4), Turn)
+            assert isinstance(rival_process._take_turn("gbmoe-auto", CONDITIONS.device, 1e-4), Turn)
     finally:
-        peer_process._rest("gbmoe-auto", CONDITIONS.device)
-    assert peer_process._Ready.subject is None
+        rival_process._rest("gbmoe-auto", CONDITIONS.device)
+    assert rival_process._Ready.subject is None

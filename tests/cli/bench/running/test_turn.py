@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from gbmoe.cli.bench.measurements.base import Subject
+from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.repeat import repeat
 from gbmoe.cli.bench.running.turn import take_turn
 

@@ -1,0 +1,33 @@
+"""The functions that operators and engines compute with: each allocates its results and launches CUDA kernels where they are loaded, and
+otherwise computes in plain PyTorch. No autograd. The kernels are in csrc/.
+
+availability.py says whether they are loaded. permute.py, activation.py and quantize.py, whose functions are here under their names, and
+peers.py are rooms as csrc/ has them; plain_torch.py, plain_router.py and plain_activation.py are the other way to compute
+them all.
+"""
+
+from gbmoe.launch.activation import (
+    activate,
+    activate_backward,
+    activate_backward_k_blocks,
+    activate_backward_scaled,
+    activate_pairs,
+    activate_pairs_backward,
+)
+from gbmoe.launch.permute import clear_rows_without_slot, gather, map_slots, scatter, scatter_backward
+from gbmoe.launch.quantize import (
+    empty_scaled_rows,
+    quantize_gathered,
+    quantize_gathered_k_blocks,
+    quantize_k_blocks,
+    quantize_rows,
+    quantize_weights,
+    quantize_weights_both_ways,
+)
+
+__all__ = [
+    "activate", "activate_backward", "activate_backward_k_blocks", "activate_backward_scaled", "activate_pairs",
+    "activate_pairs_backward", "clear_rows_without_slot",
+    "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks", "quantize_k_blocks", "quantize_rows",
+    "quantize_weights", "quantize_weights_both_ways", "scatter", "scatter_backward",
+]

@@ -1,0 +1,69 @@
+"""gbmoe.launch where the choice is between a CUDA kernel and plain PyTorch, and the result is the same in each bit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gbmoe import launch
+from gbmoe.launch import availability
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.uint8]
+
+
+def some_slots(rows, device):
+    """Slots for most rows, none for single ones and for a long run at the end; a slot's number does not matter."""
+    slot_of_row = torch.arange(rows, dtype=torch.int32)
+    slot_of_row[2::7] = -1
+    slot_of_row[5::11] = -(2**31)
+    slot_of_row[6::13] = 2**31 - 1
+    slot_of_row[rows - rows // 4:] = -2
+    return slot_of_row.to(device)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 33, 1000])
+@pytest.mark.parametrize("length", [0, 1, 7, 64, 264, 4100])
+def test_rows_without_a_slot_are_zeros_and_others_are_not_touched(device, dtype, rows, length):
+    slot_of_row = some_slots(rows, device)
+    memory = torch.full((rows + 2, length), 3, dtype=dtype, device=device)  # a row before and one behind
+    poison = torch.full((rows, length), 5 if dtype == torch.uint8 else float("nan"), device=device).to(dtype)
+    live = (slot_of_row >= 0)[:, None]
+    memory[1:-1] = torch.where(live, torch.full_like(poison, 7), poison)
+    rows_PF = memory[1:-1]
+    assert launch.clear_rows_without_slot(slot_of_row, rows_PF) is None
+    assert torch.equal(rows_PF, torch.where(live, torch.full_like(poison, 7), torch.zeros_like(poison)))
+    assert bool((memory[[0, -1]] == 3).all())
+
+
+def test_live_rows_keep_their_nan(device):
+    rows_PF = torch.full((9, 16), float("nan"), device=device)
+    slot_of_row = some_slots(9, device)
+    launch.clear_rows_without_slot(slot_of_row, rows_PF)
+    assert torch.equal(rows_PF.isnan().all(1), slot_of_row >= 0) and torch.equal((rows_PF == 0).all(1), slot_of_row < 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("length", [1040, 1041])
+def test_rows_beyond_two_to_the_31_elements(length):
+    """The offsets of these rows do not fit int32."""
+    rows = 2**31 // length + 40
+    rows_PF = torch.ones(rows, length, dtype=torch.uint8, device="cuda")
+    slot_of_row = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    slot_of_row[-3] = slot_of_row[4] = -2
+    launch.clear_rows_without_slot(slot_of_row, rows_PF)
+    assert (~rows_PF.view(torch.bool).any(1)).nonzero().flatten().tolist() == [4, rows - 3]
+    assert bool(rows_PF[[0, 5, -4, -2, -1]].all())
+
+
+@pytest.mark.parametrize("found, built, expected", [((8, 0), True, "compute capability 9.0, got cuda:0 of 8.0"),
+                                                    ((9, 0), False, "an extension compiled for 9.0, got one without")])
+def test_float8_kernels_did_nothing_where_they_were_not_compiled(monkeypatch, found, built, expected):
+    availability._has_float8.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(hopper_built=lambda: built), raising=False)
+    with pytest.raises(RuntimeError, match=expected):
+        availability._has_float8(torch.device("cuda", 0))
+    availability._has_float8.cache_clear()

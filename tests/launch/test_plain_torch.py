@@ -1,0 +1,79 @@
+"""gbmoe.launch.plain_torch, the oracle, against loops that cannot be misread."""
+
+import pytest
+import torch
+
+from gbmoe import RoutingPlan
+from gbmoe.launch import plain_activation, plain_torch
+from gbmoe.testing import exact_inputs, moe_shapes, oracle
+from tests.conftest import FLOATS, dtype_id
+
+
+def inputs(dtype=torch.float64, tokens=23, hidden=6, experts=4, top_k=3, align=4):
+    ids = exact_inputs.expert_ids(tokens, experts, top_k, device="cpu", seed=1)
+    ids[3] = -1
+    ids[5, 1] = -1
+    plan = RoutingPlan.from_experts(ids, experts, align=align)
+    x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device="cpu", seed=2)
+    weights = exact_inputs.exact_values(tokens, top_k, dtype=dtype, device="cpu", seed=3)
+    return plan, x, weights
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=dtype_id)
+def test_padded_gather(dtype):
+    plan, x, _ = inputs(dtype)
+    out, _ = plain_torch.padded_gather(x, plan.slot_map)
+    for row, slot in enumerate(plan.slot_of_row_P.tolist()):
+        assert torch.equal(out[row], x[slot // plan.top_k] if slot >= 0 else torch.zeros_like(x[0]))
+
+
+def test_padded_scatter_and_its_backward_are_what_autograd_says():
+    plan, x, weights = inputs()
+    y = exact_inputs.exact_values(plan.num_rows, x.size(1), dtype=torch.float64, device="cpu", seed=4).requires_grad_()
+    weights.requires_grad_()
+    out = torch.stack([
+        sum((weights[t, j] * y[row] for j, row in enumerate(rows) if row >= 0), start=torch.zeros(x.size(1), dtype=torch.float64))
+        for t, rows in enumerate(plan.row_of_slot_TK.tolist())])
+    grad = torch.randn_like(out)
+    grad_y, grad_weights = torch.autograd.grad(out, (y, weights), grad)
+    torch.testing.assert_close(plain_torch.padded_scatter(y.detach(), plan.slot_map, weights=weights.detach()), out.detach())
+    got = plain_torch.padded_scatter_backward(grad, y.detach(), plan.slot_map, weights=weights.detach())
+    torch.testing.assert_close(got, (grad_y, grad_weights))
+
+
+@pytest.mark.parametrize("sizes", moe_shapes.GROUP_SIZES.values(), ids=moe_shapes.GROUP_SIZES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gmm(sizes, accumulate):
+    rows, inner, columns = sum(sizes), 5, 7
+    a, b = torch.randn(rows, inner, dtype=torch.float64), torch.randn(len(sizes), inner, columns, dtype=torch.float64)
+    right = torch.randn(rows, columns, dtype=torch.float64)
+    for trans_a, trans_b in ((False, False), (False, True), (True, False)):
+        operand = right if trans_a else b.transpose(1, 2).contiguous() if trans_b else b
+        shape = (len(sizes), inner, columns) if trans_a else (rows, columns)
+        start = torch.randn(shape, dtype=torch.float64)
+        out = start.clone() if accumulate else torch.full(shape, float("nan"), dtype=torch.float64)
+        plain_torch.gmm(a, operand, list(sizes), trans_a, trans_b, out, accumulate)
+        expected = start.clone() if accumulate else torch.zeros(shape, dtype=torch.float64)
+        row = 0
+        for e, size in enumerate(sizes):
+            for r in range(row, row + size):
+                if trans_a:
+                    expected[e] += torch.outer(a[r], right[r])
+                else:
+                    expected[r] += a[r] @ b[e]
+            row += size
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("name", plain_activation.ACTIVATIONS)
+def test_activation_slopes_are_what_autograd_says(name):
+    x = torch.linspace(-4, 4, 101, dtype=torch.float64).requires_grad_()
+    value = plain_activation.ACTIVATIONS[name](x, False)
+    expected, = torch.autograd.grad(value.sum(), x)
+    torch.testing.assert_close(plain_activation.ACTIVATIONS[name](x.detach(), True), expected)
+
+
+@pytest.mark.parametrize("name", plain_activation.ACTIVATIONS)
+def test_activations_are_torchs(name):
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    torch.testing.assert_close(plain_activation.ACTIVATIONS[name](x, False), oracle.ACTIVATIONS[name](x))
