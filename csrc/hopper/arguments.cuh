@@ -63,7 +63,6 @@ struct Arguments {
   // The tensors behind TensorMaps::out, where rows are stored one by one; under EpilogueKind::kActivationBackward a, dh and dg, or a and
   // the pairs of dh and dg.
   void* out[3];
-  const void* bias;        // [E,N], or null; under kBias alone
   // Where a is gathered: its row r is row slot_of_row[r] / top_k of `tokens`, and zeros where that names no slot.
   const void* tokens;
   const int* slot_of_row;  // [P]; what is not in [0, slots) names no slot
@@ -81,6 +80,7 @@ struct Arguments {
   // EpilogueKind::kActivation and kGlu of scaled operands: a is stored in e4m3, with a scale for each row and 128 columns.
   float* scales_out;       // [P, ceil(N / 128)]
   bool power_of_two;       // whether these scales are powers of two
+  const void* bias;        // kBias: [E,N], or null
 };
 
 }  // namespace gbmoe::hopper

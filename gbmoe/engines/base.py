@@ -171,7 +171,7 @@ class Engine:
         h_PF = self.biased_product(x.rows_PH(), w1_EFH, w1_bias_EF, sizes_E, trans_b=True)
         g_PF = None if v1_EFH is None else self.biased_product(x.rows_PH(), v1_EFH, v1_bias_EF, sizes_E, trans_b=True)
         x.forget()
-        a_PF = kernels.activate(h_PF, g_PF, activation)
+        a_PF = launch.activate(h_PF, g_PF, activation)
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def up_pairs(self, x: GatheredRows, w_EGH: torch.Tensor, bias_EG: torch.Tensor | None, sizes_E: torch.Tensor, activation: str,
@@ -179,7 +179,7 @@ class Engine:
         """`up` of weights whose rows are gate and up in turns: (a [P,F], pairs [P,2F] of h and g in turns, x @ w[e].T + bias[e])."""
         pairs_PG = self.biased_product(x.rows_PH(), w_EGH, bias_EG, sizes_E, trans_b=True)
         x.forget()
-        a_PF = kernels.activate_pairs(pairs_PG, activation)
+        a_PF = launch.activate_pairs(pairs_PG, activation)
         return a_PF, pairs_PG if save else None
 
     def biased_product(self, a: torch.Tensor, b: torch.Tensor, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, trans_b: bool = False,
@@ -238,7 +238,7 @@ class Engine:
                             weights_TK: torch.Tensor | None, activation: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`down_backward` of what `up_pairs` saved: (w a [P,F], the pairs of dh and dg [P,2F], dweights)."""
         d_PF = self.product(dz.rows_PH(), w2_EFH, sizes_E, trans_b=True)
-        return kernels.activate_pairs_backward(pairs_PG, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+        return launch.activate_pairs_backward(pairs_PG, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
 
     def up_backward(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
                     sizes_E: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ class Float8(Engine):
         rows = self._gathered(x)
         h_PF = self._biased(self._product(rows, w1_EFH, sizes_E), w1_bias_EF, sizes_E)
         g_PF = None if v1_EFH is None else self._biased(self._product(rows, v1_EFH, sizes_E), v1_bias_EF, sizes_E)
-        a_PF = self._rows(kernels.activate(h_PF, g_PF, activation))
+        a_PF = self._rows(launch.activate(h_PF, g_PF, activation))
         return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
 
     def down_biased(self, a_PF, w2_EFH, bias_EH, sizes_E):
