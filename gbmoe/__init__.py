@@ -29,12 +29,13 @@ from gbmoe.ops.activations import ClampedSilu, Situ
 from gbmoe.ops.gradient_sink import WeightGradientSink
 from gbmoe.plan import RoutingPlan
 from gbmoe.router_function import RouterFunction
+from gbmoe.stacked_weights import stacked
 from gbmoe.weight_layout import WeightLayout
 
 __all__ = [
     "Arguments", "ClampedSilu", "ExpertParallelOptions", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ",
     "WeightGradientSink", "WeightLayout", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
     "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm", "grouped_mlp", "ops",
-    "padded_gather", "padded_scatter", "record_experts", "replay_experts", "stack_experts", "unstack_experts", "update_expert_bias",
-    "update_expert_bias_after",
+    "padded_gather", "padded_scatter", "record_experts", "replay_experts", "stack_experts", "stacked", "unstack_experts",
+    "update_expert_bias", "update_expert_bias_after",
 ]

@@ -24,7 +24,8 @@ class WeightGradientSink:
     """Where expert_mlp adds the gradients of its weights, instead of handing them to autograd. One sink serves any number of calls.
 
     Args:
-        w1, w2, v1: float32, contiguous, with the shape and the device of the parameter; None for a parameter without a gradient.
+        w1, w2, v1: float32, with the shape and the device of the parameter; None for a parameter without a gradient. Matrices whose rows
+            are not contiguous cost a copy. Those of parameters for each expert are gbmoe.stacked(main_grads), as long as it is a view.
         deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
             numbers mean nothing. Otherwise it gives None.
@@ -49,7 +50,6 @@ class WeightGradientSink:
         for name, tensor in self._main.items():
             if tensor is not None:
                 require_tensor(tensor, "WeightGradientSink", name, rank=3, dtypes=(torch.float32,))
-                require(tensor.is_contiguous(), "WeightGradientSink", name, "a contiguous tensor", f"strides {tensor.stride()}")
         self.deferred, self.hand_back = deferred, hand_back
         self._later: list[Callable[[], None]] = []
 

@@ -1,0 +1,64 @@
+"""stacked: one tensor of E experts' weights that are parameters of their own, without a copy where they lie at equal distances.
+
+Megatron-Core's grouped linear layers have weight0 [2F,H], weight1, ...; its distributed optimizer keeps parameters, and their main_grads,
+one after the other in one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gbmoe._checks import require
+
+
+def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[E, ...] of E tensors of one shape, dtype and device, differentiable: each gets its part of the gradient, a view of one tensor.
+
+    It is a view, for which nothing is copied or allocated, where the tensors are contiguous, in one storage, in order, and each begins as
+    many elements after the one before as the second after the first. Elsewhere it is a copy, as torch.stack makes it.
+
+    Raises:
+        ValueError: for no tensors, and for tensors that differ in shape, dtype or device.
+
+    Example:
+        >>> buffer = torch.arange(24.0)
+        >>> weights = [buffer[8 * e : 8 * e + 6].view(2, 3) for e in range(3)]
+        >>> one = stacked(weights)
+        >>> tuple(one.shape), one.stride(), one.data_ptr() == buffer.data_ptr()
+        ((3, 2, 3), (8, 3, 1), True)
+    """
+    require(len(weights) > 0, "stacked", "weights", "at least one tensor", 0)
+    first = weights[0]
+    for e, weight in enumerate(weights):
+        alike = weight.shape == first.shape and weight.dtype == first.dtype and weight.device == first.device
+        require(alike, "stacked", f"weights[{e}]", lambda: f"{list(first.shape)} of {first.dtype} on {first.device}, as weights[0]",
+                f"{list(weight.shape)} of {weight.dtype} on {weight.device}")
+    return _Stacked.apply(*weights)
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *weights):
+        view = _as_view(weights)
+        return torch.stack(weights) if view is None else view
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.unbind(0)
+
+
+def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    first = weights[0]
+    begins = [weight.storage_offset() for weight in weights]
+    distance = begins[1] - begins[0] if len(weights) > 1 else first.numel()
+    storage = first.untyped_storage().data_ptr()
+    in_one_place = distance >= first.numel() and all(
+        weight.is_contiguous() and weight.untyped_storage().data_ptr() == storage and begin == begins[0] + e * distance
+        for e, (weight, begin) in enumerate(zip(weights, begins)))
+    if not in_one_place:
+        return None
+    # From the storage, because autograd takes a view of one of its inputs for a view of that input alone.
+    view = torch.empty(0, dtype=first.dtype, device=first.device)
+    return view.set_(first.untyped_storage(), begins[0], (len(weights), *first.shape), (distance, *first.stride()))
