@@ -88,7 +88,7 @@ class Hopper(OwnKernels):
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
-            return HOPPER_FEW_ROWS.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+            return self.few_rows_up(HOPPER_FEW_ROWS, x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1, v1, along_f = two_in_place(w1_EFH, v1_EFH)
         if along_f:
             if activation.partition(" ")[0] not in _UP_ALONG_F:
@@ -102,15 +102,16 @@ class Hopper(OwnKernels):
 
     def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save):
         w, along_f = rows_or_columns_in_place(w_EGH)
-        fused = along_f and activation.partition(" ")[0] in _UP_ALONG_F and not self.has_few_rows(x.num_rows, w_EGH.size(0))
-        if not fused:
+        composes = self.has_few_rows(x.num_rows, w_EGH.size(0)) and not (self.batch_invariant and bias_EG is not None)
+        if composes or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
             return super().up_pairs(x, w_EGH, bias_EG, sizes_E, activation, save)
         result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save)
         x.forget()
         return result
 
     def biased_product(self, a, b, bias_EN, sizes_E, trans_b=False):
-        if bias_EN is None or self.has_few_rows(a.size(0), b.size(0)):
+        # With few rows the product is rounded before the bias is added, which other rows must not decide.
+        if bias_EN is None or (self.has_few_rows(a.size(0), b.size(0)) and not self.batch_invariant):
             return super().biased_product(a, b, bias_EN, sizes_E, trans_b)
         b, is_transposed = self.readable(b)
         return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b != is_transposed, splits=not self.batch_invariant)

@@ -10,7 +10,7 @@ import torch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.launch import plain_activation
-from gbmoe.launch.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place, two_with_rows_in_place
+from gbmoe.launch.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
 from gbmoe.problem import Problem, known, result_shape
 from gbmoe.tuning import groups_of_few_rows
 from gbmoe.tuning.device import Device
@@ -94,6 +94,13 @@ class OwnKernels(Engine):
         # A copy in any case, so that the result has a storage of its own size: the columns of a single row are contiguous.
         return out[:, :columns].clone(memory_format=torch.contiguous_format) if pads else out
 
+    def few_rows_up(self, kernels: FewRowsKernels, x, w1_EFH, v1_EFH, sizes_E, activation, save):
+        """`up` by the kernels for few rows; of transposed weights, whose first GEMM they do not have, composed of their products."""
+        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
+        if are_transposed:
+            return Engine.up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        return kernels.up(x, w1, v1, sizes_E, activation, save)
+
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         """Both products in one GEMM, so that their sum is rounded once."""
         dx_PH = dh_PF.new_empty(dh_PF.size(0), w1_EFH.size(2))
@@ -132,7 +139,8 @@ class FewRowsKernels:
 
     def up(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str,
            save: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H]. Rows that are not gathered yet are read from their tokens."""
+        """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H] with aligned rows. Rows that are not gathered yet are read from
+        their tokens."""
         if x.are_gathered or x.tokens_TH is None:
             rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
         else:
@@ -140,8 +148,7 @@ class FewRowsKernels:
         a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
         h_PF = torch.empty_like(a_PF) if save else None
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-        w1, v1 = two_with_rows_in_place(w1_EFH, v1_EFH)
-        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, device_sizes(sizes, rows.device),
+        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, rows.device),
                        plain_activation.kernel_arguments(activation), a_PF, h_PF, g_PF)
         x.forget()
         return a_PF, h_PF, g_PF

@@ -60,7 +60,7 @@ class TensorCore(OwnKernels):
         if w1_EFH.dtype == torch.float32:
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
-            return FEW_ROWS.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
+            return self.few_rows_up(FEW_ROWS, x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
         if are_transposed:  # no kernel with the activation reads them
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)

@@ -45,9 +45,3 @@ def two_in_place(one: torch.Tensor, two: torch.Tensor | None) -> tuple[torch.Ten
     if two_is_transposed != is_transposed or two_here.stride() != one_here.stride():
         return aligned(one), aligned(two), False
     return one_here, two_here, is_transposed
-
-
-def two_with_rows_in_place(one: torch.Tensor, two: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Two stacks of one shape for a kernel that reads rows alone: where they lie, or copies."""
-    one_here, two_here, are_transposed = two_in_place(one, two)
-    return (aligned(one), None if two is None else aligned(two)) if are_transposed else (one_here, two_here)

@@ -143,6 +143,31 @@ def test_kernels_with_biases(layout, shape, activation, engine):
         check(layout, device, dtype, engine, activation, tokens=tokens, experts=experts, hidden=hidden, ffn=ffn)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", [(), ("up", "down")], ids=["", "biases"])
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True), WeightLayout("gate_first", up_transposed=True)],
+                         ids=lambda layout: layout.code)
+def test_a_token_has_the_same_bits_alone_and_among_others(layout, engine, which):
+    """Few rows have kernels of their own, by which a bias was added after the product was rounded."""
+    device = torch.device("cuda")
+    if engines.ENGINES[engine].unavailable(device):
+        pytest.skip(engines.ENGINES[engine].unavailable(device))
+    leaves, chosen_TK, _ = inputs(layout, device, which=which, tokens=1500, hidden=512, ffn=384)
+    own = {name: None if leaf is None else leaf.bfloat16() for name, leaf in leaves.items()}
+
+    def outputs(count):
+        exact_inputs.poison(device)
+        plan = gbmoe.RoutingPlan.from_experts(chosen_TK[:count].contiguous(), E, check="none")
+        return gbmoe.expert_mlp(own["x"][:count], plan, own["w1"], own["w2"], own["v1"], weights_TK=own["weights"][:count].float(),
+                                activation=GPT_OSS, engine=engine, layout=layout, batch_invariant=True, w1_bias=own["w1_bias"],
+                                w2_bias=own["w2_bias"], v1_bias=own["v1_bias"])
+
+    whole = outputs(1500)
+    for count in (1, 7, 130):
+        assert torch.equal(outputs(count), whole[:count]), count
+
+
 @pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True)], ids=lambda layout: layout.code)
 @pytest.mark.parametrize("weight_gradients", [False, True])
 def test_recipes_of_float8_do_not_quantise_biases(layout, weight_gradients, device):
