@@ -14,15 +14,14 @@ namespace gbmoe {
 // As route has them. `saved` are the scores where kind is 0, and the logits of any other function.
 void route_backward(
     Tensor saved, Tensor ids, std::optional<Tensor> padding_mask, std::optional<Tensor> grad_scores,
-    std::optional<Tensor> grad_weights, std::optional<Tensor> grad_logsumexp, int64_t kind, int64_t groups, int64_t group_topk,
-    int64_t group_best, double p, double epsilon, double scale, int64_t lanes, int64_t numbers_per_lane, int64_t longest_vector,
-    int64_t slots_per_lane, Tensor grad) {
+    std::optional<Tensor> grad_weights, std::optional<Tensor> grad_logsumexp, std::vector<double> of, std::vector<int64_t> fields,
+    Tensor grad) {
   const torch::stable::accelerator::DeviceGuard guard(saved.get_device_index());
   using Table = BackwardInstances;
   const char* const name = "route_backward";
-  const RouterFunction function = router_function(name, kind, groups, group_topk, group_best, p, epsilon, scale);
-  const RouterConfig config{lanes, numbers_per_lane, longest_vector, slots_per_lane};
-  const RouterShape shape{saved.size(0), static_cast<int>(saved.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
+  const RouterFunction function = router_function(name, of);
+  const RouterConfig config = router_config(name, fields);
+  const RouterShape shape{saved.size(0), static_cast<int>(saved.size(1)), static_cast<int>(ids.size(1)), norm_of(of)};
   if (shape.tokens == 0) return;
   if (function.kind != RouterKind::kSoftmaxTopK) {
     return route_by_function_backward(
@@ -48,8 +47,6 @@ void route_backward(
 
 GBMOE_OPERATOR(route_backward,
                "(Tensor saved, Tensor ids, Tensor? padding_mask, Tensor? grad_scores, Tensor? grad_weights, "
-               "Tensor? grad_logsumexp, int kind, int groups, int group_topk, int group_best, float p, float epsilon, "
-               "float scale, int lanes, int numbers_per_lane, int longest_vector, int slots_per_lane, Tensor(a!) grad) "
-               "-> ()");
+               "Tensor? grad_logsumexp, float[] function, int[] config, Tensor(a!) grad) -> ()");
 
 }  // namespace gbmoe

@@ -43,14 +43,12 @@ struct Route {
 // tensors are bfloat16, float16 or float32.
 void route(
     Tensor logits, std::optional<Tensor> expert_bias, std::optional<Tensor> padding_mask, std::optional<Tensor> given,
-    int64_t kind, int64_t groups, int64_t group_topk, int64_t group_best, double p, double epsilon, double scale, int64_t lanes,
-    int64_t numbers_per_lane, int64_t longest_vector, int64_t list_length, Tensor scores, Tensor weights, Tensor ids,
-    Tensor logsumexp) {
+    std::vector<double> of, std::vector<int64_t> fields, Tensor scores, Tensor weights, Tensor ids, Tensor logsumexp) {
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  const RouterFunction function = router_function("route", kind, groups, group_topk, group_best, p, epsilon, scale);
-  const RouterConfig config{lanes, numbers_per_lane, longest_vector, list_length};
+  const RouterFunction function = router_function("route", of);
+  const RouterConfig config = router_config("route", fields);
   const RouterShape shape{
-      logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), static_cast<float>(p)};
+      logits.size(0), static_cast<int>(logits.size(1)), static_cast<int>(ids.size(1)), norm_of(of)};
   STD_TORCH_CHECK(shape.slots <= shape.experts, "route: ", shape.slots, " slots per token of ", shape.experts, " experts");
   if (shape.tokens == 0) return;
   if (function.kind != RouterKind::kSoftmaxTopK) {
@@ -69,9 +67,7 @@ void route(
 }
 
 GBMOE_OPERATOR(route,
-               "(Tensor logits, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int kind, int groups, "
-               "int group_topk, int group_best, float p, float epsilon, float scale, int lanes, int numbers_per_lane, "
-               "int longest_vector, int list_length, Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, "
-               "Tensor(d!) logsumexp) -> ()");
+               "(Tensor logits, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, float[] function, int[] config, "
+               "Tensor(a!) scores, Tensor(b!) weights, Tensor(c!) ids, Tensor(d!) logsumexp) -> ()");
 
 }  // namespace gbmoe

@@ -180,7 +180,7 @@ def route_logits(
         expert_bias, padding_mask, given = (
             None if t is None else aligned(t.to(dtype))
             for t, dtype in ((expert_bias, torch.float32), (padding_mask, torch.bool), (given, torch.int64)))
-    torch.ops.gbmoe_cuda.route(aligned(logits), expert_bias, padding_mask, given, *formula(function.code, plain), *config, *outputs)
+    torch.ops.gbmoe_cuda.route(aligned(logits), expert_bias, padding_mask, given, formula(function.code, plain), config, *outputs)
     return tuple(outputs)
 
 
@@ -218,7 +218,7 @@ def _route_backward_kernel(saved, ids, padding_mask, grad_scores, grad_weights, 
     else:
         config = tuning.any_function_backward(experts)
     padding_mask = None if padding_mask is None else padding_mask.contiguous()
-    torch.ops.gbmoe_cuda.route_backward(aligned(saved), ids, padding_mask, *given, *formula(code, of_scores), *config, grad)
+    torch.ops.gbmoe_cuda.route_backward(aligned(saved), ids, padding_mask, *given, formula(code, of_scores), config, grad)
     return grad
 
 
