@@ -366,7 +366,7 @@ _MEMORIES: dict[tuple[str, torch.device], PeerMemory] = {}
 def of_group(group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float | None = None) -> PeerMemory:
     """The memory of a group (None: the default group), made at the first call and shared by all callers. The first call's timeout holds
     for all of them. Collective at the first call, where `unavailable` was not called before; then it raises ValueError for its reason."""
-    group = _the(group)
+    group = groups.whole(group)
     key = (group.group_name, device)
     memory = _MEMORIES.get(key)
     if memory is None or memory.group is not group:
@@ -409,7 +409,7 @@ def check_overflow() -> None:
 
 def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """None if the ranks of a group can map each other's memory, otherwise the reason why not. Decided once a group, collectively."""
-    group = _the(group)
+    group = groups.whole(group)
     key = (group.group_name, device)
     known = _REASONS.get(key)
     if known is not None and known[0] is group:
@@ -431,12 +431,6 @@ def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | 
 # By the name of a group and its device. A later group may have the same name, so the group itself is kept to compare with.
 _REASONS: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str | None]] = {}
 _BOARDS: dict[tuple[str, torch.device], NoticeBoard] = {}
-
-
-def _the(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
-    return group
 
 
 def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:
