@@ -150,10 +150,10 @@ def without_autocast(function: _Function) -> _Function:
 def _is_unseen(inputs: tuple) -> bool:
     """True where a call involves nothing but these CUDA tensors, the first input among them. No compiler traces.
 
-    False where something watches the call (is_watched), autocast is on, or torch.profiler has to see its name. An
+    False where something watches the call (is_watched), autocast is on for any device, or torch.profiler has to see its name. An
     ExecutionTraceObserver without a profiler cannot be detected.
     """
-    if not inputs[0].is_cuda or not names.CALLS_KERNELS or torch.is_autocast_enabled("cuda"):
+    if not inputs[0].is_cuda or not names.CALLS_KERNELS or names.is_any_autocast_enabled():
         return False
     return not (names.profiler_enabled() or names.profiler._is_profiler_enabled or _is_watched(inputs))
 

@@ -320,8 +320,8 @@ class RoutingPlan(_Known):
             ValueError: on the meta device, where there are no numbers.
         """
         if self._sizes is None or self._sizes[0] is not self.padded_counts_E:
-            require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
-                    self.padded_counts_E.device)
+            if self.padded_counts_E.is_meta:
+                require(False, "RoutingPlan.host_sizes", "device", "one that has the plan's numbers", self.padded_counts_E.device)
             sizes_E = self.padded_counts_E.to("cpu", torch.int64)
         else:
             sizes_E = self._sizes[1]
@@ -337,9 +337,10 @@ class RoutingPlan(_Known):
         return self.first_rows(int(self.host_sizes().sum()))
 
     def first_rows(self, rows: int, sizes_E: torch.Tensor | None = None) -> RoutingPlan:
-        """The same plan with its first `rows` rows alone; no slot may have a row behind them. `sizes_E`: its padded_counts_E as int64 on the
-        CPU, unchecked, where the caller has them."""
-        return self._same_tables(self.slot_of_row_P[:rows], self._sizes if sizes_E is None else (self.padded_counts_E, sizes_E))
+        """The same plan with its first `rows` rows alone; no slot may have a row behind them. `sizes_E` is its padded_counts_E as int64 on
+        the CPU, unchecked, where the caller has it."""
+        sizes = self._sizes if sizes_E is None else (self.padded_counts_E, sizes_E)
+        return self._same_tables(self.slot_of_row_P[:rows], sizes)
 
     def with_host_sizes(self, sizes_E: torch.Tensor) -> RoutingPlan:
         """The same plan, given its padded_counts_E as int64 on the CPU, so that host_sizes() does not wait."""

@@ -86,16 +86,18 @@ def placement(args: Arguments) -> Placement:
     group, spread, experts = args.expert_parallel_group, args.moe_expert_model_parallelism, args.moe_num_experts
     if spread and not torch.compiler.is_compiling():  # in whose graphs a group is known by its name
         group = groups.whole(group)
-    world, rank = (groups.world_of(group), groups.rank_in(group)) if spread else (1, 0)
+    world = groups.world_of(group) if spread else 1
     degree, shards = expert_sharding.sharding(world, experts, args.ffn_hidden_size)
     experts_per_rank, options = experts // degree, expert_parallel_options.of(args)
     if shards > 1:
         require(not options.exact, "Arguments", "expert_parallel_exact",
-                "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", options.exact)
+                "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum",
+                options.exact)
         require(not options.shadows, "Arguments", "expert_parallel_shadows",
                 "0 where ranks share an expert (more ranks than experts)", options.shadows)
     return Placement(
-        group=group, world=world, rank=rank, experts=experts, experts_per_rank=experts_per_rank, shards=shards,
+        group=group, world=world, rank=groups.rank_in(group) if spread else 0, experts=experts, experts_per_rank=experts_per_rank,
+        shards=shards,
         nodes=None if options.exact else groups.nodes_of(group, options.ranks_per_node),
         chunks=1 if options.exact else min(options.chunks or 1, experts_per_rank),
         exact=options.exact, rows=options.rows)

@@ -84,8 +84,8 @@ class ExpertWeights(ExpertModule):
         parameters = self._parameters
 
         def view(name):
-            weight = parameters.get(name)  # getattr asks the same after all else
-            if type(weight) is not torch.nn.Parameter:
+            weight = parameters.get(name)
+            if type(weight) is not torch.nn.Parameter:  # a parametrization, pruning or fully_shard has put something in its place
                 weight = local_weight(getattr(self, name))
             stacked = weight.dim() == 3
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.

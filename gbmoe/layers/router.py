@@ -100,6 +100,7 @@ class LearnedRouter(torch.nn.Module):
             logits_TE = self._logits(x_TH, plain)
             self._require_experts(logits_TE.shape)
             return route(logits_TE, top_k, **given), logits_TE.dtype
+        assert weight is not None  # of a plain layer
         if weight.size(0) != args.moe_num_experts:
             self._require_experts((x_TH.size(0), weight.size(0)))
         scores_dtype = torch.float32 if args.moe_router_dtype == "fp32" else None

@@ -213,7 +213,8 @@ def _start(rows, receives, sends, group):
 class _Trip:
     """Rows to the destinations of one group and sums back, chunk by chunk. `sends` and `receives` are rows by chunk and destination.
 
-    `map` is that of the plan whose experts are the destinations. The rows of the chunk `kept` are all for this rank, on all ranks: they stay where they are.
+    `map` is that of the plan whose experts are the destinations. The rows of the chunk `kept` are all for this rank, on all ranks: they
+    stay where they are.
     """
 
     map: SlotMap
