@@ -106,8 +106,10 @@ def define(
     place = None if named is None else position_of[named]
 
     def call(*inputs):
-        if not _is_unseen(inputs):
-            if not torch.compiler.is_compiling():
+        # Asked once, and first, because a compiler would trace all that follows.
+        compiles = torch.compiler.is_compiling()
+        if compiles or not _is_unseen(inputs):
+            if not compiles:
                 if flops is not None:
                     hand_over()
                 if not names.REGISTERS_AUTOGRAD:
@@ -146,31 +148,35 @@ def without_autocast(function: _Function) -> _Function:
 
 
 def _is_unseen(inputs: tuple) -> bool:
-    """True where a call involves nothing but these CUDA tensors, the first input among them.
+    """True where a call involves nothing but these CUDA tensors, the first input among them. No compiler traces.
 
-    False where something watches the call (is_watched), autocast is on, or torch.profiler has to see its name. An
+    False where something watches the call (is_watched), autocast is on for any device, or torch.profiler has to see its name. An
     ExecutionTraceObserver without a profiler cannot be detected.
     """
-    # Asked first, because a compiler would trace all that follows.
-    if not names.CALLS_KERNELS or torch.compiler.is_compiling() or not inputs[0].is_cuda or torch.is_autocast_enabled("cuda"):
+    if not inputs[0].is_cuda or not names.CALLS_KERNELS or names.is_any_autocast_enabled():
         return False
-    return not (names.profiler_enabled() or names.profiler._is_profiler_enabled or is_watched(*inputs))
+    return not (names.profiler_enabled() or names.profiler._is_profiler_enabled or _is_watched(inputs))
 
 
 def is_watched(*inputs: object) -> bool:
     """True where something would intercept operators on these inputs: a compiler or torch.jit that traces, a mode, a transform of
     torch.func, a tensor subclass, the meta device, or forward-mode derivatives; and always where this torch cannot tell.
     """
-    if torch.compiler.is_compiling() or not names.SEES_WATCHERS or names.is_tracing():
+    return torch.compiler.is_compiling() or not names.SEES_WATCHERS or _is_watched(inputs)
+
+
+def _is_watched(inputs: tuple) -> bool:
+    """is_watched of a torch that can tell, where no compiler traces."""
+    if names.is_tracing() or names.len_torch_dispatch_stack() or names.len_torch_function_stack():
         return True
-    if names.len_torch_dispatch_stack() or names.len_torch_function_stack():
-        return True
-    if may_be_transformed() or names.forward_ad._current_level >= 0:
+    if names.peek_interpreter_stack() is not None or names.forward_ad._current_level >= 0:
         return True
     # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
     # meta device have no numbers to compute with.
-    return any(isinstance(t, torch.Tensor)
-               and (type(t) not in PLAIN or t.is_neg() or t.is_meta or names.is_legacy_batchedtensor(t)) for t in inputs)
+    for t in inputs:  # a generator would be entered once for each
+        if isinstance(t, torch.Tensor) and (type(t) not in PLAIN or t.is_neg() or t.is_meta or names.is_legacy_batchedtensor(t)):
+            return True
+    return False
 
 
 def refuse_jit_tracing(what: str) -> None:
@@ -225,7 +231,7 @@ def _differentiable(operator: torch._ops.OpOverload, direct: Callable, backward:
     def kernel(keyset, *inputs):
         _refuse_tangents(operator, inputs)
         if torch.is_grad_enabled() and names.any_requires_grad(*inputs):
-            if names.peek_interpreter_stack is not None and may_be_transformed():
+            if names.peek_interpreter_stack is not None and names.peek_interpreter_stack() is not None and may_be_transformed():
                 raise NotImplementedError(f"{operator.name()}: torch.func.grad, vjp and what is built from them are not supported,"
                                           " use torch.autograd")
             return function.apply(*inputs, keyset)

@@ -48,9 +48,9 @@ _DISABLES_AUTOCAST = _has(_is_any_autocast_enabled, _DisableAutocast)
 AUTOCASTS = ("cuda", "cpu")  # the types of devices for which operators have rules
 
 
-def is_any_autocast_enabled() -> bool:
-    """Whether autocast is on for a type of device that operators have rules for."""
-    return _is_any_autocast_enabled() if _DISABLES_AUTOCAST else any(map(torch.is_autocast_enabled, AUTOCASTS))
+# Whether autocast is on for a type of device that operators have rules for: torch's own function, as every operator asks.
+is_any_autocast_enabled: Callable[[], bool] = \
+    _is_any_autocast_enabled if _DISABLES_AUTOCAST else lambda: any(map(torch.is_autocast_enabled, AUTOCASTS))
 
 
 def autocast_off() -> contextlib.AbstractContextManager:

@@ -33,16 +33,17 @@ def _numbered(device: torch.device) -> torch.device:
 
 def _resolved_check(operator: str, check: str, device: torch.device) -> str:
     """`check` with "auto" resolved: "wait" for tensors on the CPU, where nothing has to be waited for, and "device" elsewhere."""
-    require(check in ("auto", "wait", "device", "none"), operator, "check", "auto, wait, device or none", repr(check))
-    if check != "auto":
+    if check in ("wait", "device", "none"):
         return check
+    require(check == "auto", operator, "check", "auto, wait, device or none", repr(check))
     return "wait" if device.type == "cpu" else "device"
 
 
 def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
     # Called inside the operator, which has the values, so that a compiled graph checks them too.
     rows = plain_torch.padded_rows(experts_TK.numel(), num_experts, align)
-    require(rows <= _INT32_MAX, _OF_EXPERTS, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
+    if rows > _INT32_MAX:
+        require(False, _OF_EXPERTS, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
     if check == "none" or experts_TK.numel() == 0:
         return
     low, high = experts_TK.aminmax()
@@ -241,8 +242,9 @@ class RoutingPlan:
                 has to be waited for, and "device" elsewhere. With all of them no row out of bounds is ever touched.
         """
         require_tensor(experts_TK, _OF_EXPERTS, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
-        require(isinstance(num_experts, int) and num_experts >= 1, _OF_EXPERTS, "num_experts", "an int of at least 1", repr(num_experts))
-        require(isinstance(align, int) and align >= 1, _OF_EXPERTS, "align", "an int of at least 1", repr(align))
+        for argument, value in (("num_experts", num_experts), ("align", align)):
+            if not isinstance(value, int) or value < 1:
+                require(False, _OF_EXPERTS, argument, "an int of at least 1", repr(value))
         check = _resolved_check(_OF_EXPERTS, check, experts_TK.device)
         if experts_TK.dim() == 1:
             experts_TK = experts_TK.unsqueeze(1)
@@ -361,9 +363,10 @@ class RoutingPlan:
         refuse_jit_tracing("RoutingPlan.exact")
         return self.first_rows(int(self.host_sizes().sum()))
 
-    def first_rows(self, rows: int) -> RoutingPlan:
-        """The same plan with its first `rows` rows alone; no slot may have a row behind them."""
-        return self._of(replace(self._checked(), slot_of_row_P=self.slot_of_row_P[:rows], in_expert_order=False), self.counts_E)
+        sizes_E = self._checked().sizes_E
+        if sizes_E is None:
+            if self.padded_counts_E.is_meta:
+                require(False, "RoutingPlan.host_sizes", "device", "one that has the plan's numbers", self.padded_counts_E.device)
 
     def with_host_sizes(self, sizes_E: torch.Tensor) -> RoutingPlan:
         """The same plan, given its padded_counts_E as int64 on the CPU, so that host_sizes() does not wait."""

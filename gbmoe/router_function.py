@@ -94,7 +94,7 @@ class RouterFunction:
     @property
     def is_softmax_topk(self) -> bool:
         """Whether, without biases, this is no more than a softmax, the K highest, and their p-norm (that of MegaBlocks)."""
-        return self.score == "softmax" and not self.has_groups and self.epsilon == 0 and self.scale == 1
+        return self.score == "softmax" and self.group_topk >= self.num_groups and self.epsilon == 0 and self.scale == 1
 
     @property
     def softmax_topk_norm(self) -> float | None:

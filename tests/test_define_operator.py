@@ -24,7 +24,7 @@ from gbmoe.compat.megablocks import ops as megablocks
 from gbmoe.float8 import quantize_rows, quantize_weights
 from gbmoe.layers import Arguments
 from gbmoe.ops import route
-from gbmoe.ops.permute import make_slot_map
+from gbmoe.ops.permute import gather_slots, make_slot_map
 from gbmoe.ops.plan_sizes import plan_sizes
 from gbmoe.router_function import RouterFunction
 from gbmoe.testing import exact_inputs
@@ -59,6 +59,17 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.seen.add(function.name())
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_call_asked_several_times_whether_a_compiler_traces(monkeypatch, device):
+    """Each answer takes two calls of Python's."""
+    asked, ask = [], torch.compiler.is_compiling
+    x = torch.randn(3, 8, device=device)
+    slots = gbmoe.RoutingPlan.from_experts(torch.tensor([[0], [1], [0]], device=device), 2).slot_map
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: asked.append(True) or ask())
+    gather_slots(x, slots)
+    assert len(asked) == 1
 
 
 @pytest.mark.gpu

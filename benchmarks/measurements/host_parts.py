@@ -44,7 +44,8 @@ _OF_GBMOE = (("_checks.py", "checks"), ("launch/alignment.py", "checks"), ("laun
 _OF_TORCH = (("_ops.py", "dispatcher"), ("_library/", "dispatcher"), ("autograd/", "autograd"), ("_functorch/", "autograd"),
              ("utils/_contextlib.py", "autograd"), ("", "modules"))
 # And those of gbmoe that check, or record for backward, wherever they are: by how their names begin or end.
-_CHECKS = ("check", "_check", "require", "_require", "is_watched", "_is_unseen", "may_be_", "_is_plain", "has_global_hooks", "_refuse_")
+_CHECKS = ("check", "_check", "require", "_require", "is_watched", "_is_watched", "_is_unseen", "may_be_", "_is_plain", "has_global_hooks",
+           "_refuse_")
 _RECORDS = ("setup_context", "_autograd_backward")
 # Functions of C++ by name. Those that ask tensors and Python's objects for something are part of the function that asks.
 _ALLOCATES = {"new_empty", "empty", "empty_like", "empty_strided", "new_zeros", "zeros", "zeros_like", "new_full", "full", "full_like",

@@ -112,7 +112,8 @@ class Engine:
     def product(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
                 out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
         """`gmm` for operands with any strides. A transposed view of a stack of matrices is passed on by trans_b, without a copy."""
-        require(a.dtype == b.dtype, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
+        if a.dtype != b.dtype:
+            require(False, "gmm", "b", lambda: f"the dtype of a, {a.dtype}", b.dtype, TypeError)
         if trans_a:
             # Kernels decide by the row length alone whether to access 16 bytes at a time, so the operands must be aligned.
             return self.gmm(aligned(a), aligned(b), sizes, True, False, out, accumulate)

@@ -42,6 +42,8 @@ def linear(x_PK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
 
 def padded_rows(slots: int, num_experts: int, align: int) -> int:
     """The number of rows that is enough for `slots` slots with any routing, each expert's rows being rounded up to `align`."""
+    if align == 1:
+        return slots
     if not torch.compiler.is_compiling() and type(slots) is type(num_experts) is int:
         least = min(slots, num_experts)
     else:

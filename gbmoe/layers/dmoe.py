@@ -176,7 +176,8 @@ class dMoE(torch.nn.Module):
         Raises:
             TypeError, ValueError: naming what x, or what the router returned, should be and what it is.
         """
-        x, tape = self._checked(x), self._tape
+        experts, shared_expert, tape = self.experts, self.shared_expert, self._tape
+        x = self._checked(x, experts)
         further: dict[str, Any] = {} if padding_mask is None else {"padding_mask": padding_mask}
         if tape is not None:  # a mask that it makes hides no token
             padding_mask, given_experts = tape.before(x, padding_mask, given_experts)
@@ -189,30 +190,31 @@ class dMoE(torch.nn.Module):
             further["cu_seqlens"] = cu_seqlens
         if tape is not None:
             tape.after(top_experts)
-        if self.shared_expert is None:
-            return self.experts(x, scores, expert_weights, top_experts, **further)
+        if shared_expert is None:
+            return experts(x, scores, expert_weights, top_experts, **further)
         shared: list[torch.Tensor] = []
         if self.args.moe_expert_model_parallelism:  # the shared expert hides the host's wait
-            out = self.experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(self.shared_expert(x)), **further)
+            out = experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(shared_expert(x)), **further)
         else:
-            out = self.experts(x, scores, expert_weights, top_experts, **further)
-            shared.append(self.shared_expert(x))
+            out = experts(x, scores, expert_weights, top_experts, **further)
+            shared.append(shared_expert(x))
         out, *bias = out if isinstance(out, tuple) else (out,)
-        out = self.shared_expert.add_experts_sharedexpert(shared[0], out)
+        out = shared_expert.add_experts_sharedexpert(shared[0], out)
         return (out, *bias) if bias else out
 
-    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+    def _checked(self, x: torch.Tensor, experts: Any) -> torch.Tensor:
         """x, cast to autocast's dtype where that is on. Raises unless the experts can take it."""
-        weight = _weight_in_use(self.experts)
+        weight = _weight_in_use(experts)
         require_tensor(x, "dMoE", "x", dtypes=FLOATING, device=None if weight is None else weight.device)
         hidden = self.args.hidden_size
-        require(x.dim() >= 1 and x.size(-1) == hidden, "dMoE", "x", lambda: f"last dimension hidden_size == {hidden}", list(x.shape))
+        if x.dim() < 1 or x.size(-1) != hidden:
+            require(False, "dMoE", "x", lambda: f"last dimension hidden_size == {hidden}", list(x.shape))
         dtype, device_type = x.dtype if weight is None else weight.dtype, x.device.type
         if autocast_enabled(device_type) and dtype != torch.float64:
             # Cast before the tokens are permuted, so that half as many bytes are moved.
             return x.to(torch.get_autocast_dtype(device_type))
-        require(x.dtype == dtype, "dMoE", "x", lambda: f"the layer's dtype {dtype}{'' if dtype == torch.float64 else ', or autocast'}",
-                x.dtype, TypeError)
+        if x.dtype != dtype:
+            require(False, "dMoE", "x", f"the layer's dtype {dtype}{'' if dtype == torch.float64 else ', or autocast'}", x.dtype, TypeError)
         return x
 
     def _route(self, x: torch.Tensor, **given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -83,17 +83,22 @@ def _all_map(args: Arguments) -> bool:
 
 def placement(args: Arguments) -> Placement:
     """Which rank holds which experts. `args` may be MegaBlocks' own Arguments, which lack gbmoe's additional fields."""
-    experts_per_rank, shards = expert_sharding.experts_per_rank(args), expert_sharding.hidden_sharding_degree(args)
-    options = expert_parallel_options.of(args)
-    require(not options.exact or shards == 1, "Arguments", "expert_parallel_exact",
-            "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum", options.exact)
-    require(not options.shadows or shards == 1, "Arguments", "expert_parallel_shadows",
-            "0 where ranks share an expert (more ranks than experts)", options.shadows)
+    group, spread, experts = args.expert_parallel_group, args.moe_expert_model_parallelism, args.moe_num_experts
+    if spread and not torch.compiler.is_compiling():  # in whose graphs a group is known by its name
+        group = groups.whole(group)
+    world = groups.world_of(group) if spread else 1
+    degree, shards = expert_sharding.sharding(world, experts, args.ffn_hidden_size)
+    experts_per_rank, options = experts // degree, expert_parallel_options.of(args)
+    if shards > 1:
+        require(not options.exact, "Arguments", "expert_parallel_exact",
+                "False where ranks share an expert (more ranks than experts), as each rank rounds its part of the expert's sum",
+                options.exact)
+        require(not options.shadows, "Arguments", "expert_parallel_shadows",
+                "0 where ranks share an expert (more ranks than experts)", options.shadows)
     return Placement(
-        group=args.expert_parallel_group, world=expert_sharding.expert_parallel_world_size(args),
-        rank=expert_sharding.expert_parallel_rank(args),
-        experts=args.moe_num_experts, experts_per_rank=experts_per_rank, shards=shards,
-        nodes=None if options.exact else groups.nodes_of(args.expert_parallel_group, options.ranks_per_node),
+        group=group, world=world, rank=groups.rank_in(group) if spread else 0, experts=experts, experts_per_rank=experts_per_rank,
+        shards=shards,
+        nodes=None if options.exact else groups.nodes_of(group, options.ranks_per_node),
         chunks=1 if options.exact else min(options.chunks or 1, experts_per_rank),
         exact=options.exact, rows=options.rows)
 
@@ -111,8 +116,9 @@ def maps_memory(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
     if transport == "exchange" or prepared.maps is False or (prepared.maps is None and torch.compiler.is_compiling()):
         return False
     reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
-    require(reason is None or transport == "auto", "Arguments", "expert_parallel_transport",
-            lambda: f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(transport))
+    if reason is not None and transport != "auto":
+        require(False, "Arguments", "expert_parallel_transport",
+                f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(transport))
     return reason is None
 
 
@@ -128,7 +134,7 @@ def _why_no_peer_memory(experts, x_TH, weights_TK, args, where) -> str | None:
     reason = _why_exchange(args, where) or peer_memory.check_rows(x_TH.dtype, x_TH.size(1))
     if reason is not None or torch.compiler.is_compiling():  # construction has asked about the memory
         return reason
-    return peer_memory.unavailable(args.expert_parallel_group, x_TH.device)
+    return peer_memory.unavailable(where.group, x_TH.device)
 
 
 def _why_exchange(args, where: Placement) -> str | None:
@@ -154,7 +160,6 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     """
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
-    trains = _may_train(experts, args)
     if maps_memory(experts, x_TH, weights_TK, args, where, prepared):
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
         return _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, prepared.layer), counts_E
@@ -162,7 +167,8 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
         peer_memory.agree_to_exchange(args.expert_parallel_group, x_TH.device, prepared.layer)
     if meanwhile is not None:
         meanwhile()
-    if expert_parallel_options.of(args).exact:
+    trains = _may_train(experts, args)
+    if where.exact:
         rows = experts.rows_before_weights()
         return uncompiled.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
                                                    layer=prepared.layer, trains=trains)
@@ -189,6 +195,8 @@ def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where
 def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:
     """Whether computing the experts may give gradients to anything but tokens and router weights: to their parameters, or to what an
     activation holds that nobody can ask."""
+    if any([parameter is not None and parameter.requires_grad for parameter in experts._parameters.values()]):  # the usual case
+        return True
     activation = args.activation_fn
     parts = [experts, *([activation] if isinstance(activation, torch.nn.Module) else [])]
     if any(p.requires_grad for part in parts for p in part.parameters()):
@@ -198,11 +206,11 @@ def _may_train(experts: torch.nn.Module, args: Arguments) -> bool:
 
 def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, layer, trains):
     """(out [T,H], tokens_per_expert) by torch.distributed's all-to-all."""
-    matrices = 2 if args.mlp_type == "mlp" else 3
-    if not expert_parallel_options.of(args).chunks:
+    matrices, options = 2 if args.mlp_type == "mlp" else 3, expert_parallel_options.of(args)
+    if not options.chunks:
         where = dataclasses.replace(where, chunks=automatic_chunks.choose(
             where, x_TH.size(0), args.hidden_size, args.ffn_hidden_size, args.moe_top_k, matrices, x_TH.dtype, x_TH.device))
-    shadows = expert_parallel_options.of(args).shadows
+    shadows = options.shadows
     if shadows and where.world > 1:
         return uncompiled.shadowed_experts_by_exchange(
             experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,

@@ -27,10 +27,13 @@ def sharding(world: int, experts: int, ffn: int) -> tuple[int, int]:
     """(into how many groups of whole experts `world` ranks divide them, into how many shards each expert's `ffn` rows are divided). Raises
     ValueError where they do not divide evenly."""
     degree = min(world, experts)
-    require(experts % degree == 0, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", experts)
-    require(world % degree == 0, "Arguments", "expert_parallel_group", f"a multiple of {degree} ranks", world)
+    if experts % degree:
+        require(False, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", experts)
+    if world % degree:
+        require(False, "Arguments", "expert_parallel_group", f"a multiple of {degree} ranks", world)
     shards = world // degree
-    require(ffn % shards == 0, "Arguments", "ffn_hidden_size", f"a multiple of {shards} shards", ffn)
+    if ffn % shards:
+        require(False, "Arguments", "ffn_hidden_size", f"a multiple of {shards} shards", ffn)
     return degree, shards
 
 

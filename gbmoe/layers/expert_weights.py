@@ -81,14 +81,20 @@ class ExpertWeights(ExpertModule):
 
     def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(w1, w2, v1 or None) as [E,F,H], local. `compute` scales their gradients by gradient_scale."""
+        parameters = self._parameters
+
         def view(name):
-            weight = local_weight(getattr(self, name))
+            weight = parameters.get(name)
+            if type(weight) is not torch.nn.Parameter:  # a parametrization, pruning or fully_shard has put something in its place
+                weight = local_weight(getattr(self, name))
+            stacked = weight.dim() == 3
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
-            expected, what = (self.experts, "matrices") if weight.dim() == 3 else (self.rows, "rows")
-            require(weight.size(0) == expected, "dMoE", name,
-                    lambda: f"{expected} {what} on this rank (fully_shard gathers them only when the module that it was given is"
-                    " called, not for a submodule)", weight.size(0))
-            return weight if weight.dim() == 3 else weight.view(self.experts, -1, self.args.hidden_size)
+            expected = self.experts if stacked else self.rows
+            if weight.size(0) != expected:
+                require(False, "dMoE", name,
+                        lambda: f"{expected} {'matrices' if stacked else 'rows'} on this rank (fully_shard gathers them only when the"
+                        " module that it was given is called, not for a submodule)", weight.size(0))
+            return weight if stacked else weight.view(self.experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
@@ -105,7 +111,8 @@ class ExpertWeights(ExpertModule):
     def hooks_set_weights(self) -> bool:
         """Whether hooks compute weights when the module is called, as pruning and the older weight_norm have them do. Only in a call
         are such weights those of the step."""
-        return any(name in self.__dict__ for name in ("w1", "w2", "v1"))
+        set_here = self.__dict__
+        return "w1" in set_here or "w2" in set_here or "v1" in set_here
 
     def _require_no_hooks(self, option: str) -> None:
         require(not self.hooks_set_weights(), "dMoE", "experts.mlp",

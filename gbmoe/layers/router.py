@@ -87,7 +87,8 @@ class LearnedRouter(torch.nn.Module):
     def _route(self, x_TH: torch.Tensor, **given: Any) -> tuple[Routing, torch.dtype]:
         """What the router decides, and the dtype in which MegaBlocks has the logits."""
         args, layer, engine = self.args, self.layer, None
-        top_k, plain = args.moe_top_k, _is_plain_linear(layer, args.moe_router_linear_bias)
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        top_k, plain = args.moe_top_k, _is_plain_linear(layer, weight, bias, args.moe_router_linear_bias)
         if args.batch_invariant:
             self._require_batch_invariance(plain, bool(given))
             engine = engines.batch_invariant(args.engine, x_TH.device)
@@ -100,9 +101,11 @@ class LearnedRouter(torch.nn.Module):
             logits_TE = self._logits(x_TH, plain)
             self._require_experts(logits_TE.shape)
             return route(logits_TE, top_k, **given), logits_TE.dtype
-        self._require_experts((x_TH.size(0), layer.weight.size(0)))
+        assert weight is not None  # of a plain layer
+        if weight.size(0) != args.moe_num_experts:
+            self._require_experts((x_TH.size(0), weight.size(0)))
         scores_dtype = torch.float32 if args.moe_router_dtype == "fp32" else None
-        return route_tokens(x_TH, layer.weight, top_k, engine=engine, bias=layer.bias, scores_dtype=scores_dtype, **given), x_TH.dtype
+        return route_tokens(x_TH, weight, top_k, engine=engine, bias=bias, scores_dtype=scores_dtype, **given), x_TH.dtype
 
     def _require_batch_invariance(self, plain: bool, given: bool) -> None:
         """Raise where the layer, which is `plain` or not, or the router's kernel might depend on other tokens. `given`: with padding or
@@ -154,11 +157,12 @@ class LearnedRouter(torch.nn.Module):
         return scores_TE, weights_TK, experts_TK
 
 
-def _is_plain_linear(layer: torch.nn.Module, with_bias: bool) -> bool:
-    """Whether calling the layer computes x @ weight.T, plus a bias where the arguments ask for one, and does nothing else, so that
-    route_tokens may take its place."""
+def _is_plain_linear(layer: torch.nn.Module, weight: torch.Tensor | None, bias: torch.Tensor | None, with_bias: bool) -> bool:
+    """Whether calling the layer, which has these parameters, computes x @ weight.T, plus a bias where the arguments ask for one, and does
+    nothing else, so that route_tokens may take its place."""
     return (type(layer) is torch.nn.Linear and torch.nn.Linear.forward is _LINEAR_FORWARD and "forward" not in layer.__dict__
-            and (layer.bias is not None) == with_bias and {type(layer.weight), type(layer.bias)} <= _PLAIN_PARAMETERS
+            and weight is not None and (bias is not None) == with_bias
+            and type(weight) in _PLAIN_PARAMETERS and type(bias) in _PLAIN_PARAMETERS
             and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks))
 
 

@@ -122,8 +122,12 @@ def activation_name(activation: str | Callable, more_modules: dict[type, tuple[s
         return activation
     if isinstance(activation, GatingActivation):
         return activation.code
-    require(callable(activation), "expert_mlp", "activation", f"a callable or one of {', '.join(plain_activation.ACTIVATIONS)}",
-            repr(activation), TypeError)
+    for function, known_name in _FUNCTIONS.items():  # compared by identity, as a callable need not have a hash
+        if function is activation:
+            return known_name
+    if not callable(activation):
+        require(False, "expert_mlp", "activation", f"a callable or one of {', '.join(plain_activation.ACTIVATIONS)}", repr(activation),
+                TypeError)
     if type(activation) is partial:
         known = activation.func is F.gelu and not activation.args and set(activation.keywords) <= {"approximate"}
         return _GELUS.get(activation.keywords.get("approximate", "none")) if known else None
@@ -137,7 +141,7 @@ def activation_name(activation: str | Callable, more_modules: dict[type, tuple[s
         name, forward = more_modules[type(activation)]
         altered = _is_hooked(activation) or "forward" in activation.__dict__ or type(activation).forward is not forward
         return None if altered else name
-    return next((name for function, name in _FUNCTIONS.items() if function is activation), None)
+    return None
 
 
 def _is_hooked(module: torch.nn.Module) -> bool:

@@ -137,14 +137,14 @@ def expert_mlp(
     tensors = (x_TH, weights_TK, w1, w2, v1, *biases)
     # A trace may be run with gradients also where it was made without, as torch.jit.trace does for its check.
     records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    save = records and (may_be_transformed() or any(t is not None and t.requires_grad for t in tensors))
+    save = records and (any(t is not None and t.requires_grad for t in tensors) or may_be_transformed())
     row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
     keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
         may_be_transformed() or any(w is not None and w.requires_grad for w in (w1, v1))
     ) and resolved.gathers_before_up(w1_EFH.size(1), name, x_TH.numel() * computed_dtype(x_TH).itemsize)
     # Copies that autocast makes of weights are not in their memory.
     uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
-    keep_weights = save and (may_be_transformed() or x_TH.requires_grad) and keeps_weights(fp8_recipe, uncast)
+    keep_weights = save and (x_TH.requires_grad or may_be_transformed()) and keeps_weights(fp8_recipe, uncast)
     arguments = (x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, *biases, name, resolved, save, keep_rows,
                  keep_weights, scale, layout.code)
     return forward_operator(*arguments)[0] if gradient_sink is None else _IntoSink.apply(gradient_sink, *arguments)
@@ -171,8 +171,8 @@ def check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
     device = plan.row_of_slot_TK.device
     autocast = autocast_enabled(device.type)
     require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)
-    require(x_TH.size(0) == plan.num_tokens, "expert_mlp", "x",
-            lambda: f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
+    if x_TH.size(0) != plan.num_tokens:
+        require(False, "expert_mlp", "x", lambda: f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
     require_tensor(w1_EFH, "expert_mlp", "w1", rank=3, dtypes=FLOATING, device=device)
     expected = [plan.num_experts, w1_EFH.size(1), x_TH.size(1)]
     for argument, weight in (("w1", w1_EFH), ("w2", w2_EFH), ("v1", v1_EFH)):
@@ -222,8 +222,8 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w
     del w1, w2, v1, matrices
     out_TH, h_PF, g_PF = expert_pass.forward(transport, experts, of_pass, sizes, activation, save)
     # Separate tensors: an operator's may not alias.
-    return (out_TH, *(out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH)),
-            *(of_pass.kept[name] if name in of_pass.kept else out_TH.new_empty(0, dtype=torch.uint8) for name in _NAMES))
+    return (out_TH, *[out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH)],
+            *[of_pass.kept[name] if name in of_pass.kept else out_TH.new_empty(0, dtype=torch.uint8) for name in _NAMES])
 
 
 _NAMES = ("w1", "w2", "v1")
@@ -295,7 +295,8 @@ def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.activation, ctx.engine, save, _, _, ctx.scale, ctx.layout = inputs
-    require(save, "expert_mlp", "save", "True where a gradient is needed", save)
+    if not save:
+        require(False, "expert_mlp", "save", "True where a gradient is needed", save)
     _, *for_backward = output
     ctx.mark_non_differentiable(*for_backward)
     ctx.set_materialize_grads(False)

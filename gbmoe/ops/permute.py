@@ -89,21 +89,23 @@ def padded_scatter(y_PH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tens
 
 def check_plan(plan: RoutingPlan, operator: str) -> None:
     """Raise TypeError for what is no plan, such as the ids of which one is made, and as RoutingPlan.check does."""
-    require(isinstance(plan, RoutingPlan), operator, "plan", "a RoutingPlan, as RoutingPlan.from_experts makes of expert ids",
-            type(plan).__name__, TypeError)
+    if not isinstance(plan, RoutingPlan):
+        require(False, operator, "plan", "a RoutingPlan, as RoutingPlan.from_experts makes of expert ids", type(plan).__name__, TypeError)
     plan.check()
 
 
 def _check(rows, operator, argument, plan, expected, dtypes) -> None:
     require_tensor(rows, operator, argument, rank=2, dtypes=dtypes, device=plan.row_of_slot_TK.device)
-    require(rows.size(0) == expected, operator, argument, lambda: f"{expected} rows, as in the plan", rows.size(0))
+    if rows.size(0) != expected:
+        require(False, operator, argument, lambda: f"{expected} rows, as in the plan", rows.size(0))
 
 
 def check_slot_scalars(scalars_TK: torch.Tensor, operator: str, argument: str, plan: RoutingPlan) -> None:
     """Raise unless scalars_TK is a floating [T,K] on the plan's device."""
     require_tensor(scalars_TK, operator, argument, rank=2, dtypes=FLOATING, device=plan.row_of_slot_TK.device)
-    expected = list(plan.row_of_slot_TK.shape)
-    require(list(scalars_TK.shape) == expected, operator, argument, lambda: f"shape {expected}, one a slot", list(scalars_TK.shape))
+    expected = plan.row_of_slot_TK.shape
+    if scalars_TK.shape != expected:
+        require(False, operator, argument, lambda: f"shape {list(expected)}, one a slot", list(scalars_TK.shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------- any map

@@ -72,17 +72,18 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     code = router_code("route", logits_TE.size(1), top_k, normalize, function)
     if expert_bias is not None or padding_mask is not None or given_experts is not None:
         require_router_tensors("route", logits_TE, logits_TE.size(1), top_k, expert_bias, padding_mask, given_experts)
-    require(scores_dtype in (None, torch.float32), "route", "scores_dtype", "None or torch.float32", scores_dtype)
+    if scores_dtype is not None:
+        require(scores_dtype == torch.float32, "route", "scores_dtype", "None or torch.float32", scores_dtype)
     wide = scores_dtype is not None or autocast_enabled(logits_TE.device.type)
     return Routing(*_route(logits_TE, expert_bias, padding_mask, given_experts, top_k, code, wide))
 
 
 def router_code(operator: str, experts: int, top_k: int, normalize: float | None, function: RouterFunction | None) -> str:
     """The code of the function that route()'s arguments describe. Raises ValueError unless they are what it takes."""
-    require(isinstance(top_k, int) and 1 <= top_k <= experts, operator, "top_k", lambda: f"an int, 1 to {experts}, the number of experts",
-            repr(top_k))
-    require(normalize is None or (isinstance(normalize, (int, float)) and normalize > 0), operator, "normalize", "None or a positive p",
-            repr(normalize))
+    if not isinstance(top_k, int) or not 1 <= top_k <= experts:
+        require(False, operator, "top_k", lambda: f"an int, 1 to {experts}, the number of experts", repr(top_k))
+    if normalize is not None and not (isinstance(normalize, (int, float)) and normalize > 0):
+        require(False, operator, "normalize", "None or a positive p", repr(normalize))
     if function is None:
         return softmax_topk_code(normalize)
     require(isinstance(function, RouterFunction), operator, "function", "a gbmoe.RouterFunction", type(function).__name__, TypeError)
@@ -113,10 +114,10 @@ def require_router_tensors(operator: str, like: torch.Tensor, experts: int, top_
 # All other calls have one kernel, and backward has the logits of forward.
 
 
-def is_softmax_topk(function: RouterFunction, *others: torch.Tensor | None) -> bool:
-    """Whether a call is no more than a softmax, the K highest and their norm; `others` are the bias, the mask and the ids that it is
-    given."""
-    return function.is_softmax_topk and all(other is None for other in others)
+def is_softmax_topk(function: RouterFunction, expert_bias: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
+                    given: torch.Tensor | None = None) -> bool:
+    """Whether a call is no more than a softmax, the K highest and their norm."""
+    return expert_bias is None and padding_mask is None and given is None and function.is_softmax_topk
 
 
 def kernels_take(experts: int, top_k: int, function: RouterFunction, softmax_topk: bool) -> bool:

@@ -61,7 +61,8 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
     """
     require_tensor(x_TH, "route_tokens", "x", rank=2, dtypes=FLOATING)
     require_tensor(weight_EH, "route_tokens", "weight", rank=2, dtypes=FLOATING, device=x_TH.device)
-    require(weight_EH.size(1) == x_TH.size(1), "route_tokens", "weight", lambda: f"size(1) == {x_TH.size(1)}", weight_EH.size(1))
+    if weight_EH.size(1) != x_TH.size(1):
+        require(False, "route_tokens", "weight", lambda: f"size(1) == {x_TH.size(1)}", weight_EH.size(1))
     experts = weight_EH.size(0)
     code = router_code("route_tokens", experts, top_k, normalize, function)
     if expert_bias is not None or padding_mask is not None or given_experts is not None:
@@ -69,7 +70,8 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
     if bias is not None:
         require_tensor(bias, "route_tokens", "bias", rank=1, dtypes=FLOATING, device=x_TH.device)
         require(bias.size(0) == experts, "route_tokens", "bias", lambda: f"shape [E] == [{experts}]", list(bias.shape))
-    require(scores_dtype in (None, torch.float32), "route_tokens", "scores_dtype", "None or torch.float32", scores_dtype)
+    if scores_dtype is not None:
+        require(scores_dtype == torch.float32, "route_tokens", "scores_dtype", "None or torch.float32", scores_dtype)
     if x_TH.dtype == torch.float64:
         scores_dtype = torch.float64
     elif scores_dtype is None:

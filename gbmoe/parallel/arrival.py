@@ -19,7 +19,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import require
-from gbmoe.engines.base import GatheredRows
+from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.launch import peers
 from gbmoe.launch.plain_torch import padded_rows
 from gbmoe.parallel.host_copy import HostCopy
@@ -94,8 +94,8 @@ class Arrived:
 
 
 class Arrival:
-    """Publishes this rank's tokens and plans those of all ranks, on the device. `finish` returns the result, and `sizes` then each
-    expert's rows.
+    """Publishes this rank's tokens and plans those of all ranks, on the device. `finish` returns the result, and
+    `sizes_and_engine` then each expert's rows.
 
     Where the number of rows is not bounded, `finish` waits for the device once. Work that the caller starts before it hides that wait.
     Until the caller pulls the rows the device has nothing to do, so `finish` does no more than that takes. With `pulls_ahead` the device
@@ -223,12 +223,18 @@ class Arrival:
             return None
         return GatheredRows(None, self._slots, ahead_PH[: self._slots.num_rows])
 
-    def sizes(self, engine: str, rows: int, w1_EFH: torch.Tensor) -> torch.Tensor:
-        """The rows of each expert, on the host or on the device as `engine` wants them for `rows` rows and w1; after `finish`."""
-        x_TH = self._x_TH
-        if self._offsets_E1 is not None and engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, False).needs_host_sizes:
-            return self._offsets_E1.diff().long()
-        return self._plan.padded_counts_E
+    def sizes_and_engine(self, engine: str, w1_EFH: torch.Tensor) -> tuple[torch.Tensor, Engine]:
+        """The rows of each expert, on the host or on the device as `engine` wants them for these rows and w1, and the engine of experts
+        whose sizes are there; after `finish`."""
+        x_TH, rows, sizes_E = self._x_TH, self._slots.num_rows, self._plan.padded_counts_E
+        on_host = x_TH.device.type == "cpu"
+        resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, on_host)
+        if resolved.needs_host_sizes and self._offsets_E1 is not None:
+            sizes_E = self._offsets_E1.diff().long()
+            if not on_host:
+                resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, True)
+        assert resolved.engine is not None
+        return sizes_E, resolved.engine
 
     def _room(self, expected: int) -> int:
         """Rows to make room for where so many are expected: one of few different numbers, so that the allocator sees few sizes."""

@@ -20,6 +20,7 @@ rank's tokens, V slots of this rank's experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.ops import padded_gather, padded_scatter
-from gbmoe.ops.permute import gather_slots
+from gbmoe.ops.permute import gather_slots, scatter_slots
 from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.groups import Nodes, guarded
 from gbmoe.parallel.host_copy import to_host
@@ -58,23 +60,29 @@ def _plan_of(key_TN: torch.Tensor, destinations: int, chunks: int) -> RoutingPla
     return RoutingPlan.from_experts(to_TN, destinations * chunks, check="none")
 
 
-def _cut(plan: RoutingPlan, rows: int) -> RoutingPlan:
-    """The plan with its first `rows` rows alone: behind them there are none for any destination."""
+def _cut(plan: RoutingPlan, rows: int, sizes: torch.Tensor | None = None) -> RoutingPlan:
+    """The plan with its first `rows` rows alone: behind them there are none for any destination. `sizes`, if the host knows them, are those
+    of each destination."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # imported here because it imports sympy
         if statically_known_true(plan.num_rows == 0):  # the compiler does not slice an empty tensor by an unknown size
-            return plan
-    return plan.first_rows(rows)
+            return plan if sizes is None else plan.with_host_sizes(sizes)
+    return plan.first_rows(rows, sizes)
 
 
 # ------------------------------------------------------------------------------------------------------------- all-to-all
 
 
-def _all_to_all(out: torch.Tensor, x: torch.Tensor, receives, sends, group, async_op=False):
+def _all_to_all(out: torch.Tensor, x: torch.Tensor, receives, sends, group):
     if torch.compiler.is_compiling():
-        return dist.all_to_all_single(out, x, output_split_sizes=receives, input_split_sizes=sends, group=group)
-    return guarded(lambda: dist.all_to_all_single(out, x.contiguous(), output_split_sizes=receives, input_split_sizes=sends,
-                                                  group=group, async_op=async_op), group)
+        dist.all_to_all_single(out, x, output_split_sizes=receives, input_split_sizes=sends, group=group)
+    else:
+        _all_to_all_of_host(out, x, receives, sends, group)
+
+
+def _all_to_all_of_host(out: torch.Tensor, x: torch.Tensor, receives, sends, group, async_op=False):
+    """all_to_all_single of contiguous tensors outside of compiled graphs."""
+    return guarded(functools.partial(dist.all_to_all_single, out, x, receives, sends, group, async_op), group)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -98,18 +106,28 @@ class _AllToAllWithIds(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights_RK, ids_RK, receives, sends, group):
         ctx.receives, ctx.sends, ctx.group = receives, sends, group
-        packed_RB = torch.cat([ids_RK.view(torch.uint8), weights_RK.contiguous().view(torch.uint8)], dim=1)
-        out_SB = packed_RB.new_empty(sum(receives), packed_RB.size(1))
-        _all_to_all(out_SB, packed_RB, receives, sends, group)
-        behind_ids = 4 * ids_RK.size(1)
-        # clone, as contiguous() returns a single row where it is, whose place may be no multiple of an element.
-        ids_SK = out_SB[:, :behind_ids].clone(memory_format=torch.contiguous_format).view(torch.int32)
+        weights_SK, ids_SK = _weights_with_ids(weights_RK, ids_RK, receives, sends, group)
         ctx.mark_non_differentiable(ids_SK)
-        return out_SB[:, behind_ids:].clone(memory_format=torch.contiguous_format).view(weights_RK.dtype), ids_SK
+        return weights_SK, ids_SK
 
     @staticmethod
     def backward(ctx, grad, _):
         return _AllToAll.apply(grad, ctx.sends, ctx.receives, ctx.group), None, None, None, None
+
+
+def _weights_with_ids(weights_RK, ids_RK, receives, sends, group):
+    packed_RB = torch.cat([ids_RK.view(torch.uint8), weights_RK.contiguous().view(torch.uint8)], dim=1)
+    out_SB = packed_RB.new_empty(sum(receives), packed_RB.size(1))
+    _all_to_all(out_SB, packed_RB, receives, sends, group)
+    behind_ids = 4 * ids_RK.size(1)
+    # clone, as contiguous() returns a single row where it is, whose place may be no multiple of an element.
+    ids_SK = out_SB[:, :behind_ids].clone(memory_format=torch.contiguous_format).view(torch.int32)
+    return out_SB[:, behind_ids:].clone(memory_format=torch.contiguous_format).view(weights_RK.dtype), ids_SK
+
+
+def _is_recorded(t: torch.Tensor) -> bool:
+    """Whether autograd records what is done with t. If not, an autograd.Function does no more than its forward, and takes some 10 us."""
+    return t.requires_grad and torch.is_grad_enabled()
 
 
 class _Travelling:
@@ -121,12 +139,12 @@ class _Travelling:
     def __init__(self, rows, receives, sends, group):
         self.receives, self.sends, self.group = receives, sends, group
         self.work = self.sent = self.back = None
-        self.rows = _Start.apply(rows, self)
+        self.rows = _Start.apply(rows, self) if _is_recorded(rows) else self.send(rows, receives, sends)
 
     def send(self, x, receives, sends):
         out = x.new_empty(sum(receives), *x.shape[1:])
         self.sent = x = x.contiguous()  # kept until it has been sent
-        self.work = _all_to_all(out, x, receives, sends, self.group, async_op=True)
+        self.work = _all_to_all_of_host(out, x, receives, sends, self.group, async_op=True)
         return out
 
     def arrive(self):
@@ -136,7 +154,10 @@ class _Travelling:
 
     def wait(self) -> torch.Tensor:
         rows, self.rows = self.rows, None  # the rows' autograd graph refers to this object: kept, they would form a cycle
-        return _Wait.apply(rows, self)
+        if _is_recorded(rows):
+            return _Wait.apply(rows, self)
+        self.arrive()
+        return rows
 
 
 class _Start(torch.autograd.Function):
@@ -192,10 +213,11 @@ def _start(rows, receives, sends, group):
 class _Trip:
     """Rows to the destinations of one group and sums back, chunk by chunk. `sends` and `receives` are rows by chunk and destination.
 
-    The rows of the chunk `kept` are all for this rank, on all ranks: they stay where they are.
+    `map` is that of the plan whose experts are the destinations. The rows of the chunk `kept` are all for this rank, on all ranks: they
+    stay where they are.
     """
 
-    plan: RoutingPlan
+    map: SlotMap
     sends: list[list[int]]
     receives: list[list[int]]
     group: dist.ProcessGroup | None
@@ -205,14 +227,16 @@ class _Trip:
         """(router weights [S,K], ids [S,K]) of the rows that arrive, by chunk."""
         # Flat first, as ids of one slot a token count as contiguous with any stride between slots, which a view as bytes does not take.
         bytes_TB = ids_TK.view(-1).view(torch.uint8).view(ids_TK.size(0), 4 * ids_TK.size(1))
-        ids_RK = gather_slots(bytes_TB, self.plan.slot_map)[0].view(torch.int32)  # moves bytes unchanged
-        chunks = zip(self._by_chunk(padded_gather(weights_TK, self.plan)), self._by_chunk(ids_RK), self.receives, self.sends)
-        return [(weights, ids) if chunk == self.kept else _AllToAllWithIds.apply(weights, ids, receives, sends, self.group)
+        ids_RK = gather_slots(bytes_TB, self.map)[0].view(torch.int32)  # moves bytes unchanged
+        weights_RK = gather_slots(weights_TK, self.map)[0]
+        exchange = _AllToAllWithIds.apply if torch.compiler.is_compiling() or _is_recorded(weights_RK) else _weights_with_ids
+        chunks = zip(self._by_chunk(weights_RK), self._by_chunk(ids_RK), self.receives, self.sends)
+        return [(weights, ids) if chunk == self.kept else exchange(weights, ids, receives, sends, self.group)
                 for chunk, (weights, ids, receives, sends) in enumerate(chunks)]
 
     def rows(self, x_TH) -> list[torch.Tensor]:
         """The rows to send, by chunk."""
-        return self._by_chunk(padded_gather(x_TH, self.plan))
+        return self._by_chunk(gather_slots(x_TH, self.map)[0])
 
     def send(self, chunk, rows_RH):
         return _Received(rows_RH) if chunk == self.kept else _start(rows_RH, self.receives[chunk], self.sends[chunk], self.group)
@@ -224,8 +248,8 @@ class _Trip:
         """Each token's sum of the rows that came back for it, in the order of destinations."""
         all_RH = sums_RH[0] if len(sums_RH) == 1 else torch.cat(sums_RH)
         if torch.compiler.is_compiling():
-            torch._check(all_RH.size(0) == self.plan.num_rows)  # the compiler cannot know that as many rows come back as were sent
-        return padded_scatter(all_RH, self.plan)
+            torch._check(all_RH.size(0) == self.map.num_rows)  # the compiler cannot know that as many rows come back as were sent
+        return scatter_slots(all_RH, self.map)
 
     def _by_chunk(self, rows):
         return [rows] if len(self.sends) == 1 else list(rows.split([sum(sends) for sends in self.sends]))
@@ -317,6 +341,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         ValueError: on all ranks, where they make passes of different layers, or in different ways; it says which ranks differ in what.
         RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
+    _check("experts_by_exchange", x_TH, experts_TK, weights_TK)
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TN = p.keys(ids_TK)
@@ -325,11 +350,11 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
     nodes, kept = p.nodes, p.chunks - 1 if p.shadows else None
     if nodes is None:
         counts = _counts(message_WX, p)
-        trip = _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group, kept)
+        trip = _Trip(_cut(to_ranks, _total(counts.sends)).slot_map, counts.sends, counts.receives, p.group, kept)
     else:
         to_nodes = _plan_of(keys_of_nodes(key_TN, p, nodes), nodes.count, p.chunks)
         counts = _counts_by_node(message_WX, to_nodes, p, nodes)
-        trip = _Trip(_cut(to_nodes, _total(counts.sends)), counts.sends, counts.receives, nodes.across, kept)
+        trip = _Trip(_cut(to_nodes, _total(counts.sends)).slot_map, counts.sends, counts.receives, nodes.across, kept)
 
     needs = counts.needs
     slots, rows = trip.slots(ids_TK, joined(weights_TK, needs.weights)), trip.rows(joined(x_TH, needs.x))
@@ -343,13 +368,24 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         else:
             sends, receives = ([by_chunk[chunk]] for by_chunk in counts.inside)
             to_ranks = _plan_of(_of_ranks_inside(ids_SK, chunk, p, nodes), nodes.size, 1)
-            inner = _Trip(_cut(to_ranks, _total(sends)), sends, receives, nodes.inside)
+            inner = _Trip(_cut(to_ranks, _total(sends)).slot_map, sends, receives, nodes.inside)
             (weights_SK, ids_SK), = inner.slots(ids_SK, weights_SK)
             handed = inner.send(0, inner.rows(coming[chunk].wait())[0])
             sums_SH = joined(_compute(compute, chunk, handed, ids_SK, weights_SK, counts, p), needs.any)  # before its inner trip
             sums_SH = inner.sums([inner.send_back(0, sums_SH).wait()])
         going.append(trip.send_back(chunk, sums_SH))
     return trip.sums([sums.wait() for sums in going]), plan.counts_E
+
+
+def _check(function: str, x_TH, experts_TK, weights_TK) -> None:
+    """Raise TypeError or ValueError for what cannot travel. All later steps take what was checked here, or built here."""
+    require_tensor(experts_TK, function, "experts", rank=2, dtypes=(torch.int32, torch.int64))
+    require_tensor(x_TH, function, "x", rank=2, dtypes=FLOATING, device=experts_TK.device)
+    require_tensor(weights_TK, function, "weights", rank=2, dtypes=FLOATING, device=experts_TK.device)
+    if x_TH.size(0) != experts_TK.size(0):
+        require(False, function, "x", lambda: f"{experts_TK.size(0)} rows, as experts has", x_TH.size(0))
+    if weights_TK.shape != experts_TK.shape:
+        require(False, function, "weights", lambda: f"shape {list(experts_TK.shape)}, one a slot", list(weights_TK.shape))
 
 
 def _total(by_chunk: list[list[int]]) -> int:
@@ -366,7 +402,7 @@ def _compute(compute, chunk, rows, ids_SK, weights_SK, counts, p) -> torch.Tenso
 
 def _with_sizes(plan: RoutingPlan, sizes: torch.Tensor) -> RoutingPlan:
     """The plan with its sizes given on the host, so that no engine waits for them, and without rows behind the last expert."""
-    return _cut(plan, sum(sizes.tolist())).with_host_sizes(sizes)
+    return _cut(plan, sum(sizes.tolist()), sizes)
 
 
 def keys_of_nodes(key_TN: torch.Tensor, p: Placement, nodes: Nodes) -> torch.Tensor:
@@ -458,13 +494,14 @@ def exact_experts_by_exchange(
             rows. Otherwise it is given None.
         layer, trains: as in experts_by_exchange.
     """
+    _check("exact_experts_by_exchange", x_TH, experts_TK, weights_TK)
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TK = p.keys(ids_TK)
     to_ranks = _plan_of(key_TK, p.world, 1)
     path = "exact exchange" if weighs_later else "exact exchange without gbmoe's kernels"
     counts = _counts(_message(pass_agreement.header(path, layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p), p)
-    needs, trip = counts.needs, _Trip(_cut(to_ranks, _total(counts.sends)), counts.sends, counts.receives, p.group)
+    needs, trip = counts.needs, _Trip(_cut(to_ranks, _total(counts.sends)).slot_map, counts.sends, counts.receives, p.group)
     x_TH, weights_TK = joined(x_TH, needs.x), joined(weights_TK, needs.weights)
     (_, ids_SK), = trip.slots(ids_TK, weights_TK.detach())
 

@@ -41,15 +41,28 @@ class Nodes:
 _NODES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, Nodes | None]] = weakref.WeakKeyDictionary()
 
 
+def whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself; the default group for None. With it torch.distributed need not look for the default group in every call."""
+    found: Any = dist.group.WORLD if group is None else group
+    return found
+
+
 def world_of(group: dist.ProcessGroup | None, operator: str = "Arguments", argument: str = "expert_parallel_group") -> int:
     """The number of ranks of a group (None: the default group).
 
     Raises:
         ValueError: where this rank is no member of the group. torch.distributed then counts -1 ranks, and its collectives do nothing.
     """
+    if isinstance(group, dist.ProcessGroup):  # which only its members have
+        return group.size()
     world = dist.get_world_size(group)
     require(world > 0, operator, argument, "a group of which this rank is a member", "a group of other ranks")
     return world
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's number in a group of which it is a member (None: the default group)."""
+    return group.rank() if isinstance(group, dist.ProcessGroup) else dist.get_rank(group)
 
 
 def ranks_per_node(group: dist.ProcessGroup | None, asked: int | None) -> int | None:
@@ -89,16 +102,16 @@ def nodes_of(group: dist.ProcessGroup | None, asked: int | None = None) -> Nodes
         ValueError: where this rank is no member of the group; where `asked` does not divide its ranks; where the caller asks for nodes
             and their groups cannot be made.
     """
-    whole: Any = dist.group.WORLD if group is None else group
-    world = world_of(whole)
-    known = _NODES.setdefault(whole, {})
+    group = whole(group)
+    world = world_of(group)
+    known = _NODES.setdefault(group, {})
     if asked not in known:
         if torch.compiler.is_compiling():
             return None
-        size = ranks_per_node(whole, asked)
+        size = ranks_per_node(group, asked)
         # Two ranks have no nodes, nor has a group whose caller says so: there is nothing to compare.
         may_have = world > 2 if asked is None else size is not None
-        known[asked] = _make(whole, size) if may_have and _can_be_made(whole, asked, size) and size is not None else None
+        known[asked] = _make(group, size) if may_have and _can_be_made(group, asked, size) and size is not None else None
     return known[asked]
 
 
@@ -150,8 +163,7 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 def timeout_of(group: dist.ProcessGroup | None) -> float:
     """The seconds after which the collectives of a group fail (None: the default group)."""
-    whole: Any = dist.group.WORLD if group is None else group
-    return (_timeout(whole) or dist.default_pg_timeout).total_seconds()
+    return (_timeout(whole(group)) or dist.default_pg_timeout).total_seconds()
 
 
 def named(ranks: list[int]) -> str:
@@ -166,20 +178,25 @@ class CollectiveFailed(RuntimeError):
 def guarded(collective: Callable[[], Any], group: dist.ProcessGroup | None, what: str = "exchange",
             whose: str = "expert parallelism") -> Any:
     """Call `collective`. Where torch.distributed raises, raise CollectiveFailed, which names the group's ranks and the missing ones."""
-    with Waiting(group):
-        try:
-            return collective()
-        except torch.OutOfMemoryError:  # of this rank alone
-            raise
-        except RuntimeError as error:  # torch.distributed's errors are subclasses of it
-            raise failure(group, error, what, whose) from error
+    calls = roll_call.of_default_group(group)
+    if calls is not None:
+        calls.enter(group)
+    try:
+        return collective()
+    except torch.OutOfMemoryError:  # of this rank alone
+        raise
+    except RuntimeError as error:  # torch.distributed's errors are subclasses of it
+        raise failure(group, error, what, whose) from error
+    finally:
+        if calls is not None:
+            calls.leave()
 
 
 class Waiting:
     """`with Waiting(group):` this thread waits for other ranks of the group. Only inside may `failure` be called."""
 
     def __init__(self, group: dist.ProcessGroup | None):
-        self._group, self._calls = group, roll_call.of_default_group()
+        self._group, self._calls = group, roll_call.of_default_group(group)
 
     def __enter__(self) -> None:
         if self._calls is not None:

@@ -67,18 +67,20 @@ def wait_for_ranks(there: Callable[[], bool], group: dist.ProcessGroup | None, l
     Raises:
         CollectiveFailed: naming the ranks that do not answer, or do not wait, too.
     """
-    timeout = groups.timeout_of(group)
-    limit = max(timeout - 2 * groups.ROLL_CALL_SECONDS, timeout / 2)
-    begin = time.monotonic()
+    begin, limit = time.monotonic(), None
     with groups.Waiting(group):
         while not there():
             waited = time.monotonic() - begin
-            if look is not None and waited > _SPIN_SECONDS:
+            if waited <= _SPIN_SECONDS:
+                continue
+            if look is not None:
                 look()
+            if limit is None:  # torch takes as long as a few kernels to tell it, and most waits are shorter than that
+                timeout = groups.timeout_of(group)
+                limit = max(timeout - 2 * groups.ROLL_CALL_SECONDS, timeout / 2)
             if waited > limit:
                 why = f"no answer within {limit:.0f} s"
                 if give_up is not None:
                     give_up(groups.CollectiveFailed(why))
                 raise groups.failure(group, why)
-            if waited > _SPIN_SECONDS:
-                time.sleep(0 if waited < _AWAKE_SECONDS else _PAUSE_SECONDS)
+            time.sleep(0 if waited < _AWAKE_SECONDS else _PAUSE_SECONDS)

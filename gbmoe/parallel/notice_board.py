@@ -112,7 +112,7 @@ class NoticeBoard:
             CollectiveFailed: where others gave up waiting for ranks; it names these.
             PassLost: otherwise. It says which rank failed, and why.
         """
-        if self.is_broken and not self.told:
+        if self._words[0] > self.epoch and not self.told:  # is_broken, without a call
             self._raise_for(self._failed_until(self._words[self._mine + _NUMBER]))
 
     def must_recover(self) -> bool:

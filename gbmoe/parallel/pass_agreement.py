@@ -101,13 +101,12 @@ class _Ranks:
 _RANKS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ranks] = weakref.WeakKeyDictionary()
 
 
-def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    whole: Any = dist.group.WORLD if group is None else group
-    return whole
-
-
 def _of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, _Ranks]:
-    return _whole(group), _RANKS.setdefault(_whole(group), _Ranks())
+    group = groups.whole(group)
+    ranks = _RANKS.get(group)
+    if ranks is None:
+        ranks = _RANKS[group] = _Ranks()
+    return group, ranks
 
 
 def next_layer(group: dist.ProcessGroup | None) -> int:
@@ -225,8 +224,8 @@ def header(path: str, layer: int, x_TH: torch.Tensor, weights_TK: torch.Tensor, 
     path += f" of {x_TH.size(1)} x {x_TH.dtype} a row and {weights_TK.size(1)} x {weights_TK.dtype} router weights a token"
     records = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
-        return begin_in_graph(x_TH, _whole(group).group_name, layer, path, records)
-    needs = Needs(*(records and needed for needed in (x_TH.requires_grad, weights_TK.requires_grad, trains)))
+        return begin_in_graph(x_TH, groups.whole(group).group_name, layer, path, records)
+    needs = Needs(records and x_TH.requires_grad, records and weights_TK.requires_grad, records and trains)
     return to_device(torch.tensor(begin(layer, path, needs, group), dtype=torch.int32, device="cpu"), x_TH.device)
 
 
@@ -234,7 +233,7 @@ def checked(messages_WX: torch.Tensor, group: dist.ProcessGroup | None) -> tuple
     """(the messages without the headers that they begin with, what any rank needs), of messages on the host. Raises as `check` does."""
     if torch.compiler.is_compiling():
         records = torch.is_grad_enabled()
-        return check_in_graph(messages_WX, _whole(group).group_name), Needs(records, records, records)
+        return check_in_graph(messages_WX, groups.whole(group).group_name), Needs(records, records, records)
     needs = check(messages_WX[:, :NUMBERS].amax(0).tolist(), group)
     return messages_WX[:, NUMBERS:], needs
 

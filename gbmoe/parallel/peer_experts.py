@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe import engines
 from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import Engine
 from gbmoe.ops import expert_pass
@@ -70,14 +69,13 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
                               pulls_ahead=True)
-        if meanwhile is not None:
-            meanwhile()
-        with torch.no_grad():
+            if meanwhile is not None:
+                with torch.set_grad_enabled(records):
+                    meanwhile()
             arrived = arrival.finish()
             rows = [arrival.rows_ahead() or pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]
-            sizes_E = arrival.sizes(engine, arrived.slots.num_rows, w1_EFH)
+            sizes_E, experts = arrival.sizes_and_engine(engine, w1_EFH)
         save = arrived.needs.any
-        experts = engines.for_experts(engine, x_TH, arrived.slots.num_rows, w1_EFH, sizes_E)
         call = _Call(activation, experts, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
                      keep_weights=save and arrived.needs.x and keep_weights)
         x_TH = pass_agreement.joined(x_TH, save and not any(need))

@@ -133,17 +133,19 @@ class PeerMemory:
 
     def regions(self, layout: Layout) -> Regions:
         """The regions of a layer. Where the memory is too small for them it grows, collectively: all ranks have equal layouts."""
-        needed = layout.offsets["end"]
-        if self._allocation is None or needed > self._allocation.bytes or layout not in self._allocation.regions:
+        allocation = self._allocation
+        regions = None if allocation is None else allocation.regions.get(layout)
+        if allocation is None or regions is None:
+            needed = layout.offsets["end"]
             with torch.inference_mode(False):  # later steps may train: what inference mode makes can be written to only within it
-                if self._allocation is None or needed > self._allocation.bytes:
-                    self._grow(needed)
-                self._allocation.regions[layout] = Regions(self._allocation.of_rank, self.rank, layout)  # type: ignore[union-attr]
+                if allocation is None or needed > allocation.bytes:
+                    allocation = self._grow(needed)
+                regions = allocation.regions[layout] = Regions(allocation.of_rank, self.rank, layout)
         if self._capturing():
-            self._allocation.captured = True  # type: ignore[union-attr]
-        return self._allocation.regions[layout]  # type: ignore[union-attr]
+            allocation.captured = True
+        return regions
 
-    def _grow(self, needed: int) -> None:
+    def _grow(self, needed: int) -> _Allocation:
         require(not self._capturing(), "peer_experts", "x", "as much memory as a call outside of a CUDA graph has made room for", "more")
         mapper = MAPPERS[self.device.type]()
         self._synchronize()
@@ -155,6 +157,7 @@ class PeerMemory:
             handle = mapper.rendezvous(own, self.group)
         of_rank = [own if rank == self.rank else handle.get_buffer(rank, (needed,), torch.uint8) for rank in range(self.ranks)]
         self._allocation = _Allocation(own, handle, of_rank)
+        return self._allocation
 
     def _synchronize(self) -> None:
         """Wait for all passes on this rank's device. Raises CollectiveFailed where other ranks do not let them end."""
@@ -181,8 +184,11 @@ class PeerMemory:
         """
         if self._in_pass:  # within `meanwhile` or a hook, on one thread: barriers would be those of another pass
             raise RuntimeError("peer_experts: expected no layer with experts over the same group to be called inside another one's pass")
-        with self._closing_barriers():
+        try:
             self._begin()
+        except Exception:  # which tells this rank of a failure
+            self._close_barriers()
+            raise
         self._in_pass = True
         try:
             if backward_of is not None:
@@ -271,8 +277,11 @@ class PeerMemory:
     def check(self) -> None:
         """Raise what later passes would raise: that another rank has left a pass early, or what passes have reported for which no host
         waited. Waits for the device. Not within a pass."""
-        with self._closing_barriers():
+        try:
             self.board.check()
+        except Exception:  # which tells this rank of a failure
+            self._close_barriers()
+            raise
         self.report.check()
 
     # ------------------------------------------------------------------------------------------------------- recoveries
@@ -300,15 +309,6 @@ class PeerMemory:
         self.stream().wait_stream(self.side_stream())
         done.record(self.stream())
         wait_for_ranks(done.query, self.group)
-
-    @contextlib.contextmanager
-    def _closing_barriers(self) -> Iterator[None]:
-        """Outside of passes: what is raised here tells this rank of a failure."""
-        try:
-            yield
-        except Exception:
-            self._close_barriers()
-            raise
 
     def _close_barriers(self) -> None:
         """After a failure, begin the barriers that other ranks have begun and this one has not. Passes that are under way on other ranks
@@ -366,7 +366,7 @@ _MEMORIES: dict[tuple[str, torch.device], PeerMemory] = {}
 def of_group(group: dist.ProcessGroup | None, device: torch.device, timeout_seconds: float | None = None) -> PeerMemory:
     """The memory of a group (None: the default group), made at the first call and shared by all callers. The first call's timeout holds
     for all of them. Collective at the first call, where `unavailable` was not called before; then it raises ValueError for its reason."""
-    group = _the(group)
+    group = groups.whole(group)
     key = (group.group_name, device)
     memory = _MEMORIES.get(key)
     if memory is None or memory.group is not group:
@@ -409,7 +409,7 @@ def check_overflow() -> None:
 
 def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """None if the ranks of a group can map each other's memory, otherwise the reason why not. Decided once a group, collectively."""
-    group = _the(group)
+    group = groups.whole(group)
     key = (group.group_name, device)
     known = _REASONS.get(key)
     if known is not None and known[0] is group:
@@ -431,12 +431,6 @@ def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | 
 # By the name of a group and its device. A later group may have the same name, so the group itself is kept to compare with.
 _REASONS: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, str | None]] = {}
 _BOARDS: dict[tuple[str, torch.device], NoticeBoard] = {}
-
-
-def _the(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
-    return group
 
 
 def _local_reason(group: dist.ProcessGroup, device: torch.device) -> str | None:

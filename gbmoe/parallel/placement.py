@@ -46,10 +46,11 @@ class Placement:
     timeout_seconds: float | None = None
 
     def __post_init__(self):
-        require(not self.exact or self.shards == 1, "Placement", "shards", "1 together with exact: the ranks that hold shards of an expert"
-                " would bring their rows to one place", self.shards)
-        require(self.rows is None or not self.exact, "Placement", "rows", "None together with exact, which sums every slot's row and"
-                " would read unwritten ones if rows beyond a bound were dropped", self.rows)
+        if self.exact:
+            require(self.shards == 1, "Placement", "shards", "1 together with exact: the ranks that hold shards of an expert"
+                    " would bring their rows to one place", self.shards)
+            require(self.rows is None, "Placement", "rows", "None together with exact, which sums every slot's row and"
+                    " would read unwritten ones if rows beyond a bound were dropped", self.rows)
 
     @property
     def shard(self) -> int:

@@ -340,11 +340,14 @@ _current: RollCall | None = None
 _lock = threading.Lock()
 
 
-def of_default_group() -> RollCall | None:
-    """The roll calls of the default process group, whose thread the first call starts; None without a default group."""
+def of_default_group(group: dist.ProcessGroup | None = None) -> RollCall | None:
+    """The roll calls of the default process group, whose thread the first call starts; None without a default group. `group` is what the
+    caller takes for the default group, if it does: torch.distributed is not asked for it where it was the last one."""
     global _current
-    group = dist.group.WORLD
     current = _current
+    if current is not None and group is not None and current.group() is group:
+        return current
+    group = dist.group.WORLD
     if current is not None and current.group() is group:
         return current
     if group is None:

@@ -553,7 +553,7 @@ def test_ids_of_one_slot_were_refused_where_their_slots_have_a_stride():
     ids_TK = torch.tensor([[2, 0, 1, 0, 2]], dtype=torch.int32).t()
     weights_TK = torch.rand(1, 5).t()
     plan = gbmoe.RoutingPlan.from_experts(torch.zeros(5, 1, dtype=torch.int32), 1)
-    ((weights_RK, ids_RK),) = exchange._Trip(plan, [[5]], [[5]], None, kept=0).slots(ids_TK, weights_TK)
+    ((weights_RK, ids_RK),) = exchange._Trip(plan.slot_map, [[5]], [[5]], None, kept=0).slots(ids_TK, weights_TK)
     assert torch.equal(ids_RK, ids_TK) and torch.equal(weights_RK, weights_TK)
 
 

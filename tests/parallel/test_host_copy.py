@@ -55,6 +55,16 @@ def test_the_wait_ends_so_early_that_ranks_can_still_be_asked(monkeypatch, timeo
     assert limit - 1 < asked[-1] <= limit + 1
 
 
+def test_a_short_wait_asked_torch_for_the_groups_timeout(monkeypatch):
+    def timeout_of(group):
+        raise AssertionError("a wait that has just begun needs no limit, which torch takes longer to tell than a few kernels take")
+
+    monkeypatch.setattr(groups, "timeout_of", timeout_of)
+    answers = iter([False, True])
+    host_copy.wait_for_ranks(lambda: next(answers), None)
+    assert next(answers, None) is None
+
+
 def test_numbers_on_the_cpu_are_not_waited_for():
     numbers = torch.arange(3)
     assert torch.equal(host_copy.to_host(numbers, None), numbers)

@@ -147,7 +147,8 @@ def test_a_process_whose_capture_failed_is_not_asked_again(monkeypatch, found, e
 
 @pytest.mark.parametrize("file, name, part", [
     ("gbmoe/_checks.py", "require_tensor", "checks"), ("gbmoe/ops/experts.py", "check_arguments", "checks"),
-    ("gbmoe/_define_operator.py", "is_watched", "checks"), ("gbmoe/_define_operator.py", "call", "dispatcher"),
+    ("gbmoe/_define_operator.py", "is_watched", "checks"), ("gbmoe/_define_operator.py", "_is_watched", "checks"),
+    ("gbmoe/_define_operator.py", "call", "dispatcher"),
     ("gbmoe/engines/resolved.py", "of", "choice"), ("gbmoe/tuning/device.py", "of", "choice"),
     ("gbmoe/ops/experts.py", "expert_mlp", "Python"), ("gbmoe/ops/experts.py", "_setup_context", "autograd"),
     ("torch/_ops.py", "__call__", "dispatcher"), ("torch/autograd/function.py", "apply", "autograd"),
