@@ -363,10 +363,12 @@ class RoutingPlan:
         refuse_jit_tracing("RoutingPlan.exact")
         return self.first_rows(int(self.host_sizes().sum()))
 
-        sizes_E = self._checked().sizes_E
-        if sizes_E is None:
-            if self.padded_counts_E.is_meta:
-                require(False, "RoutingPlan.host_sizes", "device", "one that has the plan's numbers", self.padded_counts_E.device)
+    def first_rows(self, rows: int, sizes_E: torch.Tensor | None = None) -> RoutingPlan:
+        """The same plan with its first `rows` rows alone; no slot may have a row after them. `sizes_E` is its padded_counts_E as int64 on
+        the CPU, unchecked, where the caller has it."""
+        known = self._checked()
+        sizes_E = known.sizes_E if sizes_E is None else sizes_E
+        return self._of(replace(known, slot_of_row_P=self.slot_of_row_P[:rows], in_expert_order=False, sizes_E=sizes_E), self.counts_E)
 
     def with_host_sizes(self, sizes_E: torch.Tensor) -> RoutingPlan:
         """The same plan, given its padded_counts_E as int64 on the CPU, so that host_sizes() does not wait."""
