@@ -148,7 +148,8 @@ def test_a_process_whose_capture_failed_is_not_asked_again(monkeypatch, found, e
 @pytest.mark.parametrize("file, name, part", [
     ("gbmoe/_checks.py", "require_tensor", "checks"), ("gbmoe/ops/experts.py", "check_arguments", "checks"),
     ("gbmoe/_define_operator.py", "is_watched", "checks"), ("gbmoe/_define_operator.py", "call", "dispatcher"),
-    ("gbmoe/engines/resolved.py", "of", "choice"), ("gbmoe/tuning/device.py", "of", "choice"),
+    ("gbmoe/engines/choice.py", "resolve", "choice"), ("gbmoe/engines/resolved.py", "of", "choice"),
+    ("gbmoe/tuning/device.py", "of", "choice"),
     ("gbmoe/ops/experts.py", "expert_mlp", "Python"), ("gbmoe/ops/experts.py", "_setup_context", "autograd"),
     ("torch/_ops.py", "__call__", "dispatcher"), ("torch/autograd/function.py", "apply", "autograd"),
     ("torch/nn/modules/module.py", "_call_impl", "modules"), ("/usr/lib/python3/functools.py", "wrapper", None),
