@@ -14,7 +14,7 @@ ONE_THING = {
     # Called after modules of other libraries, and after a library.
     "ops": {"gbmoe/compat/grouped_gemm/ops.py", "gbmoe/compat/megablocks/ops.py"},
     "router": {"gbmoe/layers/router.py", "gbmoe/compat/transformer_engine/router.py"},
-    "transformers": {"gbmoe/compat/transformers.py", "gbmoe/cli/bench/rivals/transformers.py"},
+    "transformers": {"gbmoe/compat/transformers.py", "gbmoe/cli/transformers.py", "gbmoe/cli/bench/rivals/transformers.py"},
 }
 
 
