@@ -12,8 +12,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import autocast_enabled, require
-from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.layers import load_balance
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Kept

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.launch import plain_router, plain_torch
+from gbmoe.launch import plain_router
 from gbmoe.launch.alignment import aligned
 from gbmoe.launch.availability import serves
 from gbmoe.router_function import SCORES, RouterFunction, softmax_topk_code
@@ -159,7 +160,7 @@ def empty_routing(like: torch.Tensor, logits_shape: Sequence[int], top_k: int, l
     tokens = logits_shape[0]
     return Routing(like.new_empty(logits_shape, dtype=scores_dtype), like.new_empty(tokens, top_k, dtype=scores_dtype),
                    like.new_empty(tokens, top_k, dtype=torch.int64),
-                   like.new_empty(tokens, dtype=plain_torch.accumulate_dtype(logits_dtype)))
+                   like.new_empty(tokens, dtype=accumulate_dtype(logits_dtype)))
 
 
 def route_logits(
