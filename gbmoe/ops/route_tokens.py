@@ -26,7 +26,7 @@ from gbmoe.ops.route_logits import (
     router_code,
     save_for_gradient,
 )
-from gbmoe.ops.router_logits import products_of_gradient, save_for_products
+from gbmoe.ops.router_linear import products_of_gradient, save_for_products
 from gbmoe.router_function import RouterFunction
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import gbmoe
 from gbmoe import Arguments, RoutingPlan, engines
-from gbmoe.ops.router_logits import router_logits
+from gbmoe.ops.router_linear import router_logits
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
