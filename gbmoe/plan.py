@@ -12,7 +12,7 @@ import torch
 
 from gbmoe._checks import as_device, require, require_tensor
 from gbmoe._define_operator import define, refuse_jit_tracing
-from gbmoe.launch import permute, plain_torch
+from gbmoe.launch import permute, plain_plan
 from gbmoe.slot_map import SlotMap
 
 _OF_EXPERTS = "RoutingPlan.from_experts"
@@ -21,7 +21,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def _fake_routing_plan(experts, num_experts, align, check):
-    rows = plain_torch.padded_rows(experts.numel(), num_experts, align)
+    rows = plain_plan.padded_rows(experts.numel(), num_experts, align)
     sizes = (experts.shape, (rows,), (num_experts,), (num_experts + 1,), (num_experts,))
     return tuple(experts.new_empty(size, dtype=torch.int32) for size in sizes)
 
@@ -41,7 +41,7 @@ def _resolved_check(operator: str, check: str, device: torch.device) -> str:
 
 def _check_values(experts_TK: torch.Tensor, num_experts: int, align: int, check: str) -> None:
     # Called inside the operator, which has the values, so that a compiled graph checks them too.
-    rows = plain_torch.padded_rows(experts_TK.numel(), num_experts, align)
+    rows = plain_plan.padded_rows(experts_TK.numel(), num_experts, align)
     if rows > _INT32_MAX:
         require(False, _OF_EXPERTS, "experts", f"at most {_INT32_MAX} padded rows (rows are int32)", rows)
     if check == "none" or experts_TK.numel() == 0:
@@ -83,7 +83,7 @@ def _check_counts(counts_E: torch.Tensor, rows: int, check: str) -> None:
 
 def _bounded_counts_reference(counts, rows, check):
     _check_counts(counts, rows, check)
-    return plain_torch.bounded_counts(counts, rows)
+    return plain_plan.bounded_counts(counts, rows)
 
 
 _bounded_counts = define(
@@ -95,7 +95,7 @@ _bounded_counts = define(
 
 def _plan_of_counts_reference(counts, rows, check):
     _check_counts(counts, rows, check)
-    return plain_torch.plan_of_counts(counts, rows)
+    return plain_plan.plan_of_counts(counts, rows)
 
 
 def _fake_plan_of_counts(counts, rows, check):

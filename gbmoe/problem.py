@@ -27,7 +27,7 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# As gbmoe.engines._unavailable: called, not traced, by torch.compile, which keeps the answer in the graph.
+# As gbmoe.engines.choice._unavailable: called, not traced, by torch.compile, which keeps the answer in the graph.
 allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -13,8 +13,9 @@ ONE_THING = {
     "permute": {"gbmoe/ops/permute.py", "gbmoe/launch/permute.py", "gbmoe/tuning/permute.py"},
     # Called after modules of other libraries, and after a library.
     "ops": {"gbmoe/compat/grouped_gemm/ops.py", "gbmoe/compat/megablocks/ops.py"},
-    "router": {"gbmoe/layers/router.py", "gbmoe/compat/transformer_engine/router.py"},
-    "transformers": {"gbmoe/compat/transformers.py", "gbmoe/cli/bench/rivals/transformers.py"},
+    # And after what a layer's router launches.
+    "router": {"gbmoe/layers/router.py", "gbmoe/launch/router.py", "gbmoe/compat/transformer_engine/router.py"},
+    "transformers": {"gbmoe/compat/transformers.py", "gbmoe/cli/transformers.py", "gbmoe/cli/bench/rivals/transformers.py"},
 }
 
 

@@ -9,15 +9,15 @@ import torch
 import gbmoe
 from gbmoe import launch
 from gbmoe.compat.transformer_engine import mask_row_map
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_permute
 from gbmoe.ops import permute
 from gbmoe.slot_map import SlotMap
 from tests import csrc_operators
 
 FIELDS = [field.rsplit("_", 1)[0] for field in SlotMap._fields]  # without their shapes
-WITH_A_MAP = [launch.gather, launch.scatter, launch.scatter_backward, plain_torch.padded_gather, plain_torch.padded_scatter,
-              plain_torch.padded_scatter_backward, permute.gather_slots, permute.scatter_slots]
-OF_PARTS = [launch.map_slots, plain_torch.map_slots, permute.make_slot_map, plain_torch.dense_slots]
+WITH_A_MAP = [launch.gather, launch.scatter, launch.scatter_backward, plain_permute.padded_gather, plain_permute.padded_scatter,
+              plain_permute.padded_scatter_backward, permute.gather_slots, permute.scatter_slots]
+OF_PARTS = [launch.map_slots, plain_permute.map_slots, permute.make_slot_map, plain_permute.dense_slots]
 
 
 @pytest.mark.parametrize("function", WITH_A_MAP + OF_PARTS, ids=lambda function: f"{function.__module__}.{function.__name__}")

@@ -16,8 +16,9 @@ from typing import Any, overload
 import torch
 
 from gbmoe import launch
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_gmm
 from gbmoe.launch.alignment import aligned
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
@@ -136,7 +137,7 @@ class Engine:
         all rows. The result is float32 where they have 16 bits, and otherwise of their dtype. N may be any number; K and the dtype are as
         in `gmm`. TypeError for another dtype of weight."""
         require(x.dtype == weight.dtype, "linear", "weight", lambda: f"the dtype of x, {x.dtype}", weight.dtype, TypeError)
-        return plain_torch.linear(x, weight)
+        return plain_gmm.linear(x, weight)
 
     # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H] with any
     # strides, as are the tensors for their gradients; v1 is given for a GLU only. `activation` is what plain_activation.functions takes.
@@ -205,7 +206,7 @@ class Engine:
         left_PB[:, 0] = weights_P
         left_PB[:, 1] = weights_P - left_PB[:, 0]
         sums_EBN = self.product(left_PB, rows_PN, sizes_E, trans_a=True)
-        return (sums_EBN[:, 0].to(plain_torch.accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
+        return (sums_EBN[:, 0].to(accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
 
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
         """Whether there are rows to keep for backward: `up` gathers them in their dtype into memory, or takes ones that were gathered for

@@ -19,7 +19,7 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.launch import plain_activation, plain_torch
+from gbmoe.launch import plain_activation, plain_plan
 from gbmoe.launch.alignment import aligned
 from gbmoe.problem import result_shape
 from gbmoe.tuning import float8_tiles
@@ -207,7 +207,7 @@ class Float8Reference(Float8):
 
     def scaled_product(self, a, b, sizes, out, a2=None, b2=None):
         row = 0
-        for e, size in enumerate(plain_torch.bounded_counts(host_sizes(sizes), out.size(0)).tolist()):
+        for e, size in enumerate(plain_plan.bounded_counts(host_sizes(sizes), out.size(0)).tolist()):
             here = slice(row, row + size)
             row += size
             sum_MN = torch.zeros(size, out.size(1), dtype=torch.float32, device=out.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gbmoe.engines.base import Engine
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_gmm
 from gbmoe.problem import result_shape
 
 
@@ -16,5 +16,5 @@ class Reference(Engine):
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         if out is None:
             out = a.new_empty(result_shape(a, b, sizes.numel(), trans_a, trans_b))
-        plain_torch.gmm(a, b, sizes.tolist(), trans_a, trans_b, out, accumulate)  # waits for sizes on a device
+        plain_gmm.gmm(a, b, sizes.tolist(), trans_a, trans_b, out, accumulate)  # waits for sizes on a device
         return out

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_permute, plain_plan
 from gbmoe.slot_map import SlotMap
 
 HEADER_NUMBERS = 4  # N
@@ -96,7 +96,7 @@ def push_row_sums(y_PH: torch.Tensor, row_of_slot_SK: torch.Tensor, weights_SK: 
         return
     here_S = (row_of_slot_SK >= 0).any(1)
     slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=_slot_of_row(row_of_slot_SK, y_PH.size(0)))
-    sums_SH = plain_torch.padded_scatter(y_PH, slots, weights=weights_SK)
+    sums_SH = plain_permute.padded_scatter(y_PH, slots, weights=weights_SK)
     for sums_CH, into_CH, here_C in zip(sums_SH.chunk(len(to.of_rank)), to.of_rank, here_S.chunk(len(to.of_rank))):
         into_CH[here_C] = sums_CH[here_C]
 
@@ -156,6 +156,6 @@ def _slots_with_rows(row_of_slot_SK: torch.Tensor, rows: int) -> tuple[torch.Ten
 
 def _slot_of_row(row_of_slot_SK: torch.Tensor, rows: int) -> torch.Tensor:
     token_R, slot_R, row_R = _slots_with_rows(row_of_slot_SK, rows)
-    slot_of_row_P = row_of_slot_SK.new_full((rows,), plain_torch.PADDING)
+    slot_of_row_P = row_of_slot_SK.new_full((rows,), plain_plan.PADDING)
     slot_of_row_P[row_R] = (token_R * row_of_slot_SK.size(1) + slot_R).int()
     return slot_of_row_P

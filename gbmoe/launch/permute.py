@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_permute, plain_plan
 from gbmoe.launch.availability import serves, sorts
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permute as tuning
@@ -18,11 +18,11 @@ from gbmoe.tuning.device import Device
 
 
 def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:
-    """row_of_slot, slot_of_row, counts, offsets and padded counts of a plan, see plain_torch.routing_plan. Ids are not checked: one outside
+    """row_of_slot, slot_of_row, counts, offsets and padded counts of a plan, see plain_plan.routing_plan. Ids are not checked: one outside
     [0, num_experts) counts as none."""
     if not sorts(experts_TK.device, num_experts):
-        return plain_torch.routing_plan(experts_TK, num_experts, align)
-    rows = plain_torch.padded_rows(experts_TK.numel(), num_experts, align)
+        return plain_plan.routing_plan(experts_TK, num_experts, align)
+    rows = plain_plan.padded_rows(experts_TK.numel(), num_experts, align)
     most_chunks = tuning.most_chunks(Device.of(experts_TK.device))
     return torch.ops.gbmoe_cuda.routing_plan(experts_TK.contiguous(), num_experts, align, rows, most_chunks)
 
@@ -50,7 +50,7 @@ def gather(
     With `clear_behind` the rows behind the last expert are zeros; otherwise they may hold anything.
     """
     if not serves(x_TH):
-        out_PH, gathered_P = plain_torch.padded_gather(x_TH, slots, scale=scale, probs=probs, drop_zero_probs=drop_zero_probs)
+        out_PH, gathered_P = plain_permute.padded_gather(x_TH, slots, scale=scale, probs=probs, drop_zero_probs=drop_zero_probs)
         return out_PH, None if probs is None else gathered_P
     out_PH = x_TH.new_empty(slots.num_rows, x_TH.size(1))
     probs_P = None if probs is None else probs.new_empty(slots.num_rows)
@@ -62,7 +62,7 @@ def gather(
 def scatter(y_PH: torch.Tensor, slots: SlotMap, *, weights: torch.Tensor | None = None) -> torch.Tensor:
     """padded_scatter without checks and autograd; the CUDA kernel where it is loaded."""
     if not serves(y_PH):
-        return plain_torch.padded_scatter(y_PH, slots, weights=weights)
+        return plain_permute.padded_scatter(y_PH, slots, weights=weights)
     out_TH = y_PH.new_empty(slots.num_tokens, y_PH.size(1))
     torch.ops.gbmoe_cuda.padded_scatter(
         y_PH.contiguous(), slots.row_of_slot_TK, slots.columns_TK, slots.counts_T, _contiguous(weights), out_TH)
@@ -72,12 +72,12 @@ def scatter(y_PH: torch.Tensor, slots: SlotMap, *, weights: torch.Tensor | None 
 def scatter_backward(
     grad_TH: torch.Tensor, y_PH: torch.Tensor | None, slots: SlotMap, *, weights: torch.Tensor | None = None, need_rows: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of padded_scatter, see plain_torch.padded_scatter_backward; the CUDA kernel where it is loaded.
+    """Gradients of padded_scatter, see plain_permute.padded_scatter_backward; the CUDA kernel where it is loaded.
 
     Without `need_rows` the first result is empty.
     """
     if not serves(grad_TH):
-        rows, dots = plain_torch.padded_scatter_backward(grad_TH, y_PH, slots, weights=weights)
+        rows, dots = plain_permute.padded_scatter_backward(grad_TH, y_PH, slots, weights=weights)
         return rows if need_rows else grad_TH.new_empty(0), dots
     grad_y_PH = grad_TH.new_empty(slots.num_rows, grad_TH.size(1)) if need_rows else None
     grad_weights = None
@@ -96,9 +96,11 @@ def map_slots(
     row_TK: torch.Tensor, *, columns_TK: torch.Tensor | None = None, counts_T: torch.Tensor | None = None,
     pad_offsets_E: torch.Tensor | None = None, probs: torch.Tensor | None = None, rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """row_of_slot [T,K] and slot_of_row [P] of a SlotMap with these rows, see plain_torch.map_slots; the CUDA kernel where it is loaded."""
+    """row_of_slot [T,K] and slot_of_row [P] of a SlotMap with these rows, see plain_permute.map_slots; the CUDA kernel where it is
+    loaded."""
     if not serves(row_TK):
-        return plain_torch.map_slots(row_TK, columns_TK=columns_TK, counts_T=counts_T, pad_offsets_E=pad_offsets_E, probs=probs, rows=rows)
+        return plain_permute.map_slots(row_TK, columns_TK=columns_TK, counts_T=counts_T, pad_offsets_E=pad_offsets_E, probs=probs,
+                                       rows=rows)
     row_of_slot_TK = torch.empty(row_TK.shape, dtype=torch.int32, device=row_TK.device)
     slot_of_row_P = row_of_slot_TK.new_empty(rows)
     pad_offsets_E = None if pad_offsets_E is None else pad_offsets_E.long().contiguous()
@@ -109,7 +111,7 @@ def map_slots(
 def clear_rows_without_slot(slot_of_row_P: torch.Tensor, rows_PF: torch.Tensor) -> None:
     """Write zeros to the rows of a contiguous [P,F], of any dtype, whose entry in slot_of_row_P is negative; leave the others."""
     if not serves(rows_PF):
-        plain_torch.clear_rows_without_slot(slot_of_row_P, rows_PF)
+        plain_permute.clear_rows_without_slot(slot_of_row_P, rows_PF)
     else:
         torch.ops.gbmoe_cuda.clear_rows_without_slot(slot_of_row_P, rows_PF)
 

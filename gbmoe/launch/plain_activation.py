@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from gbmoe.launch.plain_torch import accumulate_dtype
+from gbmoe._accumulate_dtype import accumulate_dtype
 
 # The most elements that an elementwise step widens to fp32 at a time, which bounds the memory of temporaries.
 _CHUNK_ELEMENTS = 1 << 18

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from gbmoe.launch.plain_torch import accumulate_dtype
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe.router_function import RouterFunction
 
 # ------------------------------------------------------------------------------------------- any function

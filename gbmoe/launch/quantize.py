@@ -12,7 +12,7 @@ import torch
 
 from gbmoe import float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_permute
 from gbmoe.launch.availability import float8_serves
 from gbmoe.slot_map import SlotMap
 
@@ -36,7 +36,7 @@ def quantize_gathered(x_TH: torch.Tensor, slots: SlotMap, power_2_scale: bool) -
     """gather and quantize_rows, as one kernel where it is loaded; rows behind the last expert may then hold anything. Dense maps only."""
     assert slots.columns_TK is None and slots.counts_T is None
     if not float8_serves(x_TH):
-        return float8.quantize_rows(plain_torch.padded_gather(x_TH, slots)[0], power_2_scale)
+        return float8.quantize_rows(plain_permute.padded_gather(x_TH, slots)[0], power_2_scale)
     out = empty_scaled_rows(x_TH, slots.num_rows, x_TH.size(1))
     torch.ops.gbmoe_cuda.quantize_gathered(x_TH.contiguous(), slots.row_of_slot_TK, slots.slot_of_row_P, power_2_scale, out.values_PK,
                                            out.scales_PC)
@@ -65,7 +65,7 @@ def quantize_gathered_k_blocks(x_TK: torch.Tensor, slots: SlotMap, sizes_E: torc
     """gather and quantize_k_blocks, as one kernel where it is loaded. Only for a plan's map, whose slot_of_row_P are the slots."""
     assert slots.columns_TK is None and slots.counts_T is None
     if not float8_serves(x_TK):
-        return float8.quantize_k_blocks(plain_torch.padded_gather(x_TK, slots)[0], sizes_E, power_2_scale)
+        return float8.quantize_k_blocks(plain_permute.padded_gather(x_TK, slots)[0], sizes_E, power_2_scale)
     out = empty_k_blocks(x_TK, slots.num_rows, sizes_E)
     torch.ops.gbmoe_cuda.quantize_k_blocks(x_TK.contiguous(), slots.slot_of_row_P, slots.top_k, sizes_E, power_2_scale, out.values_BKR,
                                            out.scales_BK, out.filled_rows_E)

@@ -12,9 +12,9 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import autocast_enabled, require
-from gbmoe.launch.plain_torch import accumulate_dtype
-from gbmoe.layers import load_balance
+from gbmoe.layers import load_balancing_terms
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Kept
 from gbmoe.layers.routed import Routed
@@ -106,16 +106,16 @@ def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None
     with _without_autocast(device.type):
         normalize = args.moe_router_score_function != "softmax"
         if kind == "aux_loss" and not normalize and all(routed.padding_mask_T is None for routed in kept):
-            return load_balance.of_megablocks([(routed.counts_E, routed.scores_TE) for routed in kept], args)
+            return load_balancing_terms.of_megablocks([(routed.counts_E, routed.scores_TE) for routed in kept], args)
         dtype = functools.reduce(torch.promote_types, (routed.scores_TE.dtype for routed in kept))
         dtype = torch.float32 if args.moe_lbl_in_fp32 else dtype
         wide = accumulate_dtype(dtype)
         if kind == "seq_aux_loss":
-            terms = [load_balance.of_sequences(routed, wide, normalize, args.batch_first) for routed in kept]
+            terms = [load_balancing_terms.of_sequences(routed, wide, normalize, args.batch_first) for routed in kept]
         elif kind == "global_aux_loss":
-            terms = load_balance.of_global_batch(kept, wide, normalize, group, so_far)
+            terms = load_balancing_terms.of_global_batch(kept, wide, normalize, group, so_far)
         else:
-            terms = [load_balance.of_batch(routed, wide, normalize) for routed in kept]
+            terms = [load_balancing_terms.of_batch(routed, wide, normalize) for routed in kept]
         total = torch.stack([term.to(device) for term in terms]).sum()
         return (args.moe_loss_weight / (args.num_layers * args.moe_top_k) * total).to(dtype)
 

@@ -14,10 +14,11 @@ import torch
 
 from gbmoe import _torch_names, engines
 from gbmoe._checks import PLAIN, autocast_enabled, require
+from gbmoe.launch.router import kernels_take
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Source
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.ops.route_logits import Routing, kernels_take, route
+from gbmoe.ops.route_logits import Routing, route
 from gbmoe.ops.route_tokens import route_tokens
 from gbmoe.router_function import RouterFunction
 

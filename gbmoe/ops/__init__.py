@@ -7,6 +7,6 @@ from gbmoe.ops.permute import padded_gather, padded_scatter
 from gbmoe.ops.route_logits import Routing, route
 from gbmoe.ops.route_tokens import route_tokens
 
-from gbmoe.ops import router_logits  # noqa: F401  # isort: skip (of the layer's router, not public)
+from gbmoe.ops import router_linear  # noqa: F401  # isort: skip (of the layer's router, not public)
 
 __all__ = ["Routing", "expert_mlp", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route", "route_tokens"]

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules import module as modules
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
-from gbmoe.launch import plain_activation, plain_torch
+from gbmoe.launch import plain_activation
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ class GatingActivation:
     def __call__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None = None) -> torch.Tensor:
         """act(h), or act(h) * gate(g), in float32 (float64 for float64) and rounded once; differentiable."""
         value, gate = plain_activation.functions(self.code)
-        wide = plain_torch.accumulate_dtype(h_PF.dtype)
+        wide = accumulate_dtype(h_PF.dtype)
         a_PF = value(h_PF.to(wide), False)
         return (a_PF if g_PF is None else a_PF * gate(g_PF.to(wide), False)).to(h_PF.dtype)
 

@@ -5,20 +5,15 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.launch import plain_router, plain_torch
-from gbmoe.launch.alignment import aligned
-from gbmoe.launch.availability import serves
-from gbmoe.router_function import SCORES, RouterFunction, softmax_topk_code
-from gbmoe.tuning import router_kernels as tuning
+from gbmoe.launch import router
+from gbmoe.launch.router import is_softmax_topk
+from gbmoe.router_function import RouterFunction, softmax_topk_code
 
 
 class Routing(NamedTuple):
@@ -108,119 +103,16 @@ def require_router_tensors(operator: str, like: torch.Tensor, experts: int, top_
                 lambda: f"shape [T,K] == [{tokens}, {top_k}]", list(given_experts.shape))
 
 
-# ------------------------------------------------------------------------------------------------- which kernel, if there is one
-
-# Of a call that is a softmax, the K highest and their norm there are kernels that do nothing else, and backward has the scores of forward.
-# All other calls have one kernel, and backward has the logits of forward.
-
-
-def is_softmax_topk(function: RouterFunction, expert_bias: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
-                    given: torch.Tensor | None = None) -> bool:
-    """Whether a call is no more than a softmax, the K highest and their norm."""
-    return expert_bias is None and padding_mask is None and given is None and function.is_softmax_topk
-
-
-def kernels_take(experts: int, top_k: int, function: RouterFunction, softmax_topk: bool) -> bool:
-    """Whether there is a CUDA kernel of route() for these, whatever the number of tokens. Plain PyTorch does the others, and float64."""
-    if not tuning.serves(experts, top_k):
-        return False
-    if softmax_topk:
-        return _plain_powers(function.softmax_topk_norm, experts)
-    limited = not function.has_groups or (function.num_groups <= tuning.MOST_GROUPS and function.group_best <= 2)
-    return limited and function.normalize in (None, 1)
-
-
-def _kernels_serve(loaded: torch.Tensor, top_k: int, function: RouterFunction, softmax_topk: bool, stored: torch.dtype) -> bool:
-    """Whether a kernel takes these logits and stores scores of a dtype; or these scores or logits, and stores the logits' gradient."""
-    if torch.float64 in (loaded.dtype, stored) or not serves(loaded):
-        return False
-    return kernels_take(loaded.size(1), top_k, function, softmax_topk)
-
-
-def _plain_powers(p: float | None, experts: int) -> bool:
-    """Whether the p-th power of a row's largest score, which is at least 1 / experts, is a normal float32 number, and slopes are finite.
-
-    The kernels do not divide scores by the largest one first, as the reference does. That would take more registers for every norm, so
-    that a quarter fewer warps could run.
-    """
-    return p is None or 1 <= p <= 126 / max(1.0, math.log2(experts))
-
-
-def _needs_powers(function: RouterFunction) -> bool:
-    return function.softmax_topk_norm not in (None, 1, 2)
-
-
 def _scores_dtype(logits: torch.Tensor, wide: bool) -> torch.dtype:
     return torch.float32 if wide and logits.dtype != torch.float64 else logits.dtype
 
 
-def empty_routing(like: torch.Tensor, logits_shape: Sequence[int], top_k: int, logits_dtype: torch.dtype,
-                  scores_dtype: torch.dtype) -> Routing:
-    """The tensors of a Routing, for logits of that shape and dtype."""
-    tokens = logits_shape[0]
-    return Routing(like.new_empty(logits_shape, dtype=scores_dtype), like.new_empty(tokens, top_k, dtype=scores_dtype),
-                   like.new_empty(tokens, top_k, dtype=torch.int64),
-                   like.new_empty(tokens, dtype=plain_torch.accumulate_dtype(logits_dtype)))
-
-
-def route_logits(
-    logits: torch.Tensor, expert_bias: torch.Tensor | None, padding_mask: torch.Tensor | None, given: torch.Tensor | None, top_k: int,
-    function: RouterFunction, scores_dtype: torch.dtype,
-) -> tuple[torch.Tensor, ...]:
-    """route() without checks and autograd, with scores and weights in another dtype."""
-    plain = is_softmax_topk(function, expert_bias, padding_mask, given)
-    if not _kernels_serve(logits, top_k, function, plain, scores_dtype):
-        if plain:
-            return plain_router.softmax_topk(logits, top_k, function.softmax_topk_norm, scores_dtype)
-        return plain_router.route(logits, expert_bias, padding_mask, given, top_k, function, scores_dtype)
-    outputs = empty_routing(logits, logits.shape, top_k, logits.dtype, scores_dtype)
-    if plain:
-        config = tuning.forward(logits.size(1), top_k, logits.dtype == torch.bfloat16, _needs_powers(function))
-    else:
-        config = tuning.any_function(logits.size(1), top_k)
-        expert_bias, padding_mask, given = (
-            None if t is None else aligned(t.to(dtype))
-            for t, dtype in ((expert_bias, torch.float32), (padding_mask, torch.bool), (given, torch.int64)))
-    torch.ops.gbmoe_cuda.route(aligned(logits), expert_bias, padding_mask, given, formula(function.code, plain), config, *outputs)
-    return tuple(outputs)
-
-
-@functools.lru_cache(maxsize=1024)
-def formula(code: str, plain: bool) -> tuple:
-    """The function of this code as csrc/router/function.cuh has it, field by field; `plain`: of a softmax, the K highest and their norm."""
-    function = RouterFunction.of_code(code)
-    if plain:
-        return 0, 1, 1, 1, function.softmax_topk_norm or 0.0, 0.0, 1.0
-    kind = 1 + (SCORES.index(function.score) if function.pre_softmax else len(SCORES))
-    groups = (function.num_groups, function.group_topk, function.group_best) if function.has_groups else (1, 1, 1)
-    return kind, *groups, function.normalize or 0.0, function.epsilon, function.scale
-
-
 def _route_fake(logits, expert_bias, padding_mask, given, top_k, function, wide):
-    return tuple(empty_routing(logits, logits.shape, top_k, logits.dtype, _scores_dtype(logits, wide)))
+    return router.empty_routing(logits, logits.shape, top_k, logits.dtype, _scores_dtype(logits, wide))
 
 
 def _route_kernel(logits, expert_bias, padding_mask, given, top_k, function, wide):
-    return route_logits(logits, expert_bias, padding_mask, given, top_k, RouterFunction.of_code(function), _scores_dtype(logits, wide))
-
-
-def _route_backward_kernel(saved, ids, padding_mask, grad_scores, grad_weights, grad_logsumexp, code, of_scores, dtype):
-    function = RouterFunction.of_code(code)
-    grads = grad_scores, grad_weights, grad_logsumexp
-    if not _kernels_serve(saved, ids.size(1), function, of_scores, dtype):
-        if of_scores:
-            return plain_router.softmax_topk_backward(saved, ids, *grads, function.softmax_topk_norm, dtype).contiguous()
-        return plain_router.route_backward(saved, ids, padding_mask, *grads, function, dtype).contiguous()
-    grad = saved.new_empty(saved.shape, dtype=dtype)
-    given = (None if g is None else aligned(g) for g in grads)
-    experts, top_k = saved.size(1), ids.size(1)
-    if of_scores:
-        config = tuning.backward(experts, top_k, dtype == torch.float32, _needs_powers(function))
-    else:
-        config = tuning.any_function_backward(experts)
-    padding_mask = None if padding_mask is None else padding_mask.contiguous()
-    torch.ops.gbmoe_cuda.route_backward(aligned(saved), ids, padding_mask, *given, formula(code, of_scores), config, grad)
-    return grad
+    return router.route(logits, expert_bias, padding_mask, given, top_k, RouterFunction.of_code(function), _scores_dtype(logits, wide))
 
 
 def save_for_gradient(ctx, function: RouterFunction, others: tuple[torch.Tensor | None, ...], scores: torch.Tensor, logits: torch.Tensor,
@@ -262,7 +154,7 @@ _route = define(
 route_backward = define(
     "route_backward(Tensor saved, Tensor ids, Tensor? padding_mask, Tensor? grad_scores, Tensor? grad_weights, Tensor? grad_logsumexp,"
     " str function, bool of_scores, ScalarType dtype) -> Tensor",
-    reference=_route_backward_kernel,
+    reference=router.route_backward,
     fake=lambda saved, ids, padding_mask, grad_scores, grad_weights, grad_logsumexp, function, of_scores, dtype:
         saved.new_empty(saved.shape, dtype=dtype),
 )

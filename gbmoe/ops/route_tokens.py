@@ -11,21 +11,19 @@ from __future__ import annotations
 import torch
 
 from gbmoe import engines
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_gmm, router
 from gbmoe.ops import flops
 from gbmoe.ops.route_logits import (
     Routing,
-    empty_routing,
     gradient_of_logits,
-    is_softmax_topk,
     require_router_tensors,
-    route_logits,
     router_code,
     save_for_gradient,
 )
-from gbmoe.ops.router_logits import products_of_gradient, save_for_products
+from gbmoe.ops.router_linear import products_of_gradient, save_for_products
 from gbmoe.router_function import RouterFunction
 
 
@@ -85,20 +83,20 @@ def _kernel(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, 
     if weight_EH.dtype != x_TH.dtype:
         dtype = torch.promote_types(x_TH.dtype, weight_EH.dtype)
         x_TH, weight_EH = x_TH.to(dtype), weight_EH.to(dtype)
-    logits_TE = plain_torch.linear(x_TH, weight_EH) if engine is None else engines.linear(x_TH, weight_EH, engine=engine)
+    logits_TE = plain_gmm.linear(x_TH, weight_EH) if engine is None else engines.linear(x_TH, weight_EH, engine=engine)
     if bias_E is not None:
         logits_TE += bias_E
-    routing = route_logits(logits_TE, expert_bias_E, padding_T, given_TK, top_k, function, scores_dtype)
+    routing = router.route(logits_TE, expert_bias_E, padding_T, given_TK, top_k, function, scores_dtype)
     # The gradient of a softmax, the K highest and their norm needs no logits: nobody keeps them.
-    kept = logits_TE.new_empty(0) if is_softmax_topk(function, expert_bias_E, padding_T, given_TK) else logits_TE
+    kept = logits_TE.new_empty(0) if router.is_softmax_topk(function, expert_bias_E, padding_T, given_TK) else logits_TE
     return *routing, kept
 
 
 def _fake(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, code, engine, scores_dtype):
-    logits_dtype = plain_torch.accumulate_dtype(torch.promote_types(x_TH.dtype, weight_EH.dtype))
+    logits_dtype = accumulate_dtype(torch.promote_types(x_TH.dtype, weight_EH.dtype))
     shape = (x_TH.size(0), weight_EH.size(0))
-    plain = is_softmax_topk(RouterFunction.of_code(code), expert_bias_E, padding_T, given_TK)
-    return *empty_routing(x_TH, shape, top_k, logits_dtype, scores_dtype), x_TH.new_empty(0 if plain else shape, dtype=logits_dtype)
+    plain = router.is_softmax_topk(RouterFunction.of_code(code), expert_bias_E, padding_T, given_TK)
+    return *router.empty_routing(x_TH, shape, top_k, logits_dtype, scores_dtype), x_TH.new_empty(0 if plain else shape, dtype=logits_dtype)
 
 
 def _setup_context(ctx, inputs, output):
@@ -123,7 +121,7 @@ def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
         grads = (None if grad is None else grad.to(of) for grad, of in zip(grads, ctx.dtypes))
     grad_bias_E = None
     if ctx.needs_input_grad[2]:
-        grad_bias_E = grad_logits_TE.sum(0, dtype=plain_torch.accumulate_dtype(dtype)).to(ctx.bias_dtype)
+        grad_bias_E = grad_logits_TE.sum(0, dtype=accumulate_dtype(dtype)).to(ctx.bias_dtype)
     return {**dict(zip(("x", "weight"), grads)), "bias": grad_bias_E}
 
 

@@ -21,7 +21,7 @@ from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.launch import peers
-from gbmoe.launch.plain_torch import padded_rows
+from gbmoe.launch.plain_plan import padded_rows
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement

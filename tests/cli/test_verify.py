@@ -6,7 +6,7 @@ import torch
 from gbmoe import engines, plan
 from gbmoe.cli import main, verify
 from gbmoe.engines.reference import Reference
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_permute
 from gbmoe.testing import accuracy
 from tests.conftest import DEVICES
 
@@ -82,14 +82,14 @@ def test_fails_on_a_wrong_engine(fault, operator, message, monkeypatch, capsys):
 
 
 def test_fails_on_a_copy_that_is_off_by_the_last_bit(monkeypatch, capsys):
-    right = plain_torch.padded_gather
+    right = plain_permute.padded_gather
     monkeypatch.setattr(verify, "DTYPES", {"fp32": torch.float32})
 
     def off(*args, **options):
         out, *probs = right(*args, **options)
         return out * (1 + 2**-23), *probs
 
-    monkeypatch.setattr(plain_torch, "padded_gather", off)
+    monkeypatch.setattr(plain_permute, "padded_gather", off)
     assert main(["verify", "--device", "cpu"]) == 1
     assert any(line.startswith("FAIL: padded_gather, engine -, float32: out") for line in lines_of(capsys))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gbmoe import engines
-from gbmoe.engines import hopper, tensor_core
+from gbmoe.engines import choice, hopper, tensor_core
 from gbmoe.launch import availability
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
@@ -175,8 +175,8 @@ def test_a_graph_has_the_engine_that_auto_chooses_outside_of_one(monkeypatch, fo
 
     torch.compiler.reset()  # what was asked of another device is a constant of graphs of the same code
     engines.forget()
-    monkeypatch.setattr(engines, "_device_fields", constant(lambda of: tuple(device)))
-    monkeypatch.setattr(engines, "_unavailable", constant(lambda engine, of: "no" if engine == "hopper" != name else None))
+    monkeypatch.setattr(choice, "_device_fields", constant(lambda of: tuple(device)))
+    monkeypatch.setattr(choice, "_unavailable", constant(lambda engine, of: "no" if engine == "hopper" != name else None))
 
     def named(x):
         problem = Problem(torch.device("cuda", 0), torch.bfloat16, x.size(0), 8, 4096, 14336, False)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, launch
 from gbmoe.engines.float8 import Float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights, weight_cache
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_plan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error
@@ -154,7 +154,7 @@ def test_gradients_of_weights_of_any_sizes(device, recipe, sizes, in_order):
     engine = engine_on(device, Float8BlockScaling(recipe.power_2_scale, True).engine)
     exact_inputs.poison(device)
     out = engine.weight_gradient(left, gathered, torch.tensor(sizes, device=device))
-    right, bounded = x if in_order else x[slot_of_row.long()], plain_torch.bounded_counts(torch.tensor(sizes), rows)
+    right, bounded = x if in_order else x[slot_of_row.long()], plain_plan.bounded_counts(torch.tensor(sizes), rows)
     a, b = (float8.quantize_k_blocks(rows.cpu(), bounded, recipe.power_2_scale).dequantized().double() for rows in (left, right))
     filled = ((bounded + 127) // 128 * 128).tolist()
     exact = oracle.product(a[: sum(filled)], b[: sum(filled)], filled, trans_a=True)

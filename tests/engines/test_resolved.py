@@ -8,6 +8,7 @@ import torch
 
 import gbmoe
 from gbmoe import _define_operator, engines
+from gbmoe.engines import choice
 from gbmoe.engines.base import Engine
 from gbmoe.engines.resolved import ByKind, Resolved
 from gbmoe.layers import Arguments
@@ -23,10 +24,11 @@ def layer(device="cpu", **more):
     return gbmoe.dMoE(args)
 
 
-def counted(monkeypatch, name):
-    """The calls of a function of gbmoe.engines from now on, by their arguments."""
-    calls, function = [], getattr(engines, name)
-    monkeypatch.setattr(engines, name, lambda *args, **more: calls.append(args) or function(*args, **more))
+def counted(monkeypatch, module, name):
+    """The calls of a module's function from now on, by their arguments. Callers look up `resolve` in gbmoe.engines, and `_choose` in
+    gbmoe.engines.choice."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **more: calls.append(args) or function(*args, **more))
     return calls
 
 
@@ -35,7 +37,7 @@ def test_a_layers_step_asked_for_its_engine_in_each_of_its_parts(monkeypatch, de
     """Forward asked twice, and backward once more. What calls kernels without the dispatcher takes forward's answer along."""
     if device == "cpu":
         monkeypatch.setattr(_define_operator, "_is_unseen", lambda inputs: True)  # as of CUDA tensors that nothing watches
-    asked = counted(monkeypatch, "resolve")
+    asked = counted(monkeypatch, engines, "resolve")
     moe, x = layer(device, bf16=True), torch.randn(6, 1, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     out = moe(x)
     moved = [args[5] for args in asked] == [False, True]  # by an engine that wants its sizes on the host
@@ -45,7 +47,7 @@ def test_a_layers_step_asked_for_its_engine_in_each_of_its_parts(monkeypatch, de
 
 
 def test_through_the_dispatcher_goes_the_name_and_each_kind_is_chosen_once(monkeypatch):
-    chosen = counted(monkeypatch, "_choose")
+    chosen = counted(monkeypatch, choice, "_choose")
     moe = layer(memory_optimized_mlp=True)
     for _ in range(3):
         moe(torch.randn(6, 1, 8, requires_grad=True)).sum().backward()
@@ -54,7 +56,7 @@ def test_through_the_dispatcher_goes_the_name_and_each_kind_is_chosen_once(monke
 
 def test_rows_that_are_not_weighed_take_what_was_resolved(monkeypatch):
     monkeypatch.setattr(_define_operator, "_is_unseen", lambda inputs: True)
-    asked = counted(monkeypatch, "resolve")
+    asked = counted(monkeypatch, engines, "resolve")
     x, w = torch.randn(5, 8, requires_grad=True), torch.randn(2, 16, 8, requires_grad=True)
     plan = gbmoe.RoutingPlan.from_experts(torch.tensor([[0], [1], [1], [0], [1]]), 2)
     rows_before_weights(x, plan, torch.ones(5, 1), w, w, None, "silu", "auto").sum().backward()
@@ -90,7 +92,7 @@ class Recording(Engine):
 @pytest.mark.parametrize("hidden, ffn", [(8, 16), (16, 8), (8, 8)])
 def test_a_layer_whose_products_have_two_engines_asks_for_none_again(monkeypatch, hidden, ffn):
     ours = {False: Recording("rows"), True: Recording("weights", needs_host_sizes=True)}
-    monkeypatch.setattr(engines, "_choose", lambda *kind: ours[kind[7]])
+    monkeypatch.setattr(choice, "_choose", lambda *kind: ours[kind[7]])
     x, w = torch.randn(5, hidden, requires_grad=True), torch.randn(2, ffn, hidden, requires_grad=True)
     plan = gbmoe.RoutingPlan.from_experts(torch.tensor([[0], [1], [1], [0], [1]]), 2)
     resolved = engines.resolve("auto", CPU, torch.float32, plan.num_rows, w.shape, True)
@@ -103,7 +105,7 @@ def test_a_layer_whose_products_have_two_engines_asks_for_none_again(monkeypatch
 def test_each_product_of_a_layer_has_the_engine_that_was_chosen_for_its_shape(monkeypatch):
     """In the order k-grouped or not, then by the length of a's rows."""
     ours = {}
-    monkeypatch.setattr(engines, "_choose", lambda *kind: ours.setdefault((kind[7], kind[5]), Recording(str(kind[5]))))
+    monkeypatch.setattr(choice, "_choose", lambda *kind: ours.setdefault((kind[7], kind[5]), Recording(str(kind[5]))))
     w = torch.randn(2, 16, 8)
     chosen = engines.resolve("auto", CPU, torch.float32, 4, w.shape, True).engine
     sizes, a = torch.tensor([2, 2]), {8: torch.randn(4, 8), 16: torch.randn(4, 16)}
@@ -124,8 +126,8 @@ def test_on_the_meta_device_no_engine_is_asked(monkeypatch):
 def test_sizes_that_move_to_the_host_may_change_the_engine(monkeypatch, waits, places):
     """As in float32: which engine that waits is the best depends on whether the sizes are there. Other engines are asked for once."""
     on_host, elsewhere = Recording("on host", waits), Recording("elsewhere", waits)
-    monkeypatch.setattr(engines, "_choose", lambda *kind: on_host if kind[8] else elsewhere)
-    asked, device = counted(monkeypatch, "resolve"), torch.device("cuda", 0)
+    monkeypatch.setattr(choice, "_choose", lambda *kind: on_host if kind[8] else elsewhere)
+    asked, device = counted(monkeypatch, engines, "resolve"), torch.device("cuda", 0)
     x_TH = SimpleNamespace(device=device, dtype=torch.float32, is_meta=False)
     there, here = SimpleNamespace(device=device), torch.tensor([2, 2])
     plan = SimpleNamespace(num_rows=4, has_host_sizes=False, padded_counts_E=there, host_sizes=lambda: here)

@@ -1,4 +1,4 @@
-"""The formulas of csrc/activation_formulas.cuh, compiled for the CPU, those of plain_torch, and the kernels, against torch's own
+"""The formulas of csrc/activation_formulas.cuh, compiled for the CPU, those of plain_activation, and the kernels, against torch's own
 activations from one end of each dtype's range to the other."""
 
 import ctypes
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gbmoe import extension, launch
-from gbmoe.launch import plain_activation, plain_torch
+from gbmoe._accumulate_dtype import accumulate_dtype
+from gbmoe.launch import plain_activation
 from gbmoe.testing import exact_inputs, oracle
 from tests.conftest import FLOATS, dtype_id
 
@@ -79,7 +80,7 @@ def assert_near(got, exact, dtype, what):
     """Within the range of the dtype, to its last place and some units in the last place of what it is computed in, at least those of 1."""
     in_range = exact.abs() < torch.finfo(dtype).max / 4
     assert bool(got[in_range].isfinite().all()), f"{what}: not finite"
-    allowed = 64 * torch.finfo(plain_torch.accumulate_dtype(dtype)).eps * (1 + exact.abs()) + torch.finfo(dtype).eps * exact.abs()
+    allowed = 64 * torch.finfo(accumulate_dtype(dtype)).eps * (1 + exact.abs()) + torch.finfo(dtype).eps * exact.abs()
     error = (got.double() - exact).abs()
     assert bool((error <= allowed)[in_range].all()), f"{what}: error {float(error[in_range].max()):.2e}"
 
@@ -96,12 +97,12 @@ def test_gelu_tanh_of_large_numbers_had_no_slope(formulas, way, activation):
         assert_near(slope, limit_slope(activation, x, exact_slope), WAYS[way], "slope")
 
 
-@pytest.mark.parametrize("way", ["in_float", "plain_torch"])
+@pytest.mark.parametrize("way", ["in_float", "plain_activation"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", *CONSTANTS])
 def test_slopes_near_1_lost_bits(formulas, way, activation):
     """1 - sigmoid(x) was a subtraction, whose rounding is multiplied by x: 1e-6 in gelu_tanh's slope at 4.9."""
     x = torch.linspace(-12, 12, 20_001)
-    slope = plain_activation.functions(activation)[0](x, True) if way == "plain_torch" else computed(formulas, way, activation, x)[1]
+    slope = plain_activation.functions(activation)[0](x, True) if way == "plain_activation" else computed(formulas, way, activation, x)[1]
     assert float((slope.double() - torchs(activation, x)[1]).abs().max()) < 4 * torch.finfo(torch.float32).eps
 
 
@@ -118,7 +119,7 @@ def test_relu_of_nan_had_a_slope_of_0(formulas, way, activation):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
 @pytest.mark.parametrize("activation", FUNCTIONS)
-def test_plain_torch_at_the_ends_of_the_range(dtype, activation):
+def test_plain_activation_at_the_ends_of_the_range(dtype, activation):
     function, x = plain_activation.functions(activation)[0], points(dtype)
     exact_value, exact_slope = torchs(activation, x)
     assert_near(function(x, False), exact_value, dtype, "value")
@@ -149,7 +150,7 @@ def test_kernels_at_the_ends_of_the_range(device, dtype, activation):
 
 @pytest.mark.parametrize("activation", CONSTANTS)
 def test_gates(formulas, activation):
-    """In the formulas, in plain_torch and in the class that stands for them, next to torch's own."""
+    """In the formulas, in plain_activation and in the class that stands for them, next to torch's own."""
     g = points(torch.float64).requires_grad_()
     exact = CONSTANTS[activation][1](g)
     slope, = torch.autograd.grad(exact.sum(), g)
@@ -158,8 +159,8 @@ def test_gates(formulas, activation):
     kind, *constants = plain_activation.kernel_arguments(activation)
     formulas.gate_in_double(int(kind), (ctypes.c_double * len(constants))(*constants), len(constants), *(
         ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else t for t in (g, g.numel(), value, got)))
-    of_plain_torch = plain_activation.functions(activation)[1]
-    for one in (value, of_plain_torch(g, False)):
+    of_plain_activation = plain_activation.functions(activation)[1]
+    for one in (value, of_plain_activation(g, False)):
         torch.testing.assert_close(one, exact.detach())
-    for one in (got, of_plain_torch(g, True)):
+    for one in (got, of_plain_activation(g, True)):
         torch.testing.assert_close(one, slope)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import gbmoe
 from gbmoe import Arguments, RoutingPlan, engines
-from gbmoe.ops.router_logits import router_logits
+from gbmoe.ops.router_linear import router_logits
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 
@@ -37,7 +37,7 @@ def test_the_engine_that_stands_for_others(engine, expected):
 def test_auto_takes_hoppers_or_else_that_of_other_gpus(monkeypatch, available, expected):
     """Where there is neither, the error is that of Hopper's."""
     of = dict(zip(engines.BATCH_INVARIANT.values(), available))
-    monkeypatch.setattr(engines, "_unavailable", lambda name, device: None if of[name] else "some reason")
+    monkeypatch.setattr(engines.choice, "_unavailable", lambda name, device: None if of[name] else "some reason")
     engines.forget()
     chosen = engines.batch_invariant("auto", torch.device("cuda", 0))
     engines.forget()

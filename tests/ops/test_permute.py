@@ -9,7 +9,7 @@ import torch
 
 import gbmoe
 from gbmoe import RoutingPlan
-from gbmoe.launch import plain_torch
+from gbmoe.launch import plain_permute
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 from tests.forked_python import python
@@ -39,7 +39,7 @@ def test_gather_is_a_copy_to_the_bit(device, shape, align, dtype):
     x = exact_inputs.exact_values(tokens, hidden, dtype=dtype, device=device, seed=1)
     exact_inputs.poison(device)
     out = gbmoe.padded_gather(x, plan)
-    assert torch.equal(out, plain_torch.padded_gather(x, plan.slot_map)[0])
+    assert torch.equal(out, plain_permute.padded_gather(x, plan.slot_map)[0])
     assert bool((out[plan.slot_of_row_P < 0] == 0).all())
 
 
@@ -74,9 +74,9 @@ def test_scatter_and_all_gradients(device, shape, align, dtype, weights_kind):
     def expected(wide):
         slots = plan.slot_map
         y_, w_ = y.detach().to(wide), None if weights is None else weights.detach().to(wide)
-        result = {"out": plain_torch.padded_scatter(y_, slots, weights=w_),
-                  "grad_x": plain_torch.padded_scatter(grad_xp.to(wide), slots)}
-        grads = plain_torch.padded_scatter_backward(grad_out.to(wide), y_, slots, weights=w_)
+        result = {"out": plain_permute.padded_scatter(y_, slots, weights=w_),
+                  "grad_x": plain_permute.padded_scatter(grad_xp.to(wide), slots)}
+        grads = plain_permute.padded_scatter_backward(grad_out.to(wide), y_, slots, weights=w_)
         return {**result, **dict(zip(("grad_y", "grad_weights"), grads))}
 
     exact = expected(torch.float64)

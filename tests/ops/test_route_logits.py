@@ -1,16 +1,13 @@
 """route: softmax, top-k, norm and logsumexp against PyTorch's own, forward and gradients."""
 
-import importlib
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gbmoe import extension
-from gbmoe.launch import plain_router
+from gbmoe.launch import plain_router, router
 from gbmoe.ops import route
-from gbmoe.ops.route_logits import Routing, route_backward, route_logits
+from gbmoe.ops.route_logits import Routing, route_backward
 from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
@@ -338,23 +335,6 @@ def test_meta_device():
     assert logits.grad.is_meta and logits.grad.shape == logits.shape
 
 
-def test_what_no_kernel_serves_is_computed_in_plain_pytorch(monkeypatch):
-    module = importlib.import_module("gbmoe.ops.route_logits")
-    monkeypatch.setattr(extension, "loaded", lambda: True)
-
-    def serves(experts, top_k, p=None, **changes):
-        logits = SimpleNamespace(**{"device": torch.device("cuda", 0), "dtype": torch.float32, **changes}, size=lambda _: experts)
-        return module._kernels_serve(logits, top_k, RouterFunction(normalize=p), True, torch.float32)
-
-    assert serves(1024, 32) and serves(1, 1, p=2.0)
-    assert not serves(1025, 5) and not serves(48, 33) and not serves(48, 5, p=math.inf)
-    assert not module._kernels_serve(SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32), 5, RouterFunction(), True,
-                                     torch.float64)
-    assert not serves(48, 5, dtype=torch.float64) and not serves(48, 5, device=torch.device("cpu"))
-    monkeypatch.setattr(extension, "loaded", lambda: False)
-    assert not serves(48, 5)
-
-
 @pytest.mark.memcheck
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
@@ -364,7 +344,7 @@ def test_float32_logits_with_scores_of_16_bits(device, shape, dtype, p):
     tokens, experts, top_k = shape
     logits = torch.randn(tokens, experts, device=device, generator=exact_inputs.generator(device, 1))
     exact_inputs.poison(device)
-    scores, weights, ids, logsumexp = route_logits(logits, None, None, None, top_k, RouterFunction(normalize=p), dtype)
+    scores, weights, ids, logsumexp = router.route(logits, None, None, None, top_k, RouterFunction(normalize=p), dtype)
     exact = logits.double()
     assert torch.equal(exact.gather(1, ids), exact.topk(top_k).values)
     for got, expected in zip((scores, weights, logsumexp), torchs(exact, ids, p)):
@@ -377,7 +357,7 @@ def test_float32_logits_that_are_large_and_near_each_other(device):
     """Kernels took logits above a million for ones that are either equal or far apart, as those of 16 bits are there."""
     logits = torch.tensor([[2e6, 2e6 + 1, 2e6 - 2, -1e7], [3e38, -3e38, 3e38, 0], [-2e6, -2e6 - 0.5, -4e6, -2e6 - 1]], device=device)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        scores, _, ids, _ = route_logits(logits, None, None, None, 2, RouterFunction(), dtype)
+        scores, _, ids, _ = router.route(logits, None, None, None, 2, RouterFunction(), dtype)
         torch.testing.assert_close(scores.double(), logits.double().softmax(1), rtol=torch.finfo(dtype).eps, atol=2**-24)
         assert ids.tolist() == [[1, 0], [0, 2], [0, 1]]
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gbmoe
 from gbmoe import RouterFunction, extension
-from gbmoe.launch import plain_router
+from gbmoe.launch import plain_router, router
 from gbmoe.ops import route, route_tokens
-from gbmoe.ops.route_logits import is_softmax_topk, kernels_take, route_backward, route_logits
+from gbmoe.ops.route_logits import route_backward
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 
@@ -469,23 +469,6 @@ def test_repeats_give_the_same_bits(device):
 # ------------------------------------------------------------------------------------------------------------------- kernels
 
 
-def test_which_calls_have_kernels():
-    assert kernels_take(1024, 32, DEEPSEEK, False) and kernels_take(256, 8, RouterFunction("sqrtsoftplus"), False)
-    assert not kernels_take(1025, 8, DEEPSEEK, False) and not kernels_take(256, 33, DEEPSEEK, False)
-    assert not kernels_take(256, 8, RouterFunction("sigmoid", normalize=2), False)
-    assert not kernels_take(256, 8, RouterFunction(num_groups=8, group_topk=2, group_best=3), False)
-    assert not kernels_take(1024, 8, RouterFunction(num_groups=128, group_topk=2), False)
-    assert kernels_take(1024, 8, RouterFunction(num_groups=64, group_topk=2), False)
-
-
-def test_which_calls_are_a_softmax_alone():
-    some = torch.zeros(1)
-    assert is_softmax_topk(RouterFunction(normalize=2.0), None, None, None) and is_softmax_topk(RouterFunction(pre_softmax=False), None)
-    assert not is_softmax_topk(RouterFunction(), None, some, None) and not is_softmax_topk(RouterFunction("sigmoid"))
-    assert not is_softmax_topk(RouterFunction(scale=2)) and not is_softmax_topk(RouterFunction(num_groups=2))
-    assert is_softmax_topk(RouterFunction(num_groups=2, group_topk=2))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("experts, top_k", [(64, 8), (32, 12), (1024, 32)])
 @pytest.mark.parametrize("function", [RouterFunction(normalize=3.0), RouterFunction(pre_softmax=False), DEEPSEEK,
@@ -546,7 +529,7 @@ def grouped(function, experts, top_k):
                              "group_best": min(size, function.group_best)})
 
 
-def check_kernels(experts, top_k, function, dtype, scores_dtype, given, padded, biased, device, tokens=70, forward=route_logits,
+def check_kernels(experts, top_k, function, dtype, scores_dtype, given, padded, biased, device, tokens=70, forward=router.route,
                   backward=route_backward):
     """Compare forward and gradient on `device` with plain PyTorch's on the CPU."""
     # Logits that are so far apart that rounding orders none of them anew, biases of few bits.
@@ -559,7 +542,7 @@ def check_kernels(experts, top_k, function, dtype, scores_dtype, given, padded, 
     there = [None if t is None else t.to(device) for t in arguments]
     exact_inputs.poison(device)
     got = [t.cpu() for t in forward(logits.to(device), *there, top_k, function, scores_dtype)]
-    expected = route_logits(logits, *arguments, top_k, function, scores_dtype)
+    expected = router.route(logits, *arguments, top_k, function, scores_dtype)
     same = (got[2] == expected[2]).all(1)
     if not bool(same.all()):  # experts whose ranks differ by rounding alone
         assert not given and (dtype != torch.float32 or function.score != "softmax" or biased)
@@ -571,7 +554,7 @@ def check_kernels(experts, top_k, function, dtype, scores_dtype, given, padded, 
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=max(4e-6, torch.finfo(one.dtype).eps), atol=2**-24)
     grads = draw(tokens, experts, seed=4, dtype=scores_dtype), draw(tokens, top_k, seed=5, dtype=scores_dtype), draw(tokens, seed=6)
-    of_scores = is_softmax_topk(function, *arguments)
+    of_scores = router.is_softmax_topk(function, *arguments)
     saved = expected[0] if of_scores else logits
     for which in ((0,), (1,), (2,), (0, 1, 2)):
         some = [g if i in which else None for i, g in enumerate(grads)]

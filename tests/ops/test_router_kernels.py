@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gbmoe import RouterFunction
-from gbmoe.launch import plain_router
+from gbmoe.launch import plain_router, router as launches
 from gbmoe.ops import route_logits
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.tuning import router_kernels as tuning
@@ -27,13 +27,13 @@ def kernels(tmp_path_factory):
 def emulated(kernels, monkeypatch):
     """Within it the operator `route` computes on the CPU what a GPU's kernels would, but in float64 and where there is no kernel."""
     router = emulated_router.Router(kernels)
-    plain_forward, by_scores, by_logits = route_logits.route_logits, plain_router.softmax_topk_backward, plain_router.route_backward
+    plain_forward, by_scores, by_logits = launches.route, plain_router.softmax_topk_backward, plain_router.route_backward
 
     def serves(logits, top_k, function, plain):
-        return logits.dtype != torch.float64 and logits.numel() and route_logits.kernels_take(logits.size(1), top_k, function, plain)
+        return logits.dtype != torch.float64 and logits.numel() and launches.kernels_take(logits.size(1), top_k, function, plain)
 
     def forward(logits, bias, padding, given, top_k, function, scores_dtype):
-        plain = route_logits.is_softmax_topk(function, bias, padding, given)
+        plain = launches.is_softmax_topk(function, bias, padding, given)
         call = router.forward if serves(logits, top_k, function, plain) else plain_forward
         return tuple(call(logits.contiguous(), bias, padding, given, top_k, function, scores_dtype))
 
@@ -50,7 +50,7 @@ def emulated(kernels, monkeypatch):
             return by_logits(logits, ids, padding, *grads, function, dtype)
         return router.backward(logits.contiguous(), ids, padding, *contiguous(grads), function.code, False, dtype)
 
-    monkeypatch.setattr(route_logits, "route_logits", forward)
+    monkeypatch.setattr(launches, "route", forward)
     monkeypatch.setattr(plain_router, "softmax_topk_backward", from_scores)
     monkeypatch.setattr(plain_router, "route_backward", from_logits)
     return router

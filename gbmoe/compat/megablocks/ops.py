@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.launch.plain_torch import PADDING, accumulate_dtype
+from gbmoe.launch.plain_plan import PADDING
 from gbmoe.ops.permute import FLOAT8, gather_slots, scatter_slots
 from gbmoe.slot_map import SlotMap
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, require, require_choice, require_tensor
-from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.ops.route_logits import route
 from gbmoe.router_function import SCORES, RouterFunction
 

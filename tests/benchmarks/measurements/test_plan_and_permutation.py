@@ -6,7 +6,7 @@ import torch
 from benchmarks.measurements import plan_and_permutation
 from gbmoe import RoutingPlan, launch, plan
 from gbmoe.cli.bench.measurements import copy
-from gbmoe.launch import plain_router, plain_torch
+from gbmoe.launch import plain_permute, plain_plan, plain_router
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import ROUNDED, printed
 from tests.cli.bench.test_command import assert_no_time
@@ -49,7 +49,7 @@ def test_permute_is_complete(dtype, permute_suite, capsys):
 
 def test_bytes_are_those_of_the_formulas():
     case = moe_shapes.MoeCase("case", tokens=40, hidden=6, ffn=0, experts=8, top_k=2)
-    slots, rows = 80, plain_torch.padded_rows(80, 8, 16)
+    slots, rows = 80, plain_plan.padded_rows(80, 8, 16)
 
     def bytes_moved(step, align=16):
         measurement = plan_and_permutation.PermutationMeasurement(case, "gbmoe", None, "zipf", step, align=align)
@@ -106,8 +106,8 @@ FAULTS = {
     "gather": (launch, "gather", gather_with(lambda out, rows: out.index_fill_(0, rows[-1, -1:].long(), 0)), GATHERS),
     "rows behind the last expert": (launch, "gather", gather_with(lambda out, _: last_row(out)), GATHERS - {"gather"}),
     "scatter": (launch, "scatter", last, {"scatter"}),
-    "scatter-backward": (plain_torch, "padded_scatter_backward", last_of(1), {"scatter-backward"}),
-    "padding of a gradient": (plain_torch, "padded_scatter_backward", last_of(0), {"scatter-backward"}),
+    "scatter-backward": (plain_permute, "padded_scatter_backward", last_of(1), {"scatter-backward"}),
+    "padding of a gradient": (plain_permute, "padded_scatter_backward", last_of(0), {"scatter-backward"}),
     "route": (plain_router, "softmax_topk", lambda right: lambda *args: (
         *right(*args)[:2], right(*args)[2].roll(1, 0), right(*args)[3]), {"route"}),
     "logsumexp": (plain_router, "softmax_topk", last_of(3), {"route"}),

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from gbmoe import extension
-from gbmoe.ops import route_logits
-from gbmoe.ops.route_logits import empty_routing
+from gbmoe.launch import router
 from gbmoe.tuning import router_kernels as tuning
 
 _HERE = Path(__file__).parent
@@ -76,7 +75,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
 
 
 class Router:
-    """forward and backward as route_logits and route_backward, by the emulated kernels."""
+    """forward and backward as route and route_backward of gbmoe.launch.router, by the emulated kernels."""
 
     def __init__(self, kernels: ctypes.CDLL, seed: int = 0):
         self._kernels, self._seed = kernels, seed
@@ -88,12 +87,12 @@ class Router:
         assert self._kernels.failure() is None, self._kernels.failure().decode()
 
     def forward(self, logits, expert_bias, padding_mask, given, top_k, function, scores_dtype):
-        plain = route_logits.is_softmax_topk(function, expert_bias, padding_mask, given)
-        outputs = empty_routing(logits, logits.shape, top_k, logits.dtype, scores_dtype)
+        plain = router.is_softmax_topk(function, expert_bias, padding_mask, given)
+        outputs = router.empty_routing(logits, logits.shape, top_k, logits.dtype, scores_dtype)
         for tensor in outputs:
             tensor.fill_(-77)
         scores, weights, ids, logsumexp = outputs
-        kind, *groups, p, epsilon, scale = route_logits.formula(function.code, plain)
+        kind, *groups, p, epsilon, scale = router.formula(function.code, plain)
         shape = _Shape(logits.size(0), logits.size(1), top_k, p)
         if plain:
             config = tuning.forward(logits.size(1), top_k, False, p not in (0, 1, 2))
@@ -108,7 +107,7 @@ class Router:
         return outputs
 
     def backward(self, saved, ids, padding_mask, grad_scores, grad_weights, grad_logsumexp, code, of_scores, dtype):
-        kind, *groups, p, epsilon, scale = route_logits.formula(code, of_scores)
+        kind, *groups, p, epsilon, scale = router.formula(code, of_scores)
         shape, grad = _Shape(saved.size(0), saved.size(1), ids.size(1), p), torch.full(saved.shape, -77, dtype=dtype)
         if of_scores:
             config = tuning.backward(saved.size(1), ids.size(1), dtype == torch.float32, p not in (0, 1, 2))

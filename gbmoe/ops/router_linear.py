@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from gbmoe import engines
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
 from gbmoe._define_operator import define
-from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.ops import flops
 
 

@@ -1,103 +1,15 @@
-"""The operators in plain PyTorch: the path of every device without a kernel of its own, and the oracle of the tests.
+"""The gather and the scatter of rows, their gradients, and the maps that they take, in plain PyTorch.
 
-Nothing here is tuned, and nothing here accumulates in less than fp32 (fp64 for fp64), rounds more than once, depends on the
-order in which threads finish, or reads a row that the plan does not name. The functions know no autograd: the operators in
-gbmoe/ops/ give them gradients.
-
-Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, M rows of all groups, N columns,
-P padded rows (see gbmoe/plan.py), R = T * K slots.
+Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows (see gbmoe/plan.py), R = T * K slots.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from gbmoe._accumulate_dtype import accumulate_dtype
+from gbmoe.launch.plain_plan import PADDING
 from gbmoe.slot_map import SlotMap
-
-# The most elements that an elementwise step widens to fp32 at a time, which bounds the memory of temporaries.
-_CHUNK_ELEMENTS = 1 << 18
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are kept in: float32, but float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# ---------------------------------------------------------------------------------------------------------------- routing
-
-# The values of RoutingPlan.slot_of_row_P for rows without a slot: an expert's padding, and rows behind the last expert.
-PADDING, BEHIND_THE_LAST = -1, -2
-
-
-def linear(x_PK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T, [P,N], of operands of one dtype on one device; in float32 where they have 16 bits, of which no sum is rounded."""
-    if accumulate_dtype(x_PK.dtype) != x_PK.dtype:
-        # torch's product of this kind exists on CUDA alone, and refuses to be tuned. Elsewhere the operands are widened, which is exact.
-        if x_PK.device.type == "cuda" and not torch.cuda.tunable.is_enabled():
-            return torch.mm(x_PK, weight_NK.t(), out_dtype=torch.float32)
-        x_PK, weight_NK = x_PK.float(), weight_NK.float()
-    return torch.mm(x_PK, weight_NK.t())
-
-
-def padded_rows(slots: int, num_experts: int, align: int) -> int:
-    """The number of rows that is enough for `slots` slots with any routing, each expert's rows being rounded up to `align`."""
-    if align == 1:
-        return slots
-    if not torch.compiler.is_compiling() and type(slots) is type(num_experts) is int:
-        least = min(slots, num_experts)
-    else:
-        # min() would make torch.compile decide for one of the two where it keeps the number of slots variable. sym_min of plain numbers
-        # takes the host as long as an operator.
-        least = torch.sym_min(slots, num_experts)
-    return (slots + least * (align - 1)) // align * align
-
-
-def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tuple[torch.Tensor, ...]:
-    """Where every slot goes; see RoutingPlan for the five tensors. Runs on any device without a host wait.
-
-    Ids outside [0, num_experts) belong to no expert: their slots get row -1.
-    """
-    device, slots = experts_TK.device, experts_TK.numel()
-    rows = padded_rows(slots, num_experts, align)
-    ids = experts_TK.reshape(-1).long()
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    order = torch.argsort(ids, stable=True)
-    sorted_ids = ids[order]
-    starts = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, dtype=torch.int64, device=device))
-    counts = starts.diff()
-    padded = (counts + align - 1) // align * align
-    offsets = F.pad(padded.cumsum(0), (1, 0))
-    within = torch.arange(slots, dtype=torch.int64, device=device) - starts[sorted_ids]
-    routed = sorted_ids < num_experts
-    row = torch.where(routed, offsets[sorted_ids.clamp(max=num_experts - 1)] + within, -1)
-
-    row_of_slot = torch.empty(slots, dtype=torch.int32, device=device)
-    row_of_slot[order] = row.int()
-    # Dropped slots all write to one spare row behind the last, which the slice removes.
-    slot_of_row = torch.where(torch.arange(rows + 1, dtype=torch.int64, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
-    slot_of_row[torch.where(routed, row, rows)] = order.int()
-    return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(),
-            padded.to(torch.int32, copy=True))
-
-
-def bounded_counts(counts_E: torch.Tensor, rows: int) -> torch.Tensor:
-    """Rows of each expert, int64: of counts that go beyond the rows only the rows that are there, and of negative ones none."""
-    # Bounded before they are summed, too, so that no sum wraps.
-    ends_E = counts_E.long().clamp(min=0, max=rows).cumsum(0).clamp(max=rows)
-    return F.pad(ends_E, (1, 0)).diff()
-
-
-def plan_of_counts(counts_E: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
-    """The plan of `rows` rows in expert order, each a token's one slot, of bounded counts; see RoutingPlan for the five tensors."""
-    offsets_E1 = F.pad(bounded_counts(counts_E, rows).cumsum(0), (1, 0)).int()
-    row_R = torch.arange(rows, dtype=torch.int32, device=counts_E.device)
-    named_R = row_R < offsets_E1[-1]
-    return (torch.where(named_R, row_R, -1).unsqueeze(1), torch.where(named_R, row_R, BEHIND_THE_LAST), offsets_E1.diff(), offsets_E1,
-            offsets_E1.diff())
-
-
-# ---------------------------------------------------------------------------------------------------------------- permute
 
 
 def dense_slots(row_of_slot_TK, *scalars, columns_TK, counts_T, rows):
@@ -232,28 +144,3 @@ def padded_scatter_backward(
         # Entries that are not in use are 0, and are added to column 0.
         dots_TK = torch.zeros(weights.shape, dtype=wide, device=weights.device).scatter_add(1, columns_TK, dots_TK)
     return grad_y_PH, dots_TK.to(weights.dtype)
-
-
-# ----------------------------------------------------------------------------------------------------------- grouped GEMM
-
-
-def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans_b: bool, out: torch.Tensor,
-        accumulate: bool = False) -> None:
-    """Write the grouped GEMM's result to `out`: one matrix product for each group, in at least fp32, rounded once.
-
-    m-grouped: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. k-grouped (trans_a): a [M,K], b [M,N], out [E,K,N].
-    Rows behind the last group are not touched. With `accumulate` the product is added to `out`. Sizes that go beyond the rows are
-    cut at the last row, and negative ones count as 0.
-    """
-    wide = accumulate_dtype(a.dtype)
-    row = 0
-    for e, size in enumerate(sizes):
-        size = min(max(size, 0), a.size(0) - row)
-        rows = slice(row, row + size)
-        row += size
-        if trans_a:
-            product, target = a[rows].to(wide).t() @ b[rows].to(wide), out[e]
-        else:
-            weight = b[e].to(wide)
-            product, target = a[rows].to(wide) @ (weight.t() if trans_b else weight), out[rows]
-        target.copy_(product + target if accumulate else product)

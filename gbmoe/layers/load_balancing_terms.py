@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
-from gbmoe.launch.plain_torch import accumulate_dtype
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.routed import Routed, Sequences
 from gbmoe.parallel import groups

@@ -365,7 +365,7 @@ def worker(rank, store, results):
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["data parallel", "expert parallel"])
-@pytest.mark.xdist_group("load_balance")
+@pytest.mark.xdist_group("load_balancing_terms")
 def test_the_mean_over_ranks_is_the_loss_of_the_global_batch(results, parallel):
     layers = model(moe_router_load_balancing_type="global_aux_loss", **SIGMOID)
     expected = global_loss(layers, [[micro_batch(number, rank) for rank in range(WORLD)] for number in range(2)])
