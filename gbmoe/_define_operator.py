@@ -194,6 +194,11 @@ def may_be_transformed() -> bool:
     return not torch.compiler.is_compiling() and (names.peek_interpreter_stack is None or names.peek_interpreter_stack() is not None)
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """True for a gradient that autograd batches (is_grads_batched); False where this torch cannot tell."""
+    return names.is_legacy_batchedtensor is not None and names.is_legacy_batchedtensor(tensor)
+
+
 def may_be_batched(tensor: torch.Tensor) -> bool:
     """True for a gradient that autograd batches (is_grads_batched), which operators that write to their argument do not take; and
     always where this torch cannot tell.

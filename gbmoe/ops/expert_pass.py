@@ -216,10 +216,10 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     else:
         a_PF, dh_PF, dg_PF, dweights_TK, of_up = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
     dh, dg = of_up
-    del of_up
+    del of_up, h_PF, g_PF, w2
     if wanted.any_bias:
         expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
-    del h_PF, g_PF, w2, weights_TK
+    del weights_TK
     if wanted.weights and weights.biases.w2 is not None and dweights_TK is not None:
         dweights_TK = expert_biases.add_to_router_gradient(experts, dz, weights.biases.w2, sizes_E, dweights_TK)
     if wanted.weights:

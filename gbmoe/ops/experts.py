@@ -17,7 +17,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_watched, may_be_transformed, positions, without_autocast
+from gbmoe._define_operator import define, is_batched, is_watched, may_be_transformed, positions, without_autocast
 from gbmoe.engines.resolved import Resolved
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.ops import expert_pass, flops
@@ -45,7 +45,8 @@ def expert_mlp(
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
     mlp_e(x) = act(x @ w1[e].T) @ w2[e], or with v1 the GLU (act(x @ w1[e].T) * (x @ v1[e].T)) @ w2[e]; MegaBlocks' weight
-    layout. A bias is added to each expert's product before it is rounded, or by engines without kernels for that afterwards.
+    layout. A bias is added to each expert's product before it is rounded, or afterwards where no kernel does that: by other engines than
+    `hopper`, and by it for few rows an expert unless batches may not matter.
     Differentiable in x, weights, w1, w2, v1 and the biases, any of which may be frozen.
 
     Args:
@@ -77,7 +78,8 @@ def expert_mlp(
         layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout. They are read where they are, and
             each gradient is one tensor in its parameter's layout. Engines without kernels for it make copies.
         w1_bias, w2_bias, v1_bias: [E,F], [E,H] and [E,F], or in a layout with gate and up in one tensor w1_bias [E,2F] in the order of
-            w1's rows (columns); dtype and device of x. Not with a callable without a kernel.
+            w1's rows (columns); dtype and device of x. Not with a callable without a kernel. A recipe of float8 quantises none, but with
+            its float8_weight_gradients those of w1 and v1 have gradients that are sums of e4m3.
         weights_on: what the router weights multiply. "output": an expert's result. "between": what its activation returns, as Megatron-Core
             and torchtitan have it, which is the same sum unless there is a w2_bias; it is computed as "output", in float32 and rounded
             once, and refused with a w2_bias. "input": the rows of x (Llama-4), which are gathered and weighed first.
@@ -362,6 +364,8 @@ class _IntoSink(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     @without_autocast
     def backward(ctx, grad_TH):
+        require(not is_batched(grad_TH), "expert_mlp", "gradient_sink", "None where autograd batches gradients (is_grads_batched)",
+                "a WeightGradientSink")
         needed = [ctx.needs_input_grad[1 + _POSITION_OF[name]] for name in _LEAVES]
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()

@@ -26,9 +26,12 @@ class WeightGradientSink:
     Args:
         w1, w2, v1: float32, with the shape and the device of the parameter; None for a parameter without a gradient. Matrices whose rows
             are not contiguous cost a copy. Those of parameters for each expert are gbmoe.stacked(main_grads), as long as it is a view.
-        deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them.
+        deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them. Until then x
+            and the gradient of the result may not be changed in place.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
-            numbers mean nothing. Otherwise it gives None.
+            elements mean nothing. Otherwise it gives None.
+
+    Every pass of backward through a call adds, also that of torch.autograd.grad for other tensors alone.
 
     Raises:
         TypeError, ValueError: for a tensor that is none of these.
@@ -54,17 +57,18 @@ class WeightGradientSink:
         self._later: list[Callable[[], None]] = []
 
     def compute(self) -> None:
-        """Add the gradients of every call whose backward has run since the last time, in that order. Without `deferred` there are none."""
+        """Add the gradients of every call whose backward has run since the last time, in that order. Without `deferred` there are none.
+        RuntimeError where something of which they are made was changed in place since."""
         later, self._later = self._later, []
         later.reverse()
         with torch.no_grad():
             while later:  # what one was made of is free again before the next
                 later.pop()()
 
-    def add(self, step: Callable[[], None]) -> None:
-        """Take a step: now, or in `compute`."""
+    def add(self, step: Callable[[], None], of: torch.Tensor) -> None:
+        """Take a step: now, or in `compute`. `of` is what it reads that belongs to the caller."""
         if self.deferred:
-            self._later.append(without_autocast(step))
+            self._later.append(partial(_of_unchanged, without_autocast(step), of, of._version))
         else:
             step()
 
@@ -86,6 +90,14 @@ class WeightGradientSink:
         return main
 
 
+def _of_unchanged(step: Callable[[], None], of: torch.Tensor, version: int) -> None:
+    # As autograd refuses tensors that were saved for backward and changed.
+    if of._version != version:
+        raise RuntimeError(f"WeightGradientSink.compute: x, or the gradient of a result, {list(of.shape)}, was changed in place after"
+                           " backward, and a gradient of weights is still to be made of it")
+    step()
+
+
 class SunkGradients(WeightGradients):
     """The gradients of one backward, of which each is added to a sink as soon as it is made, or later."""
 
@@ -101,7 +113,8 @@ class SunkGradients(WeightGradients):
         return self._sink[name]
 
     def write(self, name: str, experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
-        self._sink.add(partial(experts.add_weight_gradient, left_PF, rows, sizes_E, self[name], scale))
+        of = rows.rows_PH() if rows.tokens_TH is None else rows.tokens_TH
+        self._sink.add(partial(experts.add_weight_gradient, left_PF, rows, sizes_E, self[name], scale), of)
 
     def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         if not self._sink.hand_back:

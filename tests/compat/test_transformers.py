@@ -683,3 +683,46 @@ def test_modules_that_will_not_call_it_are_named():
     with pytest.warns(UserWarning, match="2 modules of ModuleDict will not be computed by gbmoe .b, experts.: Llama4TextExperts computes"):
         adapter.register(model=model)
     assert adapter.uncalled(build("mixtral", dtype=torch.float32)) == {}
+
+
+STARTUP = Path(adapter.__file__).parent / "startup"
+
+
+def run_at_startup(program, *folders, value="gbmoe"):
+    """Standard output and error of a program with these folders on PYTHONPATH."""
+    environment = {**os.environ, "GBMOE_TRANSFORMERS": value, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(STARTUP.parents[2])])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import transformers.modeling_utils", "from transformers import PreTrainedModel",
+                                   "import transformers.integrations.finegrained_fp8",
+                                   "import importlib.util; importlib.util.find_spec('transformers.modeling_utils')"])
+def test_it_is_taken_whatever_the_program_imports_first(first):
+    """Imports that began with the models' base class, or with float8, were in the middle of a circle when the adapter imported them; and
+    a look for the module lost the hook."""
+    out, error = run_at_startup(f"""{first}
+import transformers.modeling_utils, transformers.integrations.moe as moe
+print(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__, "gbmoe" in moe.ALL_EXPERTS_FUNCTIONS)""", STARTUP)
+    assert out == "gbmoe.compat.transformers True" and "does not compute" not in error
+
+
+@pytest.mark.slow
+def test_an_unknown_choice_leaves_transformers_as_it_is_and_says_so():
+    out, error = run_at_startup("""import transformers.modeling_utils, transformers.integrations.moe as moe
+print(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__)""", STARTUP, value="0")
+    assert out == "transformers.integrations.moe"
+    assert "GBMOE_TRANSFORMERS: expected one of gbmoe, gbmoe_float8, off, got '0'" in error
+
+
+def test_two_copies_of_the_startup_file_found_each_other_for_ever(tmp_path):
+    """Those of two environments, or a folder that is on the path by two names."""
+    copies = [tmp_path / name for name in ("one", "two")]
+    for copy in copies:
+        copy.mkdir()
+        (copy / "sitecustomize.py").write_text((STARTUP / "sitecustomize.py").read_text())
+    (tmp_path / "sitecustomize.py").write_text("print('the hidden one')")
+    out, error = run_at_startup("", *copies, tmp_path)
+    assert out == "the hidden one" and "RecursionError" not in error

@@ -3,12 +3,16 @@
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, R rows of one expert.
 """
 
+import weakref
+
 import pytest
 import torch
 
 import gbmoe
 from gbmoe import WeightLayout, engines
+from gbmoe.engines.base import Engine
 from gbmoe.ops.activations import gated
+from gbmoe.ops.expert_pass import Saved
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from tests.conftest import assert_as_accurate_as
@@ -191,6 +195,56 @@ def test_recipes_of_float8_do_not_quantise_biases(layout, weight_gradients, devi
                             for function, dtype in ((plain, torch.float64), (plain, torch.bfloat16), (ours, torch.bfloat16)))
     for name in ("out", "w2_bias"):
         assert_as_accurate_as(got[name], baseline[name], exact[name], name, factor=3.0)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True)], ids=lambda layout: layout.code)
+def test_gradients_of_biases_are_sums_of_e4m3_by_expert(layout, device):
+    """An expert whose rows hold NaN made the gradients of all experts' biases NaN, by a product with zeros."""
+    if device.type == "cuda" and engines.ENGINES["hopper"].unavailable(device):
+        pytest.skip("no Hopper")
+    leaves, chosen_TK, grad_TH = inputs(layout, device, tokens=400)
+    plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")
+    recipe = gbmoe.Float8BlockScaling(float8_weight_gradients=True)
+
+    def gradients(dtype, **options):
+        own = {name: None if leaf is None else leaf.detach().to(dtype) for name, leaf in leaves.items()}
+        biases = [own[name].requires_grad_() for name in ("w1_bias", "v1_bias") if own[name] is not None]
+        out_TH = gbmoe.expert_mlp(own["x"], plan, own["w1"], own["w2"], own["v1"], weights_TK=own["weights"].float(), activation=GPT_OSS,
+                                  layout=layout, w1_bias=own["w1_bias"], w2_bias=own["w2_bias"], v1_bias=own["v1_bias"], **options)
+        return torch.autograd.grad(out_TH, biases, grad_TH.to(dtype))
+
+    exact, got = gradients(torch.float64), gradients(torch.bfloat16, fp8_recipe=recipe)
+    for one, other in zip(got, exact):
+        assert float((one.double() - other).norm() / other.norm()) < 0.1  # e4m3 has steps of an eighth
+        assert not one[-1].any()  # without rows
+    leaves["w2"][0] = float("nan")  # [E, ...] in every layout
+    for one, other in zip(gradients(torch.bfloat16, fp8_recipe=recipe), got):
+        assert bool(one[0].isnan().any()) and torch.equal(one[1:], other[1:])
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], WeightLayout("interleaved", True)], ids=lambda layout: layout.code)
+def test_gradients_of_biases_held_the_pre_activations(layout, monkeypatch):
+    """Of which backward's peak of memory is made; they are of no more use then."""
+    leaves, chosen_TK, grad_TH = inputs(layout, torch.device("cpu"))
+    plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")
+    own = {name: None if leaf is None else leaf.requires_grad_() for name, leaf in leaves.items()}
+    held, alive = [], []
+
+    def take(self):
+        tensors = original_take(self)
+        held.extend(weakref.ref(tensor) for tensor in tensors if tensor is not None)
+        return tensors
+
+    def bias_gradient(self, *arguments):
+        alive.append([of() is not None for of in held])
+        return original(self, *arguments)
+
+    original, original_take = Engine.bias_gradient, Saved.take
+    monkeypatch.setattr(Engine, "bias_gradient", bias_gradient)
+    monkeypatch.setattr(Saved, "take", take)
+    gbmoe.expert_mlp(own["x"], plan, own["w1"], own["w2"], own["v1"], weights_TK=own["weights"], activation=GPT_OSS, layout=layout,
+                     w1_bias=own["w1_bias"], w2_bias=own["w2_bias"], v1_bias=own["v1_bias"]).backward(grad_TH)
+    assert alive and not any(map(any, alive))
 
 
 def test_frozen_biases_have_no_gradient_and_the_others_do(device):

@@ -97,6 +97,35 @@ def test_hooks_that_wait_for_a_gradient_ran_no_more(device):
     assert all(bool(tensor.any()) for tensor in main.values())
 
 
+@pytest.mark.parametrize("changed", ["x", "grad"])
+@pytest.mark.parametrize("in_expert_order", [False, True], ids=["", "in_expert_order"])
+def test_tensors_changed_before_deferred_gradients_gave_others(changed, in_expert_order, device):
+    """Autograd refuses what was saved for backward and changed; what waits for `compute` was no longer saved."""
+    exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
+    leaves = leaves_of(exact, torch.float32)
+    sink = gbmoe.WeightGradientSink(**{name: torch.zeros_like(leaves[name]) for name in WEIGHTS}, deferred=True)
+    tensors = {"x": leaves["x"] * 1, "grad": grad_TH.float()}
+    if in_expert_order:
+        counts_E = torch.tensor([20, 0, 13, 30, 2], device=device)
+        out_TH = gbmoe.grouped_mlp(tensors["x"], counts_E, leaves["w1"], leaves["w2"], leaves["v1"], gradient_sink=sink)
+    else:
+        out_TH = run({**leaves, "x": tensors["x"]}, chosen_TK, LAYOUTS[0], sink=sink)
+    out_TH.backward(tensors["grad"])
+    with torch.no_grad():
+        tensors[changed].zero_()
+    with pytest.raises(RuntimeError, match="changed in place after backward"):
+        sink.compute()
+
+
+def test_gradients_that_autograd_batches_are_refused():
+    """They ended in "Cannot access data pointer of Tensor that doesn't have storage"."""
+    exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], torch.device("cpu"))
+    leaves = leaves_of(exact, torch.float32)
+    out_TH = run(leaves, chosen_TK, LAYOUTS[0], sink=gbmoe.WeightGradientSink(**{name: torch.zeros_like(leaves[name]) for name in WEIGHTS}))
+    with pytest.raises(ValueError, match="gradient_sink: expected None where autograd batches gradients"):
+        torch.autograd.grad(out_TH, leaves["x"], torch.stack([grad_TH.float()] * 2), is_grads_batched=True)
+
+
 def test_frozen_weights_need_no_tensor(device):
     exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
     leaves = leaves_of(exact, torch.float32)
