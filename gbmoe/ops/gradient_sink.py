@@ -120,5 +120,6 @@ class SunkGradients(WeightGradients):
         if not self._sink.hand_back:
             return None, None, None
         likes = (self._like[name] if name in self._sunk else None for name in ("w1", "w2", "v1"))
-        one, two, three = (None if like is None else torch.empty(like[0], dtype=like[1], device=like[2]) for like in likes)
+        make = torch.zeros if torch.is_anomaly_enabled() else torch.empty  # anomaly detection looks for NaN
+        one, two, three = (None if like is None else make(like[0], dtype=like[1], device=like[2]) for like in likes)
         return one, two, three
