@@ -117,6 +117,17 @@ def test_tensors_changed_before_deferred_gradients_gave_others(changed, in_exper
         sink.compute()
 
 
+def test_a_gradient_of_inference_mode_may_wait(device):
+    exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
+    leaves = leaves_of(exact, torch.float32)
+    sink = gbmoe.WeightGradientSink(**{name: torch.zeros_like(leaves[name]) for name in WEIGHTS}, deferred=True)
+    with torch.inference_mode():
+        grad_TH = grad_TH.float().clone()
+    run(leaves, chosen_TK, LAYOUTS[0], sink=sink).backward(grad_TH)
+    sink.compute()
+    assert all(bool(sink[name].any()) for name in WEIGHTS)
+
+
 def test_anomaly_detection_took_what_is_handed_back_for_gradients(device):
     exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
     leaves = leaves_of(exact, torch.float32)
