@@ -10,14 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from gbmoe._checks import require
+from gbmoe._checks import PLAIN, require
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """[E, ...] of E tensors of one shape, dtype and device, differentiable: each gets its part of the gradient, a view of one tensor.
 
     It is a view, for which nothing is copied or allocated, where the tensors are contiguous, in one storage, in order, and each begins as
-    many elements after the one before as the second after the first. Elsewhere it is a copy, as torch.stack makes it.
+    many elements after the one before as the second after the first. Elsewhere it is a copy, as torch.stack makes it, also of subclasses
+    of tensors. Autograd does not see that a parameter of which it is a view was changed between forward and backward.
 
     Raises:
         ValueError: for no tensors, and for tensors that differ in shape, dtype or device.
@@ -50,6 +51,8 @@ class _Stacked(torch.autograd.Function):
 
 
 def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    if any(type(weight) not in PLAIN for weight in weights):
+        return None
     first = weights[0]
     begins = [weight.storage_offset() for weight in weights]
     distance = begins[1] - begins[0] if len(weights) > 1 else first.numel()

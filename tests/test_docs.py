@@ -69,7 +69,7 @@ COMMANDS = [(page, line.partition(" #")[0].strip()) for page in PAGES for block 
 @pytest.mark.parametrize("page, line", [command for command in COMMANDS if "-m gbmoe" in command[1]],
                          ids=lambda value: page_id(value) if isinstance(value, Path) else value)
 def test_commands_of_a_page_exist_with_their_options(page, line):
-    words = line.partition("-m gbmoe ")[2].partition(";")[0].split()
+    words = re.split("[;)]", line.partition("-m gbmoe ")[2])[0].split()  # up to the end of a command, or of $(a command)
     subcommand = words[:2] if words[0] == "bench" and words[1:] and not words[1].startswith("-") else words[:1]
     known = options(*subcommand)
     unknown = [word for word in words if word.startswith("--") and not re.search(rf"(?<![\w-]){word}\b", known)]

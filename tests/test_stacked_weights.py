@@ -1,5 +1,8 @@
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import gbmoe
 from gbmoe import WeightLayout, engines
@@ -37,6 +40,21 @@ def test_others_are_copied(weights):
     assert torch.equal(one, torch.stack(leaves))
     one.square().sum().backward()
     assert all(torch.equal(leaf.grad, 2 * leaf) for leaf in leaves)
+
+
+def test_sharded_parameters_ended_in_an_error_about_a_storage(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        values = torch.randn(2, 4, 5)
+        for count in (1, 2):
+            weights = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values[:count]]
+            one = gbmoe.stacked(weights)
+            assert isinstance(one, DTensor) and torch.equal(one.full_tensor(), values[:count])
+            one.sum().backward()
+            assert all(torch.equal(weight.grad.full_tensor(), torch.ones(4, 5)) for weight in weights)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_change_of_one_parameter_is_seen():

@@ -94,6 +94,7 @@ def uncalled(model: torch.nn.Module) -> dict[str, str]:
         kind = type(module).__name__
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
             up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
+            up = getattr(up, "_local_tensor", up)  # FSDP gives forward the whole of its DTensors
             if not isinstance(up, torch.Tensor) or up.dtype not in FLOATING or wraps_tensors(up):
                 found[name] = f"{kind} has quantised weights"
         elif isinstance(module, torch.nn.ModuleList) and name.rpartition(".")[2] == "experts":

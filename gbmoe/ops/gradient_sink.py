@@ -29,7 +29,7 @@ class WeightGradientSink:
         deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them. Until then x
             and the gradient of the result may not be changed in place.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
-            elements mean nothing. Otherwise it gives None.
+            elements mean nothing, and with `deferred` hooks run before `compute` adds. Otherwise it gives None.
 
     Every pass of backward through a call adds, also that of torch.autograd.grad for other tensors alone.
 
@@ -68,7 +68,7 @@ class WeightGradientSink:
     def add(self, step: Callable[[], None], of: torch.Tensor) -> None:
         """Take a step: now, or in `compute`. `of` is what it reads that belongs to the caller."""
         if self.deferred:
-            self._later.append(partial(_of_unchanged, without_autocast(step), of, of._version))
+            self._later.append(partial(_of_unchanged, without_autocast(step), of, _version(of)))
         else:
             step()
 
@@ -90,9 +90,13 @@ class WeightGradientSink:
         return main
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode count no changes
+
+
 def _of_unchanged(step: Callable[[], None], of: torch.Tensor, version: int) -> None:
     # As autograd refuses tensors that were saved for backward and changed.
-    if of._version != version:
+    if _version(of) != version:
         raise RuntimeError(f"WeightGradientSink.compute: x, or the gradient of a result, {list(of.shape)}, was changed in place after"
                            " backward, and a gradient of weights is still to be made of it")
     step()
@@ -120,5 +124,6 @@ class SunkGradients(WeightGradients):
         if not self._sink.hand_back:
             return None, None, None
         likes = (self._like[name] if name in self._sunk else None for name in ("w1", "w2", "v1"))
-        one, two, three = (None if like is None else torch.empty(like[0], dtype=like[1], device=like[2]) for like in likes)
+        make = torch.zeros if torch.is_anomaly_enabled() else torch.empty  # anomaly detection looks for NaN
+        one, two, three = (None if like is None else make(like[0], dtype=like[1], device=like[2]) for like in likes)
         return one, two, three

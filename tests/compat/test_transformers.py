@@ -504,6 +504,7 @@ def on_two_ranks(rank, store, results):
                     ((".gate_up_proj", "grouped_gemm"), (".down_proj", "grouped_gemm"), ("", "ep_dispatch_experts"))}
             apply_expert_parallelism(model, mesh, mesh, plan, arrangement)
             assert model.model.layers[0].mlp.experts.num_experts == 4
+        assert adapter.uncalled(model) == {}  # sharded weights were taken for quantised ones
         found = forward_and_gradients(model, "gbmoe", ids)
         whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
         assert whole.keys() == expected.keys()

@@ -44,6 +44,8 @@ def test_wheel_without_cuda_is_pure_and_carries_the_sources(source_tree):
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"gbmoe/csrc/{path.relative_to(extension.source_folder())}" for path in SOURCES} <= set(names)
+    # gbmoe/compat/startup/ is no package, and was left out.
+    assert {str(path.relative_to(source_tree)) for path in (source_tree / "gbmoe").rglob("*.py")} <= set(names)
     assert not [n for n in names if n.endswith(".so") or n.startswith("tests")]
     metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]

@@ -117,6 +117,29 @@ def test_tensors_changed_before_deferred_gradients_gave_others(changed, in_exper
         sink.compute()
 
 
+def test_a_gradient_of_inference_mode_may_wait(device):
+    exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
+    leaves = leaves_of(exact, torch.float32)
+    sink = gbmoe.WeightGradientSink(**{name: torch.zeros_like(leaves[name]) for name in WEIGHTS}, deferred=True)
+    with torch.inference_mode():
+        grad_TH = grad_TH.float().clone()
+    run(leaves, chosen_TK, LAYOUTS[0], sink=sink).backward(grad_TH)
+    sink.compute()
+    assert all(bool(sink[name].any()) for name in WEIGHTS)
+
+
+def test_anomaly_detection_took_what_is_handed_back_for_gradients(device):
+    exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], device)
+    leaves = leaves_of(exact, torch.float32)
+    sink = gbmoe.WeightGradientSink(**{name: torch.zeros_like(leaves[name]) for name in WEIGHTS}, hand_back=True)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        for _ in range(3):
+            exact_inputs.poison(device)
+            for name in WEIGHTS:  # memory that is taken next
+                torch.full_like(leaves[name], float("nan"))
+            run(leaves, chosen_TK, LAYOUTS[0], sink=sink).backward(grad_TH.float())
+
+
 def test_gradients_that_autograd_batches_are_refused():
     """They ended in "Cannot access data pointer of Tensor that doesn't have storage"."""
     exact, chosen_TK, grad_TH = inputs(LAYOUTS[0], torch.device("cpu"))
