@@ -77,7 +77,7 @@ template <typename A, typename B> __host__ __device__ constexpr std::common_type
   return (a + b - 1) / b;
 }
 
-// The values of slot_of_row for rows without a slot: an expert's padding, and rows behind the last expert (as in plain_torch.py).
+// The values of slot_of_row for rows without a slot: an expert's padding, and rows behind the last expert (as in plain_plan.py).
 constexpr int kPadding = -1, kBehindTheLast = -2;
 
 // How many slots there are, T * top_k; a kernel compares one as an unsigned number with it, so that a negative one names none. There may be

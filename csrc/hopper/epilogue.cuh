@@ -50,8 +50,8 @@ template <typename Traits> struct Epilogue {
 #pragma unroll
     for (int i = 0; i < Traits::kTileN / 64; ++i) {
       const int column = of.n + (i * 32 + lane) * 2;
-      const int64_t element = static_cast<int64_t>(of.group) * args.size_n + column;
-      bias.pair[i] = args.bias && column < args.size_n ? *reinterpret_cast<const uint32_t*>(static_cast<const Element*>(args.bias) + element) : 0u;
+      const auto* from = static_cast<const Element*>(args.bias) + static_cast<int64_t>(of.group) * args.size_n + column;
+      bias.pair[i] = args.bias && column < args.size_n ? *reinterpret_cast<const uint32_t*>(from) : 0u;
     }
     return bias;
   }
@@ -226,11 +226,11 @@ template <typename Traits> struct Epilogue {
     store_buffer(output, buffer);
   }
 
-  __device__ __forceinline__ void unpack_quarter(int first, float (&numbers)[8]) const {
+  __device__ __forceinline__ void unpack_quarter(int first, float (&elements)[8]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 two = unpack<Element>(pair[first + i]);
-      numbers[2 * i] = two.x, numbers[2 * i + 1] = two.y;
+      elements[2 * i] = two.x, elements[2 * i + 1] = two.y;
     }
   }
 

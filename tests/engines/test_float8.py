@@ -846,6 +846,7 @@ def test_kept_weights_take_two_bytes_for_each_number_until_the_context_ends(devi
     numbers = sum(w.numel() for w in layer.experts.parameters())
     with torch.no_grad():
         layer(x)
+        torch.cuda.empty_cache()  # torch counts up to 1 MiB more where a block that it has kept is a little too large
         before = torch.cuda.memory_allocated()
         with float8.cached_weights(layer):
             layer(x)
