@@ -56,11 +56,11 @@ class ExpertWeights(ExpertModule):
         methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
         if args.mlp_type == "glu":
             methods["v1"] = args.init_method
-        self.experts = expert_sharding.experts_per_rank(args)
+        self.num_local_experts = expert_sharding.experts_per_rank(args)
         features = expert_sharding.features_per_rank(args)
-        self.rows = self.experts * features
+        self.rows = self.num_local_experts * features
         stacked = args.one_matrix_per_expert
-        shape = (self.experts, features) if stacked else (self.rows,)
+        shape = (self.num_local_experts, features) if stacked else (self.rows,)
         if stacked:
             self.register_state_dict_post_hook(_save_as_megablocks)
             self.register_load_state_dict_pre_hook(_load_as_megablocks)
@@ -89,12 +89,12 @@ class ExpertWeights(ExpertModule):
                 weight = local_weight(getattr(self, name))
             stacked = weight.dim() == 3
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
-            expected = self.experts if stacked else self.rows
+            expected = self.num_local_experts if stacked else self.rows
             if weight.size(0) != expected:
                 require(False, "dMoE", name,
                         lambda: f"{expected} {'matrices' if stacked else 'rows'} on this rank (fully_shard gathers them only when the"
                         " module that it was given is called, not for a submodule)", weight.size(0))
-            return weight if stacked else weight.view(self.experts, -1, self.args.hidden_size)
+            return weight if stacked else weight.view(self.num_local_experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _load_as_megablocks(module: ExpertWeights, state_dict: dict, prefix: str, *_
     for name in _NAMES:
         weight = state_dict.get(prefix + name)
         if weight is not None and weight.dim() == 2 and weight.size(0) == module.rows:  # another size is load_state_dict's to refuse
-            state_dict[prefix + name] = weight.unflatten(0, (module.experts, -1))
+            state_dict[prefix + name] = weight.unflatten(0, (module.num_local_experts, -1))
 
 
 def _initialise(weight: torch.Tensor, args: Arguments, init_method: Callable[[torch.Tensor], Any]) -> None:

@@ -339,9 +339,15 @@ def test_weights_between_the_products_are_those_of_the_output(device):
     leaves, chosen_TK, _ = inputs(LAYOUTS[0], device, which=("up",))
     plan = gbmoe.RoutingPlan.from_experts(chosen_TK, E, check="none")
     arguments = dict(weights_TK=leaves["weights"], w1_bias=leaves["w1_bias"], v1_bias=leaves["v1_bias"])
-    one, other = (gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_on=where, **arguments)
-                  for where in ("output", "between"))
-    assert torch.equal(one, other)
+    got = gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_on="between", activation=GPT_OSS,
+                           **arguments)
+    expected = torch.zeros_like(got)
+    for e in range(E):
+        token, slot = (chosen_TK == e).nonzero(as_tuple=True)
+        h, g = (leaves["x"][token] @ leaves[name][e].t() + leaves[f"{name}_bias"][e] for name in ("w1", "v1"))
+        between = gated(GPT_OSS, h, g) * leaves["weights"][token, slot, None]
+        expected = expected.index_add(0, token, between @ leaves["w2"][e])
+    torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match="w2_bias: expected None"):
         gbmoe.expert_mlp(leaves["x"], plan, leaves["w1"], leaves["w2"], leaves["v1"], weights_on="between",
                          w2_bias=torch.zeros(E, H, dtype=torch.float64, device=device), **arguments)
