@@ -161,7 +161,7 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
     if maps_memory(experts, x_TH, weights_TK, args, where, prepared):
-        counts_E = RoutingPlan.from_experts(experts_TK, where.num_experts, check="none").counts_E
+        counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
         return _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, prepared.layer), counts_E
     if prepared.maps and not torch.compiler.is_compiling():
         peer_memory.agree_to_exchange(args.expert_parallel_group, x_TH.device, prepared.layer)

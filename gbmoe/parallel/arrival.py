@@ -113,9 +113,9 @@ class Arrival:
         # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
         kind = ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact
         self._layers = (*kind, "rows are bounded") if bounded else kind
-        self._expectation = *self._layers, where.num_experts, where.experts_per_rank  # those of which as many rows are expected here
+        self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
         self._records = records
-        self._digest = memory.announce(layer, _path(*kind, where.num_experts, weights_TK is not None, bounded), records)
+        self._digest = memory.announce(layer, _path(*kind, where.experts, weights_TK is not None, bounded), records)
         if bounded and not capturing(x_TH.device):
             memory.report.look()
         if memory.capacity(self._layers) == 0:

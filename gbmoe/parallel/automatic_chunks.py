@@ -45,7 +45,7 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         return 1
     group: Any = dist.group.WORLD if where.group is None else where.group
     chosen = _CHOSEN.setdefault(group, {})
-    key = (where.num_experts, where.experts_per_rank, hidden, ffn, top_k, matrices, dtype, device.type)
+    key = (where.experts, where.experts_per_rank, hidden, ffn, top_k, matrices, dtype, device.type)
     if key not in chosen:
         if torch.compiler.is_compiling():
             return 1
@@ -54,7 +54,7 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         most = torch.tensor([tokens, -int(Device.of(device).flops(gpu.flops))], dtype=torch.int64, device=device)
         groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
         most_tokens, flops = to_host(most, group).tolist()
-        shape = cost_model.Shape(max(most_tokens, 1), hidden, ffn, where.num_experts, top_k, matrices, dtype.itemsize)
+        shape = cost_model.Shape(max(most_tokens, 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
         links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else _ranks_per_host(group))
         chosen[key] = cost_model.best_chunks(shape, replace(gpu, flops=-flops), links, where.world)
     return chosen[key]

@@ -342,7 +342,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
     _check("experts_by_exchange", x_TH, experts_TK, weights_TK)
-    plan = RoutingPlan.from_experts(experts_TK, p.num_experts, check="none")
+    plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TN = p.keys(ids_TK)
     to_ranks = _plan_of(key_TN, p.world, p.chunks)
@@ -495,7 +495,7 @@ def exact_experts_by_exchange(
         layer, trains: as in experts_by_exchange.
     """
     _check("exact_experts_by_exchange", x_TH, experts_TK, weights_TK)
-    plan = RoutingPlan.from_experts(experts_TK, p.num_experts, check="none")
+    plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TK = p.keys(ids_TK)
     to_ranks = _plan_of(key_TK, p.world, 1)

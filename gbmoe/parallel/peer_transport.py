@@ -116,7 +116,7 @@ class PeerTransport(Transport):
         if self._gives_weights:
             assert self._own_weights_TK is not None
             dweights_TK = torch.empty_like(self._own_weights_TK, memory_format=torch.contiguous_format)
-            peers.sum_pushed_scalars(self._arrived.regions.own["pushed_scalars"], self._ids_TK, self._memory.ranks, self._where.num_experts,
+            peers.sum_pushed_scalars(self._arrived.regions.own["pushed_scalars"], self._ids_TK, self._memory.ranks, self._where.experts,
                                      self._where.experts_per_rank, dweights_TK)
         return dx_TH, dweights_TK
 
@@ -151,12 +151,12 @@ def sum_of_ranks(arrived: Arrived, x_TH: torch.Tensor, ids_TK: torch.Tensor, wei
     pushed, ids_TK = arrived.regions.own["pushed"], ids_TK.contiguous()
     if where.exact:
         slots_TK = torch.arange(ids_TK.numel(), dtype=torch.int32, device=ids_TK.device).view(ids_TK.shape)
-        slots_TK = torch.where((ids_TK >= 0) & (ids_TK < where.num_experts), slots_TK, -1)
+        slots_TK = torch.where((ids_TK >= 0) & (ids_TK < where.experts), slots_TK, -1)
         if scale != 1:
             weights_TK = torch.full_like(slots_TK, scale, dtype=torch.float32)
         return scatter(pushed, SlotMap(row_of_slot_TK=slots_TK, slot_of_row_P=slots_TK.flatten()), weights=weights_TK)
     out_TH = x_TH.new_empty(x_TH.shape)
-    peers.sum_pushed_rows(pushed, ids_TK, where.num_experts, where.experts_per_rank, scale, out_TH)
+    peers.sum_pushed_rows(pushed, ids_TK, where.experts, where.experts_per_rank, scale, out_TH)
     return out_TH
 
 

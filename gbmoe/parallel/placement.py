@@ -16,7 +16,7 @@ from gbmoe.parallel.groups import Nodes
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which experts: this one, `rank` of `world`, holds `experts_per_rank` of `num_experts`, from `first_expert` on.
+    """Which rank holds which experts: this one, `rank` of `world`, holds `experts_per_rank` of `experts`, from `first_expert` on.
 
     Where there are more ranks than experts, `shards` ranks hold shards of each expert's ffn rows, and a row goes to all of them.
     Rank r holds shards of the same experts as rank r + world / shards.
@@ -35,7 +35,7 @@ class Placement:
     group: dist.ProcessGroup | None
     world: int
     rank: int
-    num_experts: int
+    experts: int
     experts_per_rank: int
     shards: int
     nodes: Nodes | None = None
@@ -73,11 +73,11 @@ class Placement:
     def with_shadows(self, shadows: int) -> Placement:
         """The same with so many shadows on each rank, behind its own experts, as one more chunk. Ranks must hold whole experts."""
         each = self.experts_per_rank + shadows
-        return replace(self, num_experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
+        return replace(self, experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
 
     def keys(self, experts_TK: torch.Tensor) -> torch.Tensor:
         """The ranks and chunks that compute each token's slots, as rank * chunks + chunk, int32 [T,N]; -1 for an id of no expert."""
-        exists_TK = (experts_TK >= 0) & (experts_TK < self.num_experts)
+        exists_TK = (experts_TK >= 0) & (experts_TK < self.experts)
         if self.shadows:
             local_TK, own = experts_TK % self.experts_per_rank, self.experts_per_rank - self.shadows
             chunk_TK = torch.where(local_TK < own, local_TK * (self.chunks - 1) // own, self.chunks - 1)

@@ -95,9 +95,9 @@ def _rows(ids_TK: torch.Tensor, candidates_S: torch.Tensor, p: Placement) -> tor
     shadows, nodes = candidates_S.size(0), p.nodes
     key_TK = p.keys(ids_TK) if nodes is None else keys_of_nodes(p.keys(ids_TK), p, nodes)
     destinations = p.world if nodes is None else nodes.count
-    place_E = torch.full((p.num_experts,), shadows, dtype=torch.int32, device=ids_TK.device)
+    place_E = torch.full((p.experts,), shadows, dtype=torch.int32, device=ids_TK.device)
     place_E[candidates_S] = torch.arange(shadows, dtype=torch.int32, device=ids_TK.device)
-    place_TK = place_E[ids_TK.clamp(0, p.num_experts - 1).long()]
+    place_TK = place_E[ids_TK.clamp(0, p.experts - 1).long()]
     # A token's row goes to a destination and chunk for as long as any of its slots there is of an expert that is not shadowed.
     same_TKK = key_TK.unsqueeze(2) == key_TK.unsqueeze(1)
     last_TK = torch.where(same_TKK, place_TK.unsqueeze(1), -1).amax(2)
@@ -244,11 +244,11 @@ class _Shadows(torch.autograd.Function):
 def _ids_with_shadows(ids_TK: torch.Tensor, shadowed: list[int], p: Placement) -> torch.Tensor:
     """Ids among the experts and shadows of all ranks, int32 [T,K]: those of shadowed experts name the shadow on this rank."""
     per_rank = p.experts_per_rank + len(shadowed)
-    experts_E = torch.arange(p.num_experts, dtype=torch.int32, device="cpu")
+    experts_E = torch.arange(p.experts, dtype=torch.int32, device="cpu")
     of_E = experts_E // p.experts_per_rank * per_rank + experts_E % p.experts_per_rank
     of_E[shadowed] = p.rank * per_rank + p.experts_per_rank + torch.arange(len(shadowed), dtype=torch.int32, device="cpu")
-    exists_TK = (ids_TK >= 0) & (ids_TK < p.num_experts)
-    return torch.where(exists_TK, of_E.to(ids_TK.device)[ids_TK.clamp(0, p.num_experts - 1).long()], -1)
+    exists_TK = (ids_TK >= 0) & (ids_TK < p.experts)
+    return torch.where(exists_TK, of_E.to(ids_TK.device)[ids_TK.clamp(0, p.experts - 1).long()], -1)
 
 
 def shadowed_experts_by_exchange(
@@ -274,10 +274,10 @@ def shadowed_experts_by_exchange(
     Raises:
         RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
-    counts_E = RoutingPlan.from_experts(experts_TK, p.num_experts, check="none").counts_E
+    counts_E = RoutingPlan.from_experts(experts_TK, p.experts, check="none").counts_E
     ids_TK = experts_TK.int()
     header_A = pass_agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group)
-    shadowed, needs = choose(x_TH, ids_TK, counts_E, p, min(most, p.num_experts), expert_elements * x_TH.element_size(), header_A)
+    shadowed, needs = choose(x_TH, ids_TK, counts_E, p, min(most, p.experts), expert_elements * x_TH.element_size(), header_A)
     bounds = [p.bounds(chunk) for chunk in range(p.chunks)]
     if not shadowed:
         out_TH, _ = experts_by_exchange(in_chunks(bounds, None), x_TH, experts_TK, weights_TK, p, layer=layer, trains=trains)

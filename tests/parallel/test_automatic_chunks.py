@@ -10,10 +10,10 @@ from gbmoe.parallel import automatic_chunks, cost_model
 from gbmoe.parallel.placement import Placement
 from gbmoe.tuning.device import Device
 
-WHERE = Placement(group=None, world=4, rank=0, num_experts=16, experts_per_rank=4, shards=1)
+WHERE = Placement(group=None, world=4, rank=0, experts=16, experts_per_rank=4, shards=1)
 
 
-@pytest.mark.parametrize("where, device", [(WHERE, "cpu"), (replace(WHERE, num_experts=4, experts_per_rank=1), "cuda")])
+@pytest.mark.parametrize("where, device", [(WHERE, "cpu"), (replace(WHERE, experts=4, experts_per_rank=1), "cuda")])
 def test_one_chunk_where_speeds_are_unknown_or_there_is_one_expert(where, device):
     assert automatic_chunks.choose(where, 100, 16, 32, 2, 3, torch.float32, torch.device(device)) == 1
 
@@ -62,5 +62,5 @@ def test_every_gpu_was_taken_for_an_h200(monkeypatch, group, here, slowest, chun
     monkeypatch.setitem(automatic_chunks.SPEEDS, "cpu", automatic_chunks.SPEEDS["cuda"])
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: here))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    where = replace(WHERE, group=group, num_experts=64, experts_per_rank=16)
+    where = replace(WHERE, group=group, experts=64, experts_per_rank=16)
     assert automatic_chunks.choose(where, 4096, 4096, 512, 8, 3, torch.bfloat16, torch.device("cpu")) == chunks

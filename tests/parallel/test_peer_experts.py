@@ -448,7 +448,7 @@ def test_ids_with_a_stride_were_read_as_those_of_other_tokens():
     """Ids whose rows do not lie one behind the other: the sum over ranks is that of the same ids, copied."""
     extension.load()
     tokens, top_k, hidden = 6, 2, 64
-    where = Placement(group=None, world=2, rank=0, num_experts=4, experts_per_rank=2, shards=1)
+    where = Placement(group=None, world=2, rank=0, experts=4, experts_per_rank=2, shards=1)
     pushed_WCH = torch.randn(2, tokens, hidden, device="cuda")
     pushed = SimpleNamespace(regions=SimpleNamespace(own={"pushed": pushed_WCH}))
     wide = torch.tensor([[0, 1, 3, 3], [2, 3, 0, 0], [0, 2, 1, 1], [1, 1, 2, 2], [3, 3, 0, 1], [2, 0, 3, 3]], device="cuda")

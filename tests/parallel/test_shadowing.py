@@ -64,7 +64,7 @@ def test_a_row_to_another_node_goes_to_the_rank_with_the_same_position():
 
 @pytest.mark.parametrize("chunks, nodes", [(1, None), (2, None), (1, Nodes(2, 2, 0, None, None)), (2, Nodes(2, 2, 0, None, None))])
 def test_rows_are_those_of_tokens_with_an_expert_that_is_not_shadowed(chunks, nodes):
-    p = Placement(group=None, world=4, rank=1, num_experts=16, experts_per_rank=4, shards=1, nodes=nodes, chunks=chunks)
+    p = Placement(group=None, world=4, rank=1, experts=16, experts_per_rank=4, shards=1, nodes=nodes, chunks=chunks)
     ids_TK = torch.rand(30, 16, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :5].int()
     ids_TK[3], ids_TK[4, 2:], ids_TK[5, 0] = -1, ids_TK[4, 1], 16
     candidates = [7, 0, 3, 12, 2]
@@ -81,7 +81,7 @@ def test_rows_are_those_of_tokens_with_an_expert_that_is_not_shadowed(chunks, no
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_shadows_are_one_more_chunk_of_the_tokens_own_rank(chunks):
-    p = Placement(group=None, world=2, rank=1, num_experts=6, experts_per_rank=3, shards=1, chunks=chunks)
+    p = Placement(group=None, world=2, rank=1, experts=6, experts_per_rank=3, shards=1, chunks=chunks)
     more = p.with_shadows(2)
     assert [more.bounds(chunk) for chunk in range(more.chunks)] == [*(p.bounds(chunk) for chunk in range(chunks)), (3, 5)]
     ids = torch.tensor([[0, 1, 2, 3, 4, 5, -1, 6]], dtype=torch.int32)
@@ -106,7 +106,7 @@ def test_weights_are_cut_and_put_together(world):
 
 
 def test_latencies_count_where_they_are_known(monkeypatch):
-    p = Placement(group=None, world=2, rank=0, num_experts=2, experts_per_rank=1, shards=1)
+    p = Placement(group=None, world=2, rank=0, experts=2, experts_per_rank=1, shards=1)
     monkeypatch.setattr(automatic_chunks, "SPEEDS", {"cuda": (cost_model.Gpu(), cost_model.Links(exchange=1e9, exchange_latency=1e-3))})
     assert shadowing._overhead(torch.device("cpu"), p) == 0
     assert shadowing._overhead(torch.device("cuda"), p) == 1e6 * shadowing._EXCHANGES
