@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests in the same environment as quickstart.sh, which it makes if it is missing.
 #
-#   scripts/test.sh            all but those marked `slow`: long trainings, Slurm's jobs, many groups of ranks
+#   scripts/test.sh            all but those marked `slow`: long trainings, Slurm's jobs, many groups of ranks, kernels that are emulated
 #   scripts/test.sh --slow     those that are marked `slow`
 #   scripts/test.sh ARG...     arguments go to pytest, which then leaves nothing out: scripts/test.sh tests/test_slurm.py
 #
 # Tests are distributed to one process more than there are cores, or to as many as a GPU has memory for (scripts/test_processes.py); -n 0
 # runs them in one, which a debugger needs.
 set -euo pipefail
-SECONDS_OF_ALL=800
+SECONDS_OF_ALL=780
 extras=transformers  # gbmoe/compat/ is tested with the real packages
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 

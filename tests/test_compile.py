@@ -255,6 +255,7 @@ def test_known_activations_stay_one_operator(activation):
 # ---------------------------------------------------------------------------------------------------- what is compiled again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [dict(mlp_type="glu", shared_expert=True, moe_zloss_weight=1e-2),
                                     dict(activation_fn=torch.tanh, memory_optimized_mlp=True)], ids=["fused", "composed"])
 @pytest.mark.parametrize("marked", [False, True], ids=["noticed", "marked"])
@@ -815,6 +816,7 @@ def worker(rank, world, store, results):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_expert_parallelism_is_one_graph(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()

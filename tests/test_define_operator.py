@@ -616,6 +616,7 @@ def test_private_names_are_asked_for_in_one_place():
     assert used == []
 
 
+@pytest.mark.slow
 def test_a_torch_without_one_of_its_private_names(device):
     """Calls raised AttributeError. Gradients, autocast and what is refused are as ever, to the bit; nothing is looked for at a call."""
     names = private_names()

@@ -102,6 +102,7 @@ def test_results_in_float32_are_the_sums_themselves(device, dtype, tile):
         assert torch.equal(out[:rows].to(dtype), rounded[:rows]) and bool(out[rows:].isnan().all())
 
 
+@pytest.mark.slow
 @pytest.mark.pairs
 @EVERY_EMULATION
 @DTYPES
@@ -132,6 +133,7 @@ def test_rows_of_every_tile(device, dtype, tile):
                 assert torch.equal(outs[0][:rows], outs[1][:rows]) and bool(outs[0][rows:].isnan().all()), name
 
 
+@pytest.mark.slow
 @pytest.mark.pairs
 @EVERY_EMULATION
 @DTYPES
@@ -172,6 +174,7 @@ def test_more_groups_than_a_warp_has_lanes(device):
         assert_as_accurate_as(got, join(baseline).to(got.dtype), join(exact), name)
 
 
+@pytest.mark.slow
 @pytest.mark.pairs
 @pytest.mark.parametrize("glu", [False, True], ids=["mlp", "glu"])
 @pytest.mark.parametrize("activation", plain_activation.ACTIVATIONS)

@@ -402,6 +402,7 @@ def test_other_layers(fields):
         assert torch.equal(model(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, reentrant", [("eager", True), ("aot_eager", None), ("aot_eager", False)])
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_compiled_layers(backend, reentrant, by_layer):
@@ -585,6 +586,7 @@ def of_rank(rank):
     return recorded, results
 
 
+@pytest.mark.slow
 def test_each_rank_replays_its_own_tokens(tmp_path):
     found = processes.run(of_rank, 2, tmp_path)
     torch.manual_seed(0)

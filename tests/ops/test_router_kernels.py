@@ -65,6 +65,7 @@ SHAPES = [(8, 2), (64, 8), (56, 3), (61, 5), (128, 8), (100, 8), (256, 8), (192,
           (288, 6), (1024, 32), (600, 8), (896, 16), (1000, 9), (1001, 32), (128, 20)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts, top_k", SHAPES)
 @pytest.mark.parametrize("given", [False, True])
 def test_kernels_agree_with_plain_pytorch(kernels, experts, top_k, given):
