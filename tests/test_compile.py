@@ -378,6 +378,7 @@ def operands(tokens, device, dtype=torch.float32, seed=0):
     return [t.to(device, dtype).requires_grad_() for t in (random(tokens, HIDDEN), random(tokens, TOP_K), *weights)], ids.to(device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function, backend", [
     *((function, "aot_eager") for function in (gather_and_scatter, fused, composed, keeping_rows, keeping_rows_of_any_number,
                                                      exact, grouped_products, routed)),
@@ -576,6 +577,7 @@ def waiting_plan(x, weights, w1, w2, v1, ids):
     return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, on_host", [("hopper", False), ("torch", False), ("cublas_loop", True), ("reference", True)])
 @pytest.mark.parametrize("function", [fused, composed, products, waiting_plan])
 def test_cuda_graphs_were_given_sizes_on_the_host(monkeypatch, function, engine, on_host):

@@ -362,6 +362,7 @@ def own_operators():
     return {name for name in names if name.startswith("gbmoe::")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens, top_k", [(TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K)])
 def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):

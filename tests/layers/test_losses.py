@@ -163,6 +163,7 @@ def test_like_layers_have_the_bits_of_one_product():
     assert torch.equal(gbmoe.batched_load_balancing_loss(layers[0].experts.args), one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how, compiled", [("no_grad", False), ("inference_mode", False), ("eval", False), ("eval and no_grad", False),
                                            ("no_grad", True), ("eval", True), ("eval and no_grad", True)])
 def test_frozen_lower_layers_took_the_loss_of_the_others_with_them(how, compiled, device):
@@ -313,6 +314,7 @@ def test_losses_of_wrong_shapes(counts, scores, words):
         gbmoe.batched_load_balancing_loss(Arguments(device="cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["vmap", "compiled vmap", "export", "strict export", "make_fx", "real make_fx", "jit.trace"])
 def test_a_traced_or_transformed_layer_left_dead_tensors_for_the_next_loss(how):
@@ -364,6 +366,7 @@ PILES = {"load-balancing loss": (gbmoe.clear_load_balancing_loss, losses._LOAD_B
          "router's z-loss": (gbmoe.clear_router_zloss, losses._ROUTER_LOGSUMEXP, "gbmoe.batched_router_zloss")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PILES)
 def test_losses_that_nobody_asked_for_piled_up_without_a_word(name, monkeypatch):
     clear, kept, call = PILES[name]
