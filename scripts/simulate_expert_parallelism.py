@@ -24,8 +24,8 @@ import expert_parallel_costs as costs
 from expert_parallel_costs import Gpu, Links, Shape
 
 from gbmoe.cli.text_table import print_table
-from gbmoe.layers.expert_sharding import sharding
 from gbmoe.parallel import cost_model
+from gbmoe.parallel.placement import sharding
 from gbmoe.testing.moe_shapes import PARALLEL_CASES
 
 CASES = {case.name: Shape(case.tokens, case.hidden, case.ffn, case.experts, case.top_k) for case in PARALLEL_CASES}

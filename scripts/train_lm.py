@@ -56,7 +56,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import gbmoe
-from gbmoe.parallel.groups import CollectiveFailed
+from gbmoe.parallel.failures import CollectiveFailed
 from gbmoe.parallel.training import clip_grad_norm_
 from train_lm_arguments import HELDOUT, VOCABULARY, parse_arguments
 from train_lm_files import (

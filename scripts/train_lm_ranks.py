@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from gbmoe.parallel import release
-from gbmoe.parallel.groups import guarded
+from gbmoe.parallel.failures import guarded
 from gbmoe.parallel.training import expert_parameters, expert_rows, other_parameters
 from train_lm_files import InputError
 
 
 def collectively(collective: Callable[[], object], what: str) -> None:
-    """Call `collective`; if it fails, the error names the ranks that are missing (gbmoe.parallel.groups.CollectiveFailed)."""
+    """Call `collective`; if it fails, the error names the ranks that are missing (gbmoe.parallel.failures.CollectiveFailed)."""
     guarded(collective, None, what, whose="train_lm")
 
 

@@ -1,4 +1,4 @@
-"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8/quantization.py); the same steps on every device.
+"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8/plain_quantize.py); the same steps on every device.
 
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are

@@ -13,8 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gbmoe._checks import require
-from gbmoe.float8.quantization import ScaledWeights
 from gbmoe.float8.recipe import Float8BlockScaling
+from gbmoe.float8.scaled_tensors import ScaledWeights
 
 
 class _WeightCache:

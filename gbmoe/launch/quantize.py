@@ -1,4 +1,4 @@
-"""Operands in e4m3 with their scales, see gbmoe/float8/quantization.py. The CUDA kernels of csrc/hopper/float8/ where they are loaded,
+"""Operands in e4m3 with their scales, see gbmoe/float8/plain_quantize.py. The CUDA kernels of csrc/hopper/float8/ where they are loaded,
 otherwise plain PyTorch. No autograd.
 
 Shape suffixes: T tokens, K columns, E experts, F ffn hidden, H hidden, P padded rows of the plan, Y bytes.

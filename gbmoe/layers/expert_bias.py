@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gbmoe._checks import require
 from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
-from gbmoe.parallel import agreement, groups
+from gbmoe.parallel import agreement, failures, groups
 
 
 class _Layer(NamedTuple):
@@ -131,7 +131,7 @@ def _counts_of_all_ranks(layers: list[_Layer], model: torch.nn.Module, group: di
     total = torch.cat([layer.counts_E.to(device) for same in by_size.values() for layer in same])
     if dist.is_available() and dist.is_initialized() and groups.world_of(group, "update_expert_bias", "group") > 1:
         _require_like_layers(layers, model, group)
-        groups.guarded(lambda: dist.all_reduce(total, group=group), group, "summing the tokens of experts", "update_expert_bias")
+        failures.guarded(lambda: dist.all_reduce(total, group=group), group, "summing the tokens of experts", "update_expert_bias")
     parts = total.split([len(same) * experts for experts, same in by_size.items()])
     return [(same, part.view(len(same), experts)) for (experts, same), part in zip(by_size.items(), parts)]
 

@@ -16,7 +16,7 @@ from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe._version import __version__
 from gbmoe.float8 import keeps_weights
-from gbmoe.layers import expert_parallel_options, expert_sharding
+from gbmoe.layers import expert_parallel_options, mpu
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.layers.same_activation import require_same_activation
@@ -24,7 +24,7 @@ from gbmoe.ops.activations import activation_name
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, pass_agreement, peer_memory, uncompiled
 from gbmoe.parallel.peer_experts import peer_experts
-from gbmoe.parallel.placement import Placement
+from gbmoe.parallel.placement import Placement, sharding
 from gbmoe.plan import RoutingPlan
 
 # The arguments that must be the same on all ranks, as activation_fn must be the same function. `engine` and `mlp_impl` may differ.
@@ -54,7 +54,7 @@ def prepare(args: Arguments) -> Prepared:
         ValueError: on all ranks; it names the arguments that differ, and which ranks have which. On a rank that is no member of the
             group.
     """
-    if not args.moe_expert_model_parallelism or not dist.is_initialized() or expert_sharding.expert_parallel_world_size(args) == 1:
+    if not args.moe_expert_model_parallelism or not dist.is_initialized() or mpu.expert_parallel_world_size(args) == 1:
         return Prepared()
     values: dict[str, Any] = {name: getattr(args, name) for name in _SAME}
     recipe = args.fp8_recipe and dataclasses.replace(args.fp8_recipe, keep_weights=True)  # of which results do not depend
@@ -87,7 +87,7 @@ def placement(args: Arguments) -> Placement:
     if spread and not torch.compiler.is_compiling():  # in whose graphs a group is known by its name
         group = groups.whole(group)
     world = groups.world_of(group) if spread else 1
-    degree, shards = expert_sharding.sharding(world, experts, args.ffn_hidden_size)
+    degree, shards = sharding(world, experts, args.ffn_hidden_size)
     experts_per_rank, options = experts // degree, expert_parallel_options.of(args)
     if shards > 1:
         require(not options.exact, "Arguments", "expert_parallel_exact",

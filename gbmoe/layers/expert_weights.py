@@ -14,7 +14,7 @@ import torch
 
 from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
-from gbmoe.layers import expert_sharding
+from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import activation_name, gated
@@ -51,13 +51,13 @@ class ExpertWeights(ExpertModule):
         parallel = args.moe_expert_model_parallelism
         # With expert parallelism a rank's experts see the tokens of all ranks. Their gradients are scaled to the mean over ranks, which
         # data parallelism would give.
-        self.gradient_scale = 1 / expert_sharding.expert_parallel_world_size(args) if parallel else 1
+        self.gradient_scale = 1 / mpu.expert_parallel_world_size(args) if parallel else 1
         # The order in which MegaBlocks draws them, after those of an MLP that it makes first and drops.
         methods = {"w1": args.init_method, "w2": args.output_layer_init_method}
         if args.mlp_type == "glu":
             methods["v1"] = args.init_method
-        self.num_local_experts = expert_sharding.experts_per_rank(args)
-        features = expert_sharding.features_per_rank(args)
+        self.num_local_experts = mpu.experts_per_rank(args)
+        features = mpu.features_per_rank(args)
         self.rows = self.num_local_experts * features
         stacked = args.one_matrix_per_expert
         shape = (self.num_local_experts, features) if stacked else (self.rows,)
@@ -145,7 +145,7 @@ class ExpertWeights(ExpertModule):
 
     def extra_repr(self) -> str:
         a = self.args
-        experts, ffn = expert_sharding.experts_per_rank(a), expert_sharding.features_per_rank(a)
+        experts, ffn = mpu.experts_per_rank(a), mpu.features_per_rank(a)
         return (f"{a.mlp_type}, experts={experts}, hidden={a.hidden_size}, ffn={ffn},"
                 f" engine={a.experts_engine}")
 
@@ -174,9 +174,9 @@ def _initialise(weight: torch.Tensor, args: Arguments, init_method: Callable[[to
     if not args.moe_expert_model_parallelism:
         init_method(weight.view(shape))
         return
-    first_expert, first_feature = expert_sharding.first_expert(args), expert_sharding.first_feature(args)
-    last_expert = first_expert + expert_sharding.experts_per_rank(args)
-    features = slice(first_feature, first_feature + expert_sharding.features_per_rank(args))
+    first_expert, first_feature = mpu.first_expert(args), mpu.first_feature(args)
+    last_expert = first_expert + mpu.experts_per_rank(args)
+    features = slice(first_feature, first_feature + mpu.features_per_rank(args))
     if not _draws_one_by_one(init_method, weight, elements=args.ffn_hidden_size * args.hidden_size):
         every_EFH = torch.empty(shape, device=args.device, dtype=args.dtype)
         init_method(every_EFH)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gbmoe._checks import require
-from gbmoe.layers import expert_sharding
+from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
 from gbmoe.ops.activations import activation_name
 from gbmoe.parallel import agreement
@@ -60,7 +60,7 @@ def _results(args: Arguments) -> list[float] | None:
     if device.type == "meta":
         return None
     points = torch.cat([torch.linspace(-bound, bound, 16, dtype=torch.float32, device="cpu") for bound in (4, 50)])
-    like_PF = points.unsqueeze(1).expand(-1, expert_sharding.features_per_rank(args))
+    like_PF = points.unsqueeze(1).expand(-1, mpu.features_per_rank(args))
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
             first, second = (function(like_PF.to(device, args.dtype or torch.float32, copy=True).contiguous()) for _ in range(2))

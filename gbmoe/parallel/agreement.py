@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
-from gbmoe.parallel import groups
+from gbmoe.parallel import failures
 from gbmoe.parallel.host_copy import to_host
 
 
@@ -34,7 +34,7 @@ def differences(each: list[dict[str, str]], group: dist.ProcessGroup | None) -> 
         for rank, theirs in zip(ranks, each):
             having.setdefault(theirs.get(name, "unknown"), []).append(rank)
         if len(having) > 1:
-            differing.append(f"{name} is " + ", ".join(f"{value} on {groups.named(ranks)}" for value, ranks in having.items()))
+            differing.append(f"{name} is " + ", ".join(f"{value} on {failures.named(ranks)}" for value, ranks in having.items()))
     return differing
 
 
@@ -47,10 +47,10 @@ def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: 
     digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "little")
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
     most = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
+    failures.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
     most_of_all, minus_least = to_host(most, group).tolist()
     if most_of_all == -minus_least:
         return None
     each: list[Any] = [None] * dist.get_world_size(group)
-    groups.guarded(lambda: dist.all_gather_object(each, mine, group=group), group, what)
+    failures.guarded(lambda: dist.all_gather_object(each, mine, group=group), group, what)
     return each

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gbmoe.parallel import cost_model, groups
+from gbmoe.parallel import cost_model, failures
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.parallel.placement import Placement
 from gbmoe.tuning.device import Device
@@ -52,7 +52,7 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         gpu, links = SPEEDS[device.type]
         # The most tokens and, negative, the slowest GEMMs of all ranks, whose GPUs may differ.
         most = torch.tensor([tokens, -int(Device.of(device).flops(gpu.flops))], dtype=torch.int64, device=device)
-        groups.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
+        failures.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
         most_tokens, flops = to_host(most, group).tolist()
         shape = cost_model.Shape(max(most_tokens, 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
         links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else _ranks_per_host(group))
@@ -64,6 +64,6 @@ def _ranks_per_host(group: dist.ProcessGroup) -> int:
     """How many of the group's ranks run on each host, of a group that is not divided into nodes; 1 where hosts have different numbers.
     Collective."""
     hosts: list[Any] = [None] * dist.get_world_size(group)
-    groups.guarded(lambda: dist.all_gather_object(hosts, socket.gethostname(), group=group), group, "choosing a number of chunks")
+    failures.guarded(lambda: dist.all_gather_object(hosts, socket.gethostname(), group=group), group, "choosing a number of chunks")
     numbers = {hosts.count(host) for host in hosts}
     return numbers.pop() if len(numbers) == 1 else 1

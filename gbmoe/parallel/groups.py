@@ -1,4 +1,4 @@
-"""What must be known of an expert-parallel group: its nodes, whether its ranks agree, and which of them are missing when it fails."""
+"""What must be known of an expert-parallel group: its ranks and its nodes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,10 +14,7 @@ import torch.distributed as dist
 
 from gbmoe import _torch_names
 from gbmoe._checks import require
-from gbmoe.parallel import roll_call
-
-ROLL_CALL_SECONDS = 5.0  # how long a rank that saw a collective fail waits for the others to answer
-_MOST_NAMED = 16  # groups of more ranks are named by their number
+from gbmoe.parallel import failures, roll_call
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,84 +139,10 @@ def _make(group: dist.ProcessGroup, size: int) -> Nodes:
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     require(ranks == sorted(ranks), "Arguments", "expert_parallel_group", "ranks in ascending order, beside several nodes", ranks)
     node, place = divmod(me, size)
-    options: dict[str, Any] = dict(backend=dist.get_backend(group), timeout=_timeout(group), use_local_synchronization=True)
+    options: dict[str, Any] = dict(backend=dist.get_backend(group), timeout=failures.timeout_or_none(group), use_local_synchronization=True)
     # All ranks make the group inside the node first: two ranks that made the groups in different orders would wait for one another.
-    inside, across = (guarded(functools.partial(dist.new_group, members, **options), group, "making the groups of nodes")
+    inside, across = (failures.guarded(functools.partial(dist.new_group, members, **options), group, "making the groups of nodes")
                       for members in (ranks[node * size : (node + 1) * size], ranks[place::size]))
     for part in (inside, across):
         roll_call.make_part_of(part, group)
     return Nodes(size, len(ranks) // size, node, inside, across)
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The time after which the group's collectives fail; None, which is torch's default, where it cannot be told."""
-    try:
-        return group._get_backend(torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def timeout_of(group: dist.ProcessGroup | None) -> float:
-    """The seconds after which the collectives of a group fail (None: the default group)."""
-    return (_timeout(whole(group)) or dist.default_pg_timeout).total_seconds()
-
-
-def named(ranks: list[int]) -> str:
-    """"rank 3" or "ranks 3, 5"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-class CollectiveFailed(RuntimeError):
-    """A collective of several ranks failed; the message names the ranks that are missing."""
-
-
-def guarded(collective: Callable[[], Any], group: dist.ProcessGroup | None, what: str = "exchange",
-            whose: str = "expert parallelism") -> Any:
-    """Call `collective`. Where torch.distributed raises, raise CollectiveFailed, which names the group's ranks and the missing ones."""
-    calls = roll_call.of_default_group(group)
-    if calls is not None:
-        calls.enter(group)
-    try:
-        return collective()
-    except torch.OutOfMemoryError:  # of this rank alone
-        raise
-    except RuntimeError as error:  # torch.distributed's errors are subclasses of it
-        raise failure(group, error, what, whose) from error
-    finally:
-        if calls is not None:
-            calls.leave()
-
-
-class Waiting:
-    """`with Waiting(group):` this thread waits for other ranks of the group. Only inside may `failure` be called."""
-
-    def __init__(self, group: dist.ProcessGroup | None):
-        self._group, self._calls = group, roll_call.of_default_group(group)
-
-    def __enter__(self) -> None:
-        if self._calls is not None:
-            self._calls.enter(self._group)
-
-    def __exit__(self, *error: object) -> None:
-        if self._calls is not None:
-            self._calls.leave()
-
-
-def failure(group: dist.ProcessGroup | None, why: object, what: str = "exchange", whose: str = "expert parallelism") -> CollectiveFailed:
-    """The error of a rank that got no answer from the others of its group. Calls the roll of all ranks, for ROLL_CALL_SECONDS."""
-    return CollectiveFailed(f"{whose}: {what} with {_who(group)} failed: {why}")
-
-
-def _who(group: dist.ProcessGroup | None) -> str:
-    try:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        calls = roll_call.of_default_group()
-        missing = None if calls is None else calls.missing(ROLL_CALL_SECONDS)
-    except Exception as error:  # after a failure torch.distributed's own calls may fail in any way
-        return f"the ranks of the group (which of them are left cannot be told: {type(error).__name__})"
-    who = named(ranks) if len(ranks) <= _MOST_NAMED else f"the {len(ranks)} ranks"
-    if missing is None:
-        said = "; which of them are left cannot be told, as the store of the process group does not answer"
-    else:
-        said = f"; {named(missing)} did not report it, and may have died or hang" if missing else ""
-    return f"{who} of the group (this is rank {dist.get_rank()}{said})"

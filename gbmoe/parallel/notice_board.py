@@ -23,9 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gbmoe.parallel import groups, pass_agreement
-from gbmoe.parallel.groups import CollectiveFailed
-from gbmoe.parallel.host_copy import wait_for_ranks
+from gbmoe.parallel import failures, pass_agreement
+from gbmoe.parallel.failures import CollectiveFailed, wait_for_ranks
 
 CHANNELS = 2  # of barriers
 _PAUSE_SECONDS = 5e-5
@@ -142,8 +141,8 @@ class NoticeBoard:
             raise ValueError(self._read(differ[0], _WHY))
         left = [rank for rank in failed if not words[self._at[rank] + _WAS_LATE]]
         if not left:
-            with groups.Waiting(self._group):
-                raise groups.failure(self._group, self._read(failed[0], _WHY))
+            with failures.Waiting(self._group):
+                raise failures.failure(self._group, self._read(failed[0], _WHY))
         names = dist.get_process_group_ranks(self._group)
         each = "; ".join(f"rank {names[rank]} ended a pass early: {self._read(rank, _WHY)}" for rank in left)
         raise PassLost(f"expert parallelism over mapped memory: {each}. What this rank has computed since with layers whose experts are"
@@ -251,7 +250,7 @@ def open_board(group: dist.ProcessGroup) -> tuple[NoticeBoard | None, str | None
         except OSError as error:
             fault = str(error)
     each: list[Any] = [None] * dist.get_world_size(group)
-    groups.guarded(lambda: dist.all_gather_object(each, (path, fault), group=group), group, what)
+    failures.guarded(lambda: dist.all_gather_object(each, (path, fault), group=group), group, what)
     name, fault = each[0]
     if fault is None:
         try:
@@ -259,7 +258,7 @@ def open_board(group: dist.ProcessGroup) -> tuple[NoticeBoard | None, str | None
                 page = mmap.mmap(file.fileno(), size)
         except OSError as error:  # as in another container with the same name of the host
             fault = str(error)
-    groups.guarded(lambda: dist.all_gather_object(each, fault, group=group), group, what)
+    failures.guarded(lambda: dist.all_gather_object(each, fault, group=group), group, what)
     if path is not None:
         Path(path).unlink(missing_ok=True)
     faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(each) if fault is not None]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gbmoe import _torch_names
 from gbmoe._define_operator import define
-from gbmoe.parallel import agreement, groups
+from gbmoe.parallel import agreement, failures, groups
 from gbmoe.parallel.host_copy import to_device
 
 # A header is [-digest, digest, x, weights, experts, checkpointed, not checkpointed], int32: the largest of each over all ranks tells
@@ -165,7 +165,7 @@ def _raise(group: dist.ProcessGroup | None) -> None:
     whole, ranks = _of(group)
     assert ranks.pass_ is not None
     each: list[Any] = [None] * dist.get_world_size(whole)
-    groups.guarded(lambda: dist.all_gather_object(each, ranks.pass_, group=whole), whole, "comparing the passes")
+    failures.guarded(lambda: dist.all_gather_object(each, ranks.pass_, group=whole), whole, "comparing the passes")
     ranks.passes = max(pass_.number for pass_ in each)
     raise refusal([pass_.text() for pass_ in each], whole)
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from gbmoe._checks import dtype_name, require
 from gbmoe.launch import availability
-from gbmoe.parallel import groups, pass_agreement
-from gbmoe.parallel.host_copy import wait_for_ranks
+from gbmoe.parallel import failures, groups, pass_agreement
+from gbmoe.parallel.failures import wait_for_ranks
 from gbmoe.parallel.late_report import LateReport
 from gbmoe.parallel.notice_board import CHANNELS, NoticeBoard, open_board
 from gbmoe.parallel.regions import Layout, Regions
@@ -79,7 +79,7 @@ class PeerMemory:
         self._capacities: dict[Hashable, int] = {}
         self.expected_rows: dict[Hashable, int] = {}
         self.report = LateReport(group, device)
-        self._timeout_ms = int((groups.timeout_of(group) if timeout_seconds is None else timeout_seconds) * 1000)
+        self._timeout_ms = int((failures.timeout_of(group) if timeout_seconds is None else timeout_seconds) * 1000)
         self._allocation: _Allocation | None = None
         self._kept: list[_Allocation] = []  # those that CUDA graphs have captured, and which have become too small since
         self._streams = torch.get_device_module(device)
@@ -153,7 +153,7 @@ class PeerMemory:
         self._set_aside()
         own = mapper.empty(needed, dtype=torch.uint8, device=self.device)
         self.board.meet(needed)  # no rank has run out of memory
-        with groups.Waiting(self.group):
+        with failures.Waiting(self.group):
             handle = mapper.rendezvous(own, self.group)
         of_rank = [own if rank == self.rank else handle.get_buffer(rank, (needed,), torch.uint8) for rank in range(self.ranks)]
         self._allocation = _Allocation(own, handle, of_rank)
@@ -416,7 +416,8 @@ def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | 
         return known[1]
     found: list[Any] = [None] * dist.get_world_size(group)
     mine = (_local_reason(group, device), socket.gethostname())
-    groups.guarded(lambda: dist.all_gather_object(found, mine, group=group), group, "finding out whether ranks can map each other's memory")
+    failures.guarded(lambda: dist.all_gather_object(found, mine, group=group), group,
+                     "finding out whether ranks can map each other's memory")
     hosts = {host for _, host in found}
     faults = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(found) if reason is not None]
     reason = "; ".join(faults) or (f"the group spans {len(hosts)} hosts" if len(hosts) > 1 else None)

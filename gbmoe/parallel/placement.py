@@ -14,6 +14,26 @@ from gbmoe._checks import require
 from gbmoe.parallel.groups import Nodes
 
 
+def sharding(world: int, experts: int, ffn: int) -> tuple[int, int]:
+    """Divide experts among ranks and, where there are more ranks than experts, each expert's ffn rows, too.
+
+    Returns:
+        Into how many groups of whole experts `world` ranks divide them, and into how many shards each expert's `ffn` rows are divided.
+
+    Raises:
+        ValueError: where they do not divide evenly.
+    """
+    degree = min(world, experts)
+    if experts % degree:
+        require(False, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", experts)
+    if world % degree:
+        require(False, "Arguments", "expert_parallel_group", f"a multiple of {degree} ranks", world)
+    shards = world // degree
+    if ffn % shards:
+        require(False, "Arguments", "ffn_hidden_size", f"a multiple of {shards} shards", ffn)
+    return degree, shards
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which rank holds which experts: this one, `rank` of `world`, holds `experts_per_rank` of `experts`, from `first_expert` on.

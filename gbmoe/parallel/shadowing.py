@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from gbmoe.parallel import automatic_chunks, pass_agreement
 from gbmoe.parallel.exchange import Compute, experts_by_exchange, keys_of_nodes
-from gbmoe.parallel.groups import guarded
+from gbmoe.parallel.failures import guarded
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.parallel.pass_agreement import Needs, joined
 from gbmoe.parallel.placement import Placement

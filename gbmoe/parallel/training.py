@@ -26,7 +26,8 @@ import torch.distributed as dist
 from gbmoe._checks import require
 from gbmoe.parallel.agreement import of_all_ranks_unless_alike
 from gbmoe.parallel.expert_modules import Experts, Holder
-from gbmoe.parallel.groups import guarded, world_of
+from gbmoe.parallel.failures import guarded
+from gbmoe.parallel.groups import world_of
 
 # Parts of a parameter's name that wrappers add and that state dicts leave out.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

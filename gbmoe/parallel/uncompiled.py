@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from gbmoe.parallel import exchange, shadowing
+from gbmoe.parallel import exact_exchange, shadowing
 from gbmoe.parallel.peer_experts import peer_experts as _peer_experts  # its own name is what is asked for
 
 # The function, and what to tell a user who asked for one graph.
 _MADE_OF: dict[str, tuple[Any, str]] = {
     "peer_experts": (_peer_experts, "graphs hold no reads of other ranks' memory; expert_parallel_transport='exchange' can be compiled as"
                                     " one graph"),
-    "exact_experts_by_exchange": (exchange.exact_experts_by_exchange, "the host cuts what travels to the numbers that it has received"),
+    "exact_experts_by_exchange": (exact_exchange.exact_experts_by_exchange,
+                                  "the host cuts what travels to the numbers that it has received"),
     "shadowed_experts_by_exchange": (shadowing.shadowed_experts_by_exchange, "the host chooses the experts that get shadows"),
 }
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from gbmoe import Float8BlockScaling
 from gbmoe.compat import grouped_gemm
 from gbmoe.compat.megablocks import register
-from gbmoe.parallel import host_copy
+from gbmoe.parallel import failures, host_copy
 from gbmoe.plan import RoutingPlan
 from gbmoe.testing import accuracy, exact_inputs
 from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_megablocks_needs_a_gpu
@@ -400,7 +400,7 @@ def test_expert_parallelism_is_that_of_grouped_and_of_one_process(tmp_path):
 def test_expert_parallelism_waits_no_more_often_than_grouped(tmp_path, monkeypatch):
     """The size is one at which "auto" takes cuBLAS, which needs the sizes on the host. Torch warns of waits, but not of questions whether
     an event has happened, by which gbmoe's host waits."""
-    asked, wait_for_ranks = [], host_copy.wait_for_ranks
+    asked, wait_for_ranks = [], failures.wait_for_ranks
     monkeypatch.setattr(host_copy, "wait_for_ranks", lambda *arguments: asked.append(1) or wait_for_ranks(*arguments))
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import gbmoe
 from gbmoe.layers import Arguments
-from gbmoe.parallel import groups, training
+from gbmoe.parallel import failures, groups, training
 from tests.parallel.processes import run
 
 pytestmark = pytest.mark.xdist_group("groups")  # one start serves all tests
@@ -115,11 +115,12 @@ def test_memory_that_runs_out_in_a_collective_was_taken_for_missing_ranks():
         raise torch.OutOfMemoryError("too little")
 
     with pytest.raises(torch.OutOfMemoryError, match="too little"):
-        groups.guarded(fails, None)
+        failures.guarded(fails, None)
 
 
 def test_a_large_group_is_named_by_its_size(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     for world, words in ((3, "ranks 0, 1, 2 of"), (4096, "the 4096 ranks of")):
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, world=world: list(range(world)))
-        assert f"exchange with {words} the group (this is rank 3; which of them are left cannot be told" in str(groups.failure(None, "no"))
+        assert f"exchange with {words} the group (this is rank 3; which of them are left cannot be told" in str(
+            failures.failure(None, "no"))

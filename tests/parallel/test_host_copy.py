@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gbmoe.parallel import groups, host_copy
+from gbmoe.parallel import failures, host_copy
 from tests.forked_python import spawn
 
 TIMEOUT = 6
 
 
 def hanging(rank, store, folder):
-    groups.ROLL_CALL_SECONDS = 1.0
+    failures.ROLL_CALL_SECONDS = 1.0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT))
     dist.barrier()
     start = time.monotonic()
@@ -22,8 +22,8 @@ def hanging(rank, store, folder):
         time.sleep(TIMEOUT)
         return
     try:
-        host_copy.wait_for_ranks(lambda: False, None)
-    except groups.CollectiveFailed as error:
+        failures.wait_for_ranks(lambda: False, None)
+    except failures.CollectiveFailed as error:
         torch.save((str(error), time.monotonic() - start), folder / f"{rank}.pt")
 
 
@@ -39,10 +39,10 @@ def test_a_rank_that_hangs_is_named_before_the_timeout(tmp_path):
 @pytest.mark.parametrize("timeout, limit", [(600, 590), (20, 10), (4, 2)])
 def test_the_wait_ends_so_early_that_ranks_can_still_be_asked(monkeypatch, timeout, limit):
     now = [0.0]
-    monkeypatch.setattr(groups, "timeout_of", lambda group: timeout)
-    monkeypatch.setattr(host_copy.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(host_copy.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 0.5))
-    monkeypatch.setattr(groups, "failure", lambda group, why: RuntimeError(why))
+    monkeypatch.setattr(failures, "timeout_of", lambda group: timeout)
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failures.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + 0.5))
+    monkeypatch.setattr(failures, "failure", lambda group, why: RuntimeError(why))
     asked = []
 
     def there():
@@ -51,7 +51,7 @@ def test_the_wait_ends_so_early_that_ranks_can_still_be_asked(monkeypatch, timeo
         return False
 
     with pytest.raises(RuntimeError, match=f"no answer within {limit} s"):
-        host_copy.wait_for_ranks(there, None)
+        failures.wait_for_ranks(there, None)
     assert limit - 1 < asked[-1] <= limit + 1
 
 
@@ -59,9 +59,9 @@ def test_a_short_wait_asked_torch_for_the_groups_timeout(monkeypatch):
     def timeout_of(group):
         raise AssertionError("a wait that has just begun needs no limit, which torch takes longer to tell than a few kernels take")
 
-    monkeypatch.setattr(groups, "timeout_of", timeout_of)
+    monkeypatch.setattr(failures, "timeout_of", timeout_of)
     answers = iter([False, True])
-    host_copy.wait_for_ranks(lambda: next(answers), None)
+    failures.wait_for_ranks(lambda: next(answers), None)
     assert next(answers, None) is None
 
 

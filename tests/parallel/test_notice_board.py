@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gbmoe.parallel import groups, peer_memory
+from gbmoe.parallel import failures, peer_memory
 from gbmoe.testing import mapped_files
 from tests.parallel import test_peer_agreement as agreement
 from tests.parallel.processes import run
@@ -29,7 +29,7 @@ def missing(function):
     """The ranks that the error names."""
     try:
         function()
-    except groups.CollectiveFailed as error:
+    except failures.CollectiveFailed as error:
         found = MISSING.search(str(error))
         return [int(rank) for rank in found[2].split(", ")] if found else str(error)
 
@@ -52,7 +52,7 @@ def hangs_before(rank, what):
         if rank == 0:
             memory.board.fail(RuntimeError("as if it had left a pass early"))
         if rank > 1:
-            with pytest.raises(groups.CollectiveFailed, match="rank 0 ended a pass early: RuntimeError: as if"):
+            with pytest.raises(failures.CollectiveFailed, match="rank 0 ended a pass early: RuntimeError: as if"):
                 agreement.call(layer, x, ids, weights)
     return missing(lambda: agreement.call(layer, *(many if what == "growth" else (x, ids, weights))))
 
@@ -79,7 +79,7 @@ def is_late(rank):
         try:
             agreement.compare(agreement.step(layer, rank, batch, seed=seed), agreement.expected(rank, batch, seed=seed))
             said.append("right")
-        except groups.CollectiveFailed as error:
+        except failures.CollectiveFailed as error:
             said.append(str(error))
     dist.barrier()
     return said
@@ -113,7 +113,7 @@ def one_fails(rank):
         try:
             board.check()
             said.append(None)
-        except groups.CollectiveFailed as error:
+        except failures.CollectiveFailed as error:
             said.append(str(error))
     assert board.recover(lambda: None) == 1 and not board.is_broken
     assert board.meet(rank) == [0, 1]

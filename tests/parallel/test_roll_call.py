@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gbmoe.parallel import groups, training
+from gbmoe.parallel import failures, training
 from tests.parallel.processes import run
 from tests.parallel.test_groups import make
 
@@ -28,7 +28,7 @@ def failing(function):
     """The ranks that the error names."""
     try:
         function()
-    except groups.CollectiveFailed as error:
+    except failures.CollectiveFailed as error:
         me, missing = MISSING.search(str(error)).groups()
         assert int(me) == dist.get_rank()
         return [int(rank) for rank in missing.split(", ")]
@@ -69,7 +69,7 @@ def acting(what, layer, group):
 
 def one_after_another(rank, folder):
     """What each step's error names on this rank, which may die on the way: in a file, as long as it lives."""
-    groups.ROLL_CALL_SECONDS = 1.0
+    failures.ROLL_CALL_SECONDS = 1.0
     alive, found = list(range(8)), []
     for what, dying, changes in STEPS:
         group = dist.new_group(alive, use_local_synchronization=True, timeout=timedelta(seconds=3))
@@ -85,7 +85,7 @@ def one_after_another(rank, folder):
 
 def in_a_ring(rank, nodes):
     """Which ranks the error names where all ranks end with it, and how long that takes them."""
-    groups.ROLL_CALL_SECONDS = 1.0
+    failures.ROLL_CALL_SECONDS = 1.0
     layer = make(moe_num_experts=8, **nodes)
     act = acting("clipping" if not nodes else "backward", layer, None)
     if rank == 5:
@@ -96,7 +96,7 @@ def in_a_ring(rank, nodes):
 
 def hanging(rank, how):
     """Rank 2 comes to no further collective; its process is alive, or stopped."""
-    groups.ROLL_CALL_SECONDS = 1.0
+    failures.ROLL_CALL_SECONDS = 1.0
     layer = make(moe_num_experts=4, **NODES)
     act = acting("forward", layer, None)
     if rank == 2:

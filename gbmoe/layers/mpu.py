@@ -1,15 +1,12 @@
-"""How experts are spread over an expert-parallel group; mirrors megablocks.layers.mpu.
-
-The experts are divided among the ranks. Where there are more ranks than experts, each expert's ffn rows are divided, too.
-"""
+"""What the arguments of a layer say of gbmoe/parallel/placement.py; mirrors megablocks.layers.mpu."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.parallel import groups
+from gbmoe.parallel.placement import sharding
 
 
 def expert_parallel_world_size(args: Arguments) -> int:
@@ -21,20 +18,6 @@ def expert_parallel_world_size(args: Arguments) -> int:
 def expert_parallel_rank(args: Arguments) -> int:
     """This process's rank among those that the experts are spread over."""
     return dist.get_rank(args.expert_parallel_group) if args.moe_expert_model_parallelism else 0
-
-
-def sharding(world: int, experts: int, ffn: int) -> tuple[int, int]:
-    """(into how many groups of whole experts `world` ranks divide them, into how many shards each expert's `ffn` rows are divided). Raises
-    ValueError where they do not divide evenly."""
-    degree = min(world, experts)
-    if experts % degree:
-        require(False, "Arguments", "moe_num_experts", f"a multiple of {degree} ranks", experts)
-    if world % degree:
-        require(False, "Arguments", "expert_parallel_group", f"a multiple of {degree} ranks", world)
-    shards = world // degree
-    if ffn % shards:
-        require(False, "Arguments", "ffn_hidden_size", f"a multiple of {shards} shards", ffn)
-    return degree, shards
 
 
 def expert_sharding_degree(args: Arguments) -> int:
