@@ -9,7 +9,7 @@
 
 namespace gbmoe {
 
-// Launches of function_forward.cu and function_backward.cu, for shapes with tokens; arguments are those of `route` and
+// Launches of any_function_forward.cu and any_function_backward.cu, for shapes with tokens; arguments are those of `route` and
 // `route_backward`.
 void route_by_function(
     const Tensor& logits, const std::optional<Tensor>& expert_bias, const std::optional<Tensor>& padding_mask,

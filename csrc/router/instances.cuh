@@ -29,7 +29,7 @@ struct RouterInstances {
 };
 
 // Forward. The variant is the length of the sorted list that a token's lanes share (sorted_lists.cuh), or 0 where its warp
-// ranks candidates (candidates.cuh). Logits in bfloat16 have kernels of their own, with vectors of eight, for the calls
+// ranks candidates (ranked_candidates.cuh). Logits in bfloat16 have kernels of their own, with vectors of eight, for the calls
 // that models make; the others serve any logits.
 template <typename T> struct ForwardInstances;
 template <> struct ForwardInstances<__nv_bfloat16> {

@@ -35,8 +35,9 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 # Seconds of one core that a file takes: without kernels, and more for each architecture (nvcc 13.0, a server's core that has nothing else
 # to do). Of a file by its path, or else of a folder of csrc/, whose average it is. Those of hopper/ have their kernels once, those of
 # tensor_core/ from 8.0 on.
-_SECONDS = {"router/forward.cu": (5.0, 30.0), "router/backward.cu": (4.0, 10.0), "router/function_forward.cu": (4.0, 12.0),
-            "router/function_backward.cu": (4.0, 8.0), "": (2.0, 5.0), "tensor_core": (5.0, 25.0), "hopper": (0.0, 21.0)}
+_SECONDS = {"router/softmax_topk_forward.cu": (5.0, 30.0), "router/softmax_topk_backward.cu": (4.0, 10.0),
+            "router/any_function_forward.cu": (4.0, 12.0), "router/any_function_backward.cu": (4.0, 8.0),
+            "": (2.0, 5.0), "tensor_core": (5.0, 25.0), "hopper": (0.0, 21.0)}
 _LINK_SECONDS = 3.0
 
 

@@ -41,7 +41,7 @@ def route_backward(
     grad_weights_TK: torch.Tensor | None, grad_logsumexp_T: torch.Tensor | None, function: RouterFunction, dtype: torch.dtype,
 ) -> torch.Tensor:
     """Gradient of the logits, in `dtype`. Each slot of `ids` counts, so that an expert that is named twice gets both gradients; an id of no
-    expert counts as none, and padding has no gradient. The formulas stand in csrc/router/function_backward.cuh."""
+    expert counts as none, and padding has no gradient. The formulas stand in csrc/router/any_function_backward.cuh."""
     wide = accumulate_dtype(logits_TE.dtype)
     logits_TE = logits_TE.to(wide)
     scores_TE = scores_of(logits_TE, function)
@@ -207,7 +207,8 @@ def softmax_topk_backward(
     scores_TE: torch.Tensor, ids_TK: torch.Tensor, grad_scores_TE: torch.Tensor | None, grad_weights_TK: torch.Tensor | None,
     grad_logsumexp_T: torch.Tensor | None, p: float | None, dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router/backward.cuh. An id of no expert counts as none."""
+    """Gradient of route's logits, in `dtype`; the formulas stand in csrc/router/softmax_topk_backward.cuh. An id of no expert counts as
+    none."""
     wide = accumulate_dtype(scores_TE.dtype)
     score_TE = scores_TE.to(wide)
     grad_TE = torch.zeros_like(score_TE) if grad_scores_TE is None else grad_scores_TE.to(wide)

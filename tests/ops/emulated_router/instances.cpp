@@ -1,9 +1,9 @@
 // The router's kernels that are emulated, by their RouterConfig; tests/ops/emulated_router/__init__.py calls them.
 
-#include "csrc/router/backward.cuh"
-#include "csrc/router/forward.cuh"
-#include "csrc/router/function_backward.cuh"
-#include "csrc/router/function_forward.cuh"
+#include "csrc/router/softmax_topk_backward.cuh"
+#include "csrc/router/softmax_topk_forward.cuh"
+#include "csrc/router/any_function_backward.cuh"
+#include "csrc/router/any_function_forward.cuh"
 #include "csrc/router/instances.cuh"
 
 namespace gbmoe {

@@ -1,13 +1,13 @@
 // The gradient of the router's softmax, choice, p-norm and logsumexp, in one launch.
 //
-// Here are the launches; the kernel is in backward.cuh, its instances are in instances.cuh. That of any other
-// function is computed by function_backward.cu.
+// Here are the launches; the kernel is in softmax_topk_backward.cuh, its instances are in instances.cuh. That of any other
+// function is computed by any_function_backward.cu.
 
 #include "../operators.h"
-#include "backward.cuh"
 #include "function_calls.h"
 #include "instances.cuh"
 #include "numbers.h"
+#include "softmax_topk_backward.cuh"
 
 namespace gbmoe {
 

@@ -4,7 +4,7 @@
 
 #include "../early_launch.cuh"
 #include "arithmetic.cuh"
-#include "candidates.cuh"
+#include "ranked_candidates.cuh"
 #include "sorted_lists.cuh"
 
 namespace gbmoe {

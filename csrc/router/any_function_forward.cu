@@ -1,7 +1,7 @@
-// The router of any RouterFunction, from the logits in one launch; the kernel is in function_forward.cuh.
+// The router of any RouterFunction, from the logits in one launch; the kernel is in any_function_forward.cuh.
 
+#include "any_function_forward.cuh"
 #include "function_calls.h"
-#include "function_forward.cuh"
 #include "instances.cuh"
 #include "numbers.h"
 

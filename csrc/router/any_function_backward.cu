@@ -1,7 +1,7 @@
-// The gradient of the router of any RouterFunction, in one launch; the kernel is in function_backward.cuh.
+// The gradient of the router of any RouterFunction, in one launch; the kernel is in any_function_backward.cuh.
 
+#include "any_function_backward.cuh"
 #include "function_calls.h"
-#include "function_backward.cuh"
 #include "instances.cuh"
 #include "numbers.h"
 

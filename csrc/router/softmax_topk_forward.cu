@@ -1,14 +1,14 @@
 // The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss, from
 // the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
-// Here are the launches; the kernel is in forward.cuh, its instances are in instances.cuh. Any other function is
-// computed by function_forward.cu.
+// Here are the launches; the kernel is in softmax_topk_forward.cuh, its instances are in instances.cuh. Any other function is
+// computed by any_function_forward.cu.
 
 #include "../operators.h"
-#include "forward.cuh"
 #include "function_calls.h"
 #include "instances.cuh"
 #include "numbers.h"
+#include "softmax_topk_forward.cuh"
 
 namespace gbmoe {
 namespace {
