@@ -24,7 +24,7 @@ from gbmoe.layers import (
     update_expert_bias,
     update_expert_bias_after,
 )
-from gbmoe.ops import expert_mlp, gmm, grouped_mlp, padded_gather, padded_scatter
+from gbmoe.ops import ExpertPath, expert_mlp, expert_path, gmm, grouped_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import ClampedSilu, Situ
 from gbmoe.ops.gradient_sink import WeightGradientSink
 from gbmoe.plan import RoutingPlan
@@ -33,9 +33,9 @@ from gbmoe.stacked_weights import stacked
 from gbmoe.weight_layout import WeightLayout
 
 __all__ = [
-    "Arguments", "ClampedSilu", "ExpertParallelOptions", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ",
+    "Arguments", "ClampedSilu", "ExpertParallelOptions", "ExpertPath", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ",
     "WeightGradientSink", "WeightLayout", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
-    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "get_load_balancing_loss", "gmm", "grouped_mlp", "ops",
-    "padded_gather", "padded_scatter", "record_experts", "replay_experts", "stack_experts", "stacked", "unstack_experts",
-    "update_expert_bias", "update_expert_bias_after",
+    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "expert_path", "get_load_balancing_loss", "gmm",
+    "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts", "replay_experts", "stack_experts", "stacked",
+    "unstack_experts", "update_expert_bias", "update_expert_bias_after",
 ]

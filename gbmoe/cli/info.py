@@ -7,6 +7,8 @@ import json
 
 from gbmoe import engines
 from gbmoe.cli.describe_system import describe_extension, describe_machine, describe_versions
+from gbmoe.cli.layout_table import ENGINES, layouts_by_engine
+from gbmoe.cli.text_table import print_table
 from gbmoe.layers.arguments import default_device
 
 EXAMPLES = """\
@@ -26,13 +28,20 @@ def collect() -> dict:
     reasons = engines.availability(device) | engines.recipes_availability(device)
     available = {name: {"available": reason is None, "reason": reason} for name, reason in reasons.items()}
     return {"versions": describe_versions(), "machine": describe_machine(device), "extension": describe_extension(),
-            "engines": available, "auto": engines.taken_by_auto(device)}
+            "engines": available, "auto": engines.taken_by_auto(device), "layouts": layouts_by_engine()}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what `collect` returns."""
     found = collect()
-    print(json.dumps(found, indent=2) if arguments.json else _text(found))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print(_text(found))
+    print("\nWeights that engines read in place, and where the activation is fused into the first product (bfloat16, SwiGLU, rows in"
+          " multiples of 8\nelements, many rows an expert; gbmoe.expert_path says it of given tensors, with the reason):")
+    print_table([("layout", "<"), *((engine, "<") for engine in ENGINES)],
+                [(name, *of_engine.values()) for name, of_engine in found["layouts"].items()])
     return 0
 
 

@@ -18,6 +18,7 @@ from gbmoe.engines.choice import (
     of_operands,
     product,
     recipes_availability,
+    refusals,
     resolve,
     select,
     taken_by_auto,
@@ -25,5 +26,5 @@ from gbmoe.engines.choice import (
 
 __all__ = [
     "BATCH_INVARIANT", "ENGINES", "FLOAT8_ENGINES", "availability", "batch_invariant", "float8", "for_experts", "forget", "linear", "names",
-    "of_operands", "product", "recipes_availability", "resolve", "select", "taken_by_auto",
+    "of_operands", "product", "recipes_availability", "refusals", "resolve", "select", "taken_by_auto",
 ]

@@ -208,6 +208,23 @@ class Engine:
         sums_EBN = self.product(left_PB, rows_PN, sizes_E, trans_a=True)
         return (sums_EBN[:, 0].to(accumulate_dtype(sums_EBN.dtype)) + sums_EBN[:, 1]).to(sums_EBN.dtype)
 
+    # What a user is told (gbmoe/ops/expert_path.py), for those that override the methods above and below. `rows` is P.
+
+    def copies(self, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None) -> bool:
+        """Whether a product copies this matrix before it reads it, or one that reads two copies either."""
+        return any(w is not None and not (w.data_ptr() % 16 == 0 and (w.is_contiguous() or w.transpose(1, 2).is_contiguous()))
+                   for w in (w1_EFH, v1_EFH))
+
+    def why_composed(self, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, activation: str, rows: int, biased: bool, paired: bool,
+                     ) -> str | None:
+        """None if `up`, `up_biased` or (of `paired` weights [E,2F,H]) `up_pairs` computes the activation in the kernel of its products;
+        otherwise why the activation is a kernel of its own."""
+        return "the engine has no kernel that multiplies and activates"
+
+    def adds_bias_in_kernel(self, rows: int, groups: int) -> bool:
+        """Whether biased_product adds the bias in the product's kernel, before it rounds."""
+        return False
+
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
         """Whether there are rows to keep for backward: `up` gathers them in their dtype into memory, or takes ones that were gathered for
         this alone. Traced, as `refuses` is."""

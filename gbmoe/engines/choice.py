@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -169,11 +170,11 @@ class _ByProduct(Engine):
     """A layer's products, each by an engine of its own: m-grouped and k-grouped ones, each with `a` of one row length or the other."""
 
     def __init__(self, name: str, ffn: int, of_products: tuple[Engine, ...]):
-        self.name, self._ffn, self._of_products = name, ffn, of_products
+        self.name, self._ffn, self.of_products = name, ffn, of_products
         self.needs_host_sizes = any(engine.needs_host_sizes for engine in of_products)
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        chosen = self._of_products[2 * trans_a + (a.size(1) == self._ffn)]
+        chosen = self.of_products[2 * trans_a + (a.size(1) == self._ffn)]
         return chosen.gmm(a, b, sizes, trans_a, trans_b, out, accumulate)
 
 
@@ -204,6 +205,22 @@ def _choose_for_layer(engine, is_batch_invariant, device, dtype, rows, experts, 
     return Resolved(engine, chosen[0] if alike else _ByProduct(engine, ffn, chosen))
 
 
+def refusals(device: torch.device, dtype: torch.dtype, rows: int, shape_EFH: Sequence[int], on_host: bool) -> dict[str, str]:
+    """The engines that "auto" passes over for a layer with these products, with the reason; arguments as of `resolve`. Those that it has
+    after the one that it takes are not asked."""
+    experts, ffn, hidden = shape_EFH
+    fields = _device_fields(device)
+    passed: dict[str, str] = {}
+    for k_grouped, inner, columns in ((False, hidden, ffn), (False, ffn, hidden), (True, hidden, ffn), (True, ffn, hidden)):
+        problem = Problem(device, dtype, rows, experts, inner, columns, k_grouped, on_host, allows_tf32(dtype))
+        for name in engine_order(problem, None if fields is None else Device(*fields)):
+            reason = _unavailable(name, device) or ENGINES[name].refuses(problem)
+            if reason is None:
+                break
+            passed.setdefault(name, reason)
+    return passed
+
+
 def for_experts(engine: str | Resolved, x_TH: torch.Tensor, rows: int, w1_EFH: torch.Tensor, sizes_E: torch.Tensor) -> Engine:
     """The engine that computes a layer's experts with P = `rows` rows: what the caller has resolved, or the one of that name."""
     if isinstance(engine, str):
@@ -224,10 +241,12 @@ def recipes_availability(device: torch.device) -> dict[str, str | None]:
 
 def taken_by_auto(device: torch.device) -> dict[str, list[str]]:
     """The engines that "auto" takes on `device` for products of rows whose sizes are on it too, by dtype: for groups of 1,024 rows, of 32
-    and of one; each once. "float32 in TF32" stands for float32 where TF32 is allowed. Other shapes may get another one."""
+    and of one; each once. "float32 in TF32" stands for float32 where TF32 is allowed, "odd bfloat16" for rows that are no multiple
+    of 8 elements. Other shapes may get another one."""
     width, groups = 2048, 64
     dtypes = {str(dtype).removeprefix("torch."): (dtype, False) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
     dtypes["float32 in TF32"] = (torch.float32, True)
     problems = {name: [Problem(device, dtype, rows * groups, groups, width, width, False, tf32=tf32) for rows in (1024, 32, 1)]
                 for name, (dtype, tf32) in dtypes.items()}
+    problems["odd bfloat16"] = [replace(problem, inner=width + 1, columns=width + 1) for problem in problems["bfloat16"]]
     return {name: list(dict.fromkeys(select("auto", problem).name for problem in of_dtype)) for name, of_dtype in problems.items()}

@@ -98,6 +98,9 @@ class Float8(Engine):
         # A bias is not quantised.
         return out_PN if bias_EN is None else self.unscaled.add_bias(out_PN, bias_EN, sizes_E)
 
+    def copies(self, w1_EFH, v1_EFH=None):
+        return any(w is not None and not (w.is_contiguous() and w.data_ptr() % 16 == 0) for w in (w1_EFH, v1_EFH))
+
     def bias_gradient(self, rows_PN, sizes_E, weights_P=None):
         if isinstance(rows_PN, ScaledKBlocks):
             return _sums_of_blocks(rows_PN)
@@ -269,6 +272,9 @@ class Float8Hopper(Float8):
         torch.ops.gbmoe_cuda.hopper_scaled_weights(
             a.values_BKR, a.scales_BK, b.values_BKR, b.scales_BK, rows_E, config.tiling, workspace(out, rows_E, config), out)
         return out
+
+    def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
+        return "no kernel of float8 adds biases and activates" if biased else None
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         rows, w1 = self._gathered(x), self._weights(w1_EFH)

@@ -17,7 +17,7 @@ from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.launch import availability, plain_activation
-from gbmoe.launch.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
+from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.hopper_tiles import GemmConfig
@@ -108,6 +108,22 @@ class Hopper(OwnKernels):
         result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save)
         x.forget()
         return result
+
+    def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
+        along_f = not self.copies(w1_EFH, v1_EFH) and bool(lies_transposed(w1_EFH))
+        name, few = activation.partition(" ")[0], self.has_few_rows(rows, w1_EFH.size(0))
+        if biased and not paired:
+            return "no kernel adds biases to gate and up that lie apart and activates"
+        if few and (along_f or paired) and not (paired and biased and self.batch_invariant):
+            return "no kernel for few rows an expert reads gate and up transposed and activates"
+        if paired and not along_f:
+            return "no kernel with the activation reads gate and up in turns but along F"
+        if along_f and name not in _UP_ALONG_F:
+            return f"no kernel with {name} reads gate and up transposed"
+        return None
+
+    def adds_bias_in_kernel(self, rows, groups):
+        return self.batch_invariant or not self.has_few_rows(rows, groups)
 
     def biased_product(self, a, b, bias_EN, sizes_E, trans_b=False):
         # With few rows the product is rounded before the bias is added, which other rows must not decide.

@@ -10,7 +10,7 @@ import torch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.launch import plain_activation
-from gbmoe.launch.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
+from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.problem import Problem, known, result_shape
 from gbmoe.tuning import groups_of_few_rows
 from gbmoe.tuning.device import Device
@@ -63,6 +63,12 @@ class OwnKernels(Engine):
 
     def readable(self, matrices):
         return rows_or_columns_in_place(matrices)
+
+    def copies(self, w1_EFH, v1_EFH=None):
+        transposed = lies_transposed(w1_EFH)
+        if v1_EFH is None or transposed is None:
+            return transposed is None
+        return lies_transposed(v1_EFH) != transposed or v1_EFH.stride() != w1_EFH.stride()
 
     def writes_in_place(self, out_EKN):
         return has_aligned_rows(out_EKN)

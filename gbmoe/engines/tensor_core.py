@@ -12,7 +12,7 @@ from gbmoe._checks import dtype_name
 from gbmoe.engines.base import device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
 from gbmoe.launch import availability, plain_activation
-from gbmoe.launch.alignment import aligned, two_in_place
+from gbmoe.launch.alignment import aligned, lies_transposed, two_in_place
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.tensor_core_tiles import TensorCoreConfig
@@ -67,6 +67,15 @@ class TensorCore(OwnKernels):
         result = up_gemm(aligned(x.rows_PH()), w1, v1, sizes_E, activation, save)
         x.forget()
         return result
+
+    def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
+        if w1_EFH.dtype == torch.float32:
+            return "the epilogue's approximations of the activation are not for float32"
+        if biased:
+            return "no kernel adds biases and activates"
+        if paired or (not self.copies(w1_EFH, v1_EFH) and lies_transposed(w1_EFH)):
+            return "no kernel with the activation reads gate and up transposed"
+        return None
 
     def down(self, a_PF, w2_EFH, sizes_E):
         if a_PF.dtype != torch.float32 and self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):

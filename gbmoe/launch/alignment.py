@@ -25,6 +25,12 @@ def has_aligned_rows(matrices: torch.Tensor) -> bool:
             and (experts == 1 or (of_expert >= columns and of_expert % in_16_bytes == 0)))
 
 
+def lies_transposed(matrices: torch.Tensor) -> bool | None:
+    """False for a stack [E,R,C] whose rows our kernels read where they lie, True where they read its columns, and None where they read
+    neither: rows_or_columns_in_place copies it."""
+    return False if has_aligned_rows(matrices) else True if has_aligned_rows(matrices.transpose(1, 2)) else None
+
+
 def rows_or_columns_in_place(matrices: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """(matrices, False) of a stack [E,R,C] whose rows our kernels read where they lie, or its transposed matrices [E,C,R] and True where
     they read its columns; otherwise a copy and False."""

@@ -1,5 +1,6 @@
 """The operators, one file each: route, route_tokens, gmm, the padded gather and scatter, expert_mlp, grouped_mlp."""
 
+from gbmoe.ops.expert_path import ExpertPath, expert_path
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
 from gbmoe.ops.grouped_mlp import grouped_mlp
@@ -9,4 +10,6 @@ from gbmoe.ops.route_tokens import route_tokens
 
 from gbmoe.ops import router_linear  # noqa: F401  # isort: skip (of the layer's router, not public)
 
-__all__ = ["Routing", "expert_mlp", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route", "route_tokens"]
+__all__ = [
+    "ExpertPath", "Routing", "expert_mlp", "expert_path", "gmm", "grouped_mlp", "padded_gather", "padded_scatter", "route", "route_tokens",
+]

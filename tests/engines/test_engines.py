@@ -208,6 +208,7 @@ def test_what_auto_takes_is_told_by_dtype(monkeypatch, forgotten):
     taken = engines.taken_by_auto(torch.device("cuda", 0))
     assert taken["bfloat16"] == ["torch", "tensor_core"] and taken["float16"] == taken["float32 in TF32"] == ["tensor_core"]
     assert taken["float32"] == ["cublas_loop", "cublas_grouped"] and taken["float64"] == ["cublas_loop"]
+    assert set(taken["odd bfloat16"]) <= {"cublas_loop", "cublas_grouped"}
 
 
 def test_a_forced_engine_serves_or_raises():

@@ -1,0 +1,121 @@
+"""expert_path and the table of `gbmoe info`: what they say is what the engines do, seen by which kernels are asked and with which memory.
+
+Shape suffixes: E experts, H hidden, F ffn hidden, P rows.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import gbmoe
+from gbmoe import RoutingPlan, WeightLayout, engines, expert_path
+from gbmoe.cli.layout_table import ENGINES, LAYOUTS, layouts_by_engine
+from gbmoe.engines import hopper, own_kernels, tensor_core
+from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.ops.expert_path import of_weights
+from gbmoe.slot_map import SlotMap
+
+EXPERTS, FFN, HIDDEN = 4, 32, 64
+EVERY_LAYOUT = [WeightLayout(*of) for of in itertools.product(("separate", "gate_first", "up_first", "interleaved"), *[(False, True)] * 2)]
+
+
+def weights(layout, ffn=FFN, dtype=torch.bfloat16, offset=0):
+    def one(rows, transposed):
+        shape = (EXPERTS, HIDDEN, rows) if transposed else (EXPERTS, rows, HIDDEN)
+        return torch.zeros(EXPERTS * rows * HIDDEN + offset, dtype=dtype)[offset:].view(shape)
+
+    w1 = one(2 * ffn if layout.is_combined else ffn, layout.up_transposed)
+    return w1, one(ffn, layout.down_transposed), None if layout.is_combined else one(ffn, layout.up_transposed)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Which of the kernels were asked, in their place."""
+    found = []
+
+    def stand_in(name, results):
+        return lambda *arguments, **_: found.append((name, arguments)) or (None,) * results
+
+    monkeypatch.setattr(hopper, "up_gemm", stand_in("fused", 3))
+    monkeypatch.setattr(hopper, "up_pairs_gemm", stand_in("fused", 2))
+    monkeypatch.setattr(tensor_core, "up_gemm", stand_in("fused", 3))
+    monkeypatch.setattr(own_kernels.FewRowsKernels, "up", stand_in("fused", 3))
+    for name, results in (("up", 3), ("up_biased", 3), ("up_pairs", 2)):
+        monkeypatch.setattr(Engine, name, stand_in("composed", results))
+    return found
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_silu 1.0 7.0 7.0 0.0"])
+@pytest.mark.parametrize("rows", [8, 512])
+@pytest.mark.parametrize("name", ["hopper", "hopper_batch_invariant", "tensor_core", "tensor_core_batch_invariant"])
+def test_what_is_said_to_be_composed_is(asked, name, rows, activation, biased):
+    engine = engines.ENGINES[name]
+    for layout in EVERY_LAYOUT:
+        w1, w2, v1 = weights(layout)
+        gate, _, up = layout.matrices(w1, w2, v1)
+        x = GatheredRows(None, SlotMap(None, torch.zeros(rows, dtype=torch.int32), 1), torch.zeros(rows, HIDDEN, dtype=torch.bfloat16))
+        sizes, bias = torch.full((EXPERTS,), rows // EXPERTS), torch.zeros(EXPERTS, 2 * FFN if layout.is_paired else FFN)
+        if layout.is_paired:
+            engine.up_pairs(x, layout.pairs(w1), bias if biased else None, sizes, activation, False)
+        elif biased:
+            engine.up_biased(x, gate, up, bias, bias, sizes, activation, False)
+        else:
+            engine.up(x, gate, up, sizes, activation, False)
+        said = any("kernel of its own" in reason for reason in of_weights(engine, layout, w1, w2, v1, activation, rows, biased))
+        assert said == (asked.pop()[0] == "composed"), layout.code
+
+
+@pytest.mark.parametrize("offset", [0, 4, 8])
+@pytest.mark.parametrize("ffn", [FFN, 36])
+@pytest.mark.parametrize("name", ["hopper", "reference"])
+def test_what_is_said_to_be_copied_is(name, ffn, offset):
+    """36 rows of 2 bytes are no multiple of 16 bytes, nor do matrices begin there with an offset of 4 elements."""
+    engine = engines.ENGINES[name]
+    for layout in EVERY_LAYOUT:
+        w1, w2, v1 = weights(layout, ffn, offset=offset)
+        for matrix in layout.matrices(w1, w2, v1):
+            assert engine.copies(matrix) == (engine.readable(matrix)[0].data_ptr() != matrix.data_ptr()), layout.code
+
+
+def test_two_matrices_that_one_kernel_reads_must_lie_alike():
+    one, other = torch.zeros(EXPERTS, FFN, HIDDEN), torch.zeros(EXPERTS, HIDDEN, FFN).transpose(1, 2)
+    engine = engines.ENGINES["hopper"]
+    assert not engine.copies(one) and not engine.copies(other) and engine.copies(one, other)
+
+
+def test_reasons_name_the_device_the_activation_and_the_weights():
+    x, plan = torch.randn(6, HIDDEN), RoutingPlan.from_experts(torch.zeros(6, 2, dtype=torch.int64), num_experts=EXPERTS)
+    layout = WeightLayout("gate_first")
+    w1, w2, _ = weights(layout, dtype=torch.float32)
+    path = expert_path(x, plan, w1, w2, layout=layout, activation=lambda h: h.sin(), weights_on="input")
+    assert path.engine == "reference" and isinstance(path, gbmoe.ExpertPath)
+    for words in ("runs on cpu", "activation has no kernel", "router weights on the input", "w1 is copied"):
+        assert sum(words in reason for reason in path.reasons) == 1, path.reasons
+    with pytest.raises(ValueError, match="one on meta"):
+        expert_path(x.to("meta"), RoutingPlan.from_experts(torch.zeros(6, 2, dtype=torch.int64, device="meta"), num_experts=EXPERTS),
+                    w1.to("meta"), w2.to("meta"), layout=layout)
+    with pytest.raises(ValueError, match="hopper.*runs on CUDA"):
+        expert_path(x, plan, w1, w2, layout=layout, engine="hopper")
+
+
+def test_auto_passes_over_engines_with_a_reason_and_products_may_differ(monkeypatch):
+    """Odd F: own kernels take neither the products nor, where H alone fits, one of them."""
+    from gbmoe.engines import choice
+    from gbmoe.tuning.device import Device
+
+    monkeypatch.setattr(choice, "_unavailable", lambda name, device: None)
+    monkeypatch.setattr(choice, "_device_fields", lambda device: (132, 50 << 20, (9, 0)) if device.type == "cuda" else None)
+    passed = engines.refusals(torch.device("cuda", 0), torch.bfloat16, 1024, (EXPERTS, 33, HIDDEN), False)
+    assert "multiples of 8, not 64 and 33" in passed["hopper"] and "tensor_core" in passed and "cublas_grouped" not in passed
+    assert engines.refusals(torch.device("cuda", 0), torch.bfloat16, 1024, (EXPERTS, 32, HIDDEN), False) == {}
+    assert Device(132, 50 << 20, (9, 0)).capability == (9, 0)
+
+
+def test_the_table_has_every_layout_and_says_what_float8_copies():
+    table = layouts_by_engine()
+    assert list(table) == list(LAYOUTS) and all(tuple(row) == ENGINES for row in table.values())
+    gpt_oss = table["the same with biases (gpt-oss)"]
+    assert gpt_oss == {"hopper": "in place, fused", "tensor_core": "in place", "float8_block": "copied", "others": "in place"}
+    assert table["w1, v1, w2 [E,F,H]"] == {name: "in place" if name == "others" else "in place, fused" for name in ENGINES}
