@@ -64,6 +64,11 @@ class Arguments:
     - `moe_router_load_balancing_type` is the loss that gbmoe.batched_load_balancing_loss computes, with the weight moe_loss_weight:
       "aux_loss" of a layer's tokens, "seq_aux_loss" of each sequence, "global_aux_loss" of the global batch, or "none".
 
+    `moe_expert_linear_bias` gives each expert biases of its products, as gpt-oss has them: the parameters `w1_bias` and (glu) `v1_bias`
+    [E,F], and `w2_bias` [E,H], of experts.mlp, zeros at first. `moe_apply_probs_on_input` multiplies what an expert gets by the router's
+    weight, as Llama-4 does, and not what it returns. Both need mlp_impl "gbmoe" and experts that are not spread over ranks, and biases an
+    activation that has a kernel.
+
     `batch_first` says that x is [batch, sequence, H], for the loss of each sequence; nothing else depends on it.
 
     `moe_shared_expert_gate` multiplies a shared expert's output by the sigmoid of a linear layer of one output.
@@ -174,6 +179,8 @@ class Arguments:
     keep_gathered_rows: bool = False
     expert_parallel: ExpertParallelOptions = ExpertParallelOptions()
     one_matrix_per_expert: bool = False
+    moe_expert_linear_bias: bool = False
+    moe_apply_probs_on_input: bool = False
 
     def __post_init__(self):
         for name in ("hidden_size", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "num_layers", "pipeline_model_parallel_size"):
@@ -204,6 +211,9 @@ class Arguments:
         require(p is None or (isinstance(p, (int, float)) and p >= 0), "Arguments", "moe_normalize_expert_weights",
                 "None or 0 for none, or a positive p of the norm", repr(p))
         self.moe_normalize_expert_weights = p or None
+        for option in ("moe_expert_linear_bias", "moe_apply_probs_on_input"):
+            for name, expected in (("mlp_impl", "gbmoe"), ("moe_expert_model_parallelism", False)) if getattr(self, option) else ():
+                require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} with {option}", repr(getattr(self, name)))
         self._check_router()
         as_device(self.device, "Arguments")
         if self.shared_expert_hidden_size is None:

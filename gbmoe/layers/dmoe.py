@@ -105,7 +105,8 @@ class dMoE(torch.nn.Module):
     """Dropless Mixture of Experts: router -> experts -> optional shared expert. Mirrors megablocks.layers.dmoe.dMoE.
 
     Parameters, all under MegaBlocks' names and shapes, so that its checkpoints load with strict=True: router.layer.weight
-    [E,H]; experts.mlp.w1, w2 and (glu) v1 [E*F,H]; experts.bias [H]; shared_expert.{up,down,gate}_proj.
+    [E,H]; experts.mlp.w1, w2 and (glu) v1 [E*F,H]; experts.bias [H]; shared_expert.{up,down,gate}_proj. Options that MegaBlocks lacks add
+    names of their own.
 
     The layer's dtype is that of its experts. The router may have another one, such as float32 in a bfloat16 layer (`layer.router.float()`).
     `router.layer` may be any module that maps [T,H] to logits [T,E], such as an adapter round the linear layer or a quantised one.

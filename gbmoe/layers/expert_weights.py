@@ -36,7 +36,7 @@ def local_weight(weight: torch.Tensor) -> torch.Tensor:
 
 class ExpertWeights(ExpertModule):
     """w1, w2 and, for a GLU, v1: each [E*F,H], row-major, expert-major, with MegaBlocks' names, shapes and checkpoints; or with
-    one_matrix_per_expert [E,F,H], and the same checkpoints.
+    one_matrix_per_expert [E,F,H], and the same checkpoints. With moe_expert_linear_bias also w1_bias and v1_bias [E,F], and w2_bias [E,H].
 
     forward(x_TH, plan, weights_TK or None) -> out_TH is the weighted sum of each token's experts. Subclasses compute it for given
     weights: compute(x_TH, plan, weights_TK or None, w1_EFH, w2_EFH, v1_EFH or None), and scale the gradients of these weights by
@@ -69,6 +69,11 @@ class ExpertWeights(ExpertModule):
             with torch.no_grad():
                 _initialise(weight, args, init_method)
             self.register_parameter(name, weight)
+        if args.moe_expert_linear_bias:
+            for name in methods:
+                columns = args.hidden_size if name == "w2" else features
+                bias = torch.zeros(self.num_local_experts, columns, device=args.device, dtype=args.dtype)
+                self.register_parameter(f"{name}_bias", torch.nn.Parameter(bias))
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """As in Module. Every parameter is marked as expert-parallel or not, also one that load_state_dict(assign=True) puts here."""
@@ -96,6 +101,10 @@ class ExpertWeights(ExpertModule):
                         " module that it was given is called, not for a submodule)", weight.size(0))
             return weight if stacked else weight.view(self.num_local_experts, -1, self.args.hidden_size)
         return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
+
+    def biases(self) -> dict[str, Any]:
+        """w1_bias, w2_bias and (glu) v1_bias, those that there are, local."""
+        return {f"{name}_bias": local_weight(getattr(self, f"{name}_bias")) for name in _NAMES if hasattr(self, f"{name}_bias")}
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
         return self.compute(x_TH, plan, weights_TK, *self.weights_EFH())
@@ -210,10 +219,12 @@ class GroupedExperts(ExpertWeights):
 
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+        biases = self.biases() if self.args.moe_expert_linear_bias else {}
         return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
                           batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
-                          keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale)
+                          keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale,
+                          weights_on="input" if self.args.moe_apply_probs_on_input else "output", **biases)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:

@@ -60,7 +60,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_token_dropping": (_unset, "False: no token is dropped"),
     "moe_expert_capacity_factor": (lambda value: value is None or value < 0, "None: no token is dropped"),
     "moe_expert_rank_capacity_factor": (_unset, "None: no token is dropped"),
-    "moe_apply_probs_on_input": (_unset, "False: the experts' outputs are weighed"),
     "moe_dispatch_fwd_dtype": (_is_one_of(None, "bf16"), "'bf16': rows travel in the layer's dtype"),
     "moe_combine_bwd_dtype": (_is_one_of(None, "bf16"), "'bf16': rows travel in the layer's dtype"),
     "moe_latent_size": (_unset, "None"),

@@ -74,6 +74,7 @@ def squared_relu(x):
 
 
 TAKEN = {
+    "moe_apply_probs_on_input": (dict(moe_apply_probs_on_input=True), dict(moe_apply_probs_on_input=True)),
     "moe_router_topk": (dict(moe_router_topk=3), dict(moe_top_k=3)),
     "moe_router_topk, one": (dict(moe_router_topk=1, moe_router_pre_softmax=True), dict(moe_top_k=1, moe_normalize_expert_weights=None)),
     "moe_router_pre_softmax": (dict(moe_router_pre_softmax=True), dict(moe_normalize_expert_weights=None)),
@@ -176,7 +177,7 @@ CANNOT = {
     "moe_router_score_function": "tanh", "moe_router_dtype": "fp64", "moe_router_topk_limited_devices": 2,
     "moe_router_force_load_balancing": True,
     "moe_router_force_biased": -1.0, "moe_enable_routing_replay": True, "moe_token_dropping": True, "moe_expert_capacity_factor": 1.0,
-    "moe_expert_rank_capacity_factor": 1.5, "moe_apply_probs_on_input": True, "moe_latent_size": 16,
+    "moe_expert_rank_capacity_factor": 1.5, "moe_latent_size": 16,
     "moe_dispatch_fwd_dtype": "mxfp8", "moe_combine_bwd_dtype": "mxfp8", "moe_extended_tp": True, "add_bias_linear": True,
     "disable_bias_linear": False, "activation_func_clamp_value": 10.0, "glu_linear_offset": 1.0,
     "activation_func_fp8_input_store": True, "fp4": "e2m1", "use_mup": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,16 @@ from gbmoe._atomic_files import one_line, read_json
 from gbmoe._checks import dtype_name
 from gbmoe.compat.checkpoints.layouts import EXPERT_BIAS, ROUTER_BIAS, SHARED_GATE
 from gbmoe.compat.checkpoints.model_types import ACTIVATIONS, Condition, Field, When
-from gbmoe.compat.checkpoints.models import CONDITIONS, MODEL_TYPES
+from gbmoe.compat.checkpoints.models import CONDITIONS, MODEL_TYPES, WITH_TEXT_CONFIG
 from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint, Layer
 from gbmoe.compat.checkpoints.refused import REFUSED
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallel_options import FLAT_NAMES
+from gbmoe.ops.activations import ClampedSilu
 
 ARGUMENTS_FILE = "gbmoe_arguments.json"
 # The activations by the names that the file has, and how one writes them.
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, tuple[Any, str]] = {
     "silu": (F.silu, "torch.nn.functional.silu"),
     "gelu": (F.gelu, "torch.nn.functional.gelu"),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), 'functools.partial(torch.nn.functional.gelu, approximate="tanh")'),
@@ -69,10 +70,12 @@ def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
     if not isinstance(values, dict) or not values.keys() <= known:
         odd = sorted(values.keys() - known) if isinstance(values, dict) else type(values).__name__
         raise ValueError(one_line(f"{path}: expected an object with fields of gbmoe.Arguments and dtype, got {odd}"))
-    for name, choices in (("activation_fn", _ACTIVATIONS), ("dtype", _FP16_BF16)):
-        if not isinstance(values.get(name), str) or values[name] not in choices:
+    activation = _activation(values.get("activation_fn"))
+    for name, choices, valid in (("activation_fn", (*_ACTIVATIONS, "clamped_silu with four numbers"), activation is not None),
+                                 ("dtype", tuple(_FP16_BF16), isinstance(values.get("dtype"), str) and values["dtype"] in _FP16_BF16)):
+        if not valid:
             raise ValueError(one_line(f"{path}: {name}: expected one of {', '.join(choices)}, got {values.get(name)!r}"))
-    values["activation_fn"] = _ACTIVATIONS[values["activation_fn"]][0]
+    values["activation_fn"] = activation
     dtype = values.pop("dtype")
     if not {"fp16", "bf16"} & changes.keys():
         values["fp16"], values["bf16"] = _FP16_BF16[dtype]
@@ -83,11 +86,26 @@ def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
     return Arguments(**(values | changes))
 
 
+def _activation(code: Any) -> Callable[..., torch.Tensor] | None:
+    """The activation that the file means: a name, or ClampedSilu.code. None where it means none."""
+    if not isinstance(code, str):
+        return None
+    if code in _ACTIVATIONS:
+        return _ACTIVATIONS[code][0]
+    name, *constants = code.split(" ")
+    try:
+        return ClampedSilu(*map(float, constants)) if name == "clamped_silu" and len(constants) == 4 else None
+    except ValueError:
+        return None
+
+
 def as_source(values: Mapping[str, Any]) -> str:
     """The Python expression for the Arguments, from the values of Config.arguments."""
     fp16, bf16 = _FP16_BF16[values["dtype"]]
     written = {name: repr(value) for name, value in values.items() if name != "dtype"}
-    written |= {"activation_fn": _ACTIVATIONS[values["activation_fn"]][1], "fp16": repr(fp16), "bf16": repr(bf16)}
+    code = values["activation_fn"]
+    source = _ACTIVATIONS[code][1] if code in _ACTIVATIONS else f"gbmoe.{_activation(code)!r}"
+    written |= {"activation_fn": source, "fp16": repr(fp16), "bf16": repr(bf16)}
     return f"gbmoe.Arguments({', '.join(f'{name}={value}' for name, value in written.items())})"
 
 
@@ -106,6 +124,8 @@ class Config:
         if not isinstance(name, str):
             raise BrokenCheckpoint(one_line(f"{path}: model_type: expected a name, got {name!r}"))
         self.name = name
+        if name in WITH_TEXT_CONFIG:
+            self._take_text_config(WITH_TEXT_CONFIG[name])
         if self.name in REFUSED:
             raise ValueError(f"{path}: model_type: {self.name!r} is no dMoE: it needs {'; '.join(REFUSED[self.name])}")
         if self.name not in MODEL_TYPES:
@@ -143,6 +163,7 @@ class Config:
                 ("ffn hidden size", layer.ffn, self.ffn, self.path),
                 ("hidden size of the shared expert", layer.shared_ffn, self.shared_ffn, self.path),
                 ("experts with a gate", layer.gated, True, self.path),
+                ("biases of the experts", layer.biased, bool(self.others.get("moe_expert_linear_bias")), self.path),
                 *((what, other in layer.others, bool(self.others.get(argument)), self.path)
                   for other, (what, argument) in _WITH.items()),
                 ("dtype of the experts", layer.dtype, dtype, "the first layer"),
@@ -155,7 +176,7 @@ class Config:
         values = {
             "hidden_size": self.hidden, "ffn_hidden_size": self.ffn, "moe_num_experts": self.experts, "moe_top_k": self.top_k,
             "moe_normalize_expert_weights": 1 if self.normalizes else None, "mlp_type": "glu",
-            "activation_fn": ACTIVATIONS[self._field("hidden_act")], "bias": False, "dtype": _DTYPES[str(dtype)], **self.others,
+            "activation_fn": self._activation_code(), "bias": False, "dtype": _DTYPES[str(dtype)], **self.others,
         }
         if self.shared_ffn is not None:
             values |= {"shared_expert": True, "shared_expert_hidden_size": self.shared_ffn}
@@ -169,11 +190,29 @@ class Config:
             raise ValueError(f"convert to transformers: experts: expected {expected}, got {experts!r}: under these names from_pretrained"
                              f" does not find the experts of {self.name}, and makes random ones")
 
+    def _take_text_config(self, name: str) -> None:
+        """Take the fields of the language model, a model type of its own, that is a part of the model."""
+        nested = self.values.get("text_config") or {}
+        if not isinstance(nested, dict):
+            raise BrokenCheckpoint(one_line(f"{self.path}: text_config: expected an object, got {nested!r}"))
+        self.name, self.values = name, {"quantization_config": self.values.get("quantization_config"), **nested}
+
+    def _activation_code(self) -> str:
+        fields_of_gate = self.model_type.clamped_silu
+        if fields_of_gate is None:
+            return ACTIVATIONS[self._field("hidden_act")]
+        constants = [self._field(name) for name in fields_of_gate]
+        try:
+            alpha, limit = map(float, constants)
+            return ClampedSilu(alpha, limit, limit, 1.0).code
+        except (TypeError, ValueError):
+            raise BrokenCheckpoint(one_line(f"{self.path}: {' and '.join(fields_of_gate)}: expected numbers, got {constants}")) from None
+
     def _refuse(self) -> None:
         activation = Condition("hidden_act", tuple(ACTIVATIONS), self.model_type.defaults["hidden_act"],
                                f"a name for it in {ARGUMENTS_FILE}")
         faults = []
-        for condition in (*CONDITIONS, *self.model_type.conditions, activation):
+        for condition in (*CONDITIONS, *self.model_type.conditions, *([] if self.model_type.clamped_silu else [activation])):
             value = self.values.get(condition.field, condition.default)
             if value not in condition.values and (condition.only_with is None or self._field(condition.only_with)):
                 expected = " or ".join(map(repr, condition.values))

@@ -36,17 +36,25 @@ class Matrices:
         plain: the name of the matrix before the activation where there is no gate; None if the layout has no such experts.
         places: where matrices lie in a tensor [E,...].
         stacked: how the experts' matrices are one tensor: "experts" [E,F,H], "rows" [E*F,H], or "no", [F,H] of a single expert.
+        biases: the names of the biases of gate and up (or of the one tensor with both, in the order of the rows) and of the down matrix,
+            [E,F] or [E,2F] and [E,H]; None if the layout has no names for them.
     """
     gate_up: tuple[str, ...]
     down: str
     plain: str | None = None
     places: WeightLayout = WeightLayout("gate_first", down_transposed=True)
     stacked: str = "experts"
+    biases: tuple[tuple[str, ...], str] | None = None
     patterns: tuple[re.Pattern, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self):
-        names = dict.fromkeys((*self.gate_up, self.down, *([self.plain] if self.plain else ())))
+        names = dict.fromkeys((*self.gate_up, self.down, *([self.plain] if self.plain else ()), *self.bias_names))
         object.__setattr__(self, "patterns", tuple(re.compile(pattern_of(name)) for name in names))
+
+    @property
+    def bias_names(self) -> tuple[str, ...]:
+        """The names of all biases."""
+        return () if self.biases is None else (*self.biases[0], self.biases[1])
 
     @property
     def one_each(self) -> bool:
@@ -57,15 +65,20 @@ class Matrices:
         """Whether this is the name of one of the tensors; its group is the number of the expert if each has tensors of its own."""
         return next((match for pattern in self.patterns if (match := pattern.fullmatch(name))), None)
 
-    def tensors(self, gated: bool) -> list[tuple[str, tuple[str, ...]]]:
-        """The name of each tensor, and which of the matrices w1, v1 and w2 are in it."""
-        if not gated:
-            return [(self.plain or self.gate_up[0], ("w1",)), (self.down, ("w2",))]
-        inward = (("w1",), ("v1",)) if len(self.gate_up) == 2 else (("w1", "v1"),)
-        return [*zip(self.gate_up, inward), (self.down, ("w2",))]
+    def tensors(self, gated: bool, biased: bool = False) -> list[tuple[str, tuple[str, ...]]]:
+        """The name of each tensor, and which of the matrices w1, v1 and w2 are in it, or of their biases, w1_bias and so on."""
+        inward: tuple[tuple[str, ...], ...] = (("w1",),) if not gated else (("w1",), ("v1",)) if len(self.gate_up) == 2 else (("w1", "v1"),)
+        of_up = self.gate_up if gated else (self.plain or self.gate_up[0],)
+        tensors = [*zip(of_up, inward), (self.down, ("w2",))]
+        if biased and self.biases is not None:
+            tensors += [(name, tuple(f"{matrix}_bias" for matrix in of)) for name, of in zip(self.biases[0], inward)]
+            tensors.append((self.biases[1], ("w2_bias",)))
+        return tensors
 
     def shape(self, matrices: tuple[str, ...], experts: int, ffn: int, hidden: int) -> list[int]:
-        """The shape of a tensor with these matrices."""
+        """The shape of a tensor with these matrices, or biases."""
+        if matrices[0].endswith("_bias"):
+            return [experts, hidden if "w2_bias" in matrices else len(matrices) * ffn]
         rows, transposed = len(matrices) * ffn, self.places.down_transposed if "w2" in matrices else self.places.up_transposed
         if self.stacked == "rows":
             return [experts * rows, hidden]
@@ -79,7 +92,12 @@ class Matrices:
         return ffn // max(1, experts) if self.stacked == "rows" else ffn, hidden
 
     def matrix(self, tensor: torch.Tensor, name: str, matrices: tuple[str, ...], experts: int) -> torch.Tensor:
-        """The matrix w1, v1 or w2 of a tensor that has `matrices`, as a view [E,F,H]."""
+        """The matrix w1, v1 or w2 of a tensor that has `matrices`, as a view [E,F,H]; a bias as [E,F] or [E,H]."""
+        if name.endswith("_bias"):
+            of_gate, of_up = self.places.biases(tensor, None) if len(matrices) == 2 else (tensor, None)
+            bias = of_up if name == "v1_bias" and of_up is not None else of_gate
+            assert bias is not None
+            return bias
         if self.stacked == "rows":
             tensor = tensor.unflatten(0, (experts, -1))
         elif self.stacked == "no":
@@ -128,7 +146,8 @@ def _shared(module: str, gate: str = "gate_proj", up: str = "up_proj", down: str
 
 
 MEGABLOCKS = Layout(
-    Matrices(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", "experts.mlp.w1", WeightLayout(), "rows"),
+    Matrices(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", "experts.mlp.w1", WeightLayout(), "rows",
+             (("experts.mlp.w1_bias", "experts.mlp.v1_bias"), "experts.mlp.w2_bias")),
     {other: other for other in OTHERS}, _shared("shared_expert"))
 
 # The experts of transformers' models: all of a layer in one tensor, or a tensor for each.
@@ -138,6 +157,11 @@ EXPERTS = {
     "w1": _linear_layers("experts.{}.w1", "experts.{}.w3", "experts.{}.w2", plain=False),
     "input_linear": Matrices(("input_linear.weight",), "output_linear.weight"),
 }
+# Llama-4's and gpt-oss' experts, under the names of the fused ones: [E,H,2F] and [E,F,H].
+TRANSPOSED = Matrices(("experts.gate_up_proj",), "experts.down_proj", places=WeightLayout("gate_first", up_transposed=True))
+TRANSPOSED_IN_TURNS = Matrices(
+    ("experts.gate_up_proj",), "experts.down_proj", places=WeightLayout("interleaved", up_transposed=True),
+    biases=(("experts.gate_up_proj_bias",), "experts.down_proj_bias"))
 _MEGATRON = {ROUTER: "router.weight", ROUTER_BIAS: "router.bias", EXPERT_BIAS: "router.expert_bias",
              SHARED_GATE: "shared_experts.gate_weight"}
 _MEGATRON_SHARED = Matrices(("shared_experts.linear_fc1.weight",), "shared_experts.linear_fc2.weight",
@@ -172,8 +196,10 @@ Name = str | tuple[str, str]  # with the dimensions, where they are not those of
 
 
 def transformers_layouts(*experts: str, router: Name = "gate.weight", expert_bias: Name | None = None, shared: str | None = None,
-                         shared_gate: Name | None = None) -> dict[str, Layout]:
-    """A layout for each of these names in EXPERTS, with the other names in it; `shared` is the module of the shared expert."""
-    names = {ROUTER: router, EXPERT_BIAS: expert_bias, SHARED_GATE: shared_gate}
+                         shared_gate: Name | None = None, router_bias: Name | None = None, fused: Matrices = EXPERTS["fused"],
+                         ) -> dict[str, Layout]:
+    """A layout for each of these names in EXPERTS, with the other names in it; `shared` is the module of the shared expert. `fused` is
+    where the model type has the fused experts."""
+    names = {ROUTER: router, EXPERT_BIAS: expert_bias, SHARED_GATE: shared_gate, ROUTER_BIAS: router_bias}
     others = {other: name for other, name in names.items() if name}
-    return {name: Layout(EXPERTS[name], others, _shared(shared) if shared else None) for name in experts}
+    return {name: Layout(fused if name == "fused" else EXPERTS[name], others, _shared(shared) if shared else None) for name in experts}

@@ -39,7 +39,7 @@ class When:
 
 @dataclass(frozen=True)
 class ModelType:
-    """One model type. Its experts have a gate, and neither they nor its router's linear layer have biases.
+    """One model type. Its experts have a gate.
 
     `defaults` are transformers' values of the fields that a config.json leaves out.
     """
@@ -53,4 +53,5 @@ class ModelType:
     shared_ffn: str | None = None  # the field with the width of a shared expert that every layer has
     arguments: Mapping[str, Any] = field(default_factory=dict)  # further fields of gbmoe.Arguments: a value, a Field or a When
     conditions: tuple[Condition, ...] = ()
+    clamped_silu: tuple[str, str] | None = None  # fields with alpha and limit of gpt-oss' gate, if the experts have that, not hidden_act
     lists: bool = False  # whether the numbers of experts may be lists, with a number for each layer

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gbmoe.compat.checkpoints.layouts import transformers_layouts
+from gbmoe.compat.checkpoints.layouts import TRANSPOSED, TRANSPOSED_IN_TURNS, transformers_layouts
 from gbmoe.compat.checkpoints.model_types import Condition, Field, ModelType, When
 
 _AMBIGUOUS = "one meaning: transformers ignores the field, the model's own code does not"
@@ -22,7 +22,8 @@ _SHARED_BIASES = "biases of the shared expert alone"
 _NO_MLP_BIAS = Condition("mlp_bias", (False,), False, _SHARED_BIASES)
 
 # Of every model type.
-CONDITIONS = (Condition("quantization_config", (None,), None, "weights that are not quantised"),)
+CONDITIONS = (Condition("quantization_config", (None,), None, "weights that are not quantised: save the model dequantised"
+                        " first"),)
 
 _EACH, _W1 = ("fused", "gate_proj"), ("fused", "w1")
 
@@ -72,6 +73,9 @@ _GRANITE_MOE = ModelType(
     loads=transformers_layouts("fused", router="router.weight") | transformers_layouts("input_linear", router="router.layer.weight"),
     arguments={"moe_router_pre_softmax": False},
     defaults={"hidden_size": 4096, "intermediate_size": 11008, "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu"})
+
+# Models whose config.json has a language model in text_config, and the model type of that.
+WITH_TEXT_CONFIG = {"llama4": "llama4_text"}
 
 MODEL_TYPES: Mapping[str, ModelType] = {
     "cohere2_moe": ModelType(
@@ -132,6 +136,13 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "glm_moe_dsa": _like(_GLM4_MOE, {
         "hidden_size": 6144, "moe_intermediate_size": 2048, "n_routed_experts": 256, "routed_scaling_factor": 2.5},
         conditions=(*_GLM4_MOE.conditions, _NO_MLP_BIAS)),
+    "gpt_oss": ModelType(
+        experts=("num_local_experts", "num_experts"), ffn="intermediate_size", normalizes=False,
+        loads=transformers_layouts("fused", router="router.weight", router_bias="router.bias", fused=TRANSPOSED_IN_TURNS),
+        arguments={"moe_router_pre_softmax": False, "moe_router_linear_bias": True, "moe_expert_linear_bias": True},
+        clamped_silu=("swiglu_alpha", "swiglu_limit"),
+        defaults={"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4,
+                  "hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
     "granitemoe": _GRANITE_MOE,
     "granitemoehybrid": _GRANITE_MOE,  # whose shared expert is no part of the layer, like that of the next
     "granitemoeshared": _GRANITE_MOE,
@@ -146,6 +157,12 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         defaults={"hidden_size": 4096, "intermediate_size": 14336, "num_experts": 16, "num_experts_per_tok": 2,
                   "hidden_act": "silu"}),
     "kimi_k2": _DEEPSEEK_V3,  # which is what its own code is, too; transformers 5.24 loads it under that name
+    "llama4_text": ModelType(
+        experts=("num_local_experts",), ffn="intermediate_size", normalizes=False, shared_ffn="intermediate_size",
+        loads=transformers_layouts("fused", router="router.weight", shared="shared_expert", fused=TRANSPOSED),
+        arguments={"moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True},
+        defaults={"hidden_size": 5120, "intermediate_size": 8192, "num_local_experts": 16, "num_experts_per_tok": 1,
+                  "hidden_act": "silu"}),
     "mellum": ModelType(
         experts=("num_experts", "num_local_experts"), ffn="moe_intermediate_size", normalizes="norm_topk_prob",
         loads=transformers_layouts(*_EACH),

@@ -13,10 +13,11 @@ from gbmoe._atomic_files import one_line
 from gbmoe.compat.checkpoints.layouts import FRAMEWORKS, MEGABLOCKS, OTHERS, ROUTER, Layout, Matrices, pattern_of
 from gbmoe.compat.checkpoints.models import MODEL_TYPES
 
-# Every layout that is recognised, the likeliest first; and of those with the same places of experts' matrices the first.
-_KNOWN = [*MODEL_TYPES["mixtral"].loads.values(), MEGABLOCKS, *(layout for kind in MODEL_TYPES.values() for layout in kind.loads.values()),
-          *FRAMEWORKS.values()]
-_HOMES = list({layout.experts: layout for layout in reversed(_KNOWN)}.values())[::-1]
+# Every layout that is recognised, the likeliest first; and of those with the same places of experts' matrices the first. Llama-4's before
+# gpt-oss', which only biases tell from it.
+_KNOWN = [*MODEL_TYPES["mixtral"].loads.values(), MEGABLOCKS, *MODEL_TYPES["llama4_text"].loads.values(),
+          *(layout for kind in MODEL_TYPES.values() for layout in kind.loads.values()), *FRAMEWORKS.values()]
+_HOMES = [layout for place, layout in enumerate(_KNOWN) if layout.experts not in [before.experts for before in _KNOWN[:place]]]
 # Dtypes with several values in a byte, by the names of files and of torch. No layout here says what their rows and columns mean.
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2", "torch.float4_e2m1fn_x2")
 
@@ -33,13 +34,14 @@ class BrokenCheckpoint(ValueError):
 @dataclass(frozen=True)
 class Layer:
     """The sizes and dtypes of one layer, and which of layouts.OTHERS it has. shared_ffn is None without a shared expert; dtypes are
-    those of the Signatures."""
+    those of the Signatures. `biased`: its experts have biases."""
     prefix: str
     experts: int
     hidden: int
     ffn: int
     shared_ffn: int | None
     gated: bool
+    biased: bool
     others: frozenset[str]
     dtype: object
     router_dtype: object
@@ -59,7 +61,7 @@ class FoundLayer:
         """Raises BrokenCheckpoint for sizes of zero and dtypes that pack values."""
         self._prefix, self._tensors = prefix, tensors
         self._require_sound()
-        home = max(_HOMES, key=lambda layout: sum(layout.experts.matches(name) is not None for name in tensors))
+        home = max(_HOMES, key=lambda layout: self._likeness(layout.experts))
         layouts = [home, *_KNOWN]
         self.experts, self.shared = home.experts, self._find_shared(layouts)
         found = {other: self._find(other, layouts) for other in OTHERS}
@@ -69,12 +71,17 @@ class FoundLayer:
         shared_ffn = None if self.shared is None else self.shared.sizes_of_down(self._shape(self.shared.down), 1)[0]
         dtype = next((dtype for name, (_, dtype) in tensors.items() if self.experts.matches(name)), None)
         _, router_dtype = tensors.get(self.others[ROUTER].name(ROUTER), (None, None))
-        self.layer = Layer(prefix, experts, hidden, ffn, shared_ffn, self._is_gated(ffn), frozenset(self.others), dtype, router_dtype)
+        self.layer = Layer(prefix, experts, hidden, ffn, shared_ffn, self._is_gated(ffn),
+                           any(name in tensors for name in self.experts.bias_names), frozenset(self.others), dtype, router_dtype)
 
     def faults(self) -> list[str]:
         """What differs from the expected shapes. Names are reported first, and shapes only if all names fit, then dtypes, because a
         fault in one causes faults in the next."""
         tensors, expected = self._tensors, self._expected()
+        quantised = [f"{name}: quantised (MXFP4), of which no layout here is: save the model dequantised first" for name in tensors
+                     if name.startswith("experts.") and name.endswith(("_proj_blocks", "_proj_scales"))]
+        if quantised:
+            return quantised
         names = [f"{name}: missing" for name in expected if name not in tensors]
         names += [f"{name}: unexpected, shape {shape}" for name, (shape, _) in tensors.items() if name not in expected]
         shapes = [f"{name}: expected shape {shape}, got {tensors[name][0]}" for name, shape in expected.items()
@@ -88,7 +95,20 @@ class FoundLayer:
         names = [layout.name(other) for other, layout in self.others.items() if other not in target.others]
         if self.shared is not None and (target.shared is None or (target.shared.plain is None and not self.layer.gated)):
             names.append(self.shared.down)
+        if self.layer.biased and target.experts.biases is None:
+            names += [name for name in self.experts.bias_names if name in self._tensors]
         return [f"{name}: the layout to write has no name for it" for name in names]
+
+    def _likeness(self, experts: Matrices) -> tuple[int, bool, int]:
+        """How much speaks for experts in this layout: matrices under its names, then whether the first one has the rows that the one
+        after the activation has (only their shapes tell transposed ones under the same names), then biases under its names."""
+        named = [name for name in self._tensors if experts.matches(name)]
+        biases = sum(name in experts.bias_names for name in named)
+        down = self._shape(experts.down.format(0))
+        ffn, hidden = experts.sizes_of_down(down, down[0] if len(down) == 3 else 1)
+        up, matrices = experts.tensors(gated=True)[0]
+        shape = experts.shape(matrices, down[0] if len(down) == 3 else 1, ffn, hidden)
+        return len(named) - biases, self._shape(up.format(0)) == shape, biases
 
     def _require_sound(self) -> None:
         for name, (shape, dtype) in self._tensors.items():
@@ -143,7 +163,7 @@ class FoundLayer:
         """The shapes that the tensors should have according to the sizes found."""
         layer = self.layer
         expected: dict[str, list[int]] = {}
-        for name, matrices in self.experts.tensors(layer.gated):
+        for name, matrices in self.experts.tensors(layer.gated, layer.biased):
             shape = self.experts.shape(matrices, layer.experts, layer.ffn, layer.hidden)
             expected |= dict.fromkeys((name.format(e) for e in range(layer.experts)) if self.experts.one_each else (name,), shape)
         expected |= {layout.name(other): layout.shape(other, layer.experts, layer.hidden) for other, layout in self.others.items()}

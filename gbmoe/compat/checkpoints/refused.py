@@ -6,32 +6,28 @@ from collections.abc import Mapping
 
 _UNCOMPARED = "to be compared with transformers first"
 _NAMES = "other names: this model type's experts, router or shared expert have names of their own"
-_ON_THE_INPUT = "weights that multiply what the experts get"
 
 # Whatever the fields of config.json are. When one of these needs is met, it goes out of the lines below; a line that is then empty
 # becomes an entry of MODEL_TYPES, with the conditions that remain.
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "afmoe": (_UNCOMPARED,),
-    "aria_text": (_NAMES, "transposed experts"),
+    "aria_text": (_UNCOMPARED, _NAMES),
     "axk1": ("a norm of the layer's output",),
     "axk2": (_UNCOMPARED,),
     "bailing_hybrid": (_UNCOMPARED,),
     "beam": (_UNCOMPARED,),
     "dbrx": ("no conversion: its layers have MegaBlocks' names and shapes already",),
-    "deepseek_v4": ("experts by a token's id in its first layers", "clamped activations in gbmoe_arguments.json"),
+    "deepseek_v4": (_UNCOMPARED, "experts by a token's id in its first layers"),
     "flint": (_UNCOMPARED, _NAMES),
-    "gpt_oss": ("biases of the experts",),
     "hy_v3": (_UNCOMPARED, _NAMES),
     "jetmoe": (_NAMES,),
     "kimi_linear": (_UNCOMPARED,),
     "laguna": (_UNCOMPARED, _NAMES),
     "lfm2_moe": (_UNCOMPARED,),
-    "llama4": (_ON_THE_INPUT,),
-    "llama4_text": (_ON_THE_INPUT,),
     "longcat_flash": ("experts that return what they get", _NAMES),
     "nemotron_h": (_UNCOMPARED, "experts without a gate in config.json"),
     "phimoe": ("weights by sparsemixer",),
-    "qwen3_vl_moe_text": ("transposed experts",),
+    "qwen3_vl_moe_text": (_UNCOMPARED,),
     "switch_transformers": ("experts that drop tokens beyond their capacity", _NAMES),
     "zaya": ("a router that is more than one matrix",),
 }

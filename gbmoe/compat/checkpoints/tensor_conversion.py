@@ -113,7 +113,7 @@ def _require_expressible(layer: Layer, target: Layout, to: str, experts: str) ->
 def _outputs(found: FoundLayer, target: Layout) -> Iterator[Output]:
     """The target's tensors of a layer that has no faults."""
     layer = found.layer
-    parts = [_matrices(found.experts, target.experts, layer.gated, layer.experts, layer.ffn, layer.hidden)]
+    parts = [_matrices(found.experts, target.experts, layer.gated, layer.experts, layer.ffn, layer.hidden, layer.biased)]
     if found.shared is not None and target.shared is not None:
         parts.append(_matrices(found.shared, target.shared, layer.gated, 1, layer.shared_ffn or 0, layer.hidden))
     others = []
@@ -125,16 +125,17 @@ def _outputs(found: FoundLayer, target: Layout) -> Iterator[Output]:
     return itertools.chain(*parts, others)
 
 
-def _matrices(source: Matrices, target: Matrices, gated: bool, experts: int, ffn: int, hidden: int) -> Iterator[Output]:
-    """The target's tensors of E experts' matrices."""
-    everything = source.tensors(gated)
+def _matrices(source: Matrices, target: Matrices, gated: bool, experts: int, ffn: int, hidden: int, biased: bool = False,
+              ) -> Iterator[Output]:
+    """The target's tensors of E experts' matrices, and with `biased` of their biases."""
+    everything = source.tensors(gated, biased)
     if (source.places, source.stacked, source.one_each) == (target.places, target.stacked, target.one_each) \
-            and [held for _, held in everything] == [held for _, held in target.tensors(gated)]:
-        for (of, _), (name, _) in zip(everything, target.tensors(gated)):
+            and [held for _, held in everything] == [held for _, held in target.tensors(gated, biased)]:
+        for (of, _), (name, _) in zip(everything, target.tensors(gated, biased)):
             for number in range(experts) if target.one_each else (0,):
                 yield Output(name.format(number), (of.format(number),))
         return
-    for name, matrices in target.tensors(gated):
+    for name, matrices in target.tensors(gated, biased):
         holding = [(of, held) for of, held in everything if set(held) & set(matrices)]
         shape = tuple(target.shape(matrices, experts, ffn, hidden))
         targets: list[int | None] = list(range(experts)) if target.one_each else [None]

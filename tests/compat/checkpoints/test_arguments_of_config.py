@@ -1,6 +1,7 @@
 """config.json to Arguments: what a dMoE cannot compute is refused with the field that says so; so is what is no configuration."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gbmoe.compat.checkpoints import BrokenCheckpoint, convert_checkpoint, read_
 from gbmoe.compat.checkpoints.arguments_of_config import Config
 from gbmoe.compat.checkpoints.models import MODEL_TYPES
 from gbmoe.compat.checkpoints.refused import REFUSED
-from tests.compat.checkpoints.examples import EXPERTS, FFN, HIDDEN, MLP, SHARED, block
+from tests.compat.checkpoints.examples import EXPERTS, FFN, HIDDEN, MLP, SHARED, assert_same, block
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 
@@ -65,7 +66,8 @@ UNCOMPUTABLE = [
     ("cohere2_moe", "expert_selection_fn", "sqrt", "expected 'softmax' or 'sigmoid', got 'sqrt': it needs a function that"),
     ("mixtral", "router_jitter_noise", 0.01, "expected 0, got 0.01: it needs jitter of what the experts get"),
     ("minimax", "router_jitter_noise", 0.01, "expected 0, got 0.01: it needs jitter of what the experts get"),
-    *((name, "hidden_act", "quick_gelu", "expected 'silu' or .*, got 'quick_gelu': it needs a name for it") for name in MODEL_TYPES),
+    *((name, "hidden_act", "quick_gelu", "expected 'silu' or .*, got 'quick_gelu': it needs a name for it")
+      for name, kind in MODEL_TYPES.items() if not kind.clamped_silu),
     *((name, "quantization_config", {"bits": 4}, "expected None, got {'bits': 4}: it needs weights that are") for name in MODEL_TYPES),
 ]
 
@@ -274,14 +276,80 @@ def test_a_model_whose_layers_are_all_dense_has_nothing_to_convert(saved, tmp_pa
         convert_checkpoint(source, tmp_path / "target", "megablocks")
 
 
+GPT_OSS = {"router.weight": [EXPERTS, HIDDEN], "router.bias": [EXPERTS], "experts.gate_up_proj": [EXPERTS, HIDDEN, 2 * FFN],
+           "experts.gate_up_proj_bias": [EXPERTS, 2 * FFN], "experts.down_proj": [EXPERTS, FFN, HIDDEN],
+           "experts.down_proj_bias": [EXPERTS, HIDDEN]}
+
+
+def test_gpt_oss_in_bits_of_any_dtype_comes_back(saved, tmp_path):
+    tensors = block(GPT_OSS, torch.bfloat16, "model.layers.0.mlp.")
+    source = saved(config_of("gpt_oss", swiglu_limit=5), tensors)
+    convert_checkpoint(source, tmp_path / "megablocks", "megablocks")
+    ours = safetensors_torch.load_file(tmp_path / "megablocks" / "model.safetensors")
+    assert {name.rpartition(".")[2]: list(value.shape) for name, value in ours.items() if "_bias" in name} == {
+        "w1_bias": [EXPERTS, FFN], "v1_bias": [EXPERTS, FFN], "w2_bias": [EXPERTS, HIDDEN]}
+    for name in ("w1_bias", "v1_bias"):
+        of_both = tensors["model.layers.0.mlp.experts.gate_up_proj_bias"].view(torch.int16)
+        assert torch.equal(ours[f"model.layers.0.mlp.experts.mlp.{name}"].view(torch.int16), of_both[:, name == "v1_bias" :: 2])
+    arguments = read_arguments(tmp_path / "megablocks", device="cpu")
+    assert arguments.activation_fn == gbmoe.ClampedSilu(1.702, 5, 5, 1) and arguments.moe_expert_linear_bias and arguments.bf16
+    convert_checkpoint(tmp_path / "megablocks", tmp_path / "back", "transformers")
+    assert_same(safetensors_torch.load_file(tmp_path / "back" / "model.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("missing, message", [
+    ("experts.down_proj_bias", "experts.down_proj_bias: missing"), ("router.bias", "a bias of the router: expected True, .*, got False"),
+    ("every bias", "biases of the experts: expected True, as in .*, got False")])
+def test_gpt_oss_without_a_bias_is_refused(missing, message, saved, tmp_path):
+    shapes = {name: shape for name, shape in GPT_OSS.items() if name != missing and (missing != "every bias" or "proj_bias" not in name)}
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(saved(config_of("gpt_oss"), block(shapes)), tmp_path / "target", "megablocks")
+
+
+def test_gpt_oss_in_mxfp4_is_refused_with_the_reason(saved, tmp_path):
+    """By config.json, and where there is none by the names of its blocks and scales."""
+    shapes = {name: shape for name, shape in GPT_OSS.items() if not name.endswith("_proj")}
+    blocks = {f"experts.{name}_proj_{part}": torch.zeros(EXPERTS, 8, 3, dtype=torch.uint8)
+              for name in ("gate_up", "down") for part in ("blocks", "scales")}
+    config = config_of("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    for given, message in ((config, "quantization_config: .*mxfp4.*: it needs weights that are not quantised: save the model dequantised"),
+                           (None, r"experts.gate_up_proj_blocks: quantised \(MXFP4\)")):
+        folder = saved(given, block(shapes) | blocks)
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(folder, tmp_path / "target", "megablocks")
+        shutil.rmtree(folder)
+
+
+def test_llama4_has_the_fields_of_its_language_model_in_a_config_of_their_own(saved, tmp_path):
+    shapes = {"router.weight": [EXPERTS, HIDDEN], "experts.gate_up_proj": [EXPERTS, HIDDEN, 2 * FFN],
+              "experts.down_proj": [EXPERTS, FFN, HIDDEN],
+              "shared_expert.gate_proj.weight": [FFN, HIDDEN], "shared_expert.up_proj.weight": [FFN, HIDDEN],
+              "shared_expert.down_proj.weight": [HIDDEN, FFN]}
+    tensors = block(shapes, prefix="language_model.model.layers.0.feed_forward.")
+    text = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_local_experts": EXPERTS, "model_type": "llama4_text"}
+    convert_checkpoint(saved({"model_type": "llama4", "text_config": text}, tensors), tmp_path / "megablocks", "megablocks")
+    arguments = read_arguments(tmp_path / "megablocks", device="cpu")
+    assert arguments.moe_apply_probs_on_input and arguments.moe_router_score_function == "sigmoid" and arguments.moe_top_k == 1
+    assert arguments.shared_expert_hidden_size == FFN
+    convert_checkpoint(tmp_path / "megablocks", tmp_path / "back", "transformers")
+    assert_same(safetensors_torch.load_file(tmp_path / "back" / "model.safetensors"), tensors)
+    for name, config in (("list", {"model_type": "llama4", "text_config": [1]}),
+                         ("quantised", {"model_type": "llama4", "text_config": text, "quantization_config": {"bits": 8}})):
+        (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match={"list": "text_config: expected an object", "quantised": "quantization_config"}[name]):
+            convert_checkpoint(tmp_path / "source", tmp_path / name, "megablocks")
+
+
 # --------------------------------------------------------------------------------------------------------- read_arguments
 
 ODD = {
     "a field of nothing": ({"hidden_sizes": 8}, r"expected an object with fields of gbmoe.Arguments and dtype, got \['hidden_sizes'\]"),
     "a dtype in two ways": ({"bf16": True}, r"got \['bf16'\]"),
     "a list": ([], "got list"),
-    "no activation": ({"activation_fn": None}, "activation_fn: expected one of silu, gelu, gelu_tanh, relu, got None"),
+    "no activation": ({"activation_fn": None}, "activation_fn: expected one of silu, gelu, gelu_tanh, relu, clamped.*, got None"),
     "another activation": ({"activation_fn": "mish"}, "activation_fn: expected one of silu, .*, got 'mish'"),
+    "a clamped activation of two constants": ({"activation_fn": "clamped_silu 1.0 7.0"}, "activation_fn: expected one of silu, .*7.0'"),
+    "a clamp at nothing": ({"activation_fn": "clamped_silu 1.0 0.0 1.0 0.0"}, "activation_fn: expected one of silu, .*, got 'clamped"),
     "a list as activation": ({"activation_fn": ["silu"]}, r"activation_fn: expected one of silu, .*, got \['silu'\]"),
     "another dtype": ({"dtype": "float8_e4m3fn"}, "dtype: expected one of float16, bfloat16, float32, float64, got 'float8_e4m3fn'"),
     "not the default dtype": ({"dtype": "float64"}, r"dtype: expected torch.get_default_dtype\(\), float32, or fp16 .*, got float64"),
