@@ -10,6 +10,7 @@
 set -euo pipefail
 SECONDS_OF_ALL=780
 extras=transformers  # gbmoe/compat/ is tested with the real packages
+if [[ ${1:-} == --slow ]]; then extras+=,training; fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 say "installing MegaBlocks"

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, require
@@ -166,7 +167,7 @@ def experts_forward(
     up_sizes_E, down_sizes_E = (plan_sizes(plan, x_TH, w.transpose(1, 2) if self.is_transposed else w, engine) for w in (up, down))
     # Rows of dropped slots may hold anything. If the gradient of another parameter (of a norm or an activation) sums over rows, they
     # must be zero.
-    sums_over_rows = any(name not in names for name, _ in self.named_parameters())
+    sums_over_rows = any(True for _ in _others(self))
     live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if sums_over_rows else None
 
     h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, up_sizes_E, self.is_transposed, live_P1, engine)
@@ -211,7 +212,7 @@ def fused_function(module: Any) -> str | ClampedSilu | None:
         return activation
     if "_apply_gate" in module.__dict__:
         return None
-    kind = _gate_of(type(module))
+    kind = _gate_of(type_before_parametrizations(module))
     if kind == "default":
         return activation if _is_concatenated(module) else None  # it takes halves, also where a module says that it does not have them
     needs, function = _GATES.get(kind, ("", None))
@@ -220,7 +221,7 @@ def fused_function(module: Any) -> str | ClampedSilu | None:
 
 def _gate_of(experts: type) -> str:
     """Which gate function a class of experts has: "default", a key of _GATES, or ""; asked once, when `register` or a forward first meets
-    the class."""
+    the class. Parametrizations make a class of their own for a module, PEFT in each forward: not those."""
     if experts not in _KNOWN_GATES:
         gate: Any = experts._apply_gate  # type: ignore[attr-defined]
         where, owner = gate.__module__, gate.__qualname__.removesuffix("._apply_gate")
@@ -247,8 +248,12 @@ def _recognise_activations() -> None:
 
 
 def _others(module: torch.nn.Module) -> Iterator[str]:
-    """Names of parameters that are no expert's matrix or bias: of a norm, or of an activation."""
-    return (name for name, _ in module.named_parameters() if name.removesuffix("_bias") not in ("gate_up_proj", "up_proj", "down_proj"))
+    """Names of parameters that are no expert's matrix or bias, and none of which these are computed (as PEFT does with LoRA on experts):
+    of a norm, or of an activation."""
+    for name, _ in module.named_parameters():
+        of = name.split(".")[1] if name.startswith("parametrizations.") else name
+        if of.removesuffix("_bias") not in ("gate_up_proj", "up_proj", "down_proj"):
+            yield name
 
 
 def _is_concatenated(module: Any) -> bool:

@@ -675,6 +675,28 @@ def test_a_program_that_nobody_edits_takes_it(value, expected, tmp_path):
     assert done.stdout.splitlines() == ["the hidden one", expected]
 
 
+def test_experts_of_computed_weights_were_composed():
+    """A parametrization of a matrix, as PEFT makes one for LoRA on experts, was taken for a parameter of something else; and each class
+    that torch makes for it was kept."""
+    class Sum(torch.nn.Module):
+        def __init__(self, like):
+            super().__init__()
+            self.added = torch.nn.Parameter(torch.full_like(like, 0.01))
+
+        def forward(self, weight):
+            return weight + self.added
+
+    model = build("gpt_oss")
+    experts, known = model.model.layers[0].mlp.experts, len(adapter._KNOWN_GATES)
+    expected = adapter.fused_function(experts)
+    for name in ("gate_up_proj", "down_proj_bias"):
+        torch.nn.utils.parametrize.register_parametrization(experts, name, Sum(getattr(experts, name)))
+    assert adapter.fused_function(experts) == expected is not None and len(adapter._KNOWN_GATES) <= known + 1
+    found = [forward_and_gradients(model, implementation, token_ids(2, 9)) for implementation in ("gbmoe", "eager")]
+    for name, value in found[1].items():
+        torch.testing.assert_close(found[0][name], value)
+
+
 def test_modules_that_will_not_call_it_are_named():
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
     config = SimpleNamespace(num_local_experts=2, intermediate_size=8, hidden_size=8, hidden_act="silu")

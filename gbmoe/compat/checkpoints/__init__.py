@@ -35,8 +35,8 @@ Layouts of training frameworks, with the whole tensors of all ranks:
     "olmo_core"            OLMo-core's MoE: experts.mlp.w1, w2, w3 [E*F,H], router.weight [E*H]
 
 All tensors outside of the layers stay as they are. A layer that holds anything else (an output bias, or biases of the experts where a
-layout has no names for them) has no counterpart; it is refused with the names that do not fit. Checkpoints must be whole: one rank's part of an expert-parallel model looks
-like a smaller layer.
+layout has no names for them) has no counterpart; it is refused with the names that do not fit. Checkpoints must be whole:
+one rank's part of an expert-parallel model looks like a smaller layer.
 
 Names and shapes do not tell what a layer computes. That is in config.json: convert_checkpoint derives from it the gbmoe.Arguments
 with which a dMoE computes the layers, and refuses what no dMoE computes. The functions for state dicts see no config.json and
