@@ -15,6 +15,7 @@ from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.routed import Routed, Sequences
+from gbmoe.layers.same_layers import require_same_layers
 from gbmoe.parallel import failures, groups
 
 # ------------------------------------------------------------------------------------- MegaBlocks', with the bits of MegaBlocks
@@ -88,6 +89,7 @@ def of_global_batch(kept: Sequence[Routed], dtype: torch.dtype, normalize: bool,
         own = torch.cat([*(routed.counts_E.to(device, torch.int64) for routed in kept), tokens])
         world = groups.world_of(group, "batched_load_balancing_loss", "group") if dist.is_available() and dist.is_initialized() else 1
         if world > 1:
+            require_same_layers(sizes, device, group)
             failures.guarded(lambda: dist.all_reduce(own, group=group), group, "summing the tokens of experts", "the load-balancing loss")
         total = _added(own, so_far)
         here_L, tokens_L = own[-len(kept):].clamp(min=1), total[-len(kept):].clamp(min=1)

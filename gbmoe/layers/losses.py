@@ -91,7 +91,8 @@ def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None
             differ, also where each ran equally often and once is enough for a stage; num_layers_per_virtual_pipeline_stage then says how
             many forwards a stage that calls layers repeatedly has); where
             gradients are enabled now but were not when a layer ran that is to be trained, as under the reentrant torch.utils.checkpoint;
-            where `so_far` is of other layers; where a "seq_aux_loss" lacks the layers' ids.
+            where `so_far` is of other layers; on all ranks, where for "global_aux_loss" they ran layers with other numbers of experts, or
+            in another order (on a GPU possibly in the next call, as no host waits for it); where a "seq_aux_loss" lacks the layers' ids.
         RuntimeError: where the collective fails; it names the ranks that are missing.
     """
     kind = args.moe_router_load_balancing_type

@@ -44,9 +44,8 @@ def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: 
     Ranks first compare digests, in one reduction of two numbers, which costs the host as little with 4,096 ranks as with two. Only
     ranks that differ, which all of them see, tell each other what they have.
     """
-    digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "little")
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    most = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    most = digests(mine, device)
     failures.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, what)
     most_of_all, minus_least = to_host(most, group).tolist()
     if most_of_all == -minus_least:
@@ -54,3 +53,9 @@ def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: 
     each: list[Any] = [None] * dist.get_world_size(group)
     failures.guarded(lambda: dist.all_gather_object(each, mine, group=group), group, what)
     return each
+
+
+def digests(mine: Any, device: torch.device) -> torch.Tensor:
+    """int64 [2], a digest of `mine` by its repr, and minus it: where the maximum over all ranks is the same again, all bring the same."""
+    digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=7).digest(), "little")
+    return torch.tensor([digest, -digest], dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
-from gbmoe.layers import Arguments, losses
+from gbmoe.layers import Arguments, losses, same_layers
 from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import dtype_id
@@ -361,7 +361,46 @@ def worker(rank, store, results):
         found = step(layers, rank, [])
         gradients = [torch.autograd.grad(loss, [layer.router.layer.weight for layer in layers], retain_graph=True) for loss in found]
         results[rank, parallel] = [loss.detach() for loss in found], gradients
+    for name, pairs in MISPAIRED.items():
+        if name == "in an earlier step":  # as on a GPU, where no host waits for layers that ranks have agreed about
+            same_layers._is_free = lambda device: False
+        results[rank, name] = [refusal(experts) for experts in pairs[rank]]
     dist.destroy_process_group()
+
+
+# The numbers of experts of the layers that each rank calls, call by call.
+MISPAIRED = {
+    "another order": [[(8, 4)], [(4, 8)]],
+    "another number": [[(8, 4, 8)], [(8, 4)]],
+    "in an earlier step": [[(8, 4), (4, 8), (8, 4), (8, 4)], [(8, 4), (4, 8), (4, 8), (8, 4)]],
+}
+
+
+def refusal(experts):
+    """What the loss of such layers raises, or None."""
+    layers = [make(seed=seed, moe_num_experts=number, num_layers=len(experts), moe_router_load_balancing_type="global_aux_loss")
+              for seed, number in enumerate(experts)]
+    try:
+        for layer in layers:
+            layer(inputs(LENGTH, BATCH))
+        gbmoe.batched_load_balancing_loss(layers[0].args)
+    except ValueError as error:
+        return str(error)
+    finally:
+        gbmoe.clear_load_balancing_loss()
+    return None
+
+
+@pytest.mark.parametrize("name", MISPAIRED)
+@pytest.mark.xdist_group("load_balancing_terms")
+def test_counts_of_one_layer_were_added_to_those_of_another(results, name):
+    """Layers of as many experts in another order had a sum; others stopped in the collective. All ranks raise."""
+    for rank in range(WORLD):
+        *before, last = results[rank, name]
+        assert before == [None] * len(before)
+        mine = MISPAIRED[name][rank][-2 if before else 0]
+        assert f"expected the same on all {WORLD} ranks of the group" in last and ("in an earlier step" in last) == bool(before)
+        assert f"{len(mine)} layers with {', '.join(map(str, mine))} experts on rank {rank}, and others on other ranks" in last
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["data parallel", "expert parallel"])
