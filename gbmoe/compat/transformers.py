@@ -150,11 +150,11 @@ def experts_forward(
     """
     up_name = "gate_up_proj" if self.has_gate else "up_proj"
     names = [up_name, "down_proj", *([f"{up_name}_bias", "down_proj_bias"] if self.has_bias else ())]
-    up, down, *biases = (_plain(self, name) for name in names)
-    up_bias, down_bias = biases or (None, None)
-
     # Cast under autocast before the tokens are copied, so that half as many bytes are moved.
     x_TH = hidden_states.to(computed_dtype(hidden_states))
+    up, down, *biases = (_plain(self, name, x_TH.dtype) for name in names)
+    up_bias, down_bias = biases or (None, None)
+
     plan = RoutingPlan.from_experts(top_k_index, up.size(0), check="none")
     function = fused_function(self)
     if function is not None:
@@ -270,13 +270,16 @@ _LAYOUTS = {(gate_up, transposed): WeightLayout(gate_up, up_transposed=transpose
             for gate_up in ("separate", "gate_first", "interleaved") for transposed in (False, True)}
 
 
-def _plain(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """The parameter `name`. Raises TypeError where it does not hold plain numbers to multiply by."""
+def _plain(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The parameter `name`. Raises TypeError where it does not hold plain numbers to multiply by, of `dtype` or cast to it by autocast."""
     tensor = getattr(module, name)
     usable = tensor.dtype in FLOATING and not wraps_tensors(tensor)
     require(usable, _NAME, f"{type(module).__name__}.{name}", "a plain tensor of bfloat16, float16, float32 or float64"
             " (choose another experts_implementation for quantised experts)",
             f"{type(tensor).__name__} of {tensor.dtype}", TypeError)
+    if tensor.dtype != dtype and computed_dtype(tensor) != dtype:
+        require(False, _NAME, f"{type(module).__name__}.{name}", f"the dtype of the hidden states, {dtype} (load the model in one dtype, or"
+                " compute under torch.autocast)", tensor.dtype, TypeError)
     return tensor
 
 

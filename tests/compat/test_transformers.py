@@ -554,10 +554,24 @@ def test_parameters_that_are_not_plain_numbers_are_refused_by_name(name, value):
         experts(*tensors)
 
 
+def test_weights_of_another_dtype_were_said_to_be_w1():
+    model = build("gpt_oss", torch.bfloat16)
+    model.model.layers[0].mlp.experts.float()
+    message = r"GptOssExperts.gate_up_proj: expected the dtype of the hidden states, torch.bfloat16 \(load .*, got torch.float32"
+    with pytest.raises(TypeError, match=message):
+        model(token_ids(1, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(token_ids(1, 8))
+    experts = model.model.layers[0].mlp.experts.bfloat16()
+    experts.down_proj_bias.data = experts.down_proj_bias.data.float()
+    with pytest.raises(TypeError, match="GptOssExperts.down_proj_bias: expected the dtype of the hidden states"):
+        model(token_ids(1, 8))
+
+
 def test_wrong_arguments_are_named():
     experts, (x_TH, ids_TK, weights_TK) = make_experts(torch.float32, "cpu"), inputs(torch.float32, "cpu")
     experts.config._experts_implementation = "gbmoe"
-    with pytest.raises(TypeError, match="w1: expected the dtype of x, torch.float64, got torch.float32"):
+    with pytest.raises(TypeError, match=r"Experts.gate_up_proj: expected the dtype of .*, torch.float64 \(.*, got torch.float32"):
         experts(x_TH.double(), ids_TK, weights_TK)
     with pytest.raises(ValueError, match="weights: expected shape"):
         experts(x_TH, ids_TK, torch.rand(x_TH.size(0), 5))
