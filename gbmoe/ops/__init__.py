@@ -1,4 +1,5 @@
-"""The operators, one file each: route, route_tokens, gmm, the padded gather and scatter, expert_mlp, grouped_mlp."""
+"""The operators, one file each: route, route_tokens, gmm, the padded gather and scatter, expert_mlp, grouped_mlp; and expert_path, which
+computes nothing."""
 
 from gbmoe.ops.expert_path import ExpertPath, expert_path
 from gbmoe.ops.experts import expert_mlp
