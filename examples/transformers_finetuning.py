@@ -3,6 +3,7 @@
     pip install 'gbmoe[transformers]'
     python examples/transformers_finetuning.py                       # a small Qwen3-MoE with random weights, on any machine
     python examples/transformers_finetuning.py --model Qwen/Qwen3-30B-A3B --text book.txt --length 512
+    python examples/transformers_finetuning.py --lora 16             # adapters of the experts; needs 'gbmoe[training]'
 
 Two lines are gbmoe's: `register()`, and `experts_implementation="gbmoe"`. The text is read as bytes where the model has no tokenizer.
 """
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank, and nothing else")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -43,10 +45,14 @@ def main() -> None:
         ids = AutoTokenizer.from_pretrained(arguments.model)(arguments.text.read_text(), return_tensors="pt").input_ids[0]
     else:
         model, ids = small_model(), torch.tensor(list(arguments.text.read_bytes()))
+    if arguments.lora:
+        from peft import LoraConfig, get_peft_model
+        model = get_peft_model(model, LoraConfig(r=arguments.lora, lora_alpha=2 * arguments.lora,
+                                                 target_parameters=["experts.gate_up_proj", "experts.down_proj"]))
     model.to(device).train()
     sequences = ids[: len(ids) // arguments.length * arguments.length].view(-1, arguments.length).to(device)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=arguments.lr)
     for step in range(arguments.steps):
         batch = sequences[torch.arange(4 * step, 4 * step + 4) % len(sequences)]
         loss = model(input_ids=batch, labels=batch).loss

@@ -11,19 +11,27 @@ from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers import (
     Arguments,
     ExpertParallelOptions,
+    adapter_state_dict,
+    add_adapter,
     batched_load_balancing_loss,
     batched_router_zloss,
     clear_load_balancing_loss,
     clear_router_zloss,
     dMoE,
     get_load_balancing_loss,
+    load_adapter_state_dict,
+    merge_adapters,
     record_experts,
+    remove_adapter,
     replay_experts,
+    set_adapters,
     stack_experts,
+    unmerge_adapters,
     unstack_experts,
     update_expert_bias,
     update_expert_bias_after,
 )
+from gbmoe.lora import ExpertLora, LoraFactors
 from gbmoe.ops import ExpertPath, expert_mlp, expert_path, gmm, grouped_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import ClampedSilu, Situ
 from gbmoe.ops.gradient_sink import WeightGradientSink
@@ -33,9 +41,10 @@ from gbmoe.stacked_weights import stacked
 from gbmoe.weight_layout import WeightLayout
 
 __all__ = [
-    "Arguments", "ClampedSilu", "ExpertParallelOptions", "ExpertPath", "Float8BlockScaling", "RouterFunction", "RoutingPlan", "Situ",
-    "WeightGradientSink", "WeightLayout", "__version__", "batched_load_balancing_loss", "batched_router_zloss",
-    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp", "expert_path", "get_load_balancing_loss", "gmm",
-    "grouped_mlp", "ops", "padded_gather", "padded_scatter", "record_experts", "replay_experts", "stack_experts", "stacked",
+    "Arguments", "ClampedSilu", "ExpertLora", "ExpertParallelOptions", "ExpertPath", "Float8BlockScaling", "LoraFactors", "RouterFunction",
+    "RoutingPlan", "Situ", "WeightGradientSink", "WeightLayout", "__version__", "adapter_state_dict", "add_adapter",
+    "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp",
+    "expert_path", "get_load_balancing_loss", "gmm", "grouped_mlp", "load_adapter_state_dict", "merge_adapters", "ops", "padded_gather",
+    "padded_scatter", "record_experts", "remove_adapter", "replay_experts", "set_adapters", "stack_experts", "stacked", "unmerge_adapters",
     "unstack_experts", "update_expert_bias", "update_expert_bias_after",
 ]

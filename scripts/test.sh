@@ -9,8 +9,7 @@
 # runs them in one, which a debugger needs.
 set -euo pipefail
 SECONDS_OF_ALL=780
-extras=transformers  # gbmoe/compat/ is tested with the real packages
-if [[ ${1:-} == --slow ]]; then extras+=,training; fi
+extras=transformers,training  # gbmoe/compat/ is tested with the real packages
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 say "installing MegaBlocks"

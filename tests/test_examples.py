@@ -14,10 +14,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def printed_by(name: str, *launcher: str) -> str:
+def printed_by(name: str, *launcher: str, arguments: tuple[str, ...] = ()) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(EXAMPLES.parent), os.environ.get("PYTHONPATH")))),
                                 "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([python(), *launcher, str(EXAMPLES / name)], env=environment, capture_output=True, text=True, timeout=300)
+    command = [python(), *launcher, str(EXAMPLES / name), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -37,7 +38,7 @@ def needs(package: str):
 
 def test_all_of_them_are_tested():
     tested = re.findall(r'printed_by\("(\w+\.py)"', Path(__file__).read_text())
-    assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert sorted(set(tested)) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 @needs("megablocks")
@@ -53,6 +54,12 @@ def test_megablocks_switch():
 def test_transformers_finetuning():
     losses = numbers(printed_by("transformers_finetuning.py"), r"loss (\S+)")
     assert losses[-1] < losses[0] - 0.3
+
+
+@needs("peft")
+def test_transformers_finetuning_of_adapters():
+    losses = numbers(printed_by("transformers_finetuning.py", arguments=("--lora", "8", "--lr", "0.02")), r"loss (\S+)")
+    assert losses[-1] < losses[0] - 0.2
 
 
 def test_expert_parallelism():

@@ -4,10 +4,12 @@
     gbmoe.compat.automodel.register()
 
 It replaces nemo_automodel.components.moe.experts._torch_mm_experts_fwd, which GroupedExperts and GroupedExpertsDeepEP call with rows in
-expert order. Routers, dispatchers, parameters, checkpoints and LoRA remain Automodel's own, and so do experts with biases, which do not
-call it.
+expert order. Routers, dispatchers, parameters and checkpoints remain Automodel's own, and so do experts with biases, which do not call it.
 
-Shape suffixes: R rows, E experts, H hidden, F ffn hidden (twice that before a gate).
+LoRA of experts (nemo_automodel.components._peft.lora_experts) computes its products itself: there the method
+GroupedExpertsLoRA._forward_grouped_mm and GroupedExpertsDeepEPLoRA.forward are replaced, with and without biases.
+
+Shape suffixes: T tokens, K slots a token, R rows, E experts, H hidden, F ffn hidden (twice that before a gate).
 """
 
 from __future__ import annotations
@@ -23,23 +25,29 @@ import torch
 from gbmoe._checks import require
 from gbmoe.compat._releases import require_parameters, require_release
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.ops import grouped_mlp
+from gbmoe.lora import ExpertLora, LoraFactors
+from gbmoe.ops import expert_mlp, grouped_mlp
 from gbmoe.ops.activations import ClampedSilu
+from gbmoe.plan import RoutingPlan
 from gbmoe.weight_layout import WeightLayout
 
 __all__ = ["experts_forward", "fused_function", "register"]
 
 _ADAPTER = "gbmoe.compat.automodel"
+_LORA_PARAMETERS = ("self", "x", "token_mask", "weights", "indices", "gate_and_up_projs", "down_projs", "lora_gate_and_up_A",
+                    "lora_gate_and_up_B", "lora_down_A", "lora_down_B", "n_local_experts", "experts_start_idx")
 _PARAMETERS = ("hidden_states", "gate_and_up_projs", "down_projs", "tokens_per_expert", "permuted_probs", "activation_fn", "use_mxfp8")
 
 
 def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
     """Let Automodel's grouped experts without biases be computed by gbmoe, in this process. Calling it again changes nothing.
 
-    Activations that `fused_function` does not know, and experts="torch_mm_mxfp8", stay with Automodel's own function.
+    Activations that `fused_function` does not know, and experts="torch_mm_mxfp8", stay with Automodel's own function. Experts with LoRA
+    are computed without sums of weights and adapters, and with adapters alone to train without gradients of the weights.
 
     Args:
-        fp8_recipe: compute products of rows as the recipe says. A later call with another recipe takes its place.
+        fp8_recipe: compute products of rows as the recipe says, but for experts with LoRA. A later call with another recipe takes its
+            place.
 
     Raises:
         ImportError: for another release than 0.7.0, and where the function has other parameters.
@@ -58,6 +66,57 @@ def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
         return _experts(*rows, *function, fp8_recipe=fp8_recipe)
 
     experts._torch_mm_experts_fwd = forward
+    _register_lora()
+
+
+def _register_lora() -> None:
+    from nemo_automodel.components._peft import lora_experts
+    local_class, dispatched_class = lora_experts.GroupedExpertsLoRA, lora_experts.GroupedExpertsDeepEPLoRA
+    theirs, theirs_dispatched = (inspect.unwrap(f) for f in (local_class._forward_grouped_mm, dispatched_class.forward))
+    require_parameters(_ADAPTER, theirs, _LORA_PARAMETERS)
+    require_parameters(_ADAPTER, theirs_dispatched, ("self", "x", "token_mask", "weights", "indices"))
+
+    @functools.wraps(theirs)
+    def forward(self, x, token_mask, weights, indices, *tensors_and_experts):
+        function = fused_function(self.expert_activation_grouped)
+        if function is None:
+            return theirs(self, x, token_mask, weights, indices, *tensors_and_experts)
+        *tensors, experts, first = tensors_and_experts
+        ids_TK = torch.where(token_mask.unsqueeze(-1) & (indices >= first) & (indices < first + experts), indices - first, -1)
+        plan = RoutingPlan.from_experts(ids_TK, experts, check="none")
+        out_TH = expert_mlp(x, plan, *tensors[:2], weights_TK=weights, **_with_lora(self, function, tensors[2:], x.dtype))
+        return out_TH.float()  # which the caller sums over ranks
+
+    @functools.wraps(theirs_dispatched)
+    def forward_dispatched(self, x, token_mask, weights, indices):
+        function = fused_function(self.expert_activation)
+        if function is None:
+            return theirs_dispatched(self, x, token_mask, weights, indices)
+        x_RH, counts_E, probs_R1 = self._dispatch_tokens(x, token_mask, weights, indices)
+        up_EHF, down_EFH, *factors = (_local(getattr(self, name)).to(x.dtype) for name in _LORA_TENSORS)
+        out_RH = grouped_mlp(x_RH, counts_E, up_EHF, down_EFH, weights_R=probs_R1.reshape(-1),
+                             **_with_lora(self, function, factors, x.dtype))
+        return self.token_dispatcher.token_unpermutation(out_RH)
+
+    local_class._forward_grouped_mm, dispatched_class.forward = forward, forward_dispatched
+
+
+_LORA_TENSORS = ("gate_and_up_projs", "down_projs", "lora_gate_and_up_A", "lora_gate_and_up_B", "lora_down_A", "lora_down_B")
+
+
+def _with_lora(module, function, factors, dtype: torch.dtype) -> dict:
+    """The keywords by which grouped_mlp and expert_mlp compute a module with LoRA, of its factors A [E,in,r] and B [E,r,out]."""
+    layout, activation = function
+    up_a, up_b, down_a, down_b = (factor.transpose(1, 2) for factor in factors)
+    lora = ExpertLora(w1=LoraFactors(up_a, up_b, module.scale), w2=LoraFactors(down_a, down_b, module.scale))
+    biases = {}
+    if module.expert_bias:
+        biases = {"w1_bias": _local(module.gate_up_proj_bias).to(dtype), "w2_bias": _local(module.down_proj_bias).to(dtype)}
+    return {"activation": activation, "layout": layout, "lora": lora, **biases}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def experts_forward(

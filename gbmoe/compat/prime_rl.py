@@ -6,6 +6,9 @@
 It replaces prime_rl.trainer.models.layers.moe._run_experts_grouped_mm_impl, by which _run_experts_grouped_mm, the DeepEP path and
 _run_experts_fp8_grouped_mm compute. Routers, expert parallelism, parameters and checkpoints remain prime-rl's own.
 
+LoRA of experts computes its products itself: there prime_rl.trainer.models.layers.lora.multi_moe.MultiLoRAGroupedExperts.forward is
+replaced.
+
 Shape suffixes are in gbmoe/compat/_bfloat16_experts.py.
 """
 
@@ -19,6 +22,7 @@ import torch
 from gbmoe.compat._bfloat16_experts import bfloat16_experts
 from gbmoe.compat._releases import require_parameters, require_release
 from gbmoe.float8 import Float8BlockScaling
+from gbmoe.lora import ExpertLora, LoraFactors
 
 __all__ = ["experts_forward", "register"]
 
@@ -48,6 +52,31 @@ def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
         return experts_forward(w1, w2, w3, x, num_tokens_per_expert, fp8_recipe=fp8_recipe if fp8 else None)
 
     moe._run_experts_grouped_mm_impl = forward
+    _register_lora()
+
+
+def _register_lora() -> None:
+    from prime_rl.trainer.models.layers.lora import multi_moe
+    theirs = inspect.unwrap(multi_moe.MultiLoRAGroupedExperts.forward)
+    require_parameters(_ADAPTER, theirs, ("self", "x", "num_tokens_per_expert"))
+
+    @functools.wraps(theirs)
+    def forward(self, x, num_tokens_per_expert):
+        # Its loop over experts computes in the dtype of x, and dropout has rows of its own for the factors.
+        if not self.use_grouped_mm or (self.training and not isinstance(self.lora_dropout, torch.nn.Identity)):
+            return theirs(self, x, num_tokens_per_expert)
+        which = self._lora_num_tokens.argmax().item()
+        scale = self._scaling_factors[which].item()
+        lora = ExpertLora(**{ours: LoraFactors(*(_local(getattr(self, f"{name}_lora_{factor}")[which]) for factor in "AB"), scale)
+                             for ours, name in (("w1", "w1"), ("w2", "w2"), ("v1", "w3"))})
+        base = self.base_layer
+        return bfloat16_experts(x, num_tokens_per_expert, *(_local(w) for w in (base.w1, base.w2, base.w3)), lora=lora)
+
+    multi_moe.MultiLoRAGroupedExperts.forward = forward
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def experts_forward(

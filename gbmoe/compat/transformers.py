@@ -15,6 +15,8 @@ parallelism. Parameters are not copied, transposed or renamed, and checkpoints d
 Experts without a norm, whose activation and gate have kernels (`fused_function`), are one operator, gbmoe.expert_mlp, which reads the
 weights where they lie. The others are composed of gather, products, the model's own gate function and scatter.
 
+LoRA by PEFT's target_parameters is multiplied by, not added to the weights, see gbmoe/compat/peft.py.
+
 Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden (twice that before a gate),
 P rows of the plan, N columns, B columns of ones.
 """
@@ -35,7 +37,10 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from gbmoe import engines
 from gbmoe._checks import FLOATING, require
 from gbmoe._torch_names import wraps_tensors
+from gbmoe.compat._peft_factors import lora_of, original, register_with_peft, take_factors_of_peft
 from gbmoe.float8 import Float8BlockScaling
+from gbmoe.lora import ExpertLora, LoraFactors, joined_operands
+from gbmoe.low_rank_parametrization import may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import ClampedSilu, activation_name
 from gbmoe.ops.gmm import computed_dtype, grouped
@@ -69,6 +74,7 @@ def register(fp8_recipe: Float8BlockScaling | None = None, *, as_default: bool =
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
         raise ImportError(_why_not_importable(error), name=error.name, path=error.path) from error
+    register_with_peft()
     ExpertsInterface.register("gbmoe", experts_forward)
     _recognise_activations()
     default: Callable = experts_forward
@@ -145,11 +151,13 @@ def experts_forward(
         [T,H], dtype of hidden_states.
 
     Raises:
-        TypeError: for quantised parameters and for other tensors that do not hold plain numbers, by name.
+        TypeError: for quantised parameters and for other tensors that do not hold plain numbers, by name; and for adapters of parameters
+            that are kept in 4 bits.
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
     up_name = "gate_up_proj" if self.has_gate else "up_proj"
     names = [up_name, "down_proj", *([f"{up_name}_bias", "down_proj_bias"] if self.has_bias else ())]
+    lora = _adapters(self, up_name) if may_have_changes(self) else None
     # Cast under autocast before the tokens are copied, so that half as many bytes are moved.
     x_TH = hidden_states.to(computed_dtype(hidden_states))
     up, down, *biases = (_plain(self, name, x_TH.dtype) for name in names)
@@ -159,7 +167,7 @@ def experts_forward(
     function = fused_function(self)
     if function is not None:
         out_TH = expert_mlp(x_TH, plan, up, down, weights_TK=top_k_weights, activation=function, engine=engine, fp8_recipe=fp8_recipe,
-                            layout=_layout(self), w1_bias=up_bias, w2_bias=down_bias)
+                            layout=_layout(self), w1_bias=up_bias, w2_bias=down_bias, lora=lora)
         return out_TH.to(hidden_states.dtype)
     if fp8_recipe is not None:
         engine = engines.float8(fp8_recipe, engine)
@@ -170,9 +178,10 @@ def experts_forward(
     sums_over_rows = any(True for _ in _others(self))
     live_P1 = plan.slot_of_row_P.unsqueeze(1) >= 0 if sums_over_rows else None
 
-    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, up_sizes_E, self.is_transposed, live_P1, engine)
+    of_up, of_down = ((), ()) if lora is None else (lora.of("w1"), lora.of("w2"))
+    h_PF = _linear(padded_gather(x_TH, plan), up, up_bias, up_sizes_E, self.is_transposed, live_P1, engine, of_up)
     a_PF = _live(live_P1, self._apply_gate(h_PF) if self.has_gate else self.act_fn(h_PF))
-    y_PH = _linear(a_PF, down, down_bias, down_sizes_E, self.is_transposed, live_P1, engine)
+    y_PH = _linear(a_PF, down, down_bias, down_sizes_E, self.is_transposed, live_P1, engine, of_down)
     if getattr(self, "has_post_expert_norm", False):  # older releases do not know it
         y_PH = self.post_expert_norm(y_PH)
     return padded_scatter(y_PH, plan, top_k_weights).to(hidden_states.dtype)
@@ -271,8 +280,9 @@ _LAYOUTS = {(gate_up, transposed): WeightLayout(gate_up, up_transposed=transpose
 
 
 def _plain(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The parameter `name`. Raises TypeError where it does not hold plain numbers to multiply by, of `dtype` or cast to it by autocast."""
-    tensor = getattr(module, name)
+    """The parameter `name`, without low-rank changes. Raises TypeError where it does not hold plain numbers to multiply by, of `dtype` or
+    cast to it by autocast."""
+    tensor = original(module, name)
     usable = tensor.dtype in FLOATING and not wraps_tensors(tensor)
     require(usable, _NAME, f"{type(module).__name__}.{name}", "a plain tensor of bfloat16, float16, float32 or float64"
             " (choose another experts_implementation for quantised experts)",
@@ -283,9 +293,18 @@ def _plain(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tens
     return tensor
 
 
-def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1, engine):
-    """rows @ weight[e] + bias[e], [P,N], with e the expert of each row."""
+def _adapters(module: Any, up_name: str) -> ExpertLora | None:
+    take_factors_of_peft(module)
+    return lora_of(module, up_name, bool(module.is_transposed), _NAME)
+
+
+def _linear(rows_P, weight, bias_EN, sizes_E, is_transposed, live_P1, engine, adapters: tuple[LoraFactors, ...]):
+    """rows @ weight[e] + bias[e], [P,N], with e the expert of each row, and what its adapters add."""
     out_PN = _grouped(rows_P, weight, sizes_E, not is_transposed, engine)
+    if adapters:
+        a_ERK, b_ERN = joined_operands(adapters, computed_dtype(rows_P))
+        # Few columns, which other engines may take than that of the weights.
+        out_PN = out_PN + _grouped(_grouped(rows_P, a_ERK, sizes_E, True, engine), b_ERN, sizes_E, False, engine)
     if bias_EN is not None:
         # The bias is added by a product with ones. Then its gradient is a grouped GEMM too, which sums in float32 and in a fixed
         # order, and does not read the rows of dropped slots.

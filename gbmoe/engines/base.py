@@ -18,6 +18,7 @@ import torch
 from gbmoe import launch
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
+from gbmoe.engines.low_rank import LowRankProducts
 from gbmoe.launch import plain_gmm
 from gbmoe.launch.alignment import aligned
 from gbmoe.problem import Problem
@@ -76,7 +77,7 @@ class GatheredRows:
             self._rows_PH = None
 
 
-class Engine:
+class Engine(LowRankProducts):
     """A stateless way to compute the experts of a layer; one instance each in gbmoe.engines.ENGINES or FLOAT8_ENGINES.
 
     An engine has to define `gmm`, the grouped GEMM. The methods that a layer calls, `up`, `down` and their gradients, are composed

@@ -1,5 +1,14 @@
 """The layers, with MegaBlocks' names."""
 
+from gbmoe.layers.adapters import (
+    adapter_state_dict,
+    add_adapter,
+    load_adapter_state_dict,
+    merge_adapters,
+    remove_adapter,
+    set_adapters,
+    unmerge_adapters,
+)
 from gbmoe.layers.arguments import Arguments, from_megatron
 from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
 from gbmoe.layers.expert_bias import update_expert_bias, update_expert_bias_after
@@ -16,8 +25,9 @@ from gbmoe.layers.replay import record_experts, replay_experts, stack_experts, u
 from gbmoe.layers.router import LearnedRouter
 
 __all__ = [
-    "Arguments", "ExpertParallelOptions", "LearnedRouter", "ParallelDroplessMLP", "batched_load_balancing_loss", "batched_router_zloss",
-    "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "from_megatron", "get_load_balancing_loss",
-    "record_experts", "replay_experts", "save_load_balancing_loss", "stack_experts", "unstack_experts", "update_expert_bias",
+    "Arguments", "ExpertParallelOptions", "LearnedRouter", "ParallelDroplessMLP", "adapter_state_dict", "add_adapter",
+    "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "from_megatron",
+    "get_load_balancing_loss", "load_adapter_state_dict", "merge_adapters", "record_experts", "remove_adapter", "replay_experts",
+    "save_load_balancing_loss", "set_adapters", "stack_experts", "unmerge_adapters", "unstack_experts", "update_expert_bias",
     "update_expert_bias_after",
 ]

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
+from gbmoe.lora import ExpertLora, LoraFactors
+from gbmoe.low_rank_parametrization import is_of_peft, low_rank_changes, may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import activation_name, gated
 from gbmoe.ops.gradient_scale import with_scaled_gradients
@@ -44,6 +47,8 @@ class ExpertWeights(ExpertModule):
     """
 
     compute: Callable[..., torch.Tensor]
+    # Whether `compute` takes lora=, a gbmoe.ExpertLora, for these arguments.
+    takes_adapters = False
 
     def __init__(self, args: Arguments):
         super().__init__()
@@ -85,13 +90,34 @@ class ExpertWeights(ExpertModule):
         self.gradient_scale = self.gradient_scale or 1  # None in modules that were pickled before 0.2
 
     def weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(w1, w2, v1 or None) as [E,F,H], local. `compute` scales their gradients by gradient_scale."""
+        """(w1, w2, v1 or None) as [E,F,H], local. `compute` scales their gradients by gradient_scale. Raises ValueError where there are
+        adapters, of which a caller that computes with weights alone would not know."""
+        require(self.active_lora() is None, "dMoE", "adapters", "none that is active, or merged ones, with experts in mapped memory, in"
+                " chunks, with shadows or expert_parallel_exact (expert_parallel_transport='exchange', expert_parallel_chunks=1)",
+                "active adapters")
+        return self._weights_EFH()
+
+    def own_weights(self) -> list[torch.nn.Parameter]:
+        """The parameters of the experts without their adapters."""
+        return [parameter for name, parameter in self.named_parameters() if not name.startswith("adapters.")]
+
+    @property
+    def adapters(self) -> Any:
+        """gbmoe.layers.adapters.Adapters, or None where there are none."""
+        return self._modules.get("adapters")
+
+    def active_lora(self) -> ExpertLora | None:
+        """The active adapters of these experts, gbmoe's own and PEFT's, that are not merged."""
+        own = None if self.adapters is None else self.adapters.lora()
+        return own if not may_have_changes(self) else _with_changes_of_peft(self, own)
+
+    def _weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         parameters = self._parameters
 
         def view(name):
             weight = parameters.get(name)
             if type(weight) is not torch.nn.Parameter:  # a parametrization, pruning or fully_shard has put something in its place
-                weight = local_weight(getattr(self, name))
+                weight = local_weight(_without_changes(self, name))
             stacked = weight.dim() == 3
             # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
             expected = self.num_local_experts if stacked else self.rows
@@ -107,7 +133,10 @@ class ExpertWeights(ExpertModule):
         return {f"{name}_bias": local_weight(getattr(self, f"{name}_bias")) for name in _NAMES if hasattr(self, f"{name}_bias")}
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        return self.compute(x_TH, plan, weights_TK, *self.weights_EFH())
+        lora = self.active_lora()
+        if lora is None:
+            return self.compute(x_TH, plan, weights_TK, *self._weights_EFH())
+        return self.compute(x_TH, plan, weights_TK, *self._weights_EFH(), lora=lora)
 
     def stored_weight(self) -> Any:
         """A tensor from which the weights are computed, for its dtype and device: w1 or, where a parametrization or pruning has taken
@@ -160,6 +189,33 @@ class ExpertWeights(ExpertModule):
 
 
 _NAMES = ("w1", "w2", "v1")
+
+
+def _without_changes(module: ExpertWeights, name: str) -> torch.Tensor:
+    """The weight without low-rank changes by PEFT, which active_lora has. Raises TypeError where PEFT has made one A and one B for the
+    rows of all experts."""
+    changed = low_rank_changes(module, name)
+    if changed is not None and changed.original.dim() == 3 and module.takes_adapters:
+        return changed.original
+    parts: Any = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()  # type: ignore[index]
+    if any(is_of_peft(part) for part in parts) and parts.original.dim() == 2:
+        require(False, "dMoE", name, "adapters of each expert: gbmoe.add_adapter, or with Arguments(one_matrix_per_expert=True) PEFT's"
+                " target_parameters", f"PEFT's factors of one matrix {list(parts.original.shape)}, the rows of all experts", TypeError)
+    return getattr(module, name)
+
+
+def _with_changes_of_peft(module: ExpertWeights, own: ExpertLora | None) -> ExpertLora | None:
+    """`own`, and the changes that PEFT makes of w1, w2 and v1, each [E,F,H]."""
+    if not module.takes_adapters:
+        return own
+    found = {name: () if own is None else own.of(name) for name in _NAMES}
+    for name in _NAMES:
+        changed = low_rank_changes(module, name)
+        if changed is not None and changed.original.dim() == 3:
+            found[name] += tuple(
+                LoraFactors(lhs.transpose(1, 2), rhs.transpose(1, 2), scale) if name == "w2" else LoraFactors(rhs, lhs, scale)
+                for lhs, rhs, scale in changed.changes)
+    return ExpertLora(**found) if any(found.values()) else None
 
 
 def _save_as_megablocks(module: ExpertWeights, state_dict: dict, prefix: str, _) -> None:
@@ -217,14 +273,18 @@ def _draws_one_by_one(init_method: Callable[[torch.Tensor], Any], weight: torch.
 class GroupedExperts(ExpertWeights):
     """mlp_impl='gbmoe': gather, grouped GEMMs, weighted scatter; see gbmoe.ops.expert_mlp."""
 
+    @property
+    def takes_adapters(self) -> bool:  # type: ignore[override]
+        return activation_name(self.args.activation_fn) is not None and self.args.fp8_recipe is None
+
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
-                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None) -> torch.Tensor:
+                w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, lora: ExpertLora | None = None) -> torch.Tensor:
         biases = self.biases() if self.args.moe_expert_linear_bias else {}
         return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
                           batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
                           keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale,
-                          weights_on="input" if self.args.moe_apply_probs_on_input else "output", **biases)
+                          weights_on="input" if self.args.moe_apply_probs_on_input else "output", lora=lora, **biases)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.engines.low_rank import LowRank
 from gbmoe.float8 import ScaledWeights
 from gbmoe.launch.alignment import aligned
 from gbmoe.ops import expert_biases
 from gbmoe.ops.gradient_scale import scales_exactly
+from gbmoe.ops.low_rank_pass import LowRankPass
 from gbmoe.weight_layout import WeightGradients
 
 
@@ -106,13 +108,14 @@ class Weights:
     gate and up in turns, and v1 is None; then h is [P,2F], columns of h and g in turns, and g is None.
 
     With `keep`, forward has an engine of float8 prepare a weight for backward's product too, in memory that backward gets as `kept`:
-    uint8 [Y], Y = ScaledWeights.bytes_of, by the weight's name.
+    uint8 [Y], Y = ScaledWeights.bytes_of, by the weight's name. `low_rank`: adapters of these weights, or None.
     """
 
     def __init__(self, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, *, keep: bool = False,
-                 kept: dict[str, torch.Tensor] | None = None, biases: Biases = _NO_BIASES, paired: bool = False):
+                 kept: dict[str, torch.Tensor] | None = None, biases: Biases = _NO_BIASES, paired: bool = False,
+                 low_rank: LowRankPass | None = None):
         self._of = {"w1": w1_EFH, "w2": w2_EFH, "v1": v1_EFH}
-        self.biases, self.paired = biases, paired
+        self.biases, self.paired, self.low_rank = biases, paired, low_rank
         self._keep, self.kept = keep, {} if kept is None else kept
 
     def forward(self, experts: Engine, name: str):
@@ -163,14 +166,26 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
     """
     a_PF, h_PF, g_PF = _up(t, experts, weights, sizes_E, activation, save)
     w2, bias = weights.forward(experts, "w2"), weights.biases.w2
-    y_PH = experts.down(a_PF, w2, sizes_E) if bias is None else experts.down_biased(a_PF, w2, bias, sizes_E)
-    del a_PF, w2
+    low = None if weights.low_rank is None else weights.low_rank.down(experts, a_PF, sizes_E)
+    if low is not None:
+        y_PH = experts.down_low_rank(a_PF, w2, bias, sizes_E, low)
+    else:
+        y_PH = experts.down(a_PF, w2, sizes_E) if bias is None else experts.down_biased(a_PF, w2, bias, sizes_E)
+    del a_PF, w2, low
     return t.combine(y_PH), h_PF, g_PF
 
 
 def _up(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, save: bool,
         ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     biases, w1 = weights.biases, weights.forward(experts, "w1")
+    if weights.low_rank is not None:
+        x = t.rows()
+        low = weights.low_rank.up(experts, x, sizes_E)
+        if low is not None:
+            if weights.paired:
+                return *experts.up_pairs_low_rank(x, w1, biases.w1, sizes_E, activation, save, low), None
+            v1 = weights.forward(experts, "v1")
+            return experts.up_low_rank(x, w1, v1, biases.w1, biases.v1, sizes_E, activation, save, low)
     if weights.paired:
         return *experts.up_pairs(t.rows(), w1, biases.w1, sizes_E, activation, save), None
     v1 = weights.forward(experts, "v1")
@@ -208,15 +223,9 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     weights_TK = t.weights_TK
     if folds:
         weights_TK = (t.ones_TK() if weights_TK is None else weights_TK) * scale
-    h_PF, g_PF = saved.take()
-    dg_PF: torch.Tensor | None = None
-    if weights.paired:
-        a_PF, dh_PF, dweights_TK = experts.down_backward_pairs(dz, w2, sizes_E, h_PF, weights_TK, activation)
-        of_up: tuple = (dh_PF, None)
-    else:
-        a_PF, dh_PF, dg_PF, dweights_TK, of_up = experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
-    dh, dg = of_up
-    del of_up, h_PF, g_PF, w2
+    low = weights.low_rank
+    a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = _down_backward(experts, weights, dz, w2, sizes_E, saved, weights_TK, activation)
+    del w2
     if wanted.any_bias:
         expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
     del weights_TK
@@ -225,19 +234,26 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     if wanted.weights:
         t.give_back_router_gradient(dweights_TK)
     del dweights_TK
+    second = None if low is None else low.up_backward(experts, dh, dg, sizes_E, wanted.x)
     if t.gives_back_first:
         if wanted.x:
-            _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
+            _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
         dh = dg = None
     if wanted.w2:
         gradients.write("w2", experts, a_PF, dz, sizes_E, left)
+    if low is not None:
+        low.make_down_gradients(experts, a_PF, dz, sizes_E)
     del a_PF, dz
     if wanted.x and not t.gives_back_first:
-        _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale)
-    del dh, dg
+        _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
+    del dh, dg, second
     weights.forget()
-    if wanted.w1 or wanted.v1:
+    if low is not None:
+        low.make_up_b_gradient(experts, dh_PF, dg_PF, sizes_E)
+    if wanted.w1 or wanted.v1 or (low is not None and low.needs_rows_again):
         x = t.rows_again()
+        if low is not None:
+            low.make_up_a_gradient(experts, x, sizes_E)
         both = wanted.w1 and wanted.v1 and gradients.takes_two
         if both and dg_PF is not None and experts.makes_two_weight_gradients(dh_PF, x, sizes_E):
             experts.two_weight_gradients(dh_PF, dg_PF, x, sizes_E, gradients["w1"], gradients["v1"])
@@ -251,6 +267,27 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     return dx_TH, dweights_TK, *gradients.tensors(left), *gradients.biases(left)
 
 
-def _give_back_dx(t: Transport, experts: Engine, weights: Weights, dh, dg, sizes_E: torch.Tensor, factor: float) -> None:
+def _down_backward(experts: Engine, weights: Weights, dz: GatheredRows, w2, sizes_E: torch.Tensor, saved: Saved,
+                   weights_TK: torch.Tensor | None, activation: str) -> tuple:
+    """As Engine.down_backward; of pairs dh is [P,2F], and dg None."""
+    h_PF, g_PF = saved.take()
+    low = None if weights.low_rank is None else weights.low_rank.down_backward(experts, dz, sizes_E)
+    if not weights.paired:
+        if low is not None:
+            return experts.down_backward_low_rank(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation, low)
+        return experts.down_backward(dz, w2, sizes_E, h_PF, g_PF, weights_TK, activation)
+    if low is not None:
+        a_PF, dh_PG, dweights_TK = experts.down_backward_pairs_low_rank(dz, w2, sizes_E, h_PF, weights_TK, activation, low)
+    else:
+        a_PF, dh_PG, dweights_TK = experts.down_backward_pairs(dz, w2, sizes_E, h_PF, weights_TK, activation)
+    return a_PF, dh_PG, None, dweights_TK, (dh_PG, None)
+
+
+def _give_back_dx(t: Transport, experts: Engine, weights: Weights, dh, dg, sizes_E: torch.Tensor, factor: float, low: LowRank | None,
+                  ) -> None:
     w1, v1 = weights.backward(experts, "w1"), weights.backward(experts, "v1")
-    t.give_back(experts.up_backward(dh, w1, dg, v1, sizes_E), factor)
+    if low is None:
+        dx_PH = experts.up_backward(dh, w1, dg, v1, sizes_E)
+    else:
+        dx_PH = experts.up_backward_low_rank(dh, w1, dg, v1, sizes_E, low)
+    t.give_back(dx_PH, factor)

@@ -20,14 +20,17 @@ from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_batched, is_watched, may_be_transformed, positions, without_autocast
 from gbmoe.engines.resolved import Resolved
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
+from gbmoe.lora import ExpertLora
 from gbmoe.ops import expert_pass, flops
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
-from gbmoe.ops.expert_pass import Biases, Gradients, Saved, Weights
+from gbmoe.ops.expert_pass import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
 from gbmoe.ops.local_transport import local_transport
+from gbmoe.ops.low_rank_experts import low_rank_experts
+from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.permute import check_plan, check_slot_scalars, gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
@@ -40,7 +43,7 @@ def expert_mlp(
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
     keep_gathered_rows: bool = False, weight_gradient_scale: float = 1, layout: WeightLayout = MEGABLOCKS,
     w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None, v1_bias: torch.Tensor | None = None,
-    weights_on: str = "output", gradient_sink: WeightGradientSink | None = None,
+    weights_on: str = "output", gradient_sink: WeightGradientSink | None = None, lora: ExpertLora | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
@@ -85,6 +88,9 @@ def expert_mlp(
             once, and refused with a w2_bias. "input": the rows of x (Llama-4), which are gathered and weighed first.
         gradient_sink: adds the gradients of w1, w2 and v1 to float32 tensors of the caller, in backward or later. Not inside of
             torch.compile, nor with a callable without a kernel.
+        lora: adapters of w1, w2 and v1, which are multiplied by, not added to weights: nothing of the weights' size is made, and frozen
+            weights have no gradient GEMM. Not with a callable without a kernel, fp8_recipe or gradient_sink; keep_gathered_rows has no
+            effect, and weight_gradient_scale multiplies the gradients of factors, too.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -110,7 +116,7 @@ def expert_mlp(
             y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
                               recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe,
                               weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias,
-                              gradient_sink=gradient_sink)
+                              gradient_sink=gradient_sink, lora=lora)
             return padded_scatter(y_PH, plan)
     w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
     w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
@@ -118,6 +124,11 @@ def expert_mlp(
     biases = (w1_bias, w2_bias, v1_bias)
     if any(bias is not None for bias in biases):
         check_biases(x_TH, w1_EFH, v1, biases, layout)
+    if lora is not None and not (isinstance(lora, ExpertLora) and lora.is_empty):
+        for argument, given in (("fp8_recipe", fp8_recipe), ("gradient_sink", gradient_sink)):
+            require(given is None, "expert_mlp", argument, "None with lora", given)
+        return low_rank_experts(x_TH, plan, (w1, w2, v1), weights_TK, biases, lora, activation, engine, batch_invariant,
+                                weight_gradient_scale, layout)
     if fp8_recipe is not None:
         require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
         engine = engines.float8(fp8_recipe, engine)
@@ -220,7 +231,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)
     rows_PH = transport.keep_rows() if keep_rows else None
-    of_pass = _weights(layout, engine, w1, matrices, (w1_bias, w2_bias, v1_bias), keep=keep_weights)
+    of_pass = weights_of_pass(layout, engine, w1, matrices, (w1_bias, w2_bias, v1_bias), keep=keep_weights)
     del w1, w2, v1, matrices
     out_TH, h_PF, g_PF = expert_pass.forward(transport, experts, of_pass, sizes, activation, save)
     # Separate tensors: an operator's may not alias.
@@ -231,27 +242,11 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w
 _NAMES = ("w1", "w2", "v1")
 
 
-def _is_paired(layout: str, engine: str | Resolved) -> bool:
-    """Whether h and g are computed as one tensor of pairs. Recipes of float8 quantise gate and up apart."""
-    return WeightLayout.of_code(layout).is_paired and (engine if isinstance(engine, str) else engine.name) not in engines.FLOAT8_ENGINES
-
-
-def _weights(layout: str, engine: str | Resolved, w1: torch.Tensor, matrices: tuple, biases: tuple, **of_pass) -> Weights:
-    """The weights of a pass, of the parameter w1 and the layout's matrices; biases are parameters, of w1, w2 and v1."""
-    where = WeightLayout.of_code(layout)
-    if _is_paired(layout, engine):
-        return Weights(where.pairs(w1), matrices[1], None, biases=Biases(*biases), paired=True, **of_pass)
-    if all(bias is None for bias in biases):
-        return Weights(*matrices, **of_pass)
-    of_gate, of_up = where.biases(biases[0], biases[2])
-    return Weights(*matrices, biases=Biases(of_gate, biases[1], of_up), **of_pass)
-
-
 def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
                   keep_weights, scale, layout):
     w1, w2, v1 = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     rows, ffn, hidden = slot_of_row.size(0), w1.size(1), w1.size(2)
-    paired = _is_paired(layout, engine)
+    paired = is_paired(layout, engine)
     return (x.new_empty(x.shape), x.new_empty((rows, 2 * ffn if paired else ffn) if save else 0),
             x.new_empty((rows, ffn) if save and v1 is not None and not paired else 0),
             x.new_empty((rows, hidden) if keep_rows and row_of_slot is not None else 0),
@@ -276,10 +271,10 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     matrices = where.matrices(*parameters)
     w1, w2, v1 = parameters
     gradients = WeightGradients(where, w1, w2, v1) if sink is None else SunkGradients(where, w1, w2, v1, sink)
-    if where.is_combined and not _is_paired(layout, engine):
+    if where.is_combined and not is_paired(layout, engine):
         wanted = replace(wanted, v1=wanted.w1, v1_bias=wanted.w1_bias)
     kept = {name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y.numel()}
-    of_pass = _weights(layout, engine, parameters[0], matrices, tuple(saved[8:11]), kept=kept)
+    of_pass = weights_of_pass(layout, engine, parameters[0], matrices, tuple(saved[8:11]), kept=kept)
     of_forward = Saved(saved[11], saved[12] if saved[12].dim() == 2 else None)
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[13] if saved[13].dim() == 2 else None)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)

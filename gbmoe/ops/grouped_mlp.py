@@ -11,6 +11,7 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.float8 import Float8BlockScaling
+from gbmoe.lora import ExpertLora
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gradient_sink import WeightGradientSink
 from gbmoe.plan import RoutingPlan
@@ -22,7 +23,7 @@ def grouped_mlp(
     *, weights_R: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
     check: str = "auto", layout: WeightLayout = MEGABLOCKS, w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None,
-    v1_bias: torch.Tensor | None = None, gradient_sink: WeightGradientSink | None = None,
+    v1_bias: torch.Tensor | None = None, gradient_sink: WeightGradientSink | None = None, lora: ExpertLora | None = None,
 ) -> torch.Tensor:
     """out[r] = weights[r] * mlp_e(x[r]) with e the expert of row r: the first counts[0] rows are expert 0's, the next expert 1's.
 
@@ -43,7 +44,7 @@ def grouped_mlp(
         activation, engine, recompute_activation, batch_invariant, fp8_recipe: see expert_mlp.
         check: of the counts, see RoutingPlan.from_counts.
         layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout.
-        w1_bias, w2_bias, v1_bias, gradient_sink: see expert_mlp.
+        w1_bias, w2_bias, v1_bias, gradient_sink, lora: see expert_mlp.
 
     Returns:
         [R,H], dtype of x, or under autocast that of its products.
@@ -70,4 +71,4 @@ def grouped_mlp(
             plan.num_experts)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
                       recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe, layout=layout,
-                      w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias, gradient_sink=gradient_sink)
+                      w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias, gradient_sink=gradient_sink, lora=lora)

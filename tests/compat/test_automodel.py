@@ -161,3 +161,65 @@ def test_a_checkout_with_another_signature_says_so(automodel):
     automodel.experts._torch_mm_experts_fwd = lambda hidden_states, weights: None
     with pytest.raises(ImportError, match="expected the parameters hidden_states, gate_and_up_projs, .* got hidden_states, weights"):
         automodel.adapter.register()
+
+
+@pytest.fixture
+def lora_experts(automodel):
+    """Automodel's classes with LoRA; what `register` replaces is put back."""
+    module = importlib.import_module("nemo_automodel.components._peft.lora_experts")
+    local, dispatched = module.GroupedExpertsLoRA, module.GroupedExpertsDeepEPLoRA
+    theirs = local._forward_grouped_mm, dispatched.forward
+    yield module
+    local._forward_grouped_mm, dispatched.forward = theirs
+
+
+def lora_module(automodel, kind, name, biases, dtype):
+    """A module without its construction, which wants a model's configuration."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    columns, rank = FFN if name == "relu2" else 2 * FFN, 4
+    module.scale, module.expert_bias, module.n_routed_experts, module.ep_size = 1.5, biases, EXPERTS, 1
+    module.expert_activation = module.expert_activation_grouped = activation_fn(automodel, name)
+    shapes = {"gate_and_up_projs": (HIDDEN, columns), "down_projs": (FFN, HIDDEN), "lora_gate_and_up_A": (HIDDEN, rank),
+              "lora_gate_and_up_B": (rank, columns), "lora_down_A": (FFN, rank), "lora_down_B": (rank, HIDDEN)}
+    for seed, (each, shape) in enumerate(shapes.items()):
+        value = values(EXPERTS, *shape, dtype=dtype, seed=10 + seed, inner=shape[0])
+        module.register_parameter(each, torch.nn.Parameter(value, requires_grad=each.startswith("lora")))
+    if biases:
+        module.gate_up_proj_bias, module.down_proj_bias = (values(EXPERTS, n, dtype=dtype, seed=30) for n in (columns, HIDDEN))
+    return module
+
+
+@pytest.mark.parametrize("name, biases", [("swiglu", False), ("quick_geglu", True), ("relu2", False)])
+def test_lora_was_computed_by_products_of_its_own(automodel, lora_experts, name, biases):
+    module = lora_module(automodel, lora_experts.GroupedExpertsLoRA, name, biases, torch.bfloat16)
+    x, probs = values(30, HIDDEN, dtype=torch.bfloat16, seed=1).requires_grad_(), torch.rand(30, 2, requires_grad=True)
+    indices = torch.stack([torch.arange(30) % 7, (torch.arange(30) + 3) % 7], 1)  # experts 1 to 5 of 7 are here
+    mask, tensors = torch.arange(30) != 4, [parameter for _, parameter in module.named_parameters()]
+    results = []
+    for _ in range(2):
+        out = module._forward_grouped_mm(x, mask, probs, indices, *tensors[:6], EXPERTS, 1)
+        results.append([out, *torch.autograd.grad(out.sum(), (x, probs, *tensors[2:6]))])
+        automodel.adapter.register()
+        automodel.adapter.register()
+    assert results[1][0].dtype == torch.float32
+    for theirs, ours in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=3e-2 * float(theirs.detach().abs().max()))
+
+
+def test_lora_of_dispatched_rows(automodel, lora_experts):
+    module = lora_module(automodel, lora_experts.GroupedExpertsDeepEPLoRA, "swiglu", False, torch.bfloat16)
+    rows = inputs(torch.bfloat16, "swiglu")
+    module._dispatch_tokens = lambda x, *_: (x, expert_rows.counts(), rows["probs"][:USED])
+    object.__setattr__(module, "token_dispatcher", SimpleNamespace(token_unpermutation=lambda y: 2 * y))
+    x, leaves = rows["x"][:USED].requires_grad_(), [p for p in module.parameters() if p.requires_grad]
+    results = []
+    for _ in range(2):
+        out = module(x, None, None, None)
+        results.append([out, *torch.autograd.grad(out.sum(), (x, *leaves))])
+        automodel.adapter.register()
+    assert len(leaves) == 4
+    for theirs, ours in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=3e-2 * float(theirs.detach().abs().max()))
+    module.expert_activation = lambda h, probs: h[..., :FFN]  # not known: left to Automodel
+    module(x, None, None, None)

@@ -90,3 +90,42 @@ def test_a_checkout_with_another_signature_says_so(prime_rl):
     prime_rl.moe._run_experts_grouped_mm_impl = lambda w1, w2, x: None
     with pytest.raises(ImportError, match="expected the parameters w1, w2, w3, x, num_tokens_per_expert, fp8, got w1, w2, x"):
         prime_rl.adapter.register()
+
+
+@pytest.fixture
+def with_lora(prime_rl):
+    multi_moe = importlib.import_module("prime_rl.trainer.models.layers.lora.multi_moe")
+    theirs = multi_moe.MultiLoRAGroupedExperts.forward
+    yield multi_moe.MultiLoRAGroupedExperts
+    multi_moe.MultiLoRAGroupedExperts.forward = theirs
+
+
+def lora_module(kind, **options):
+    tensors = inputs(torch.float32)
+    base = SimpleNamespace(**{name: torch.nn.Parameter(tensors[name], requires_grad=False) for name in ("w1", "w2", "w3")})
+    module = kind(base, 8, 2, alpha=12.0, **options)
+    for number, parameter in enumerate(module.parameters()):
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(number))
+    module._lora_num_tokens[1] = 60
+    return module, tensors["x"][:USED].requires_grad_()
+
+
+def test_lora_was_computed_by_products_of_its_own(prime_rl, with_lora):
+    module, x = lora_module(with_lora)
+    leaves = [x, *(parameter for name, parameter in module.named_parameters() if name.endswith("1"))]
+    results = []
+    for _ in range(2):
+        out = module(x, expert_rows.counts(torch.float32))
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        prime_rl.adapter.register()
+        prime_rl.adapter.register()
+    assert with_lora.forward.__wrapped__.__module__ == with_lora.__module__
+    for theirs, ours in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=2e-2 * float(theirs.detach().abs().max()))
+
+
+def test_lora_with_dropout_stays_with_prime_rl(prime_rl, with_lora, monkeypatch):
+    prime_rl.adapter.register()
+    monkeypatch.setattr(prime_rl.adapter, "bfloat16_experts", lambda *_, **__: pytest.fail("gbmoe was asked"))
+    module, x = lora_module(with_lora, dropout=0.5)
+    module(x, expert_rows.counts())

@@ -1,0 +1,130 @@
+"""The low-rank products of one pass over a layer's experts, forward or backward.
+
+    forward:   t = x A1.T,  h = x W1.T + t B1.T         s = a A2.T,  y = a W2 + s B2.T
+    backward:  u = dz B2,   d = dz W2.T + u A2          dA2 = u.T a,   dB2 = dz.T s
+               v = dh B1,   dx = dh W1 + v A1           dB1 = dh.T t,  dA1 = v.T x
+
+with each expert's factors, the scale in B1 and B2. Gate and up share A1 and have columns of B1 each. What is kept for backward is t; s is
+computed again from a, which backward has with the router's weights in it.
+
+The engine adds the second products to the first (LowRankProducts), and computes the small ones by its grouped GEMM.
+
+Bytes of memory that this costs, with 2 bytes an element and without matrices of R columns, of a GLU:
+
+    t, s, u, v                          2PH, 2PF, 2PH, 4PF
+    dA2, s again, dB2, dB1, dA1         2PF, 2PF, 2PH, 4PF, 2PH
+    second products, added in memory    8 for each element, 4 where the engine's GEMM adds in place: of h and g 16PF, y 8PH, d 8PF, dx 8PH
+                                        0 where they are added before the first is rounded
+
+Shape suffixes: E experts, H hidden, F ffn hidden, G columns of gate and up, P padded rows of the plan, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.engines.low_rank import LowRank
+from gbmoe.lora import LowRankOperands
+
+
+class LowRankGradients(NamedTuple):
+    """Which gradients of LowRankOperands backward is to compute."""
+
+    up_a: bool = False
+    up_b: bool = False
+    down_a: bool = False
+    down_b: bool = False
+
+
+class LowRankPass:
+    """Serves one pass. Asked for the rows of a second pair of operands, in the order of the pass; None where no adapter has them.
+
+    Args:
+        columns: how `up_b` divides: "whole" (no gate, or pairs), "gate_first", "up_first" or "interleaved".
+        t_PR: in backward, what forward kept.
+    """
+
+    def __init__(self, operands: LowRankOperands, columns: str, wanted: LowRankGradients | None = None,
+                 t_PR: torch.Tensor | None = None):
+        self.operands, self.t_PR = operands, t_PR
+        self.wanted = wanted or LowRankGradients()
+        self._columns = columns
+        self._u_PR: torch.Tensor | None = None
+        self._v_PR: torch.Tensor | None = None
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def up(self, experts: Engine, x: GatheredRows, sizes_E: torch.Tensor) -> LowRank | None:
+        a_ERH, b_ERG = self.operands.up_a_ERH, self.operands.up_b_ERG
+        if a_ERH is None or b_ERG is None:
+            return None
+        self.t_PR = experts.rows_of_ranks(x, a_ERH, sizes_E)
+        b_ERN, b2_ERN = self._divided(b_ERG)
+        return LowRank(self.t_PR, b_ERN, b2_ERN)
+
+    def down(self, experts: Engine, a_PF: torch.Tensor, sizes_E: torch.Tensor) -> LowRank | None:
+        a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
+        if a_ERF is None or b_ERH is None:
+            return None
+        return LowRank(experts.product(a_PF, a_ERF, sizes_E, trans_b=True), b_ERH)
+
+    def down_backward(self, experts: Engine, dz: GatheredRows, sizes_E: torch.Tensor) -> LowRank | None:
+        a_ERF, b_ERH = self.operands.down_a_ERF, self.operands.down_b_ERH
+        if a_ERF is None or b_ERH is None:
+            return None
+        self._u_PR = experts.rows_of_ranks(dz, b_ERH, sizes_E)
+        return LowRank(self._u_PR, a_ERF)
+
+    def make_down_gradients(self, experts: Engine, a_PF: torch.Tensor, dz: GatheredRows, sizes_E: torch.Tensor) -> None:
+        """Of a with the router's weights, as down_backward gives it."""
+        a_ERF, u_PR, self._u_PR = self.operands.down_a_ERF, self._u_PR, None
+        if self.wanted.down_a and u_PR is not None:
+            self.gradients["down_a"] = experts.product(u_PR, a_PF, sizes_E, trans_a=True)
+        if self.wanted.down_b and a_ERF is not None:
+            s_PR = experts.product(a_PF, a_ERF, sizes_E, trans_b=True)
+            self.gradients["down_b"] = experts.weight_gradient(s_PR, dz, sizes_E)
+
+    def up_backward(self, experts: Engine, dh, dg, sizes_E: torch.Tensor, want_x: bool) -> LowRank | None:
+        """`dh` and `dg`, or pairs and None, as the engine's up_backward takes them."""
+        a_ERH, b_ERG = self.operands.up_a_ERH, self.operands.up_b_ERG
+        if a_ERH is None or b_ERG is None or not (want_x or self.wanted.up_a):
+            return None
+        b_ERF, b2_ERF = self._divided(b_ERG)
+        self._v_PR = experts.up_backward(dh, b_ERF.transpose(1, 2), dg, None if b2_ERF is None else b2_ERF.transpose(1, 2), sizes_E)
+        return LowRank(self._v_PR, a_ERH)
+
+    def make_up_b_gradient(self, experts: Engine, dh_PF: torch.Tensor, dg_PF: torch.Tensor | None, sizes_E: torch.Tensor) -> None:
+        """Of dh and dg [P,F], or pairs [P,2F] and None."""
+        b_ERG, t_PR, self.t_PR = self.operands.up_b_ERG, self.t_PR, None
+        if not self.wanted.up_b or b_ERG is None or t_PR is None:
+            return
+        made_ERG = b_ERG.new_empty(b_ERG.shape)
+        for left_PF, out_ERF in zip((dh_PF, dg_PF), self._divided(made_ERG)):
+            if left_PF is not None and out_ERF is not None:
+                experts.write_gradient(t_PR, left_PF, sizes_E, out_ERF)
+        self.gradients["up_b"] = made_ERG
+
+    @property
+    def needs_rows_again(self) -> bool:
+        """Whether make_up_a_gradient has a gradient to make."""
+        return self.wanted.up_a and self._v_PR is not None
+
+    def make_up_a_gradient(self, experts: Engine, x: GatheredRows, sizes_E: torch.Tensor) -> None:
+        v_PR, self._v_PR = self._v_PR, None
+        if v_PR is not None:
+            self.gradients["up_a"] = experts.weight_gradient(v_PR, x, sizes_E)
+
+    def gradients_in_order(self) -> tuple[torch.Tensor | None, ...]:
+        """Those of LowRankOperands, each None where it was not wanted."""
+        return tuple(self.gradients.get(name) for name in LowRankGradients._fields)
+
+    def _divided(self, b_ERG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(gate's columns, up's), views; (all, None) where there is no gate, and of pairs."""
+        if self._columns == "whole":
+            return b_ERG, None
+        if self._columns == "interleaved":
+            return b_ERG[..., ::2], b_ERG[..., 1::2]
+        first, second = b_ERG.chunk(2, dim=2)
+        return (first, second) if self._columns == "gate_first" else (second, first)
