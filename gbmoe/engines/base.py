@@ -85,10 +85,12 @@ class Engine:
     Attributes:
         name: what `engine=` takes.
         needs_host_sizes: True if `gmm` reads the sizes on the host; given sizes on the device, it then waits for them.
+        reads_separate_weights: whether weights may be gbmoe.separate_weights.SeparateWeights; other engines get a stack.
     """
 
     name: str
     needs_host_sizes: bool = False
+    reads_separate_weights: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """None if this engine runs on `device`, otherwise the reason why not. Loads the extension if the engine needs it."""

@@ -18,6 +18,7 @@ from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.launch import availability, plain_activation
 from gbmoe.launch.alignment import aligned, has_aligned_rows, rows_or_columns_in_place, two_in_place
+from gbmoe.separate_weights import in_memory
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.hopper_tiles import GemmConfig
@@ -83,8 +84,9 @@ class Hopper(OwnKernels):
         assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
         sizes = device_sizes(sizes, a.device)
         config = hopper_tiles.weight_gradient_gemm(Device.of(a.device), a.size(0), *out.shape, gathered=False)
+        out, _, places = in_memory(out)
         torch.ops.gbmoe_cuda.hopper_weights(
-            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
+            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, places, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
@@ -220,10 +222,13 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
     kind = plain_activation.kernel_arguments(activation)
     memory = workspace(x, sizes, config)
-    if v1_EFH is None:
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF)
+    w1, v1, places = in_memory(w1_EFH, v1_EFH)
+    if v1 is None:
+        torch.ops.gbmoe_cuda.hopper_up(
+            x, slot_of_row_P, top_k, w1, places, (), sizes, kind, config.tiling, memory, a_PF, h_PF)
     else:
-        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
+        torch.ops.gbmoe_cuda.hopper_up_glu(
+            x, slot_of_row_P, top_k, w1, v1, places, (), sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
 def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save):
@@ -233,9 +238,10 @@ def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save):
     config = hopper_tiles.up_gemm(Device.of(x_PH.device), a_PF.size(0), x_PH.size(1), a_PF.size(1), True, gathered=False, padded=False,
                                   along_f=True)
     sizes = device_sizes(sizes, x_PH.device)
+    w, _, places = in_memory(w_EGH)
     torch.ops.gbmoe_cuda.hopper_up_pairs(
-        x_PH, w_EGH, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation), config.tiling,
-        workspace(x_PH, sizes, config), a_PF, pairs_PG)
+        x_PH, w, places, (), None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation),
+        config.tiling, workspace(x_PH, sizes, config), a_PF, pairs_PG)
     return a_PF, pairs_PG
 
 
@@ -244,15 +250,17 @@ def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits):
     out = a.new_empty(a.size(0), bias_EN.size(1))
     config = hopper_tiles.biased_rows_gemm(Device.of(a.device), a.size(0), b.size(0), a.size(1), out.size(1), splits=splits)
     sizes = device_sizes(sizes, a.device)
-    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, aligned(bias_EN), sizes, trans_b, config.tiling, workspace(a, sizes, config),
-                                            config.split.splitting, out)
+    b, _, places = in_memory(b)
+    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, places, (), aligned(bias_EN), sizes, trans_b, config.tiling,
+                                            workspace(a, sizes, config), config.split.splitting, out)
     return out
 
 
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
-    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
+    w, _, places = in_memory(w_EFH)
+    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w, places, device_sizes(sizes, x_TH.device),
                                               hopper_tiles.gathered_rows_gemm(Device.of(x_TH.device)).tiling, product_PF)
     return product_PF
 
@@ -288,8 +296,9 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, h_PF)
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
+    w2, _, places = in_memory(w2_EFH)
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
+        dz_PH, w2, places, (), device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
@@ -299,8 +308,9 @@ def down_backward_pairs_gemm(dz_PH, w2_EFH, sizes, pairs_PG, slot_of_row_P, weig
     a_PF, dpairs_PG = pairs_PG.new_empty(pairs_PG.size(0), pairs_PG.size(1) // 2), torch.empty_like(pairs_PG)
     weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, a_PF)
     config = hopper_tiles.down_backward_pairs_gemm(Device.of(a_PF.device), a_PF.size(1))
+    w2, _, places = in_memory(w2_EFH)
     torch.ops.gbmoe_cuda.hopper_down_backward_pairs(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
+        dz_PH, w2, places, (), device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dpairs_PG, dots_CP, dweights_TK)
     return a_PF, dpairs_PG, dweights_TK
 
@@ -316,8 +326,9 @@ def _to_sum_dots(weights_TK, a_PF):
 
 def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
+    b, b2, places = in_memory(b, b2)
     torch.ops.gbmoe_cuda.hopper_rows(
-        a, b, a2, b2, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
+        a, b, a2, b2, places, (), sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
 
 
 def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig) -> torch.Tensor | None:
