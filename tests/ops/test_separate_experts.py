@@ -100,7 +100,7 @@ def test_what_is_frozen_gets_no_gradient(in_place):
 
 def test_one_tensor_for_two_experts_gets_both_gradients(in_place):
     engine, device = in_place
-    x, plan, weights, grad = inputs(WeightLayout(), device, torch.float32)
+    x, plan, weights, grad = inputs(WeightLayout(), device)
     w1, w2, v1 = as_parameters(weights)
     w1[3] = w1[0]
     weights = (torch.stack(w1).detach(), *weights[1:])
