@@ -1,8 +1,8 @@
 """What an engine is: one way to compute grouped GEMMs, and with them the experts of a layer.
 
 Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
-H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones. Group e has sizes[e] consecutive
-rows. Rows after those of the last group belong to no group: they are not read, and in the result they are undefined.
+H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones, R ranks. Group e has sizes[e]
+consecutive rows. Rows after those of the last group belong to no group: they are not read, and in the result they are undefined.
 
     m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
     k-grouped:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
@@ -11,7 +11,7 @@ rows. Rows after those of the last group belong to no group: they are not read, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -74,6 +74,15 @@ class GatheredRows:
         self._made.clear()
         if self.tokens_TH is not None:
             self._rows_PH = None
+
+
+class LowRank(NamedTuple):
+    """A second pair of operands of small inner dimension R, whose product is added to that of the first: rows [P,R] and matrices [E,R,N]
+    with any strides. A product that makes gate and up takes both: `b_ERN` and `b2_ERN` have its gate's and its up's columns."""
+
+    rows_PR: torch.Tensor
+    b_ERN: torch.Tensor
+    b2_ERN: torch.Tensor | None = None
 
 
 class Engine:
@@ -288,6 +297,61 @@ class Engine:
             self.product(left_PF, right_PH, sizes_E, trans_a=True, out=out_EFH)
         else:
             out_EFH.copy_(self.product(left_PF, right_PH, sizes_E, trans_a=True))
+
+    # The products of adapters (LoRA): those above with a second pair of operands. Here the second product is added to the first in memory,
+    # after that is rounded. An engine that adds it before overrides these.
+
+    def product_low_rank(self, a: torch.Tensor, b: torch.Tensor, bias_EN: torch.Tensor | None, sizes_E: torch.Tensor, trans_b: bool,
+                         rows_PR: torch.Tensor, b_ERN: torch.Tensor) -> torch.Tensor:
+        """a[rows of e] @ b[e] + bias[e] + rows[rows of e] @ b_ERN[e]; the bias may be None, and b is [E,N,K] with trans_b."""
+        out_PN = self.biased_product(a, b, bias_EN, sizes_E, trans_b)
+        return self.product(rows_PR, b_ERN, sizes_E, out=out_PN, accumulate=True)
+
+    def up_low_rank(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, w1_bias_EF: torch.Tensor | None,
+                    v1_bias_EF: torch.Tensor | None, sizes_E: torch.Tensor, activation: str, save: bool, low: LowRank,
+                    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """`up_biased` with h = x @ w1[e].T + w1_bias[e] + low.rows @ low.b[e], and g likewise with low.b2."""
+        h_PF = self.product_low_rank(x.rows_PH(), w1_EFH, w1_bias_EF, sizes_E, True, low.rows_PR, low.b_ERN)
+        g_PF = None
+        if v1_EFH is not None and low.b2_ERN is not None:
+            g_PF = self.product_low_rank(x.rows_PH(), v1_EFH, v1_bias_EF, sizes_E, True, low.rows_PR, low.b2_ERN)
+        x.forget()
+        a_PF = launch.activate(h_PF, g_PF, activation)
+        return (a_PF, h_PF, g_PF) if save else (a_PF, None, None)
+
+    def up_pairs_low_rank(self, x: GatheredRows, w_EGH: torch.Tensor, bias_EG: torch.Tensor | None, sizes_E: torch.Tensor, activation: str,
+                          save: bool, low: LowRank) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`up_pairs` with low.rows @ low.b[e], columns of gate and up in turns, added."""
+        pairs_PG = self.product_low_rank(x.rows_PH(), w_EGH, bias_EG, sizes_E, True, low.rows_PR, low.b_ERN)
+        x.forget()
+        a_PF = launch.activate_pairs(pairs_PG, activation)
+        return a_PF, pairs_PG if save else None
+
+    def down_low_rank(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, bias_EH: torch.Tensor | None, sizes_E: torch.Tensor, low: LowRank,
+                      ) -> torch.Tensor:
+        """`down_biased` with low.rows @ low.b[e] added; the bias may be None."""
+        return self.product_low_rank(a_PF, w2_EFH, bias_EH, sizes_E, False, low.rows_PR, low.b_ERN)
+
+    def down_backward_low_rank(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, h_PF: torch.Tensor,
+                               g_PF: torch.Tensor | None, weights_TK: torch.Tensor | None, activation: str, low: LowRank,
+                               ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple]:
+        """`down_backward` with d = dz @ w2[e].T + low.rows @ low.b[e]."""
+        d_PF = self.product_low_rank(dz.rows_PH(), w2_EFH, None, sizes_E, True, low.rows_PR, low.b_ERN)
+        a_PF, dg_PF, dweights_TK = launch.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+        return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
+
+    def down_backward_pairs_low_rank(self, dz: GatheredRows, w2_EFH: torch.Tensor, sizes_E: torch.Tensor, pairs_PG: torch.Tensor,
+                                     weights_TK: torch.Tensor | None, activation: str, low: LowRank,
+                                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`down_backward_pairs` with d = dz @ w2[e].T + low.rows @ low.b[e]."""
+        d_PF = self.product_low_rank(dz.rows_PH(), w2_EFH, None, sizes_E, True, low.rows_PR, low.b_ERN)
+        return launch.activate_pairs_backward(pairs_PG, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
+
+    def up_backward_low_rank(self, dh_PF: torch.Tensor, w1_EFH: torch.Tensor, dg_PF: torch.Tensor | None, v1_EFH: torch.Tensor | None,
+                             sizes_E: torch.Tensor, low: LowRank) -> torch.Tensor:
+        """`up_backward` with low.rows @ low.b[e] added."""
+        dx_PH = self.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
+        return self.product(low.rows_PR, low.b_ERN, sizes_E, out=dx_PH, accumulate=True)
 
     def makes_two_weight_gradients(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor) -> bool:
         """Whether the engine gains by making both gradients of a GLU in one GEMM. If not, the caller asks for one after the other, and
