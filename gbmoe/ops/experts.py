@@ -378,8 +378,11 @@ class _Direct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     @without_autocast
     def backward(ctx, grad_TH):
-        require(not is_batched(grad_TH), "expert_mlp", "gradient_sink" if ctx.sink is not None else next(iter(ctx.apart)),
-                "None, and no lists of weights, where autograd batches gradients (is_grads_batched)", "one of them")
+        if is_batched(grad_TH):
+            name, wanted, got = next(iter(ctx.apart), ""), "one tensor", "a list"
+            if ctx.sink is not None:
+                name, wanted, got = "gradient_sink", "None", "a WeightGradientSink"
+            require(False, "expert_mlp", name, f"{wanted} where autograd batches gradients (is_grads_batched)", got)
         number, needs = sum(ctx.apart.values()), ctx.needs_input_grad[2:]
         of_lists = iter(needs[len(_POSITION_OF):])
         of_apart = {name: any(list(islice(of_lists, count))) for name, count in ctx.apart.items()}

@@ -207,3 +207,12 @@ def test_no_copy_is_made(layout, engine, monkeypatch):
     for sink in (None, gbmoe.WeightGradientSink(*mains)):
         gbmoe.expert_mlp(x, plan, *lists, layout=layout, engine=engine, gradient_sink=sink).backward(grad)
     assert not copied
+
+
+def test_gradients_that_autograd_batches_are_refused(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    with pytest.raises(ValueError, match="expert_mlp: w1: expected one tensor where autograd batches gradients"):
+        torch.autograd.grad(out, x, torch.stack([grad, grad]), is_grads_batched=True)
