@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gbmoe._checks import PLAIN, require
+from gbmoe._checks import PLAIN
+from gbmoe.separate_weights import require_alike
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -30,12 +31,7 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         >>> tuple(one.shape), one.stride(), one.data_ptr() == buffer.data_ptr()
         ((3, 2, 3), (8, 3, 1), True)
     """
-    require(len(weights) > 0, "stacked", "weights", "at least one tensor", 0)
-    first = weights[0]
-    for e, weight in enumerate(weights):
-        alike = weight.shape == first.shape and weight.dtype == first.dtype and weight.device == first.device
-        require(alike, "stacked", f"weights[{e}]", lambda: f"{list(first.shape)} of {first.dtype} on {first.device}, as weights[0]",
-                f"{list(weight.shape)} of {weight.dtype} on {weight.device}")
+    require_alike(weights, "stacked", "weights")
     return _Stacked.apply(*weights)
 
 

@@ -17,6 +17,7 @@ import torch
 from gbmoe._checks import require, require_tensor
 from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.separate_weights import SeparateWeights, Stack, StackOrList, lists_of, require_apart
 from gbmoe.weight_layout import WeightGradients, WeightLayout
 
 
@@ -25,7 +26,8 @@ class WeightGradientSink:
 
     Args:
         w1, w2, v1: float32, with the shape and the device of the parameter; None for a parameter without a gradient. Matrices whose rows
-            are not contiguous cost a copy. Those of parameters for each expert are gbmoe.stacked(main_grads), as long as it is a view.
+            are not contiguous cost a copy. Those of a matrix for each expert are a list of E matrices, anywhere in memory, to which the
+            same engines add in place as read lists of weights.
         deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them. Until then x
             and the gradient of the result may not be changed in place.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
@@ -47,12 +49,16 @@ class WeightGradientSink:
         True
     """
 
-    def __init__(self, w1: torch.Tensor | None = None, w2: torch.Tensor | None = None, v1: torch.Tensor | None = None, *,
+    def __init__(self, w1: StackOrList | None = None, w2: StackOrList | None = None, v1: StackOrList | None = None, *,
                  deferred: bool = False, hand_back: bool = False):
-        self._main = {"w1": w1, "w2": w2, "v1": v1}
-        for name, tensor in self._main.items():
-            if tensor is not None:
-                require_tensor(tensor, "WeightGradientSink", name, rank=3, dtypes=(torch.float32,))
+        self._main: dict[str, Any] = {"w1": w1, "w2": w2, "v1": v1}
+        for name, tensors in lists_of("WeightGradientSink", **self._main).items():
+            require_tensor(tensors[0], "WeightGradientSink", f"{name}[0]", dtypes=(torch.float32,))
+            require_apart(tensors, "WeightGradientSink", name)
+            self._main[name] = SeparateWeights([tensor.detach() for tensor in tensors])
+        for name, main in self._main.items():
+            if main is not None and not isinstance(main, SeparateWeights):
+                require_tensor(main, "WeightGradientSink", name, rank=3, dtypes=(torch.float32,))
         self.deferred, self.hand_back = deferred, hand_back
         self._later: list[Callable[[], None]] = []
 
@@ -84,7 +90,7 @@ class WeightGradientSink:
             require(main.shape == parameter.shape and main.device == parameter.device, "expert_mlp", "gradient_sink",
                     f"for {name} {list(parameter.shape)} on {parameter.device}", f"{list(main.shape)} on {main.device}")
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Stack:
         main = self._main[name]
         assert main is not None, name  # `check` has seen it
         return main
@@ -112,7 +118,7 @@ class SunkGradients(WeightGradients):
         self._sink = sink
         self._sunk: set[str] = set()
 
-    def _parameter(self, name: str) -> torch.Tensor:
+    def _parameter(self, name: str) -> Any:
         self._sunk.add(name)
         return self._sink[name]
 

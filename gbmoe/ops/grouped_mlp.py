@@ -15,11 +15,12 @@ from gbmoe.lora import ExpertLora
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gradient_sink import WeightGradientSink
 from gbmoe.plan import RoutingPlan
+from gbmoe.separate_weights import StackOrList
 from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 
 def grouped_mlp(
-    x_RH: torch.Tensor, counts_E: torch.Tensor, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
+    x_RH: torch.Tensor, counts_E: torch.Tensor, w1_EFH: StackOrList, w2_EFH: StackOrList, v1_EFH: StackOrList | None = None,
     *, weights_R: torch.Tensor | None = None, activation: str | Callable = "silu", engine: str = "auto",
     recompute_activation: bool = True, batch_invariant: bool = False, fp8_recipe: Float8BlockScaling | None = None,
     check: str = "auto", layout: WeightLayout = MEGABLOCKS, w1_bias: torch.Tensor | None = None, w2_bias: torch.Tensor | None = None,
@@ -38,7 +39,8 @@ def grouped_mlp(
         counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where nobody waits for them (unless an engine wants
             them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], or in `layout`; dtype and device of x (under autocast they are cast with x). Views of other
-            layouts are read where they lie, but gradients of halves of one matrix are made apart and put together by autograd.
+            layouts are read where they lie, but gradients of halves of one matrix are made apart and put together by autograd. Each may
+            also be a list of matrices, see expert_mlp.
         weights_R: the router's weight of each row [R], any floating dtype; None counts every row once. Multiplied in float32
             (float64 for float64) with the row as it is stored, and rounded once.
         activation, engine, recompute_activation, batch_invariant, fp8_recipe: see expert_mlp.
@@ -65,9 +67,10 @@ def grouped_mlp(
         require(weights_R.size(0) == x_RH.size(0), "grouped_mlp", "weights", lambda: f"{x_RH.size(0)} entries, one a row of x",
                 weights_R.size(0))
         weights_R = weights_R.unsqueeze(1)
-    require_tensor(w1_EFH, "grouped_mlp", "w1", rank=3)
+    if isinstance(w1_EFH, torch.Tensor):  # lists are checked by expert_mlp
+        require_tensor(w1_EFH, "grouped_mlp", "w1", rank=3)
     plan = RoutingPlan.from_counts(counts_E, x_RH.size(0), device=x_RH.device, check=check)
-    require(plan.num_experts == w1_EFH.size(0), "grouped_mlp", "counts", lambda: f"{w1_EFH.size(0)} entries, one for each expert of w1",
+    require(plan.num_experts == len(w1_EFH), "grouped_mlp", "counts", lambda: f"{len(w1_EFH)} entries, one for each expert of w1",
             plan.num_experts)
     return expert_mlp(x_RH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_R, activation=activation, engine=engine,
                       recompute_activation=recompute_activation, batch_invariant=batch_invariant, fp8_recipe=fp8_recipe, layout=layout,

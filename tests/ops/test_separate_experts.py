@@ -1,0 +1,218 @@
+"""Lists of matrices in the place of w1, w2 and v1: the same results, bit for bit, as of one tensor, and each its gradient."""
+
+import pytest
+import torch
+
+import gbmoe
+from gbmoe import WeightLayout, engines
+from gbmoe.engines.base import Engine
+from gbmoe.launch import alignment
+from gbmoe.testing import exact_inputs
+from tests.scattered import scattered
+from tests.test_weight_layout import laid_out
+
+E, F, H = 4, 48, 32
+MEGATRON = WeightLayout("gate_first", down_transposed=True)
+LAYOUTS = [MEGATRON, WeightLayout(), WeightLayout("interleaved", True), WeightLayout("separate", True, True)]
+ids = [layout.code.replace(" ", "-") for layout in LAYOUTS]
+
+
+@pytest.fixture
+def in_place(engine_on, monkeypatch):
+    """(engine, device), with an engine that gets the lists, also where its products make a copy of them."""
+    monkeypatch.setattr(Engine, "reads_separate_weights", True)
+    return engine_on
+
+
+def inputs(layout, device, dtype=torch.bfloat16, experts=E):
+    exact = exact_inputs.exact_values
+    x, *matrices = (exact(*shape, dtype=dtype, device=device, seed=seed) for seed, shape in enumerate(((60, H), *[(experts, F, H)] * 3), 1))
+    plan = gbmoe.RoutingPlan.from_experts(torch.randint(experts, (60, 2), generator=torch.Generator().manual_seed(1)).to(device), experts)
+    return x.requires_grad_(), plan, laid_out(layout, *matrices), exact(60, H, dtype=dtype, device=device, seed=9)
+
+
+def as_parameters(weights):
+    return [None if w is None else [torch.nn.Parameter(each) for each in scattered(w)] for w in weights]
+
+
+def flat(lists):
+    return [tensor for tensors in lists if tensors is not None for tensor in tensors]
+
+
+def expected_of(x, plan, weights, grad, **options):
+    """(out, dx, the gradients of all matrices) with one tensor each."""
+    leaves = [None if w is None else w.clone().requires_grad_() for w in weights]
+    out = gbmoe.expert_mlp(x, plan, *leaves, **options)
+    dx, *of_weights = torch.autograd.grad(out, [x, *(w for w in leaves if w is not None)], grad)
+    return out, dx, [each for gradient in of_weights for each in gradient]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_lists_change_nothing(layout, in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(layout, device)
+    lists = as_parameters(weights)
+    options = dict(layout=layout, engine=engine)
+    out, dx, of_each = expected_of(x, plan, weights, grad, **options)
+    exact_inputs.poison(device)
+    got = gbmoe.expert_mlp(x, plan, *lists, **options)
+    gradients = torch.autograd.grad(got, [x, *flat(lists)], grad)
+    assert torch.equal(got, out) and torch.equal(gradients[0], dx)
+    assert all(torch.equal(one, other) for one, other in zip(gradients[1:], of_each, strict=True))
+    rows = gbmoe.grouped_mlp(x, torch.tensor([10, 0, 30, 15]), *lists, **options)
+    assert torch.equal(rows, gbmoe.grouped_mlp(x, torch.tensor([10, 0, 30, 15]), *weights, **options))
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["", "deferred"])
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=ids[:3])
+def test_gradients_go_to_lists_of_main_gradients(layout, deferred, in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(layout, device)
+    lists = as_parameters(weights)
+    before = [None if w is None else exact_inputs.exact_values(*w.shape, dtype=torch.float32, device=device, seed=5) for w in weights]
+    whole, apart = [None if w is None else w.clone() for w in before], [None if w is None else scattered(w) for w in before]
+    for mains, parameters in ((whole, weights), (apart, lists), (apart, lists)):
+        sink = gbmoe.WeightGradientSink(*mains, deferred=deferred, hand_back=parameters is lists)
+        if parameters is weights:
+            parameters = [None if w is None else w.clone().requires_grad_() for w in weights]
+        for _ in range(2 if mains is whole else 1):
+            gbmoe.expert_mlp(x, plan, *parameters, layout=layout, engine=engine, gradient_sink=sink).backward(grad)
+        sink.compute()
+    for one, each in zip(whole, apart):
+        assert one is None or torch.equal(one, torch.stack(each))
+    assert all(tensor.grad is not None for tensor in flat(lists))  # which only runs hooks
+
+
+def test_what_is_frozen_gets_no_gradient(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    w1[2].requires_grad_(False)
+    for tensor in w2:
+        tensor.requires_grad_(False)
+    _, _, of_each = expected_of(x, plan, weights, grad, layout=MEGATRON, engine=engine)
+    gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine).backward(grad)
+    assert all(tensor.grad is None for tensor in (w1[2], *w2))
+    assert all(torch.equal(w1[e].grad, of_each[e]) for e in (0, 1, 3))
+    with torch.no_grad():
+        assert not gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine).requires_grad
+
+
+def test_one_tensor_for_two_experts_gets_both_gradients(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(WeightLayout(), device)
+    w1, w2, v1 = as_parameters(weights)
+    w1[3] = w1[0]
+    weights = (torch.stack(w1).detach(), *weights[1:])
+    _, _, of_each = expected_of(x, plan, weights, grad, engine=engine)
+    gbmoe.expert_mlp(x, plan, w1, w2, v1, engine=engine).backward(grad)
+    assert torch.equal(w1[0].grad, of_each[0] + of_each[3])
+
+
+def test_a_change_between_forward_and_backward_is_refused(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    with torch.no_grad():
+        w1[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
+
+
+def test_an_optimizer_may_move_the_parameters(in_place):
+    """What is known of an address is known of no tensor."""
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    first = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    w1[0].data, w1[1].data = w1[1].data, w1[0].data
+    swapped = (torch.stack([t.detach() for t in w1]), weights[1])
+    got = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    assert torch.equal(got, gbmoe.expert_mlp(x, plan, *swapped, layout=MEGATRON, engine=engine)) and not torch.equal(got, first)
+
+
+@pytest.mark.parametrize("options", [dict(activation=torch.nn.functional.mish), dict(weight_gradient_scale=0.3), dict(weights_on="input"),
+                                     dict(fp8_recipe=gbmoe.Float8BlockScaling())], ids=lambda options: next(iter(options)))
+def test_options_take_lists(options, device):
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    options = dict(layout=MEGATRON, weights_TK=torch.full((60, 2), 0.5, device=device), **options)
+    lists = as_parameters(weights)
+    out, dx, of_each = expected_of(x, plan, weights, grad, **options)
+    got = gbmoe.expert_mlp(x, plan, *lists, **options)
+    gradients = torch.autograd.grad(got, [x, *flat(lists)], grad)
+    assert torch.equal(got, out) and all(torch.equal(*pair) for pair in zip(gradients, (dx, *of_each), strict=True))
+
+
+def test_autocast_casts_lists(device):
+    x, plan, weights, grad = inputs(MEGATRON, device, torch.float32)
+    lists = as_parameters(weights)
+    with torch.autocast(device.type, torch.bfloat16):
+        out, dx, of_each = expected_of(x, plan, weights, grad.bfloat16(), layout=MEGATRON)
+        got = gbmoe.expert_mlp(x, plan, *lists, layout=MEGATRON)
+    gradients = torch.autograd.grad(got, [x, *flat(lists)], grad.bfloat16())
+    assert torch.equal(got, out) and all(torch.equal(*pair) for pair in zip(gradients, (dx, *of_each), strict=True))
+
+
+@pytest.mark.slow
+def test_compilers_take_lists(device):
+    x, plan, weights, grad = inputs(MEGATRON, device, torch.float32)
+    lists = as_parameters(weights)
+    out, dx, of_each = expected_of(x, plan, weights, grad, layout=MEGATRON)
+    got = torch.compile(lambda *tensors: gbmoe.expert_mlp(x, plan, *tensors, layout=MEGATRON))(*lists)
+    gradients = torch.autograd.grad(got, [x, *flat(lists)], grad)
+    assert torch.equal(got, out) and all(torch.equal(*pair) for pair in zip(gradients, (dx, *of_each), strict=True))
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda w1, w2: (w1, [*w2[:2], w2[2].float(), w2[3]]), r"w2\[2\]: expected \[32, 48\] of torch.bfloat16 on cpu, as w2\[0\]"),
+    (lambda w1, w2: ([w1[0], None, *w1[2:]], w2), r"w1\[1\]: expected a torch.Tensor, got NoneType"),
+    (lambda w1, w2: ([*w1[:3], w1[3][None]], w2), r"w1\[3\]: expected 2 dimensions, got \[1, 96, 32\]"),
+    (lambda w1, w2: ([], w2), "w1: expected at least one tensor"), (lambda w1, w2: (w1[:3], w2), r"w1: expected shape \[E,F,H\]"),
+])
+def test_lists_of_others_are_refused(change, words):
+    x, plan, weights, _ = inputs(MEGATRON, torch.device("cpu"))
+    w1, w2, _ = as_parameters(weights)
+    with pytest.raises((TypeError, ValueError), match=words):
+        gbmoe.expert_mlp(x, plan, *change(w1, w2), layout=MEGATRON)
+
+
+def test_main_gradients_that_overlap_are_refused():
+    main = torch.zeros(F, H)
+    with pytest.raises(ValueError, match=r"WeightGradientSink: w2\[1\]: expected memory of its own, got memory of w2\[0\]"):
+        gbmoe.WeightGradientSink(w2=[main, main])
+    with pytest.raises(TypeError, match=r"WeightGradientSink: w2\[0\]: expected dtype float32"):
+        gbmoe.WeightGradientSink(w2=[main.double(), main.double()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_no_copy_is_made(layout, engine, monkeypatch):
+    device = torch.device("cuda")
+    if engines.ENGINES[engine].unavailable(device):
+        pytest.skip(engines.ENGINES[engine].unavailable(device))
+    x, plan, weights, grad = inputs(layout, device)
+    lists, copied, original = as_parameters(weights), [], alignment.aligned
+
+    def aligned(tensor):
+        if tensor.dim() == 3:
+            copied.append(tuple(tensor.shape))
+        return original(tensor)
+
+    for module in (alignment, engines.base, engines.own_kernels, engines.hopper, engines.tensor_core):
+        monkeypatch.setattr(module, "aligned", aligned)
+    monkeypatch.setattr(torch, "stack", lambda *_: pytest.fail("a stack"))
+    mains = [None if w is None else scattered(torch.zeros(w.shape, device=device)) for w in weights]
+    for sink in (None, gbmoe.WeightGradientSink(*mains)):
+        gbmoe.expert_mlp(x, plan, *lists, layout=layout, engine=engine, gradient_sink=sink).backward(grad)
+    assert not copied
+
+
+def test_gradients_that_autograd_batches_are_refused(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    with pytest.raises(ValueError, match="expert_mlp: w1: expected one tensor where autograd batches gradients"):
+        torch.autograd.grad(out, x, torch.stack([grad, grad]), is_grads_batched=True)
