@@ -91,6 +91,16 @@ template <> struct Word<float> {
     return x > y || x != x ? a : b;
 #endif
   }
+  static __device__ __forceinline__ uint32_t lower(uint32_t a, uint32_t b) {
+    const float x = get(a, 0), y = get(b, 0);
+#if __CUDA_ARCH__ >= 800
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+    return __float_as_uint(result);
+#else
+    return x < y || x != x ? a : b;
+#endif
+  }
   static __device__ __forceinline__ uint32_t same(float x) { return __float_as_uint(x); }
   static __device__ __forceinline__ uint32_t floor(float x) { return __float_as_uint(x); }
   static __device__ __forceinline__ uint32_t not_below(uint32_t word, uint32_t bound) {
