@@ -28,6 +28,9 @@ struct FunctionTensors {
   float* logsumexp_T;
 };
 
+// Whether a kernel is for the 129 to 512 experts of most models: the others have less code.
+constexpr bool is_usual(int lanes, int numbers_per_lane) { return lanes < 32 && numbers_per_lane == 32; }
+
 // Stores the scores of a row's logits, and puts what their experts are ranked by in their place. For scores other than a softmax, it
 // returns the calling lane's sum of exponentials.
 template <int G, int N, int V> __device__ __forceinline__ float score_row(
@@ -39,8 +42,8 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
   const bool after = function.kind == RouterKind::kSoftmaxOfChosen, by_logits = !tensors.bias_E && (after || function.groups == 1);
   float sum = 0;
   // Vectors are taken several at once, because what is asked of a call, and where its tensors are, takes as long as a vector's scores.
-  const auto score_all = [&](auto most_vectors, auto is_softmax, const auto& score) {
-    constexpr int kAtOnce = std::min(N / V, decltype(most_vectors)::value);
+  const auto score_all = [&](auto at_once, auto is_softmax, const auto& score) {
+    constexpr int kAtOnce = decltype(at_once)::value;
     static_assert(N / V % kAtOnce == 0);
 #pragma unroll 1
     for (int c = 0; c < N / V; c += kAtOnce) {
@@ -79,17 +82,18 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
       for (int k = 0; k < kAtOnce; ++k) if (exists(k)) place[k * G] = scores[k];
     }
   };
+  constexpr bool kIsUsual = is_usual(G, N);
   using std::integral_constant;
   if (function.is_softmax()) {
-    score_all(integral_constant<int, 2>(), std::true_type(), [&](float logit) { return scoring.share(logit); });
+    score_all(integral_constant<int, kIsUsual ? 2 : 1>(), std::true_type(), [&](float logit) { return scoring.share(logit); });
   } else if (function.kind == RouterKind::kSigmoid) {
-    score_all(integral_constant<int, 4>(), std::false_type(), [&](float logit) {
+    score_all(integral_constant<int, kIsUsual ? 4 : 1>(), std::false_type(), [&](float logit) {
       const float exponential = Scoring::exponential(logit);
       sum += exponential;
       return Scoring::sigmoid(exponential);
     });
   } else {
-    score_all(integral_constant<int, 2>(), std::false_type(), [&](float logit) {
+    score_all(integral_constant<int, kIsUsual ? 2 : 1>(), std::false_type(), [&](float logit) {
       sum += Scoring::exponential(logit);
       return Scoring::root(logit);
     });
@@ -100,7 +104,8 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
 // kList: the most slots of a token that G < 32 lanes share, or 0 where it has a whole warp, which ranks up to 32.
 template <int G, int N, int kList, int kMaxVector>
 __global__ void __launch_bounds__(kFunctionThreads, 8)
-    route_by_function_kernel(const FunctionTensors tensors, const RouterShape shape, const RouterFunction function) {
+    route_by_function_kernel(
+        const FunctionTensors tensors, const RouterShape shape, const RouterFunction function, const GroupLayout groups) {
   wait_for_kernel_before();
   static_assert(kList == (G == 32 ? 0 : 8));
   constexpr int V = kVector<float, N, kMaxVector>, kTokens = kFunctionThreads / G;
@@ -119,7 +124,7 @@ __global__ void __launch_bounds__(kFunctionThreads, 8)
   const int64_t first = (live ? token : 0) * shape.experts;
   float* const row = rows.number[own];
 
-  Row::template load<N / V <= 8 ? N / V : 4>(tensors.logits_TE, first, shape.experts, N, lane, row);
+  Row::template load<is_usual(G, N) ? N / V : 4>(tensors.logits_TE, first, shape.experts, N, lane, row);
   float highest = 0, sum = 1;
   if (function.is_softmax()) {
     highest = Row::highest(N, lane, row);
@@ -139,10 +144,7 @@ __global__ void __launch_bounds__(kFunctionThreads, 8)
     if (static_cast<uint64_t>(given) < static_cast<uint64_t>(shape.experts)) id = static_cast<int>(given);
   } else {
     KeptGroups kept;
-    if (function.groups > 1) {
-      if (shape.experts / function.groups % V == 0) kept = leave_groups_out<G, V>(function, shape.experts, lane, row, worths[own]);
-      else kept = leave_groups_out<G, 1>(function, shape.experts, lane, row, worths[own]);
-    }
+    if (function.groups > 1) kept = leave_groups_out<G, V>(function, groups, shape.experts, lane, row, worths[own]);
     const auto key_of = [&](int expert) {
       return expert < shape.experts && kept.have(expert) ? Keys<float>::of(row[expert], expert) : Key{0};
     };
