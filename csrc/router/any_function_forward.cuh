@@ -39,7 +39,8 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
   using Row = RouterRow<G, V>;
   using Floats = typename Row::Floats;
   // Where nothing is added to the scores, logits have their order, and more bits.
-  const bool after = function.kind == RouterKind::kSoftmaxOfChosen, by_logits = !tensors.bias_E && (after || function.groups == 1);
+  const bool after = function.kind == RouterKind::kSoftmaxOfChosen;
+  const bool by_logits = !tensors.bias_E && (after || function.groups == 1);
   float sum = 0;
   // Vectors are taken several at once, because what is asked of a call, and where its tensors are, takes as long as a vector's scores.
   const auto score_all = [&](auto at_once, auto is_softmax, const auto& score) {
@@ -54,24 +55,25 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          scores[k].element[v] = score(logits[k].element[v]);
-        }
+        for (int v = 0; v < V; ++v) scores[k].element[v] = score(logits[k].element[v]);
       }
       // Vectors divide the number of experts: one is all of experts, or of none, whose logits are -inf.
       const auto exists = [&](int k) { return Row::at(c + k, lane) < shape.experts; };
       if (stored) {
         with_type(tensors.scores_TE.dtype, [&](auto zero) {
           using Number = decltype(zero);
-          auto* const to = reinterpret_cast<Vector<Number, V>*>(static_cast<Number*>(tensors.scores_TE.data) + first + Row::at(c, lane));
+          auto* const to =
+              reinterpret_cast<Vector<Number, V>*>(static_cast<Number*>(tensors.scores_TE.data) + first + Row::at(c, lane));
 #pragma unroll
-          for (int k = 0; k < kAtOnce; ++k) if (exists(k)) to[k * G] = Row::template narrowed<Number>(scores[k]);
+          for (int k = 0; k < kAtOnce; ++k)
+            if (exists(k)) to[k * G] = Row::template narrowed<Number>(scores[k]);
         });
       }
       if (by_logits) continue;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if constexpr (decltype(is_softmax)::value) if (after) scores[k] = logits[k];
+        if constexpr (decltype(is_softmax)::value)
+          if (after) scores[k] = logits[k];
         if (tensors.bias_E) {
           const Floats bias = *reinterpret_cast<const Floats*>(tensors.bias_E + min(Row::at(c + k, lane), shape.experts - V));
 #pragma unroll
@@ -79,7 +81,8 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
         }
       }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) if (exists(k)) place[k * G] = scores[k];
+      for (int k = 0; k < kAtOnce; ++k)
+        if (exists(k)) place[k * G] = scores[k];
     }
   };
   constexpr bool kIsUsual = is_usual(G, N);
@@ -103,9 +106,8 @@ template <int G, int N, int V> __device__ __forceinline__ float score_row(
 
 // kList: the most slots of a token that G < 32 lanes share, or 0 where it has a whole warp, which ranks up to 32.
 template <int G, int N, int kList, int kMaxVector>
-__global__ void __launch_bounds__(kFunctionThreads, 8)
-    route_by_function_kernel(
-        const FunctionTensors tensors, const RouterShape shape, const RouterFunction function, const GroupLayout groups) {
+__global__ void __launch_bounds__(kFunctionThreads, 8) route_by_function_kernel(
+    const FunctionTensors tensors, const RouterShape shape, const RouterFunction function, const GroupLayout groups) {
   wait_for_kernel_before();
   static_assert(kList == (G == 32 ? 0 : 8));
   constexpr int V = kVector<float, N, kMaxVector>, kTokens = kFunctionThreads / G;
@@ -134,7 +136,9 @@ __global__ void __launch_bounds__(kFunctionThreads, 8)
       score_row<G, N, V>(tensors, shape, function, Scoring(function.kind, highest, sum), counts, first, lane, row);
   if (!function.is_softmax()) sum = group_sum<G>(of_lane);
   if (padding) {
-    Row::each(N, lane, [&](int at) { if (at < shape.experts) Row::store(tensors.scores_TE, first, at, Floats{}); });
+    Row::each(N, lane, [&](int at) {
+      if (at < shape.experts) Row::store(tensors.scores_TE, first, at, Floats{});
+    });
   }
   __syncwarp();
 
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kFunctionThreads, 8)
       __shared__ FewCandidates memory[kTokens];
       chosen = choose_candidates<Layout, G, N>(number, shape.experts, lane, shape.slots, counts, row, key_of, memory[own]);
     }
-    if (lane < shape.slots) id = Keys<float>::expert(chosen);
+    if (counts && lane < shape.slots) id = Keys<float>::expert(chosen);
   }
 
   // A lane has a slot at most.

@@ -24,7 +24,9 @@ __device__ __forceinline__ float router_square_root(float x) {
 }
 
 // Appends the sign of a sum as the lowest bit. A sum that is NaN has none: it is the hardware's own NaN, which is positive.
-__device__ __forceinline__ unsigned router_push_sign(unsigned bits, float sum) { return __funnelshift_l(__float_as_uint(sum), bits, 1); }
+__device__ __forceinline__ unsigned router_push_sign(unsigned bits, float sum) {
+  return __funnelshift_l(__float_as_uint(sum), bits, 1);
+}
 
 }  // namespace
 }  // namespace gbmoe

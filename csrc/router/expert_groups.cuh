@@ -106,7 +106,8 @@ template <int G, int V> __device__ __forceinline__ KeptGroups leave_groups_out(
       if (!kept.have(expert)) *reinterpret_cast<Vector<float, V>*>(number_E + expert) = none;
     } else {
 #pragma unroll 1
-      for (int v = 0; v < V; ++v) if (!kept.have(expert + v)) number_E[expert + v] = -INFINITY;
+      for (int v = 0; v < V; ++v)
+        if (!kept.have(expert + v)) number_E[expert + v] = -INFINITY;
     }
   }
   __syncwarp();

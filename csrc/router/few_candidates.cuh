@@ -11,7 +11,7 @@ namespace gbmoe {
 namespace {
 
 constexpr int kCandidateSets = 32;  // of a token
-constexpr int kByte = 8;            // bits
+constexpr int kByte = 8;  // bits
 
 // The candidates of one token, and then the highest ones in order. One more than the most of them is read, as half of a vector.
 struct FewCandidates {
@@ -57,14 +57,15 @@ template <int G> __device__ __forceinline__ uint64_t rank_candidates(FewCandidat
     }
   }
 #pragma unroll
-  for (int m = 0; m < kOwn; ++m) if (place[m] < slots) memory.ranked[place[m]] = key[m];
+  for (int m = 0; m < kOwn; ++m)
+    if (place[m] < slots) memory.ranked[place[m]] = key[m];
   __syncwarp();
   return lane < slots ? memory.ranked[lane] : 0;
 }
 
-// The j-th highest key of a group's experts in lane j, for j < slots <= 8; `number` are those of a lane that experts are ranked by, -inf where
-// an expert cannot be chosen or does not exist. number_E are the same where all lanes can read them; key_of(expert) is an expert's key by
-// them, but 0 where it cannot be chosen. Lanes whose `needed` is false may get any keys.
+// The j-th highest key of a token's experts in lane j, for j < slots <= 8. `number` are the lane's numbers that experts are ranked by, -inf
+// where an expert cannot be chosen or does not exist. number_E are the same where all lanes can read them; key_of(expert) is an expert's
+// key by them, but 0 where it cannot be chosen. Where `needed` is false, any keys may be returned.
 template <typename Layout, int G, int N, typename KeyOf> __device__ __forceinline__ uint64_t choose_candidates(
     const float (&number)[N], int experts, int lane, int slots, bool needed, const float* number_E, const KeyOf& key_of,
     FewCandidates& memory) {

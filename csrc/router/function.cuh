@@ -128,7 +128,9 @@ template <int G, int V> struct RouterRow {
     Floats none;
 #pragma unroll
     for (int v = 0; v < V; ++v) none.element[v] = -INFINITY;
-    each(numbers, lane, [&](int at) { if (at >= experts) *reinterpret_cast<Floats*>(row + at) = none; });
+    each(numbers, lane, [&](int at) {
+      if (at >= experts) *reinterpret_cast<Floats*>(row + at) = none;
+    });
   }
 
   // The highest number of the row; NaN where there is one.
