@@ -7,7 +7,8 @@ import torch
 import gbmoe
 from gbmoe import engines
 from gbmoe.engines import hopper_gemms
-from gbmoe.engines.base import GatheredRows, LowRank
+from gbmoe.engines.base import GatheredRows
+from gbmoe.engines.low_rank import LowRank
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WIDE, GemmConfig, SplitConfig
 from tests.conftest import assert_as_accurate_as
