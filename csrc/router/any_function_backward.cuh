@@ -96,10 +96,10 @@ __global__ void __launch_bounds__(kFunctionBackwardThreads) route_by_function_ba
   const int64_t first = (live ? token : 0) * shape.experts, first_slot = (live ? token : 0) * shape.slots;
   float* const row = reinterpret_cast<float*>(function_rows) + own * (G * numbers);
 
-  Row::template load<4>(tensors.logits_TE, first, shape.experts, numbers, lane, row);
+  const float highest_of_lane = Row::load(tensors.logits_TE, first, shape.experts, numbers, lane, -INFINITY, row);
   // Only shares of exponentials need their sum.
   const bool shares = function.is_softmax() || tensors.grad_logsumexp_T;
-  const float highest = shares ? Row::highest(numbers, lane, row) : 0.0f;
+  const float highest = shares ? Row::highest_of_all(highest_of_lane) : 0.0f;
   const float sum = shares ? Row::template sum_of_exponentials<true>(highest, numbers, lane, row) : 1.0f;
   const Scoring scoring(function.kind, highest, sum);
   const bool after = function.kind == RouterKind::kSoftmaxOfChosen;

@@ -26,9 +26,7 @@ void route_by_function(
     check_router_call("route", config, shape, kVectors, list ? static_cast<int>(list) : kMaxRouterSlots);
     const unsigned ctas = static_cast<unsigned>(ceil_div(shape.tokens * instance.lanes, kFunctionThreads));
     const auto kernel = route_by_function_kernel<instance.lanes, instance.numbers_per_lane, list, instance.longest_vector>;
-    launch_early(
-        shape.tokens <= kFewTokens, kernel, ctas, kFunctionThreads, 0, logits, tensors, shape, function,
-        GroupLayout::of(shape.experts, function.groups, instance.lanes, kVectors));
+    launch_early(shape.tokens <= kFewTokens, kernel, ctas, kFunctionThreads, 0, logits, tensors, shape, function);
   });
   if (!served) refuse_router_call("route", config);
 }

@@ -8,8 +8,6 @@
 namespace gbmoe {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 // e to the power of a logit of type T less the highest. Results that are stored in 16 bits, for which kExact is false, are not
 // affected by the error of the fast instruction (two units in the last place of a float, and 0 instead of a subnormal).
 template <typename T, bool kExact> class Exponential {
@@ -18,7 +16,7 @@ template <typename T, bool kExact> class Exponential {
   // a million these logits are so far apart that any rate only tells whether they are equal, and the products of this one, 0.5,
   // are exact. Logits in float32 still differ by fractions there, so that the highest one is subtracted first.
   __device__ __forceinline__ explicit Exponential(float highest)
-      : highest_(highest), rate_(sizeof(T) == 2 && fabsf(highest) > 1e6f ? 0.5f : kLog2E) {}
+      : highest_(highest), rate_(sizeof(T) == 2 && fabsf(highest) > 1e6f ? 0.5f : 1.44269504f) {}
 
   __device__ __forceinline__ float operator()(float logit) const {
     if constexpr (kExact) return expf(logit - highest_);

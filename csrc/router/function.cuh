@@ -23,27 +23,18 @@ constexpr int kMaxRouterGroups = 64;
 namespace {
 
 // The scores of logits, given the highest one of their token and the sum of the exponentials of all less the highest; and what it
-// takes to get the slopes at them, which are asked for of several logits at once, so that it is asked once which function it is.
+// takes to get the slopes at them. Each takes several logits, so that which function it is is asked once for all of them.
 class Scoring {
  public:
-  static constexpr float kMostExponential = 0x1p100f;
-
   __device__ __forceinline__ Scoring(RouterKind kind, float highest, float sum)
       : kind_(kind), exponential_(highest), share_(sum) {}
 
   __device__ __forceinline__ float share(float logit) const { return share_(exponential_(logit)); }
 
-  // Of a logit x, with `exponential`, e to the power of x but for those above 2^100, which are that. Their rounding is at most 2^-24 times
-  // x, and those of logits below -87 are 0; what slopes are made of is more exact.
-  static __device__ __forceinline__ float exponential(float logit) {
-    return __uint_as_float(Word<float>::lower(__float_as_uint(router_exp2(logit * kLog2E)), __float_as_uint(kMostExponential)));
-  }
-  static __device__ __forceinline__ float sigmoid(float exponential) { return exponential * reciprocal(1.0f + exponential); }
-  static __device__ __forceinline__ float root(float logit) { return root(logit, router_exp2(fabsf(logit) * -kLog2E)); }
-
-  __device__ __forceinline__ float operator()(float logit) const {
-    if (kind_ == RouterKind::kSigmoid) return sigmoid(exponential(logit));
-    return kind_ == RouterKind::kSqrtSoftplus ? root(logit) : share(logit);
+  template <int V> __device__ __forceinline__ Vector<float, V> operator()(const Vector<float, V>& logits) const {
+    if (kind_ == RouterKind::kSigmoid) return of_each(logits, [](float logit) { return sigmoid(Power(logit)); });
+    if (kind_ == RouterKind::kSqrtSoftplus) return of_each(logits, [](float logit) { return root(Power(logit)); });
+    return of_each(logits, [&](float logit) { return share(logit); });
   }
   // Of a sigmoid s the slope is s (1 - s), and of a root s it is sigmoid / 2 s, or 0 at 0.
   template <int V> __device__ __forceinline__ Vector<float, V> slopes(const Vector<float, V>& logits) const {
@@ -55,7 +46,7 @@ class Scoring {
     }
     return of_each(logits, [](float logit) {
       const Power at(logit);
-      const float score = root(at.x, at.power);
+      const float score = root(at);
       return score == 0.0f ? 0.0f : sigmoid(at) * router_reciprocal(2.0f * score);
     });
   }
@@ -80,8 +71,8 @@ class Scoring {
     __device__ __forceinline__ explicit Power(float of) : x(of), power(expf(-fabsf(of))), part(reciprocal(1.0f + power)) {}
   };
   static __device__ __forceinline__ float sigmoid(const Power& at) { return at.x >= 0.0f ? at.part : at.power * at.part; }
-  static __device__ __forceinline__ float root(float logit, float power) {
-    return router_square_root(fmaxf(logit, 0.0f) + log_of_one_plus(power));
+  static __device__ __forceinline__ float root(const Power& at) {
+    return router_square_root(fmaxf(at.x, 0.0f) + log_of_one_plus(at.power));
   }
   template <int V, typename F> static __device__ __forceinline__ Vector<float, V> of_each(const Vector<float, V>& logits, const F& f) {
     Vector<float, V> results;
@@ -107,46 +98,34 @@ template <int G, int V> struct RouterRow {
     for (int c = 0; c * V < numbers; ++c) f(at(c, lane));
   }
 
-  // Reads a row's numbers into shared memory, with -inf beyond the last. kUnrolled loads are on their way at once: they have no conditions,
-  // which would keep them apart, and read the last vector instead of one that does not exist.
-  template <int kUnrolled> static __device__ __forceinline__ void load(
-      const AnyNumbers& from, int64_t first, int experts, int numbers, int lane, float* row) {
+  // Reads a row's numbers into shared memory, with `fill` beyond the last, and returns the highest of the calling lane, NaN where there
+  // is one. Several loads are on their way at once.
+  static __device__ __forceinline__ float load(
+      const AnyNumbers& from, int64_t first, int experts, int numbers, int lane, float fill, float* row) {
+    uint32_t highest = __float_as_uint(-INFINITY);
     with_type(from.dtype, [&](auto zero) {
       using Number = decltype(zero);
       const auto* vector = reinterpret_cast<const Vector<Number, V>*>(static_cast<const Number*>(from.data) + first);
-      const int last = experts / V - 1;
-#pragma unroll kUnrolled
+#pragma unroll 4
       for (int c = 0; c * V < numbers; ++c) {
-        const Vector<Number, V> loaded = vector[min(c * G + lane, last)];
+        Vector<Number, V> loaded;
+#pragma unroll
+        for (int v = 0; v < V; ++v) loaded.element[v] = narrow<Number>(fill);
+        if (at(c, lane) < experts) loaded = vector[c * G + lane];
         Floats floats;
 #pragma unroll
-        for (int v = 0; v < V; ++v) floats.element[v] = widen(loaded.element[v]);
+        for (int v = 0; v < V; ++v) {
+          floats.element[v] = widen(loaded.element[v]);
+          highest = Word<float>::higher(highest, __float_as_uint(floats.element[v]));
+        }
         *reinterpret_cast<Floats*>(row + at(c, lane)) = floats;
       }
     });
-    if (experts == G * numbers) return;
-    Floats none;
-#pragma unroll
-    for (int v = 0; v < V; ++v) none.element[v] = -INFINITY;
-    each(numbers, lane, [&](int at) {
-      if (at >= experts) *reinterpret_cast<Floats*>(row + at) = none;
-    });
+    return __uint_as_float(highest);
   }
 
-  // The highest number of the row; NaN where there is one.
-  static __device__ __forceinline__ float highest(int numbers, int lane, const float* row) {
-    uint32_t highest[V];
-#pragma unroll
-    for (int v = 0; v < V; ++v) highest[v] = __float_as_uint(-INFINITY);
-    each(numbers, lane, [&](int at) {
-      const Floats floats = *reinterpret_cast<const Floats*>(row + at);
-#pragma unroll
-      for (int v = 0; v < V; ++v) highest[v] = Word<float>::higher(highest[v], __float_as_uint(floats.element[v]));
-    });
-#pragma unroll
-    for (int v = 1; v < V; ++v) highest[0] = Word<float>::higher(highest[0], highest[v]);
-    return logit_of(group_max<G>(order_of(__uint_as_float(highest[0]))));
-  }
+  // Of the highest numbers of all lanes; NaN where there is one.
+  static __device__ __forceinline__ float highest_of_all(float of_lane) { return logit_of(group_max<G>(order_of(of_lane))); }
 
   // kExact: scores are made of the sum, and not its logarithm alone.
   template <bool kExact> static __device__ __forceinline__ float sum_of_exponentials(
@@ -171,23 +150,20 @@ template <int G, int V> struct RouterRow {
     });
     return floats;
   }
-  template <typename Number> static __device__ __forceinline__ Vector<Number, V> narrowed(const Floats& floats) {
-    Vector<Number, V> numbers;
-#pragma unroll
-    for (int v = 0; v < V; ++v) numbers.element[v] = narrow<Number>(floats.element[v]);
-    return numbers;
-  }
   static __device__ __forceinline__ void store(const AnyNumbers& to, int64_t first, int at, const Floats& floats) {
     with_type(to.dtype, [&](auto zero) {
       using Number = decltype(zero);
-      *reinterpret_cast<Vector<Number, V>*>(static_cast<Number*>(to.data) + first + at) = narrowed<Number>(floats);
+      Vector<Number, V> narrowed;
+#pragma unroll
+      for (int v = 0; v < V; ++v) narrowed.element[v] = narrow<Number>(floats.element[v]);
+      *reinterpret_cast<Vector<Number, V>*>(static_cast<Number*>(to.data) + first + at) = narrowed;
     });
   }
 };
 
 // Out of line, for the few logits of the experts that were chosen.
 __device__ __noinline__ float score_of(RouterKind kind, float highest, float sum, float logit) {
-  return Scoring(kind, highest, sum)(logit);
+  return Scoring(kind, highest, sum)(Vector<float, 1>{logit}).element[0];
 }
 
 }  // namespace

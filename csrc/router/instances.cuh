@@ -57,8 +57,7 @@ struct BackwardInstances {
   };
 };
 
-// Forward of any RouterFunction. The variant is 8, the most slots of a token that has 8 or 16 lanes (few_candidates.cuh), or 0 where its
-// warp ranks candidates.
+// Forward of any RouterFunction; variants are those of the other forward.
 struct FunctionInstances {
   static constexpr RouterInstances kAll[] = {
       // lanes, numbers per lane, longest vector, variants from, to
@@ -102,9 +101,7 @@ inline void check_router_call(const char* name, const RouterConfig& config, cons
                   shape.experts, " experts and ", shape.slots, " slots per token");
   STD_TORCH_CHECK(
       shape.p == 0 || shape.p == 1 || shape.p == 2 ||
-          serves_any_norm(
-              static_cast<int>(config.lanes), static_cast<int>(config.numbers_per_lane),
-              config.longest_vector == 4 ? static_cast<int>(config.variant) : 0),
+          serves_any_norm(static_cast<int>(config.lanes), static_cast<int>(config.numbers_per_lane)),
       name, ": ", config.lanes, " lanes of ", config.numbers_per_lane, " numbers serve no norm with p = ", shape.p);
 }
 inline void refuse_router_call(const char* name, const RouterConfig& config) {

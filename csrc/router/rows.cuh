@@ -25,11 +25,9 @@ template <int G, typename X> __device__ __forceinline__ X group_sum(X x) {
   for (int step = G / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
   return x;
 }
-// Whether the kernels of this layout serve norms other than those with p = 1 and 2: the code of a power is so long that few have it. list:
-// the length of the list, of kernels that have one and are for logits of any type.
-constexpr bool serves_any_norm(int lanes, int numbers_per_lane, int list = 0) {
-  return (lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32)) ||
-         (lanes == 8 && numbers_per_lane >= 16 && list == 16);
+// Whether the kernels of this layout serve norms other than those with p = 1 and 2: the code of a power is so long that few have it.
+constexpr bool serves_any_norm(int lanes, int numbers_per_lane) {
+  return lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32);
 }
 
 // Out of line: a copy for each of a lane's slots would be most of a kernel.
@@ -91,16 +89,6 @@ template <> struct Word<float> {
     return __float_as_uint(result);
 #else
     return x > y || x != x ? a : b;
-#endif
-  }
-  static __device__ __forceinline__ uint32_t lower(uint32_t a, uint32_t b) {
-    const float x = get(a, 0), y = get(b, 0);
-#if __CUDA_ARCH__ >= 800
-    float result;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-    return __float_as_uint(result);
-#else
-    return x < y || x != x ? a : b;
 #endif
   }
   static __device__ __forceinline__ uint32_t same(float x) { return __float_as_uint(x); }

@@ -341,19 +341,6 @@ def test_extreme_logits_have_finite_scores_and_gradients(device, name, value):
     assert all(bool(t.isfinite().all()) for t in (*got, logits.grad))
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_logsumexp_of_logits_far_from_zero(device, score):
-    """Their exponentials are too large or too small for a sum in float32. Tokens nearby have the same bits as alone."""
-    of_token = [0.0, 60.0, 80.0, 100.0, 1e4, -60.0, -100.0, -1e4, 0.0, math.inf, -math.inf, math.nan]
-    logits = draw(len(of_token), 256, device=device) + torch.tensor(of_token, device=device).unsqueeze(1)
-    logits[8, 5:] = -math.inf
-    function = RouterFunction(score)
-    got = route(logits, 8, function=function, expert_bias=torch.zeros(256, device=device))
-    torch.testing.assert_close(got.logsumexp_T, logits.double().logsumexp(1).float(), rtol=1e-6, atol=1e-5, equal_nan=True)
-    alone = route(logits[:1], 8, function=function, expert_bias=torch.zeros(256, device=device))
-    assert all(torch.equal(one[:1], other) for one, other in zip(got, alone))
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(0, 8, 2), (1, 8, 8), (3, 8, 1), (2, 1, 1), (2, 13, 13), (2, 61, 5), (1, 1024, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)

@@ -122,7 +122,7 @@ def test_every_order_of_a_few_logits(emulated, function, biased):
 
 
 @pytest.mark.parametrize("experts, top_k, groups", [(256, 8, 8), (256, 8, 32), (512, 8, 64), (1024, 32, 64), (160, 6, 8), (72, 8, 9),
-                                                    (384, 16, 12), (512, 8, 4), (384, 8, 6), (60, 4, 6), (250, 8, 5)])
+                                                    (384, 16, 12)])
 def test_groups_of_all_sizes(emulated, experts, top_k, groups):
     for best in (1, 2):
         function = RouterFunction("sigmoid", num_groups=groups, group_topk=max(2, -(-top_k * groups // experts) + 1), group_best=best)
@@ -152,11 +152,6 @@ def test_given_ids_may_name_no_expert_or_one_twice(emulated, function):
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 def test_slopes_keep_their_bits_where_scores_round_to_one(emulated, score):
     functions.test_slopes_keep_their_bits_where_scores_round_to_one(CPU, torch.float32, score)
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_logsumexp_of_logits_far_from_zero(emulated, score):
-    functions.test_logsumexp_of_logits_far_from_zero(CPU, score)
 
 
 def test_weights_of_given_ids_far_below_the_highest_logit(emulated):

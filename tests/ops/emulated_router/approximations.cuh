@@ -9,6 +9,5 @@ namespace gbmoe {
 inline float router_exp2(float x) { return std::exp2(x); }
 inline float router_reciprocal(float x) { return 1.0f / x; }
 inline float router_square_root(float x) { return std::sqrt(x); }
-inline unsigned router_push_sign(unsigned bits, float sum) { return bits << 1 | (sum == sum && std::signbit(sum)); }
 
 }  // namespace gbmoe

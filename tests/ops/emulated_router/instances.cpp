@@ -70,9 +70,7 @@ bool function_forward(const RouterConfig* config, const FunctionTensors* tensors
     constexpr RouterInstances instance = Table::kAll[decltype(index)::value];
     launch(*run, shape->tokens, instance.lanes, kFunctionThreads, [&] {
       route_by_function_kernel<instance.lanes, instance.numbers_per_lane, decltype(list)::value, instance.longest_vector>(
-          *tensors, *shape, *function,
-          GroupLayout::of(shape->experts, function->groups, instance.lanes,
-                          kVector<float, instance.numbers_per_lane, instance.longest_vector>));
+          *tensors, *shape, *function);
     });
   });
 }
