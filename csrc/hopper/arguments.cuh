@@ -12,25 +12,20 @@
 #include "../activation_formulas.cuh"
 #include "../common.cuh"
 #include "../group_sizes.cuh"
-#include "../places.cuh"
 
 namespace gbmoe::hopper {
 
-constexpr int kLowRank = 2;  // the pair of operands, m-grouped, whose sum over K is short and comes last
-
 struct TensorMaps {
   // One for each pair of operands that is summed; b's second is v1 under EpilogueKind::kGlu, and that of the second output under
-  // kTransposedOut. Of scaled operands, k-grouped, the second ones are those of the scales. From kLowRank on, those of the low-rank pair,
-  // whose second b is that of g under EpilogueKind::kGlu.
-  CUtensorMap a[3], b[4];
+  // kTransposedOut. Of scaled operands, k-grouped, the second ones are those of the scales.
+  CUtensorMap a[2], b[2];
   // Under EpilogueKind::kActivationBackward those of h and g, or of their pairs, which are prefetched.
   CUtensorMap out[3];
 };
 
 // A group as the schedule of a k-grouped GEMM lists it in the workspace.
 struct alignas(16) ScheduledGroup {
-  int group;               // the number of its matrix in the output (places.cuh)
-  int first_row, rows;
+  int group, first_row, rows;
   int split;               // of its first tile, packed as in Tile
 };
 
@@ -53,8 +48,7 @@ struct Arguments {
   int tiled_n, second_n;
   int size_m;              // M, k-grouped
   int k_blocks;            // of one pair of operands, m-grouped
-  int operand_pairs;  // that are summed, without the low-rank pair
-  int low_rank_blocks;  // k-blocks of the low-rank pair; 0 without one
+  int operand_pairs;       // that are summed
   int panel_tiles;         // the most tiles along M that are walked before the next along N
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.
   bool even_panels;
@@ -87,10 +81,6 @@ struct Arguments {
   float* scales_out;       // [P, ceil(N / 128)]
   bool power_of_two;       // whether these scales are powers of two
   const void* bias;        // kBias: [E,N], or null
-  Places places;  // m-grouped of both b's, k-grouped of the output's matrices
-
-  // The k-blocks of a sum, m-grouped.
-  __host__ __device__ __forceinline__ int all_k_blocks() const { return k_blocks * operand_pairs + low_rank_blocks; }
 };
 
 }  // namespace gbmoe::hopper

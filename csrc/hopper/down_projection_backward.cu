@@ -29,11 +29,9 @@ struct DownBackward {
   Arguments args;
   Tiling tiles;
 
-  DownBackward(
-      const Tensor& dz, const Tensor& w2, const std::vector<int64_t>& places, const std::vector<Tensor>& low_rank,
-      const Tensor& sizes, const Tensor& h, const Tensor& slot_of_row, const std::optional<Tensor>& weights,
-      const std::vector<double>& activation, const std::vector<int64_t>& tiling, const Tensor& a, const Tensor& dh,
-      const std::optional<Tensor>& dots)
+  DownBackward(const Tensor& dz, const Tensor& w2, const Tensor& sizes, const Tensor& h, const Tensor& slot_of_row,
+               const std::optional<Tensor>& weights, const std::vector<double>& activation, const std::vector<int64_t>& tiling,
+               const Tensor& a, const Tensor& dh, const std::optional<Tensor>& dots)
       : tiles(tiling_of(tiling)) {
     args = arguments(sizes, a.size(0), a.size(1), tiles);
     args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
@@ -46,10 +44,7 @@ struct DownBackward {
     args.out[0] = a.data_ptr();
     args.out[1] = dh.data_ptr();
     maps.a[0] = map_of_a(dz, tiles);
-    const int tile_n = static_cast<int>(tiles.tile_n);
-    args.places = places_of("hopper_down_backward", places, args.groups);
-    maps.b[0] = weight_map(w2, tile_n, args.places);
-    add_low_rank(maps, args, "hopper_down_backward", low_rank, tile_n, contiguous_along_n(w2), 1, tiles);
+    maps.b[0] = weight_map(w2, static_cast<int>(tiles.tile_n));
     maps.out[0] = tensor_map(h, kBoxOut);
   }
 
@@ -70,13 +65,11 @@ void launch_down_backward(
 
 // d = dz[rows of e] @ w2[e].T and what activate_backward makes of it; dots: float32 [F / 64 rounded up, P], to work in, given
 // where grad_weights is
-void hopper_down_backward(
-    Tensor dz, Tensor w2, std::vector<int64_t> places, std::vector<Tensor> low_rank, Tensor sizes, Tensor h,
-    std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation,
-    std::vector<int64_t> tiling, Tensor a, Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots,
-    std::optional<Tensor> grad_weights) {
+void hopper_down_backward(Tensor dz, Tensor w2, Tensor sizes, Tensor h, std::optional<Tensor> g, Tensor slot_of_row,
+                          std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling, Tensor a,
+                          Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
-  DownBackward of(dz, w2, places, low_rank, sizes, h, slot_of_row, weights, activation, tiling, a, dh, dots);
+  DownBackward of(dz, w2, sizes, h, slot_of_row, weights, activation, tiling, a, dh, dots);
   of.args.g = g ? g->data_ptr() : nullptr;
   of.args.out[2] = dg ? dg->data_ptr() : nullptr;
   if (g) of.maps.out[1] = tensor_map(*g, kBoxOut);
@@ -88,28 +81,23 @@ void hopper_down_backward(
 }
 
 // The same of pairs [P,2F] of h and g, whose gradients are dpairs; for w2 that lies contiguous along H
-void hopper_down_backward_pairs(
-    Tensor dz, Tensor w2, std::vector<int64_t> places, std::vector<Tensor> low_rank, Tensor sizes, Tensor pairs,
-    Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling, Tensor a,
-    Tensor dpairs, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
+void hopper_down_backward_pairs(Tensor dz, Tensor w2, Tensor sizes, Tensor pairs, Tensor slot_of_row, std::optional<Tensor> weights,
+                                std::vector<double> activation, std::vector<int64_t> tiling, Tensor a, Tensor dpairs,
+                                std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   STD_TORCH_CHECK(!contiguous_along_n(w2), "hopper_down_backward_pairs: expected w2 contiguous along H");
-  const DownBackward of(dz, w2, places, low_rank, sizes, pairs, slot_of_row, weights, activation, tiling, a, dpairs, dots);
+  const DownBackward of(dz, w2, sizes, pairs, slot_of_row, weights, activation, tiling, a, dpairs, dots);
   STD_TORCH_CHECK(has_pairs(of.args.activation.kind), "hopper_down_backward_pairs: no kernel for this activation");
   GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward_pairs", { launch_pairs<T>(of.maps, of.args, of.tiles, dz); });
   of.sum(grad_weights, dz);
 }
 
-GBMOE_OPERATOR(
-    hopper_down_backward,
-    "(Tensor dz, Tensor w2, int[] places, Tensor[] low_rank, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, "
-    "Tensor? weights, float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, "
-    "Tensor(e!)? "
-    "grad_weights) -> ()");
-GBMOE_OPERATOR(
-    hopper_down_backward_pairs,
-    "(Tensor dz, Tensor w2, int[] places, Tensor[] low_rank, Tensor sizes, Tensor pairs, Tensor slot_of_row, Tensor? "
-    "weights, float[] activation, int[] tiling, "
-    "Tensor(a!) a, Tensor(b!) dpairs, Tensor(c!)? dots, Tensor(d!)? grad_weights) -> ()");
+GBMOE_OPERATOR(hopper_down_backward,
+               "(Tensor dz, Tensor w2, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights, float[] "
+               "activation, int[] tiling, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? "
+               "grad_weights) -> ()");
+GBMOE_OPERATOR(hopper_down_backward_pairs,
+               "(Tensor dz, Tensor w2, Tensor sizes, Tensor pairs, Tensor slot_of_row, Tensor? weights, float[] activation, int[] tiling, "
+               "Tensor(a!) a, Tensor(b!) dpairs, Tensor(c!)? dots, Tensor(d!)? grad_weights) -> ()");
 
 }  // namespace gbmoe

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "../operators.h"
-#include "../places_of.h"
 #include "balanced_schedule.cuh"
 #include "device.cuh"
 #include "grouped_gemm.cuh"
@@ -51,24 +50,6 @@ inline CUtensorMap map_of_a(const Tensor& a, const Tiling& tiling) {
   return tensor_map(a, tiling.cluster_n == 2 ? kTileM / 2 : kTileM);
 }
 
-// Has a low-rank pair added to the sums: a [P,r], and b [E,N,r], contiguous along r, or along N where the other b is; or, of both outputs of
-// a gate, two b. r is a multiple of 8. Nothing is added without tensors.
-inline void add_low_rank(
-    TensorMaps& maps, Arguments& args, const char* name, const std::vector<Tensor>& low_rank, int tile_n, bool along_n,
-    size_t outputs, const Tiling& tiling) {
-  if (low_rank.empty()) return;
-  STD_TORCH_CHECK(low_rank.size() == 1 + outputs, name, ": low_rank: expected ", 1 + outputs, " tensors, got ", low_rank.size());
-  STD_TORCH_CHECK(!args.tokens, name, ": low_rank: expected none where rows are gathered");
-  args.low_rank_blocks = ceil_div(static_cast<int>(low_rank[0].size(1)), kBlockK);
-  maps.a[kLowRank] = map_of_a(low_rank[0], tiling);
-  for (size_t i = 0; i < outputs; ++i) {
-    STD_TORCH_CHECK(
-        low_rank[1 + i].size(0) == args.groups && contiguous_along_n(low_rank[1 + i]) == along_n, name,
-        ": low_rank: expected as many groups as there are sizes, contiguous along the same dimension as the weights");
-    maps.b[kLowRank + i] = weight_map(low_rank[1 + i], tile_n, {});
-  }
-}
-
 // Makes the GEMM's balanced schedule in this workspace, ahead of the launch.
 template <typename Traits>
 void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, int ctas, cudaStream_t stream) {
@@ -82,7 +63,7 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   shape.tiles_n = ceil_div(args.tiled_n, Traits::kOutputTileN * Traits::kClusterN);
   shape.tiles_m = ceil_div(args.size_m, kTileM * Traits::kClusterM);
   shape.tile_rows = kTileM * Traits::kClusterM;
-  shape.k_blocks = args.all_k_blocks();
+  shape.k_blocks = args.k_blocks * args.operand_pairs;
   shape.clusters = ctas / Traits::kClusterSize;
   shape.entries = Traits::kSplitK ? workspace.entries / Traits::kClusterSize : 0;
   shape.counters = max_entries(ctas) * kConsumerWarps;

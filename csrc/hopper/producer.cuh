@@ -47,9 +47,9 @@ template <typename Traits> struct Producer {
           pacer.step();
           mbarrier_wait(empty + pipe.stage * 8, pipe.parity ^ 1);
           const uint32_t arrived = full + pipe.stage * 8, a = shared + pipe.stage * Traits::kStageBytes, b = a + kStageBytesA;
-          int pair, k;
-          if constexpr (kGroupedK) pair = Traits::kTransposedOut && tile.n >= args.second_n, k = tile.row + i * kBlockK;
-          else pair = pair_of(args, tile.k_block + i, k);
+          const int k_block = tile.k_block + i;
+          const int pair = kGroupedK ? Traits::kTransposedOut && tile.n >= args.second_n : k_block >= args.k_blocks;
+          const int k = kGroupedK ? tile.row + i * kBlockK : (k_block - pair * args.k_blocks) * kBlockK;
           if (loads) {
             mbarrier_expect_bytes(
                 arrived, (kCopies ? 0 : kStageBytesA) + kStageBytesB + (Traits::kScaledK ? Traits::kScaleBytes : 0));
@@ -57,7 +57,7 @@ template <typename Traits> struct Producer {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
               if constexpr (!Traits::kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
-              load_b(maps, args, tile, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, arrived, b);
+              load_b(maps, tile, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, arrived, b);
             }
           }
           if constexpr (kCopies) {
@@ -84,14 +84,6 @@ template <typename Traits> struct Producer {
   }
 
  private:
-  // m-grouped: the pair of operands that a k-block is of, and its first term there.
-  static __device__ __forceinline__ int pair_of(const Arguments& args, int k_block, int& k) {
-    const int of_low_rank = k_block - args.k_blocks * args.operand_pairs;
-    const int pair = of_low_rank >= 0 ? kLowRank : k_block >= args.k_blocks;
-    k = (of_low_rank >= 0 ? of_low_rank : k_block - pair * args.k_blocks) * kBlockK;
-    return pair;
-  }
-
   // k-grouped, of scaled operands, which lie in memory as k-blocks: both, b in halves of the tile's columns, and their scales.
   static __device__ __forceinline__ void load_scaled(
       const TensorMaps& maps, const Tile& tile, int k_block, uint32_t arrived, uint32_t a, uint32_t scales) {
@@ -122,8 +114,7 @@ template <typename Traits> struct Producer {
   // b is loaded from column n on, in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share
   // b load some of the boxes each, by multicast to both.
   static __device__ __forceinline__ void load_b(
-      const TensorMaps& maps, const Arguments& args, const Tile& tile, uint32_t rank, int pair, int n, int k, uint32_t arrived,
-      uint32_t b) {
+      const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int n, int k, uint32_t arrived, uint32_t b) {
     constexpr bool kContiguousN = kGroupedK || Traits::kTransposedB;
     constexpr int kBoxes = kContiguousN ? Traits::kTileN / 64 : 2, kOwnBoxes = kBoxes / kClusterM;
     const int first = kClusterM > 1 ? rank * kOwnBoxes : 0;
@@ -133,10 +124,9 @@ template <typename Traits> struct Producer {
       constexpr int kBoxesOfOne = Traits::kGlu ? kBoxes / 2 : kBoxes;
       const int box = first + i, along_n = n + box % kBoxesOfOne * (Traits::kTileN / kBoxes);
       const uint32_t to = b + box * (kStageBytesB / kBoxes);
-      const int number = pair + (Traits::kGlu ? box / kBoxesOfOne : 0);
-      const CUtensorMap* map = &maps.b[number];
+      const CUtensorMap* map = &maps.b[Traits::kGlu ? box / kBoxesOfOne : pair];
       const int x = kContiguousN ? along_n : k, y = kContiguousN ? k : along_n;
-      const int z = kGroupedK ? 0 : number < kLowRank ? args.places.of(tile.group, number) : tile.group;
+      const int z = kGroupedK ? 0 : tile.group;
       if constexpr (kClusterM > 1) tma_load_multicast(map, arrived, to, x, y, z, 0b11);
       else tma_load(map, arrived, to, x, y, z);
     }

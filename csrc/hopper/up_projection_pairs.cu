@@ -18,9 +18,8 @@ void launch_pairs(const TensorMaps& maps, const Arguments& args, const Tiling& t
 
 // w [E,2F,H], contiguous along 2F; pairs are written if they are given. bias [E,2F]
 void hopper_up_pairs(
-    Tensor x, Tensor w, std::vector<int64_t> places, std::vector<Tensor> low_rank, std::optional<Tensor> bias, Tensor sizes,
-    std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a,
-    std::optional<Tensor> pairs) {
+    Tensor x, Tensor w, std::optional<Tensor> bias, Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling,
+    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> pairs) {
   const OnDevice current(x);
   STD_TORCH_CHECK(contiguous_along_n(w), "hopper_up_pairs: expected w contiguous along F");
   const Tiling tiles = tiling_of(tiling);
@@ -32,9 +31,7 @@ void hopper_up_pairs(
   args.bias = bias ? bias->data_ptr() : nullptr;
   TensorMaps maps{};
   maps.a[0] = map_of_a(x, tiles);
-  args.places = places_of("hopper_up_pairs", places, args.groups);
-  maps.b[0] = weight_map(w, kWideTileN, args.places);
-  add_low_rank(maps, args, "hopper_up_pairs", low_rank, kWideTileN, true, 1, tiles);
+  maps.b[0] = weight_map(w, kWideTileN);
   maps.out[0] = tensor_map(a, kBoxOut);
   args.out[0] = a.data_ptr();
   if (pairs) {
@@ -47,9 +44,8 @@ void hopper_up_pairs(
   });
 }
 
-GBMOE_OPERATOR(
-    hopper_up_pairs,
-    "(Tensor x, Tensor w, int[] places, Tensor[] low_rank, Tensor? bias, Tensor sizes, float[] activation, int[] "
-    "tiling, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? pairs) -> ()");
+GBMOE_OPERATOR(hopper_up_pairs,
+               "(Tensor x, Tensor w, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, Tensor(a!)? workspace, "
+               "Tensor(b!) a, Tensor(c!)? pairs) -> ()");
 
 }  // namespace gbmoe

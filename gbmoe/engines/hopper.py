@@ -1,40 +1,26 @@
 """Our own kernels for compute capability 9.0 (csrc/hopper/): sizes on the device, the activation inside the products.
 
-Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, N
-columns, R ranks.
+Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, C runs
+of 64 columns.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 
-from gbmoe import launch
+from gbmoe import extension, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
-from gbmoe.engines.hopper_gemms import (
-    biased_rows_gemm,
-    down_backward_gemm,
-    down_backward_pairs_gemm,
-    is_padded,
-    launch_rows,
-    low_rank_rows_gemm,
-    rows_gemm_gathered,
-    two_weight_gradients_gemm_gathered,
-    up_gemm,
-    up_pairs_gemm,
-    weight_gradient_gemm_gathered,
-    workspace,
-)
-from gbmoe.engines.low_rank import LowRank
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.launch import availability
+from gbmoe.launch import availability, plain_activation
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
-from gbmoe.separate_weights import in_memory
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
+from gbmoe.tuning.hopper_tiles import GemmConfig
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # For which the first GEMM has instances that read weights contiguous along F, pairs of gate and up as well.
@@ -97,9 +83,8 @@ class Hopper(OwnKernels):
         assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
         sizes = device_sizes(sizes, a.device)
         config = hopper_tiles.weight_gradient_gemm(Device.of(a.device), a.size(0), *out.shape, gathered=False)
-        out, _, places = in_memory(out)
         torch.ops.gbmoe_cuda.hopper_weights(
-            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, places, out)
+            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
@@ -182,63 +167,6 @@ class Hopper(OwnKernels):
         return weight_gradient_gemm_gathered(
             left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH)
 
-    # Adapters: the second product is added to the sums of the first before they are rounded, as one or few k-blocks more.
-
-    def _adds_low_rank_apart(self, rows, groups):
-        """Whether rows are so few that kernels which take no second pair compute the first product; these round, which rows of others must
-        not decide."""
-        return self.has_few_rows(rows, groups) and not self.batch_invariant
-
-    def product_low_rank(self, a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN):
-        if self._adds_low_rank_apart(a.size(0), b.size(0)):
-            return super().product_low_rank(a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN)
-        b, is_transposed = self.readable(b)
-        trans_b, low, splits = trans_b != is_transposed, LowRank(rows_PR, b_ERN), not self.batch_invariant
-        if bias_EN is None:
-            return low_rank_rows_gemm(aligned(a), b, None, None, sizes_E, trans_b, low, splits)
-        return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b, splits, low)
-
-    def up_low_rank(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low):
-        w1, v1, along_f = two_in_place(w1_EFH, v1_EFH)
-        fuses = w1_bias_EF is None and v1_bias_EF is None and (not along_f or activation.partition(" ")[0] in _UP_ALONG_F)
-        if not fuses or self._adds_low_rank_apart(x.num_rows, w1_EFH.size(0)):
-            return super().up_low_rank(x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low)
-        if along_f:
-            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
-        result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save, low)
-        x.forget()
-        return result
-
-    def up_pairs_low_rank(self, x, w_EGH, bias_EG, sizes_E, activation, save, low):
-        w, along_f = rows_or_columns_in_place(w_EGH)
-        apart = self._adds_low_rank_apart(x.num_rows, w_EGH.size(0))
-        if apart or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
-            return super().up_pairs_low_rank(x, w_EGH, bias_EG, sizes_E, activation, save, low)
-        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, low)
-        x.forget()
-        return result
-
-    def down_backward_low_rank(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low):
-        if not _config(dz, w2_EFH.size(1), g_PF is not None, activation).fuse_activation_gradient:
-            return super().down_backward_low_rank(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low)
-        w2, along_f = rows_or_columns_in_place(w2_EFH)
-        a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
-            aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, h_PF, g_PF, dz.slots.slot_of_row_P, weights_TK,
-            activation, low)
-        return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
-
-    def down_backward_pairs_low_rank(self, dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low):
-        w2, along_f = rows_or_columns_in_place(w2_EFH)
-        if along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
-            return super().down_backward_pairs_low_rank(dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low)
-        return down_backward_pairs_gemm(
-            aligned(dz.rows_PH()), w2, sizes_E, pairs_PG, dz.slots.slot_of_row_P, weights_TK, activation, low)
-
-    def up_backward_low_rank(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low):
-        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
-        return low_rank_rows_gemm(
-            aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, low, splits=True)
-
     def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
         num_rows, ffn = left_PF.shape
         return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn)
@@ -275,5 +203,147 @@ def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "
     if rows.are_gathered or rows.tokens_TH is None:
         config = gathering.layer_config(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
         return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
-    padded = is_padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
+    padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
     return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
+
+
+def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
+    """Whether experts' rows are padded, as far as the numbers of rows and slots tell: a plan with padding has more rows than slots unless
+    the caller has dropped as many slots. It decides about speed alone."""
+    return slot_of_row_P.size(0) > tokens_TH.size(0) * top_k
+
+
+# ------------------------------------------------------------------------------------------------------------- the kernels
+#
+# Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], contiguous along H, or where it
+# says so along F; their rows, and those of their gradients, may lie further apart. Sizes are integers [E], on the host or the device.
+# slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k, and takes zeros where a row has no slot.
+
+
+def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
+    """Engine.up of gathered rows x [P,H]; or, with slot_of_row, of the tokens [T,H], for silu and gelu_tanh only."""
+    a_PF = x.new_empty(x.size(0) if slot_of_row_P is None else slot_of_row_P.size(0), w1_EFH.size(1))
+    h_PF = torch.empty_like(a_PF) if save else None
+    g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
+    gathered = slot_of_row_P is not None
+    config = hopper_tiles.up_gemm(Device.of(x.device), a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
+                                  padded=gathered and _padded(slot_of_row_P, x, top_k), along_f=w1_EFH.stride(2) != 1)
+    launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
+    return a_PF, h_PF, g_PF
+
+
+def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
+    """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
+    kind = plain_activation.kernel_arguments(activation)
+    memory = workspace(x, sizes, config)
+    if v1_EFH is None:
+        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF)
+    else:
+        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
+
+
+def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save):
+    """Engine.up_pairs of gathered rows and weights that lie contiguous along F."""
+    a_PF = x_PH.new_empty(x_PH.size(0), w_EGH.size(1) // 2)
+    pairs_PG = x_PH.new_empty(x_PH.size(0), w_EGH.size(1)) if save else None
+    config = hopper_tiles.up_gemm(Device.of(x_PH.device), a_PF.size(0), x_PH.size(1), a_PF.size(1), True, gathered=False, padded=False,
+                                  along_f=True)
+    sizes = device_sizes(sizes, x_PH.device)
+    torch.ops.gbmoe_cuda.hopper_up_pairs(
+        x_PH, w_EGH, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation), config.tiling,
+        workspace(x_PH, sizes, config), a_PF, pairs_PG)
+    return a_PF, pairs_PG
+
+
+def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits):
+    """out[rows of e] = a[rows of e] @ b[e] + bias[e], rounded once. `splits`: whether sums may be cut along K."""
+    out = a.new_empty(a.size(0), bias_EN.size(1))
+    config = hopper_tiles.biased_rows_gemm(Device.of(a.device), a.size(0), b.size(0), a.size(1), out.size(1), splits=splits)
+    sizes = device_sizes(sizes, a.device)
+    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, aligned(bias_EN), sizes, trans_b, config.tiling, workspace(a, sizes, config),
+                                            config.split.splitting, out)
+    return out
+
+
+def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
+    """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
+    product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
+    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
+                                              hopper_tiles.gathered_rows_gemm(Device.of(x_TH.device)).tiling, product_PF)
+    return product_PF
+
+
+def weight_gradient_gemm_gathered(a_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None):
+    """out[e] = a[rows of e].T @ x[token of row], [E,F,H], whose rows may lie further apart. Rows without a slot count as zero rows of x.
+    a may hold anything behind the last group."""
+    return _weight_gradients_gathered(a_PF, None, x_TH, slot_of_row_P, top_k, sizes, out_EFH, None)[0]
+
+
+def two_weight_gradients_gemm_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH=None, out2_EFH=None):
+    """weight_gradient_gemm_gathered of a and of a2, which has a's shape, in one launch."""
+    return _weight_gradients_gathered(a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, out_EFH, out2_EFH)
+
+
+def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x_TH, slot_of_row_P, top_k, sizes, out_EFH, out2_EFH):
+    """Both gradients, the second of which is None without a2. They are allocated where they are not given."""
+    sizes = device_sizes(sizes, x_TH.device)
+    out_EFH = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)) if out_EFH is None else out_EFH
+    out2_EFH = torch.empty_like(out_EFH) if out2_EFH is None and a2_PF is not None else out2_EFH
+    config = hopper_tiles.weight_gradient_gemm(Device.of(a_PF.device), a_PF.size(0), *out_EFH.shape, gathered=True,
+                                               padded=_padded(slot_of_row_P, x_TH, top_k), two=a2_PF is not None)
+    torch.ops.gbmoe_cuda.hopper_weights_gathered(
+        a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.tiling, workspace(a_PF, sizes, config), config.split.splitting, out_EFH,
+        out2_EFH)
+    return out_EFH, out2_EFH
+
+
+def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
+    """Engine.down_backward without its last result, for gathered rows dz [P,H], where d is rounded to their dtype in between; weights have
+    any floating dtype."""
+    a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
+    dg_PF = None if g_PF is None else torch.empty_like(h_PF)
+    weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, h_PF)
+    config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
+    torch.ops.gbmoe_cuda.hopper_down_backward(
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
+        plain_activation.kernel_arguments(activation), config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
+    return a_PF, dh_PF, dg_PF, dweights_TK
+
+
+def down_backward_pairs_gemm(dz_PH, w2_EFH, sizes, pairs_PG, slot_of_row_P, weights_TK, activation):
+    """Engine.down_backward_pairs for gathered rows dz [P,H] and w2 that lies contiguous along H; otherwise as down_backward_gemm."""
+    a_PF, dpairs_PG = pairs_PG.new_empty(pairs_PG.size(0), pairs_PG.size(1) // 2), torch.empty_like(pairs_PG)
+    weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, a_PF)
+    config = hopper_tiles.down_backward_pairs_gemm(Device.of(a_PF.device), a_PF.size(1))
+    torch.ops.gbmoe_cuda.hopper_down_backward_pairs(
+        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
+        plain_activation.kernel_arguments(activation), config.tiling, a_PF, dpairs_PG, dots_CP, dweights_TK)
+    return a_PF, dpairs_PG, dweights_TK
+
+
+def _to_sum_dots(weights_TK, a_PF):
+    """(weights as the kernel reads them, its partial sums for every 64 columns, their gradients), each None without weights."""
+    if weights_TK is None:
+        return None, None, None
+    dots_CP = a_PF.new_empty((a_PF.size(1) + 63) // 64, a_PF.size(0), dtype=torch.float32)
+    read_TK = (weights_TK.float() if weights_TK.dtype == torch.float64 else weights_TK).contiguous()
+    return read_TK, dots_CP, weights_TK.new_zeros(weights_TK.shape)
+
+
+def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
+    """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
+    torch.ops.gbmoe_cuda.hopper_rows(
+        a, b, a2, b2, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
+
+
+def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig) -> torch.Tensor | None:
+    """Memory for the tile counter and the partial sums of split-K, or None where the GEMM uses neither."""
+    if not config.tile_counter:
+        return None
+    groups = 1 if sizes is None else sizes.numel()
+    return like.new_empty(_workspace_bytes(like.device, groups, config.split.per_sm), dtype=torch.uint8)
+
+
+@functools.lru_cache(maxsize=256)
+def _workspace_bytes(device: torch.device, groups: int, splits_per_sm: int) -> int:
+    return extension.answer("hopper_workspace", torch.empty(0, dtype=torch.uint8, device=device), groups, splits_per_sm)
