@@ -47,7 +47,8 @@ def attached(module: torch.nn.Module, name: str, changes: list[Change]) -> Itera
 
 def may_have_changes(module: torch.nn.Module) -> bool:
     """Whether to ask `low_rank_changes` at all: a cheap question for each forward."""
-    return _ATTRIBUTE in module.__dict__ or "parametrizations" in module._modules
+    of = module.__dict__
+    return _ATTRIBUTE in of or "parametrizations" in of.get("_modules", ())
 
 
 def low_rank_changes(module: torch.nn.Module, name: str) -> Changed | None:
