@@ -1,0 +1,17 @@
+"""Megatron-Core 0.19.2 with gbmoe: experts, the functions that it takes from TransformerEngine, and whole MoE layers.
+
+    import gbmoe.compat.megatron
+    gbmoe.compat.megatron.install()       # before the model's configuration is made
+
+Importing this package imports Megatron-Core; `install` alone changes it. TransformerEngine may be installed or not.
+"""
+
+from gbmoe.compat._releases import require_release
+
+require_release("gbmoe.compat.megatron", "megatron-core", ("0.19.2",))
+
+from gbmoe.compat.megatron.experts import GroupedExperts  # noqa: E402  # what imports Megatron: after its release is known
+from gbmoe.compat.megatron.install import install  # noqa: E402
+from gbmoe.compat.megatron.specs import GbmoeSpecProvider, with_gbmoe_experts  # noqa: E402
+
+__all__ = ["GbmoeSpecProvider", "GroupedExperts", "install", "with_gbmoe_experts"]
