@@ -10,8 +10,8 @@ from gbmoe.compat._releases import require_release
 
 require_release("gbmoe.compat.megatron", "megatron-core", ("0.19.2",))
 
-from gbmoe.compat.megatron.experts import GroupedExperts  # noqa: E402  # what imports Megatron: after its release is known
-from gbmoe.compat.megatron.install import install  # noqa: E402
-from gbmoe.compat.megatron.specs import GbmoeSpecProvider, with_gbmoe_experts  # noqa: E402
+from gbmoe.compat.megatron.grouped_experts import GroupedExperts  # noqa: E402  # what imports Megatron: after its release is known
+from gbmoe.compat.megatron.installation import install  # noqa: E402
+from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider, with_gbmoe_experts  # noqa: E402
 
 __all__ = ["GbmoeSpecProvider", "GroupedExperts", "install", "with_gbmoe_experts"]

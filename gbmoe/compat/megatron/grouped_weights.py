@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, 
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from gbmoe._checks import require
-from gbmoe.compat.megatron.configuration import ADAPTER
+from gbmoe.compat.megatron.experts_configuration import ADAPTER
 from gbmoe.stacked_weights import stacked
 
 
@@ -76,7 +76,7 @@ class GroupedWeights(torch.nn.Module):
 
     def _named(self, name: str) -> list[torch.nn.Parameter]:
         names = [name] if self.single_grouped_weight else [f"{name}{e}" for e in range(self.num_gemms)]
-        return [self.get_parameter(each) for each in names]
+        return [getattr(self, each) for each in names]
 
     def _parts(self, name: str) -> list[torch.Tensor]:
         """One tensor for each expert: a parameter, or a view of the one that they share."""

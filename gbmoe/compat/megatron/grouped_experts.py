@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
 from gbmoe._checks import require
-from gbmoe.compat.megatron.configuration import ADAPTER, configuration
+from gbmoe.compat.megatron.experts_configuration import ADAPTER, configuration
 from gbmoe.compat.megatron.grouped_weights import GroupedWeights
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import grouped_mlp

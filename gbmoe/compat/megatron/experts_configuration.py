@@ -58,6 +58,8 @@ def configuration(config: Any, expert_tensor_parallel: int) -> ExpertsConfigurat
     require(not offloaded, ADAPTER, "offload_modules", "none of the experts' (what backward needs is kept by autograd)", sorted(offloaded))
     require(not (config.add_bias_linear and expert_tensor_parallel > 1), ADAPTER, "add_bias_linear",
             "False with expert_tensor_parallel_size above 1 (each rank would add linear_fc2's bias)", config.add_bias_linear)
+    require(not config.moe_apply_probs_on_input or config.moe_router_topk == 1, ADAPTER, "moe_apply_probs_on_input",
+            f"False with a moe_router_topk of {config.moe_router_topk}", config.moe_apply_probs_on_input)
     gate_up = "interleaved" if config.moe_mlp_glu_interleave_size == 1 else "gate_first"
     layout = WeightLayout(gate_up if config.gated_linear_unit else "separate", down_transposed=True)
     return ExpertsConfiguration(layout, _activation(config), _recipe(config))

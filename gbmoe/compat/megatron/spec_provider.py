@@ -10,8 +10,8 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 from gbmoe._checks import require
-from gbmoe.compat.megatron.configuration import ADAPTER
-from gbmoe.compat.megatron.experts import GroupedExperts
+from gbmoe.compat.megatron.experts_configuration import ADAPTER
+from gbmoe.compat.megatron.grouped_experts import GroupedExperts
 
 
 class GbmoeSpecProvider:

@@ -10,7 +10,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe import moe_utils
 
 from gbmoe.compat import transformer_engine as functions
-from gbmoe.compat.megatron.specs import GbmoeSpecProvider
+from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider
 
 # Megatron's name -> gbmoe's function of TransformerEngine's interface.
 _PERMUTATION = {
