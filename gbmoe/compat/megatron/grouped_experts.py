@@ -78,13 +78,17 @@ class GroupedExperts(TEGroupedMLP):
         x_RH, probs_R = permuted_local_hidden_states, permuted_probs.reshape(-1)
         if self.config.moe_apply_probs_on_input:
             x_RH, probs_R = (x_RH * probs_R.unsqueeze(-1)).to(x_RH.dtype), None
+        w1, w2, options = self.of_this_call()
+        return grouped_mlp(x_RH, tokens_per_expert, w1, w2, weights_R=probs_R, **options), None
+
+    def of_this_call(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """(w1, w2, the keywords) with which grouped_mlp or expert_mlp is called once. It calls the modules that hold the parameters."""
         (w1, w1_bias), (w2, w2_bias) = self.linear_fc1(), self.linear_fc2()
         sink = self._sink()
         if sink is not None:
             w1, w2 = self.linear_fc1.marked(w1), self.linear_fc2.marked(w2)
-        out_RH = grouped_mlp(x_RH, tokens_per_expert, w1, w2, weights_R=probs_R, activation=self.activation, engine=self.engine,
-                             fp8_recipe=self.fp8_recipe, layout=self.layout, w1_bias=w1_bias, w2_bias=w2_bias, gradient_sink=sink)
-        return out_RH, None
+        return w1, w2, {"activation": self.activation, "engine": self.engine, "fp8_recipe": self.fp8_recipe, "layout": self.layout,
+                        "w1_bias": w1_bias, "w2_bias": w2_bias, "gradient_sink": sink}
 
     def _sink(self) -> WeightGradientSink | None:
         """Where this call's gradients of weights are added; None leaves them to autograd."""

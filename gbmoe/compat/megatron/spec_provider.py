@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
 from gbmoe._checks import require
 from gbmoe.compat.megatron.experts_configuration import ADAPTER
 from gbmoe.compat.megatron.grouped_experts import GroupedExperts
+from gbmoe.compat.megatron.moe_layer import GbmoeMoELayer
 
 
 class GbmoeSpecProvider:
@@ -36,34 +37,38 @@ class GbmoeSpecProvider:
         return getattr(self._fallback, name)
 
 
-def with_gbmoe_experts(spec: Any, **options: Any) -> Any:
+def with_gbmoe_experts(spec: Any, *, whole_layer: bool = False, **options: Any) -> Any:
     """A specification like this one, of a layer, a block or a whole model, whose MoE layers have gbmoe's experts. The argument stays as it is.
 
     Args:
         spec: what get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec, get_gpt_decoder_block_spec and their like return.
+        whole_layer: MoELayers become GbmoeMoELayers, whose rows gbmoe brings to the experts and back.
         options: keywords of GroupedExperts.
 
     Raises:
         ValueError: where there are no MoE layers in it.
     """
-    replaced = _replaced(spec, partial(GroupedExperts, **options))
+    replaced = _replaced(spec, partial(GroupedExperts, **options), whole_layer)
     require(replaced is not spec, ADAPTER, "spec", "one with MoESubmodules in it", spec)
     return replaced
 
 
-def _replaced(spec: Any, builder: partial) -> Any:
+def _replaced(spec: Any, builder: partial, whole_layer: bool) -> Any:
     """The same object where nothing in it changes."""
+    if spec is MoELayer and whole_layer:
+        return GbmoeMoELayer
     if isinstance(spec, MoESubmodules):
         return dataclasses.replace(spec, experts=builder)
     if isinstance(spec, partial):
-        keywords = {name: _replaced(value, builder) for name, value in spec.keywords.items()}
+        function = _replaced(spec.func, builder, whole_layer)
+        keywords = {name: _replaced(value, builder, whole_layer) for name, value in spec.keywords.items()}
         changed = any(keywords[name] is not value for name, value in spec.keywords.items())
-        return partial(spec.func, *spec.args, **keywords) if changed else spec
+        return partial(function, *spec.args, **keywords) if changed or function is not spec.func else spec
     if isinstance(spec, (list, tuple)):
-        items = [_replaced(each, builder) for each in spec]
+        items = [_replaced(each, builder, whole_layer) for each in spec]
         return type(spec)(items) if any(new is not old for new, old in zip(items, spec)) else spec
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         old = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
-        new = {name: _replaced(value, builder) for name, value in old.items()}
+        new = {name: _replaced(value, builder, whole_layer) for name, value in old.items()}
         return dataclasses.replace(spec, **new) if any(new[name] is not value for name, value in old.items()) else spec
     return spec
