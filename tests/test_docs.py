@@ -1,7 +1,6 @@
 """README and docs/: the Python on every page runs, commands exist with their options, links and pictures are there."""
 
 import contextlib
-import contextlib
 import dataclasses
 import importlib
 import importlib.util

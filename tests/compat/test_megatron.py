@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gbmoe import Float8BlockScaling, stacked
 from gbmoe.testing import cuda_graphs
 from tests.compat import expert_rows, interfaces
-from tests.compat.expert_rows import FFN, HIDDEN, ROWS, USED, values
+from tests.compat.expert_rows import FFN, HIDDEN, ROWS, values
 
 EXPERTS = len(expert_rows.COUNTS)
 ADAPTER = "gbmoe.compat.megatron"
@@ -59,8 +59,9 @@ def configured(megatron, **fields):
     return config
 
 
-def built(megatron, *, of=groups(), experts=EXPERTS, single=None, **fields):
-    return megatron.adapter.GroupedExperts(experts, configured(megatron, **fields), pg_collection=of, single_grouped_weight=single)
+def built(megatron, *, of=None, single=None, **fields):
+    return megatron.adapter.GroupedExperts(EXPERTS, configured(megatron, **fields), pg_collection=of or groups(),
+                                           single_grouped_weight=single)
 
 
 def parameters(dtype, *, gated=True, bias=False):
@@ -195,7 +196,8 @@ def test_blockwise_float8_is_gbmoes_recipe(megatron, monkeypatch):
     own = Float8BlockScaling(keep_weights=False)
     experts = megatron.adapter.GroupedExperts(EXPERTS, configured(megatron), pg_collection=groups(), fp8_recipe=own)
     seen = []
-    monkeypatch.setattr(importlib.import_module(f"{ADAPTER}.grouped_experts"), "grouped_mlp", lambda *_, fp8_recipe, **__: seen.append(fp8_recipe))
+    module = importlib.import_module(f"{ADAPTER}.grouped_experts")
+    monkeypatch.setattr(module, "grouped_mlp", lambda *_, fp8_recipe, **__: seen.append(fp8_recipe))
     experts(torch.zeros(ROWS, HIDDEN), expert_rows.counts(), torch.ones(ROWS))
     assert seen == [own]
 
@@ -262,7 +264,7 @@ def main_grads(module, *, reversed_buffer=False):
     """Give parameters what Megatron's DDP gives them: main_grads in one buffer, and the mark."""
     for linear in (module.linear_fc1, module.linear_fc2):
         of = list(linear.parameters())
-        buffer = torch.zeros(sum(p.numel() for p in of))
+        buffer = torch.zeros(sum(p.numel() for p in of), device=of[0].device)
         for parameter, part in zip(of[::-1] if reversed_buffer else of, buffer.split(of[0].numel())):
             parameter.main_grad, parameter.grad_added_to_main_grad = part.view(parameter.shape), False
 
@@ -438,8 +440,67 @@ def test_specifications_that_exist_get_other_experts_and_stay_as_they_were(megat
     (changed,), = megatron.adapter.with_gbmoe_experts([[spec]], engine="torch")
     assert experts_of(spec) is theirs and changed.func is spec.func
     assert experts_of(changed).func is megatron.adapter.GroupedExperts and experts_of(changed).keywords == {"engine": "torch"}
+    whole = megatron.adapter.with_gbmoe_experts(spec, whole_layer=True)
+    assert whole.func is megatron.adapter.GbmoeMoELayer and issubclass(whole.func, megatron.moe_layer.MoELayer)
     with pytest.raises(ValueError, match="spec: expected one with MoESubmodules in it"):
         megatron.adapter.with_gbmoe_experts([1, "two"])
+
+
+# ------------------------------------------------------------------------------------------------------------------- whole layers
+
+
+def megakernel(megatron, *, shared=None, of=None, local=EXPERTS, fields=None, **config):
+    of = of or groups()
+    experts = megatron.adapter.GroupedExperts(local, configured(megatron, **config), pg_collection=of)
+    for name, value in (fields or {}).items():
+        setattr(experts.config, name, value)
+    return experts, megatron.adapter.build_megakernel_backend(config=experts.config, ep_group=of.ep, routed_experts=experts,
+                                                              shared_experts=shared, num_local_experts=local)
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_a_megakernel_is_the_sum_of_each_tokens_experts(megatron, fusion, device):
+    experts, kernel = megakernel(megatron, gradient_accumulation_fusion=fusion, shared=lambda x: 2 * x)
+    assert not list(kernel.parameters())
+    experts.to(device)
+    if fusion:
+        main_grads(experts)
+    x, probs, routing_map = (t.to(device) for t in routed(experts=EXPERTS))
+    routing_map[3], routing_map[5] = False, torch.arange(EXPERTS, device=device) == 1  # tokens with fewer experts, dropped or masked
+    probs = (probs + routing_map * 0.1) * routing_map
+    leaves = [t.clone().requires_grad_() for t in (x, probs)]
+    out = kernel(leaves[0].view(8, 5, HIDDEN), leaves[1], routing_map)
+    grad = values(40, HIDDEN, dtype=torch.float32, seed=7).to(device)
+    out.backward(grad.view_as(out))
+
+    again = [t.clone().requires_grad_() for t in (x, probs)]
+    (w1, _), (w2, _) = ((t.detach().requires_grad_() if t is not None else None for t in each()) for each in
+                        (experts.linear_fc1, experts.linear_fc2))
+    a = [F.silu(halves(again[0] @ one.t())[0]) * halves(again[0] @ one.t())[1] @ two.t() for one, two in zip(w1, w2)]
+    wanted = (torch.stack(a, 1) * (again[1] * routing_map)[..., None]).sum(1) + 2 * again[0]
+    wanted.backward(grad)
+    torch.testing.assert_close(out.view_as(wanted), wanted)
+    torch.testing.assert_close(leaves[0].grad, again[0].grad)
+    torch.testing.assert_close(leaves[1].grad, again[1].grad)
+    for e in range(EXPERTS):
+        parameter = getattr(experts.linear_fc1, f"weight{e}")
+        torch.testing.assert_close(parameter.main_grad if fusion else parameter.grad, w1.grad[e])
+
+
+def test_what_a_megakernel_refuses(megatron):
+    for name in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "overlap_moe_expert_parallel_comm"):
+        with pytest.raises(ValueError, match=f"{name}: expected None or False"):
+            megakernel(megatron, fields={name: True})
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size: expected 1 .* got 2"):
+        megakernel(megatron, of=groups(tp=(0, 2)))
+    with pytest.raises(ValueError, match="num_local_experts: expected 5 experts over 2 ranks, got 5"):
+        megakernel(megatron, of=groups(ep=(0, 2)))
+    with pytest.raises(TypeError, match="routed_experts: expected GroupedExperts .* got Linear"):
+        megatron.adapter.Megakernel(config=configured(megatron), ep_group=Group(), routed_experts=torch.nn.Linear(1, 1),
+                                    num_local_experts=1)
+    x, probs, routing_map = routed(experts=EXPERTS)
+    with pytest.raises(ValueError, match=r"routing_map: expected shape \[T,E\] == \[39, 5\], as probs, got \[40, 5\]"):
+        megakernel(megatron)[1](x[1:], probs, routing_map)
 
 
 @pytest.fixture
@@ -459,9 +520,20 @@ def test_install_takes_the_place_of_grouped_experts_alone(installed):
     provider = installed.backends.LocalSpecProvider()
     assert provider.grouped_mlp_modules(True).keywords == {"engine": "torch"}
     assert provider.grouped_mlp_modules(False).func is installed.experts.SequentialMLP
-    installed.adapter.install(engine="cublas")
+    installed.adapter.install(engine="cublas", permutation=False, router=False)
     assert provider.grouped_mlp_modules(True).keywords == {"engine": "cublas"}
     assert installed.backends.LocalSpecProvider.grouped_mlp_modules.__wrapped__ is installed.theirs
+
+
+def test_parts_of_install_are_parts(megatron, installed, monkeypatch):
+    utils = installed.moe_utils
+    assert utils.is_te_min_version("2.12.0") and utils.is_te_min_version("2.13.0") and not utils.is_te_min_version("99.0.0")
+    for name in [name for name in vars(utils) if name.startswith("fused_")]:
+        monkeypatch.setattr(utils, name, None)
+    monkeypatch.setattr(utils, "is_te_min_version", lambda version, check_equality=True: False)
+    installed.adapter.install(experts=False, router=False)
+    assert utils.is_te_min_version("2.12.0") and not utils.is_te_min_version("2.13.0")
+    assert utils.fused_permute is not None and utils.fused_moe_aux_loss is None
 
 
 def routed(tokens=40, experts=6, topk=2):

@@ -18,7 +18,7 @@ EXPERTS, HIDDEN, VOCABULARY, LENGTH = 4, 32, 64, 16
 
 @contextlib.contextmanager
 def on_a_cpu(rank=0, ranks=1, store=None, **parallel):
-    """Megatron-Core with gloo: the devices that it takes from torch.cuda are the CPU, and its tracker of CUDA's random numbers does nothing."""
+    """Megatron-Core with gloo: the devices that it takes from torch.cuda are the CPU, and CUDA's random numbers have no states."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -45,10 +45,10 @@ def configured(**fields):
         "moe_router_load_balancing_type": "aux_loss", "hidden_dropout": 0.0, "init_method_std": 0.2, **fields})
 
 
-def model_of(config, spec):
+def model_of(config, spec, seed=0):
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
 
 
@@ -155,6 +155,10 @@ if interfaces.is_real("megatron-core"):
                      "weight": adapter.with_gbmoe_experts(local_spec(config), single_grouped_weight=True)}
             wanted = None
             saved = model_of(config, kinds["sequential"])
+            with torch.no_grad():
+                for layer in saved.decoder.layers:  # experts of other ranks are others
+                    for parameter in layer.mlp.experts.parameters():
+                        parameter.mul_(1 + rank)
             for number, kind in enumerate(("weight0", "weight", "sequential", "weight", "weight0", "sequential")):
                 place = f"{folder}/{number}"
                 if rank == 0:
@@ -177,7 +181,7 @@ if interfaces.is_real("megatron-core"):
     def _trained_by_ranks(rank, folder, ranks, options):
         with on_a_cpu(rank, ranks, dist.FileStore(f"{folder}/store", ranks), expert_model_parallel_size=ranks):
             config = configured(expert_model_parallel_size=ranks, moe_shared_expert_intermediate_size=24, **_OF_RANKS)
-            sequential = model_of(config, local_spec(config))
+            sequential = model_of(config, local_spec(config), seed=rank)
             ours = model_of(config, adapter.with_gbmoe_experts(local_spec(config), **options))
             copied(sequential, ours)
             layer = ours.decoder.layers[1].mlp

@@ -16,4 +16,5 @@ from gbmoe.compat.megatron.megakernel import Megakernel, build_megakernel_backen
 from gbmoe.compat.megatron.moe_layer import GbmoeMoELayer  # noqa: E402
 from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider, with_gbmoe_experts  # noqa: E402
 
-__all__ = ["GbmoeMoELayer", "GbmoeSpecProvider", "GroupedExperts", "Megakernel", "build_megakernel_backend", "install", "with_gbmoe_experts"]
+__all__ = ["GbmoeMoELayer", "GbmoeSpecProvider", "GroupedExperts", "Megakernel", "build_megakernel_backend", "install",
+           "with_gbmoe_experts"]

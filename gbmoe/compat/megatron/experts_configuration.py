@@ -25,7 +25,7 @@ _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _FIELDS: dict[str, tuple[tuple, str]] = {
     "fp4": ((None, False), "there is no fp4 on the GPUs that gbmoe has kernels for"),
     "fp8_param": ((None, False), "parameters stay in params_dtype and are quantised when they are read"),
-    "first_last_layers_bf16": ((None, False), "experts do not know the number of their layer; give those layers a specification of their own"),
+    "first_last_layers_bf16": ((None, False), "experts do not know the number of their layer"),
     "quant_recipe": ((None,), "it names TransformerEngine's recipes for single modules"),
     "use_kitchen": ((None, False), "kitchen's linear layers compute the experts then"),
     "use_te_activation_func": ((None, False), "activation_func is computed in the epilogue of linear_fc1"),

@@ -75,9 +75,10 @@ class GroupedExperts(TEGroupedMLP):
         """
         for argument, value in (("output_buffer", output_buffer), ("grad_input_buffer", grad_input_buffer)):
             require(value is None, ADAPTER, argument, "None (NCCL-EP without copies wants TransformerEngine's fused experts)", value)
-        x_RH, probs_R = permuted_local_hidden_states, permuted_probs.reshape(-1)
+        x_RH = permuted_local_hidden_states
+        probs_R: torch.Tensor | None = permuted_probs.reshape(-1)
         if self.config.moe_apply_probs_on_input:
-            x_RH, probs_R = (x_RH * probs_R.unsqueeze(-1)).to(x_RH.dtype), None
+            x_RH, probs_R = (x_RH * permuted_probs.reshape(-1, 1)).to(x_RH.dtype), None
         w1, w2, options = self.of_this_call()
         return grouped_mlp(x_RH, tokens_per_expert, w1, w2, weights_R=probs_R, **options), None
 

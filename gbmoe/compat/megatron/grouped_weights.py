@@ -74,13 +74,14 @@ class GroupedWeights(torch.nn.Module):
         else:
             _initialize_affine_weight_gpu(matrix_OI, init_method, self._partition_dim, is_expert=True)
 
-    def _named(self, name: str) -> list[torch.nn.Parameter]:
+    def _named(self, name: str) -> list[Any]:
+        """The parameters called so, with one for each expert or one for all."""
         names = [name] if self.single_grouped_weight else [f"{name}{e}" for e in range(self.num_gemms)]
         return [getattr(self, each) for each in names]
 
     def _parts(self, name: str) -> list[torch.Tensor]:
         """One tensor for each expert: a parameter, or a view of the one that they share."""
-        parameters: list[Any] = self._named(name)
+        parameters = self._named(name)
         return list(parameters[0].unbind(0)) if self.single_grouped_weight else parameters
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
@@ -116,7 +117,7 @@ class GroupedWeights(torch.nn.Module):
         main = [getattr(each, "main_grad", None) for each in parameters]
         if any(each is None or each.dtype != torch.float32 for each in main):
             return None
-        return main[0] if self.single_grouped_weight else _one_view(main)  # type: ignore[arg-type]
+        return main[0] if self.single_grouped_weight else _one_view(main)
 
     def later(self) -> torch.Tensor:
         """Where deferred gradients are added: main_grads, or a tensor of this module, from which `backward_dw` takes them."""

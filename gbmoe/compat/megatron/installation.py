@@ -40,30 +40,36 @@ def install(*, experts: bool = True, permutation: bool = True, router: bool = Tr
     if experts:
         for provider in _providers():
             _take_experts(provider, options)
-    chosen = {**(_PERMUTATION if permutation else {}), **(_ROUTER if router else {})}
-    for name, function in chosen.items():
-        setattr(extension, name, function)
-        setattr(moe_utils, name, function)
-    if chosen:
-        # moe_utils asks for TransformerEngine and its version only before it calls these functions.
-        moe_utils.HAVE_TE = True
-        moe_utils.is_te_min_version = _is_te_min_version
+    for wanted, functions_by_name, version in ((permutation, _PERMUTATION, "2.12.0"), (router, _ROUTER, "2.13.0")):
+        if wanted:
+            for name, function in functions_by_name.items():
+                setattr(extension, name, function)
+                setattr(moe_utils, name, function)
+            _claim_version(version)
+            moe_utils.HAVE_TE = True  # which moe_utils asks before it calls one of these functions, and for nothing else
 
 
-def _is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Every version up to that whose interface gbmoe's functions have, 2.20."""
-    return tuple(int(part) for part in version.split(".")[:2]) <= (2, 20)
+def _claim_version(version: str) -> None:
+    """Let moe_utils have this version of TransformerEngine: it asks for 2.12.0 before it unpads, and for 2.13.0 before sqrtsoftplus."""
+    theirs = moe_utils.is_te_min_version
+
+    @functools.wraps(theirs)
+    def is_te_min_version(wanted: str, check_equality: bool = True) -> bool:
+        return wanted == version or theirs(wanted, check_equality)
+
+    if not theirs(version):
+        moe_utils.is_te_min_version = is_te_min_version
 
 
-def _providers() -> list[type]:
-    providers: list[type] = [LocalSpecProvider]
+def _providers() -> list[Any]:
+    providers: list[Any] = [LocalSpecProvider]
     if extension.HAVE_TE:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
         providers.append(TESpecProvider)
     return providers
 
 
-def _take_experts(provider: type, options: dict[str, Any]) -> None:
+def _take_experts(provider: Any, options: dict[str, Any]) -> None:
     theirs = getattr(provider.grouped_mlp_modules, "__wrapped__", provider.grouped_mlp_modules)
 
     @functools.wraps(theirs)

@@ -1,7 +1,7 @@
 """Megakernel: from tokens to the weighted sums of their experts, wherever these are, by the signatures of Megatron's megakernel backends.
 
-Rows travel by gbmoe's exchange (torch.distributed's all-to-all; a row goes once to each rank that holds one of the token's experts) and
-are neither sorted nor padded for it: one plan on each side. In a group of one rank nothing travels, and rows are gathered in the first GEMM.
+Rows travel by gbmoe's exchange: torch.distributed's all-to-all, by which a token goes once to each rank that holds one of its experts.
+In a group of one rank nothing travels, and rows are gathered for the first GEMM or in it.
 
 Shape suffixes: T tokens of this rank, K slots a token (top-k), E experts of all ranks, H hidden.
 """

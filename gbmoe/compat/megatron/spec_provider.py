@@ -38,7 +38,7 @@ class GbmoeSpecProvider:
 
 
 def with_gbmoe_experts(spec: Any, *, whole_layer: bool = False, **options: Any) -> Any:
-    """A specification like this one, of a layer, a block or a whole model, whose MoE layers have gbmoe's experts. The argument stays as it is.
+    """A specification like this one, of a layer, a block or a whole model, whose MoE layers have gbmoe's experts; this one stays as it is.
 
     Args:
         spec: what get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec, get_gpt_decoder_block_spec and their like return.
