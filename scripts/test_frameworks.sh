@@ -34,7 +34,7 @@ cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$root
 run "$python" tests/compat/test_torchtitan.py tests/compat/test_automodel.py
 if [ -x "$megatron" ]; then
-  run "$megatron" tests/compat/test_megatron.py tests/compat/test_megatron_models.py
+  run "$megatron" tests/compat/megatron
 else
   echo "Megatron-Core is left out: there is no $newer (set GBMOE_PYTHON_MEGATRON)" >&2
 fi

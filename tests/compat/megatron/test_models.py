@@ -178,6 +178,15 @@ if interfaces.is_real("megatron-core"):
     def test_distributed_checkpoints_load_whichever_experts_saved_them(tmp_path, ranks):
         spawn(_saved_and_loaded, (str(tmp_path), ranks), nprocs=ranks)
 
+    def test_optimizers_find_every_parameter_in_a_sharded_state_dict():
+        """Megatron's optimizers save the states of those that they find."""
+        from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
+
+        with on_a_cpu():
+            model = model_of(configured(), adapter.with_gbmoe_experts(local_spec(configured())))
+            found = get_param_id_to_sharded_param_map(model.sharded_state_dict(), iter(model.parameters()))
+            assert sorted(found) == list(range(len(list(model.parameters()))))
+
     def _trained_by_ranks(rank, folder, ranks, options):
         with on_a_cpu(rank, ranks, dist.FileStore(f"{folder}/store", ranks), expert_model_parallel_size=ranks):
             config = configured(expert_model_parallel_size=ranks, moe_shared_expert_intermediate_size=24, **_OF_RANKS)
