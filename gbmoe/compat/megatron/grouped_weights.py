@@ -218,7 +218,7 @@ class _Marked(torch.autograd.Function):
 def _device(config: Any) -> torch.device:
     if getattr(config, "init_model_with_meta_device", False):
         return torch.device("meta")
-    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if config.use_cpu_initialization else torch.device(torch.cuda.current_device())
 
 
 def _one_view(tensors: list[Any]) -> torch.Tensor | None:
