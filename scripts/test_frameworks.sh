@@ -22,7 +22,7 @@ megatron=$folder/megatron/bin/python
 newer=${GBMOE_PYTHON_MEGATRON:-python3.12}
 if ! "$megatron" -c 'import torch, megatron.core' 2>/dev/null && "$newer" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
   "$newer" -m venv "$folder/megatron"
-  "$megatron" -m pip install -q "${torch[@]}" packaging psutil
+  "$megatron" -m pip install -q "${torch[@]}" triton packaging psutil
   "$megatron" -m pip install -q --no-deps megatron-core==0.19.2
 fi
 

@@ -118,17 +118,19 @@ if interfaces.is_real("megatron-core"):
         torch.testing.assert_close(got, own, rtol=1e-3, atol=0)
 
     def test_ddp_adds_gradients_once():
-        """Megatron's DDP over several micro-batches, with and without the fusion, with parameters of each expert and of all."""
+        """Megatron's DDP over several micro-batches, with and without the fusion, with parameters of each expert and of all, and with
+        parameters in the buffers of its distributed optimizer."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        def main_grads(fusion, single):
+        def main_grads(fusion, single, distributed=False):
             config = configured()
             with mock.patch.object(config, "gradient_accumulation_fusion", False):
                 model = model_of(config, adapter.with_gbmoe_experts(local_spec(config), single_grouped_weight=single))
             for layer in model.decoder.layers:
                 for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2):
                     linear.fuse_wgrad_accumulation = fusion  # of experts alone: Megatron's own linear layers want Apex
-            wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+            wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed), model)
             for seed in range(3):
                 loss_of(wrapped, seed).backward()
             return {name.replace("weight0", "weight"): torch.stack([p.main_grad for other, p in model.named_parameters()
@@ -138,8 +140,8 @@ if interfaces.is_real("megatron-core"):
         with on_a_cpu():
             wanted = main_grads(False, False)
             assert all(bool(gradient.any()) for gradient in wanted.values()) and len(wanted) == 4
-            for fusion, single in ((True, False), (True, True), (False, True)):
-                got = main_grads(fusion, single)
+            for options in ((True, False), (True, True), (False, True), (True, False, True), (True, True, True)):
+                got = main_grads(*options)
                 for name, gradient in wanted.items():
                     torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
 
