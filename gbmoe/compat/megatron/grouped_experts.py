@@ -16,15 +16,15 @@ from gbmoe.compat.megatron.grouped_weights import GroupedWeights
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import grouped_mlp
 from gbmoe.ops.gradient_sink import WeightGradientSink
+from gbmoe.separate_weights import StackOrList
 
 
 class GroupedExperts(TEGroupedMLP):
     """TEGroupedMLP by its parameters, state dict, checkpoints and gradients; the products are gbmoe's.
 
     linear_fc1.weight0 to weight{E-1} are [2F,H] with the gate first, or [F,H], linear_fc2's [H,F]; with `single_grouped_weight` there is
-    one weight [E,2F,H] each, which gbmoe reads and whose main_grad it writes wherever DDP puts it. Those of many parameters it reads
-    and writes in place as long as they lie in order, one after the other, as they are made; Megatron's buffers have them in reverse order,
-    so that with the distributed optimizer weights are copied, and with gradient_accumulation_fusion gradients go by autograd.
+    one weight [E,2F,H] each. They are read, and main_grads written, wherever DDP puts them: see gbmoe.expert_mlp for which engines take the
+    matrices of many parameters so.
 
     It builds itself from what an ExpertsBuilder is given; functools.partial adds the keywords.
 
@@ -50,7 +50,7 @@ class GroupedExperts(TEGroupedMLP):
         self.layout, self.activation = found.layout, found.activation
         self.fp8_recipe = found.fp8_recipe if fp8_recipe is None else fp8_recipe
         self._deferred = bool(config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad)
-        self._sinks: list[tuple[WeightGradientSink, list[int | None]]] = []
+        self._sinks: list[tuple[WeightGradientSink, list[list[int]]]] = []
         single = config.moe_single_grouped_weight if single_grouped_weight is None else single_grouped_weight
         hidden, ffn = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
         self.input_size = config.hidden_size
@@ -82,7 +82,7 @@ class GroupedExperts(TEGroupedMLP):
         w1, w2, options = self.of_this_call()
         return grouped_mlp(x_RH, tokens_per_expert, w1, w2, weights_R=probs_R, **options), None
 
-    def of_this_call(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def of_this_call(self) -> tuple[StackOrList, StackOrList, dict[str, Any]]:
         """(w1, w2, the keywords) with which grouped_mlp or expert_mlp is called once. It calls the modules that hold the parameters."""
         (w1, w1_bias), (w2, w2_bias) = self.linear_fc1(), self.linear_fc2()
         sink = self._sink()
@@ -119,5 +119,5 @@ class GroupedExperts(TEGroupedMLP):
         self.linear_fc1.backward_dw()
 
 
-def _place(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _place(tensors: StackOrList | None) -> list[int]:
+    return [each.data_ptr() for each in ((tensors,) if isinstance(tensors, torch.Tensor) else tensors or ())]

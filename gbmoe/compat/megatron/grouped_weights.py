@@ -16,13 +16,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from gbmoe._checks import require
 from gbmoe.compat.megatron.experts_configuration import ADAPTER
+from gbmoe.separate_weights import StackOrList
 from gbmoe.stacked_weights import stacked
 
 
 class GroupedWeights(torch.nn.Module):
-    """weight0 [O,I], weight1, ..., or with `single` one weight [E,O,I]; biases likewise. Calling it returns them as tensors of all experts.
+    """weight0 [O,I], weight1, ..., or with `single` one weight [E,O,I]; biases likewise. Calling it returns them.
 
-    It computes nothing; it is called all the same, because Megatron waits for gathered parameters in hooks that run before a module is.
+    It computes nothing. It is called all the same, because Megatron waits for gathered parameters in hooks that run before a module is.
     """
 
     def __init__(self, experts: int, rows: int, columns: int, *, config: Any, init_method: Callable, partition_dim: int, pg_collection: Any,
@@ -90,18 +91,17 @@ class GroupedWeights(torch.nn.Module):
         if not self.single_grouped_weight:
             for name in ("weight", "bias")[: 1 + self.use_bias]:
                 parameters = self._named(name)
-                if parameters[0].device.type != "meta" and _one_view(parameters) is None:
+                if parameters[0].device.type != "meta" and not _in_one_buffer(parameters):
                     for parameter, part in zip(parameters, torch.stack([each.detach() for each in parameters])):
                         parameter.data = part
         return self
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(weights [E,O,I], biases [E,O] or None), differentiable in the parameters."""
-        return self._all("weight"), self._all("bias") if self.use_bias else None
-
-    def _all(self, name: str) -> torch.Tensor:
-        parameters = self._named(name)
-        return parameters[0] if self.single_grouped_weight else stacked(parameters)
+    def forward(self) -> tuple[StackOrList, torch.Tensor | None]:
+        """(weights [E,O,I], or a list of E [O,I]; biases [E,O] or None), differentiable in the parameters."""
+        biases = self._named("bias") if self.use_bias else []
+        if self.single_grouped_weight:
+            return self._named("weight")[0], biases[0] if biases else None
+        return self._named("weight"), stacked(biases) if biases else None
 
     # ------------------------------------------------------------------------------------------------------- gradients of weights
 
@@ -109,17 +109,17 @@ class GroupedWeights(torch.nn.Module):
     def needs_gradient(self) -> bool:
         return any(parameter.requires_grad for parameter in self._named("weight"))
 
-    def main_grads(self) -> torch.Tensor | None:
-        """The float32 main_grads [E,O,I] of the weights, as a view; None where there are none, or where they do not lie in order."""
+    def main_grads(self) -> StackOrList | None:
+        """The float32 main_grads of the weights, in the form of `forward`; None where there are none."""
         parameters = self._named("weight")
         if not self.fuse_wgrad_accumulation or any(hasattr(each, "get_main_grad") for each in parameters):  # FSDP overwrites them
             return None
         main = [getattr(each, "main_grad", None) for each in parameters]
         if any(each is None or each.dtype != torch.float32 for each in main):
             return None
-        return main[0] if self.single_grouped_weight else _one_view(main)
+        return main[0] if self.single_grouped_weight else main  # type: ignore[return-value]
 
-    def later(self) -> torch.Tensor:
+    def later(self) -> StackOrList:
         """Where deferred gradients are added: main_grads, or a tensor of this module, from which `backward_dw` takes them."""
         main = self.main_grads()
         if main is not None:
@@ -129,9 +129,11 @@ class GroupedWeights(torch.nn.Module):
             self._later = torch.zeros([self.num_gemms, *weight.shape], dtype=torch.float32, device=weight.device)
         return self._later
 
-    def marked(self, weight_EOI: torch.Tensor) -> torch.Tensor:
-        """The weights, whose gradients are added elsewhere: backward sets grad_added_to_main_grad of the parameters."""
-        return _Marked.apply(self._named("weight"), weight_EOI)
+    def marked(self, weights: StackOrList) -> StackOrList:
+        """What `forward` returned, with gradients that are added elsewhere: backward sets grad_added_to_main_grad of the parameters."""
+        if isinstance(weights, torch.Tensor):
+            return _Marked.apply(weights, weights)
+        return [_Marked.apply(weight, weight) for weight in weights]
 
     @property
     def hands_back(self) -> bool:
@@ -202,17 +204,16 @@ class GroupedWeights(torch.nn.Module):
 
 class _Marked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parameters, weight_EOI):
-        ctx.parameters = parameters
+    def forward(ctx, parameter, weight):
+        ctx.parameter = parameter
         ctx.set_materialize_grads(False)
-        return weight_EOI.view_as(weight_EOI)
+        return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, grad_EOI):
-        for parameter in ctx.parameters:
-            if hasattr(parameter, "grad_added_to_main_grad"):
-                parameter.grad_added_to_main_grad = True
-        return None, grad_EOI
+    def backward(ctx, grad):
+        if hasattr(ctx.parameter, "grad_added_to_main_grad"):
+            ctx.parameter.grad_added_to_main_grad = True
+        return None, grad
 
 
 def _device(config: Any) -> torch.device:
@@ -221,17 +222,9 @@ def _device(config: Any) -> torch.device:
     return torch.device("cpu") if config.use_cpu_initialization else torch.device(torch.cuda.current_device())
 
 
-def _one_view(tensors: list[Any]) -> torch.Tensor | None:
-    """The tensors as one, if that takes no copy."""
+def _in_one_buffer(tensors: list[Any]) -> bool:
     with torch.no_grad():
-        first = tensors[0]
-        if len(tensors) == 1:
-            return first.detach().unsqueeze(0)
-        distance = tensors[1].data_ptr() - first.data_ptr()
-        if any(each.data_ptr() != first.data_ptr() + e * distance for e, each in enumerate(tensors)) or distance <= 0:
-            return None
-        one = stacked(tensors)
-        return one if one.data_ptr() == first.data_ptr() else None
+        return stacked(tensors).data_ptr() == tensors[0].data_ptr()
 
 
 def _in_this_form(module: GroupedWeights, state_dict: dict, prefix: str, *_: Any) -> None:

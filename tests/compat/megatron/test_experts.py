@@ -164,8 +164,8 @@ def test_parameters_moved_or_cast_for_themselves_lay_apart(megatron):
         for name in ("weight", "bias"):
             each = [getattr(linear, f"{name}{e}") for e in range(EXPERTS)]
             assert stacked(each).data_ptr() == each[0].data_ptr() and each[0].dtype == torch.bfloat16
-    weight, bias = module.linear_fc1()
-    assert weight.shape == (EXPERTS, 2 * FFN, HIDDEN) and bias.shape == (EXPERTS, 2 * FFN)
+    weights, bias = module.linear_fc1()
+    assert [list(each.shape) for each in weights] == [[2 * FFN, HIDDEN]] * EXPERTS and bias.shape == (EXPERTS, 2 * FFN)
 
 
 def test_hooks_that_wait_for_gathered_parameters_did_not_run(megatron):
@@ -186,7 +186,7 @@ def test_state_dicts_load_whichever_form_they_have(megatron, bias):
         loaded.load_state_dict(state, strict=True)
         for linear in ("linear_fc1", "linear_fc2"):
             for one, other in zip(getattr(saved, linear)(), getattr(loaded, linear)()):
-                assert (one is None and other is None) or torch.equal(one, other)
+                assert (one is None and other is None) or all(torch.equal(*each) for each in zip(one, other, strict=True))
         for parameter in saved.parameters():
             torch.nn.init.normal_(parameter)
 

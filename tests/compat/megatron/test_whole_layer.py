@@ -33,8 +33,8 @@ def test_a_megakernel_is_the_sum_of_each_tokens_experts(megatron, fusion, device
     out.backward(grad.view_as(out))
 
     again = [t.clone().requires_grad_() for t in (x, probs)]
-    (w1, _), (w2, _) = ((t.detach().requires_grad_() if t is not None else None for t in each()) for each in
-                        (experts.linear_fc1, experts.linear_fc2))
+    w1, w2 = (torch.stack([weight.detach() for weight in each()[0]]).requires_grad_() for each in
+              (experts.linear_fc1, experts.linear_fc2))
     a = [F.silu(halves(again[0] @ one.t())[0]) * halves(again[0] @ one.t())[1] @ two.t() for one, two in zip(w1, w2)]
     wanted = (torch.stack(a, 1) * (again[1] * routing_map)[..., None]).sum(1) + 2 * again[0]
     wanted.backward(grad)
