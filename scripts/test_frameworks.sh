@@ -1,23 +1,40 @@
 #!/usr/bin/env bash
-# Runs the tests of the adapters to torchtitan 0.3.0 and NeMo Automodel 0.7.0 in these packages, on a CPU, in an environment of their own.
-# CI runs the same tests in tests/compat/interfaces/.
+# Runs the tests of the adapters to torchtitan 0.3.0, NeMo Automodel 0.7.0 and Megatron-Core 0.19.2 in these packages, on a CPU, in
+# environments of their own. CI runs the same tests in tests/compat/interfaces/.
 #
-#   scripts/test_frameworks.sh [FOLDER]      the environment's folder (default: .venv-frameworks), kept for the next time
+#   scripts/test_frameworks.sh [FOLDER]      the environments' folder (default: .venv-frameworks), kept for the next time
 #
-# The packages are installed without what they require, which excludes what the other requires, and with what their experts import.
+# Megatron-Core wants Python 3.12 or newer (GBMOE_PYTHON_MEGATRON names one; default: python3.12), and is left out where there is none.
+# The packages are installed without what they require, which excludes what the others require, and with what their experts import.
 set -euo pipefail
 root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-$root/.venv-frameworks}
 python=$folder/bin/python
+torch=("${GBMOE_TORCH:-torch==2.13.0}" numpy 'pytest>=8,<9.2' pytest-xdist hypothesis)
 if ! "$python" -c 'import torch, torchtitan, nemo_automodel' 2>/dev/null; then
   "${GBMOE_PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     { echo "expected python3 3.11 or newer, as torchtitan does (set GBMOE_PYTHON)" >&2; exit 1; }
   "${GBMOE_PYTHON:-python3}" -m venv "$folder"
-  "$python" -m pip install -q "${GBMOE_TORCH:-torch==2.13.0}" triton numpy 'pytest>=8,<9.2' pytest-xdist hypothesis \
-    spmd_types==0.2.3 tyro einops safetensors tokenizers torchdata pyyaml
+  "$python" -m pip install -q "${torch[@]}" triton spmd_types==0.2.3 tyro einops safetensors tokenizers torchdata pyyaml
   "$python" -m pip install -q --no-deps torchtitan==0.3.0 nemo-automodel==0.7.0
 fi
+megatron=$folder/megatron/bin/python
+newer=${GBMOE_PYTHON_MEGATRON:-python3.12}
+if ! "$megatron" -c 'import torch, megatron.core' 2>/dev/null && "$newer" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
+  "$newer" -m venv "$folder/megatron"
+  "$megatron" -m pip install -q "${torch[@]}" triton packaging psutil
+  "$megatron" -m pip install -q --no-deps megatron-core==0.19.2
+fi
+
+run() {  # with a Python and its tests
+  "$1" -m pip list 2>/dev/null | grep -iE '^(torch|triton|torchtitan|nemo|spmd|megatron)'
+  "$1" -m pytest -n 0 -p no:cacheprovider "${@:2}"
+}
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$root
-"$python" -m pip list 2>/dev/null | grep -iE '^(torch|triton|torchtitan|nemo|spmd)'
-exec "$python" -m pytest -n 0 -p no:cacheprovider tests/compat/test_torchtitan.py tests/compat/test_automodel.py
+run "$python" tests/compat/test_torchtitan.py tests/compat/test_automodel.py
+if [ -x "$megatron" ]; then
+  run "$megatron" tests/compat/megatron
+else
+  echo "Megatron-Core is left out: there is no $newer (set GBMOE_PYTHON_MEGATRON)" >&2
+fi

@@ -114,7 +114,9 @@ def test_files_and_folders_that_pages_and_comments_name_are_there():
 def test_names_of_gbmoe_that_pages_use_exist(tmp_path):
     names = {(page_id(page), name) for page in PAGES for name in re.findall(r"\bgbmoe(?:\.\w+)+", page.read_text())
              if not name.endswith((".def", ".sif"))}  # files of Apptainer
-    with interfaces.installed("torchtitan", "gbmoe.compat.torchtitan", tmp_path):  # which that module imports
+    with contextlib.ExitStack() as imported_by_adapters:
+        for package, adapter in (("torchtitan", "gbmoe.compat.torchtitan"), ("megatron-core", "gbmoe.compat.megatron")):
+            imported_by_adapters.enter_context(interfaces.installed(package, adapter, tmp_path))
         assert len(names) > 100 and sorted((page, name) for page, name in names if not resolves(name)) == []
 
 

@@ -93,10 +93,10 @@ keep = [list(vars(module).values()) for module in sys.modules.values() if hasatt
 before = of_the_process() | of_other_packages()
 
 import gbmoe
-# __main__ is a program. gbmoe.compat.megablocks.layers imports MegaBlocks, and register() imports it; gbmoe.compat.torchtitan imports
-# torchtitan, which imports it.
+# __main__ is a program. gbmoe.compat.megablocks.layers imports MegaBlocks, and register() imports it; gbmoe.compat.torchtitan and
+# gbmoe.compat.megatron import torchtitan and Megatron-Core.
 imported = [found.name for found in pkgutil.walk_packages(gbmoe.__path__, "gbmoe.")
-            if found.name not in ("gbmoe.__main__", "gbmoe.compat.megablocks.layers", "gbmoe.compat.torchtitan")]
+            if found.name not in ("gbmoe.__main__", "gbmoe.compat.megablocks.layers", "gbmoe.compat.torchtitan", "gbmoe.compat.megatron")]
 unfit = []
 for name in imported:
     try:

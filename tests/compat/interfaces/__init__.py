@@ -1,4 +1,4 @@
-"""What three training frameworks promise to gbmoe's adapters, written down: as much of each as an adapter touches, on a CPU.
+"""What four training frameworks promise to gbmoe's adapters, written down: as much of each as an adapter touches, on a CPU.
 
 `installed` puts one of them where `import` finds it. Where the package itself is installed, in the release that the adapter was tested
 with, the tests run in it instead; scripts/test_frameworks.sh installs them.
@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # The package as pip names it -> its release, and the modules that come with it.
 PACKAGES = {"torchtitan": ("0.3.0", ("torchtitan", "spmd_types")), "nemo-automodel": ("0.7.0", ("nemo_automodel",)),
-            "prime-rl": ("0.8.0", ("prime_rl",))}
+            "prime-rl": ("0.8.0", ("prime_rl",)), "megatron-core": ("0.19.2", ("megatron",))}
 
 
 def is_real(package):

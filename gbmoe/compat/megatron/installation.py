@@ -1,0 +1,81 @@
+"""install: gbmoe in the places where Megatron-Core looks for TransformerEngine's functions and for its grouped experts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.moe import moe_utils
+
+from gbmoe.compat import transformer_engine as functions
+from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider
+
+# Megatron's name -> gbmoe's function of TransformerEngine's interface.
+_PERMUTATION = {
+    "fused_permute": functions.moe_permute,
+    "fused_permute_with_probs": functions.moe_permute_with_probs,
+    "fused_permute_and_pad_with_probs": functions.moe_permute_and_pad_with_probs,
+    "fused_sort_chunks_by_index": functions.moe_sort_chunks_by_index,
+    "fused_sort_chunks_by_index_with_probs": functions.moe_sort_chunks_by_index_with_probs,
+    "fused_unpermute": functions.moe_unpermute,
+}
+_ROUTER = {name: getattr(functions, name) for name in
+           ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")}
+
+
+def install(*, experts: bool = True, permutation: bool = True, router: bool = True, **options: Any) -> None:
+    """Let Megatron-Core take gbmoe's experts and functions, in this process. Calling it again changes the options of experts alone.
+
+    It is to be called before the configuration and the specifications are made: the former asks whether there is a fused permutation.
+
+    Args:
+        experts: with moe_grouped_gemm, layers that are specified with Megatron's own modules or with TransformerEngine's have
+            GroupedExperts. Without moe_grouped_gemm they stay as they are.
+        permutation: moe_permute_fusion is computed by gbmoe: fused_permute, fused_unpermute and their like, with and without padding.
+        router: moe_router_fusion is computed by gbmoe: fused_topk_with_score_function and the two of the auxiliary loss.
+        options: keywords of GroupedExperts.
+    """
+    if experts:
+        for provider in _providers():
+            _take_experts(provider, options)
+    for wanted, functions_by_name, version in ((permutation, _PERMUTATION, "2.12.0"), (router, _ROUTER, "2.13.0")):
+        if wanted:
+            for name, function in functions_by_name.items():
+                setattr(extension, name, function)
+                setattr(moe_utils, name, function)
+            _claim_version(version)
+            moe_utils.HAVE_TE = True  # which moe_utils asks before it calls one of these functions, and for nothing else
+
+
+def _claim_version(version: str) -> None:
+    """Let moe_utils have this version of TransformerEngine: it asks for 2.12.0 before it unpads, and for 2.13.0 before sqrtsoftplus."""
+    theirs = moe_utils.is_te_min_version
+
+    @functools.wraps(theirs)
+    def is_te_min_version(wanted: str, check_equality: bool = True) -> bool:
+        return wanted == version or theirs(wanted, check_equality)
+
+    if not theirs(version):
+        moe_utils.is_te_min_version = is_te_min_version
+
+
+def _providers() -> list[Any]:
+    providers: list[Any] = [LocalSpecProvider]
+    if extension.HAVE_TE:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+        providers.append(TESpecProvider)
+    return providers
+
+
+def _take_experts(provider: Any, options: dict[str, Any]) -> None:
+    theirs = getattr(provider.grouped_mlp_modules, "__wrapped__", provider.grouped_mlp_modules)
+
+    @functools.wraps(theirs)
+    def grouped_mlp_modules(self, moe_use_grouped_gemm):
+        if moe_use_grouped_gemm:
+            return GbmoeSpecProvider(self, **options).grouped_mlp_modules(moe_use_grouped_gemm)
+        return theirs(self, moe_use_grouped_gemm)
+
+    provider.grouped_mlp_modules = grouped_mlp_modules

@@ -1,0 +1,75 @@
+"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, which are in its repository and run unchanged.
+
+    git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM && cd Megatron-LM
+    PYTHONPATH=GBMOE/scripts:GBMOE torchrun --nproc_per_node 2 -m pytest -p gbmoe_in_megatrons_tests tests/unit_tests/transformer/moe
+
+GBMOE is a checkout of gbmoe. It wants the environment that scripts/test_frameworks.sh makes, with click, requests and nvidia-ml-py.
+
+Without TransformerEngine its specifications become Megatron's local ones, and tests that are skipped below 1.9.0 run. Without a GPU what
+tests put on one is on the CPU, and nccl is gloo.
+"""
+
+import contextlib
+import inspect
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _OnTheCpu(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to:
+            args = tuple(map(_cpu, args))
+        return function(*args, **{name: _cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()})
+
+
+def _cpu(value):
+    named = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+    return torch.device("cpu") if named else value
+
+
+def _without_a_gpu():
+    _OnTheCpu().__enter__()
+    torch.nn.Module.cuda = lambda self, *_: self
+    none = {name: lambda *_, **__: None for name in ("set_device", "synchronize", "manual_seed_all", "empty_cache")}
+    state = {"get_rng_state": lambda *_, **__: torch.get_rng_state(), "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+             "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed))}
+    for name, value in {**none, **state, "is_available": lambda: True, "current_device": lambda: torch.device("cpu"), "device_count":
+                        lambda: 1, "get_device_capability": lambda *_: (9, 0), "is_current_stream_capturing": lambda: False,
+                        "current_stream": lambda *_: mock.MagicMock(), "stream": lambda *_: contextlib.nullcontext(),
+                        "Stream": mock.MagicMock, "Event": mock.MagicMock}.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.memory.empty_cache = none["empty_cache"]
+    init = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend=None, **keywords: init("gloo", **keywords)
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+
+
+def _without_transformer_engine():
+    from megatron.core import utils
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    theirs = utils.is_te_min_version
+    utils.is_te_min_version = lambda version, check_equality=True: version == "1.9.0.dev0" or theirs(version, check_equality)
+    local = {name: getattr(gpt_layer_specs, f"get_gpt_layer_local_{name}") for name in ("submodules", "spec")}
+    known = inspect.signature(local["submodules"]).parameters
+    for name, function in local.items():
+        def instead(*args, function=function, **keywords):
+            return function(*args, **{keyword: value for keyword, value in keywords.items() if keyword in known})
+        setattr(gpt_layer_specs, f"get_gpt_layer_with_transformer_engine_{name}", instead)
+
+
+if not torch.cuda.is_available():
+    _without_a_gpu()
+
+import gbmoe.compat.megatron  # noqa: E402  # Megatron asks for devices when it is imported
+
+gbmoe.compat.megatron.install()
+if not gbmoe.compat.megatron.installation.extension.HAVE_TE:
+    _without_transformer_engine()

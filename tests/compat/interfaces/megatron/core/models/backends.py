@@ -1,0 +1,11 @@
+from functools import partial
+
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+
+class LocalSpecProvider:
+    def fuse_layernorm_and_linear(self):
+        return False
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm):
+        return partial(SequentialMLP, submodules=None)
