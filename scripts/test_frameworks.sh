@@ -32,7 +32,7 @@ run() {  # with a Python and its tests
 }
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$root
-run "$python" tests/compat/test_torchtitan.py tests/compat/test_automodel.py
+run "$python" tests/compat/test_torchtitan.py tests/compat/test_torchtitan_moe.py tests/compat/test_automodel.py
 if [ -x "$megatron" ]; then
   run "$megatron" tests/compat/megatron
 else
