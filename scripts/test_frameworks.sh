@@ -11,12 +11,13 @@ root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-$root/.venv-frameworks}
 python=$folder/bin/python
 torch=("${GBMOE_TORCH:-torch==2.13.0}" numpy 'pytest>=8,<9.2' pytest-xdist hypothesis)
-if ! "$python" -c 'import torch, torchtitan, nemo_automodel' 2>/dev/null; then
+if ! "$python" -c 'import torch, torchtitan, nemo_automodel, olmo_core' 2>/dev/null; then
   "${GBMOE_PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     { echo "expected python3 3.11 or newer, as torchtitan does (set GBMOE_PYTHON)" >&2; exit 1; }
   "${GBMOE_PYTHON:-python3}" -m venv "$folder"
-  "$python" -m pip install -q "${torch[@]}" triton spmd_types==0.2.3 tyro einops safetensors tokenizers torchdata pyyaml
-  "$python" -m pip install -q --no-deps torchtitan==0.3.0 nemo-automodel==0.7.0
+  "$python" -m pip install -q "${torch[@]}" triton spmd_types==0.2.3 tyro einops safetensors tokenizers torchdata pyyaml \
+    omegaconf cached_path rich importlib_resources dataclass-extensions bettermap pandas
+  "$python" -m pip install -q --no-deps torchtitan==0.3.0 nemo-automodel==0.7.0 ai2-olmo-core==3.0.0
 fi
 megatron=$folder/megatron/bin/python
 newer=${GBMOE_PYTHON_MEGATRON:-python3.12}
@@ -27,12 +28,13 @@ if ! "$megatron" -c 'import torch, megatron.core' 2>/dev/null && "$newer" -c 'im
 fi
 
 run() {  # with a Python and its tests
-  "$1" -m pip list 2>/dev/null | grep -iE '^(torch|triton|torchtitan|nemo|spmd|megatron)'
+  "$1" -m pip list 2>/dev/null | grep -iE '^(torch|triton|torchtitan|nemo|spmd|ai2|megatron)'
   "$1" -m pytest -n 0 -p no:cacheprovider "${@:2}"
 }
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$root
-run "$python" tests/compat/test_torchtitan.py tests/compat/test_torchtitan_moe.py tests/compat/test_automodel.py
+run "$python" tests/compat/test_torchtitan.py tests/compat/test_torchtitan_moe.py tests/compat/test_automodel.py \
+  tests/compat/test_olmo_core.py
 if [ -x "$megatron" ]; then
   run "$megatron" tests/compat/megatron
 else

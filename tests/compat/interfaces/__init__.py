@@ -13,7 +13,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # The package as pip names it -> its release, and the modules that come with it.
 PACKAGES = {"torchtitan": ("0.3.0", ("torchtitan", "spmd_types")), "nemo-automodel": ("0.7.0", ("nemo_automodel",)),
-            "prime-rl": ("0.8.0", ("prime_rl",)), "megatron-core": ("0.19.2", ("megatron",))}
+            "prime-rl": ("0.8.0", ("prime_rl",)), "megatron-core": ("0.19.2", ("megatron",)),
+            "ai2-olmo-core": ("3.0.0", ("olmo_core",))}
 
 
 def is_real(package):
