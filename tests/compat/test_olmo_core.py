@@ -107,9 +107,11 @@ def test_grouped_gemms_name_serves_v1(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "grouped_gemm", grouped_gemm)
+    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", grouped_gemm.ops)
     with interfaces.installed("ai2-olmo-core", "gbmoe.compat.olmo_core", tmp_path):
-        module = importlib.import_module("olmo_core.nn.moe.mlp").DroplessMoEMLP(d_model=HIDDEN, hidden_size=FFN, num_experts=EXPERTS,
-                                                                              dtype=torch.bfloat16)
+        mlp = importlib.reload(importlib.import_module("olmo_core.nn.moe.mlp"))  # which may have looked for grouped_gemm before
+        assert mlp.gmm is grouped_gemm.ops.gmm
+        module = mlp.DroplessMoEMLP(d_model=HIDDEN, hidden_size=FFN, num_experts=EXPERTS, dtype=torch.bfloat16)
     weights = {name: values(*p.shape, dtype=torch.bfloat16, seed=seed, inner=HIDDEN)
                for seed, (name, p) in enumerate(module.named_parameters(), 2)}
     x = values(expert_rows.USED, HIDDEN, dtype=torch.bfloat16, seed=1)
