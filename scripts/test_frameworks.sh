@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of the adapters to torchtitan 0.3.0, NeMo Automodel 0.7.0 and Megatron-Core 0.19.2 in these packages, on a CPU, in
-# environments of their own. CI runs the same tests in tests/compat/interfaces/.
+# Runs the tests of the adapters to torchtitan 0.3.0, NeMo Automodel 0.7.0, OLMo-core 3.0.0 and Megatron-Core 0.19.2 in these
+# packages, on a CPU, in environments of their own. CI runs the same tests in tests/compat/interfaces/.
 #
 #   scripts/test_frameworks.sh [FOLDER]      the environments' folder (default: .venv-frameworks), kept for the next time
 #

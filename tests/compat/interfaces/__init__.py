@@ -1,4 +1,4 @@
-"""What four training frameworks promise to gbmoe's adapters, written down: as much of each as an adapter touches, on a CPU.
+"""What training frameworks promise to gbmoe's adapters, written down: as much of each as an adapter touches, on a CPU.
 
 `installed` puts one of them where `import` finds it. Where the package itself is installed, in the release that the adapter was tested
 with, the tests run in it instead; scripts/test_frameworks.sh installs them.
