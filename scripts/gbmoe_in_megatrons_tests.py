@@ -1,7 +1,8 @@
-"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, which are in its repository and run unchanged.
+"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, which are in its repository and run unchanged but for conftest.py, which downloads data.
 
     git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM && cd Megatron-LM
-    PYTHONPATH=GBMOE/scripts:GBMOE torchrun --nproc_per_node 2 -m pytest -p gbmoe_in_megatrons_tests tests/unit_tests/transformer/moe
+    PYTHONPATH=GBMOE/scripts:GBMOE torchrun --nproc_per_node 2 -m pytest -p gbmoe_in_megatrons_tests \\
+        ./tests/unit_tests/transformer/moe
 
 GBMOE is a checkout of gbmoe. It wants the environment that scripts/test_frameworks.sh makes, with click, requests and nvidia-ml-py.
 

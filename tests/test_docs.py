@@ -115,7 +115,8 @@ def test_names_of_gbmoe_that_pages_use_exist(tmp_path):
     names = {(page_id(page), name) for page in PAGES for name in re.findall(r"\bgbmoe(?:\.\w+)+", page.read_text())
              if not name.endswith((".def", ".sif"))}  # files of Apptainer
     with contextlib.ExitStack() as imported_by_adapters:
-        for package, adapter in (("torchtitan", "gbmoe.compat.torchtitan"), ("megatron-core", "gbmoe.compat.megatron")):
+        for package, adapter in (("torchtitan", "gbmoe.compat.torchtitan"), ("megatron-core", "gbmoe.compat.megatron"),
+                                 ("ai2-olmo-core", "gbmoe.compat.olmo_core")):
             imported_by_adapters.enter_context(interfaces.installed(package, adapter, tmp_path))
         assert len(names) > 100 and sorted((page, name) for page, name in names if not resolves(name)) == []
 
@@ -136,7 +137,9 @@ def resolves(name):
 
 
 # What pages name that is another project's, a compiler's or an instruction's.
-FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_grouped_mm"}
+FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_grouped_mm",
+           # Megatron-Core's field and tests, and an argument of OLMo-core.
+           "recompute_modules", "test_moe_layer", "test_router_replay", "test_sequential_mlp", "test_shared_experts", "forward_row_offset"}
 SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"
 
 

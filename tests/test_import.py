@@ -93,10 +93,11 @@ keep = [list(vars(module).values()) for module in sys.modules.values() if hasatt
 before = of_the_process() | of_other_packages()
 
 import gbmoe
-# __main__ is a program. gbmoe.compat.megablocks.layers imports MegaBlocks, and register() imports it; gbmoe.compat.torchtitan and
-# gbmoe.compat.megatron import torchtitan and Megatron-Core.
+# __main__ is a program. gbmoe.compat.megablocks.layers imports MegaBlocks, and register() imports it; gbmoe.compat.torchtitan,
+# gbmoe.compat.megatron and gbmoe.compat.olmo_core import torchtitan, Megatron-Core and OLMo-core.
 imported = [found.name for found in pkgutil.walk_packages(gbmoe.__path__, "gbmoe.")
-            if found.name not in ("gbmoe.__main__", "gbmoe.compat.megablocks.layers", "gbmoe.compat.torchtitan", "gbmoe.compat.megatron")]
+            if found.name not in ("gbmoe.__main__", "gbmoe.compat.megablocks.layers", "gbmoe.compat.torchtitan", "gbmoe.compat.megatron",
+                              "gbmoe.compat.olmo_core")]
 unfit = []
 for name in imported:
     try:
