@@ -67,8 +67,6 @@ def stacks_of_lists(operator: str, w1: StackOrList, w2: StackOrList, v1: StackOr
                     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """An operator's w1, w2 and v1, each of which may be a list of matrices, as tensors. Raises TypeError or ValueError, naming which, for a
     list of others than matrices that are alike."""
-    if isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and (v1 is None or isinstance(v1, torch.Tensor)):
-        return w1, w2, v1
     lists = lists_of(operator, w1=w1, w2=w2, v1=v1)
     one, two, three = (stacked(lists[name]) if name in lists else w for name, w in (("w1", w1), ("w2", w2), ("v1", v1)))
     return one, two, three  # type: ignore[return-value]  # what is no list is for the operator's checks

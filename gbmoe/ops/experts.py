@@ -109,7 +109,8 @@ def expert_mlp(
         >>> expert_mlp(x, plan, w1, w2, weights_TK=torch.rand(6, 2), activation="gelu").shape
         torch.Size([6, 16])
     """
-    w1_EFH, w2_EFH, v1_EFH = stacks_of_lists("expert_mlp", w1_EFH, w2_EFH, v1_EFH)
+    if not (isinstance(w1_EFH, torch.Tensor) and isinstance(w2_EFH, torch.Tensor) and (v1_EFH is None or isinstance(v1_EFH, torch.Tensor))):
+        w1_EFH, w2_EFH, v1_EFH = stacks_of_lists("expert_mlp", w1_EFH, w2_EFH, v1_EFH)
     if weights_on != "output":
         require(weights_on in ("input", "between"), "expert_mlp", "weights_on", "output, between or input", repr(weights_on))
         if weights_on == "between":
