@@ -149,6 +149,7 @@ def _on_a_rank(rank):
     return out.detach(), x.grad, scores.grad, *(w.grad for w in weights)
 
 
+@pytest.mark.slow
 def test_experts_over_two_ranks_are_those_of_one(tmp_path):
     from gbmoe.compat._spread_experts import routed_experts
 
