@@ -344,6 +344,15 @@ def calls(device, dtype, tokens, top_k):
             yield f"expert_mlp{suffix}", (x, weights, *maps, counts, *paired, "silu", engine, save, False, False, 1.0, PAIRED)
             yield f"expert_mlp_backward{suffix}", (x, x, weights, *maps, counts, *paired, torch.cat((h, h), 1), *[none] * 5, "silu", engine,
                                                    1.0, PAIRED, True, True, save, save, False, save, True, False)
+    up_a, up_b, down_a, down_b = (matrix(EXPERTS, *shape) for shape in ((8, HIDDEN), (8, 2 * FFN), (8, FFN), (8, HIDDEN)))
+    for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
+        arguments = (x, weights, *maps, counts, w, w, w, *[None] * 3, up_a, up_b, down_a, down_b)
+        for save in (False, True):
+            yield f"expert_mlp_low_rank{suffix}", (*arguments, "silu", engine, save, "separate")
+        saved = getattr(torch.ops.gbmoe, f"expert_mlp_low_rank{suffix}")(*arguments, "silu", engine, True, "separate")[1:]
+        for frozen in (False, True):
+            needs = (True, True, *[not frozen] * 3, *[False] * 3, *[True] * 4)
+            yield f"expert_mlp_low_rank_backward{suffix}", (x, *arguments, *saved, "silu", engine, "separate", *needs)
     if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
         for v in (w, None):
             forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, *[None] * 3, "silu", "float8_block", True, False, True, 1.0,
