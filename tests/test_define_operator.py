@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -344,15 +345,6 @@ def calls(device, dtype, tokens, top_k):
             yield f"expert_mlp{suffix}", (x, weights, *maps, counts, *paired, "silu", engine, save, False, False, 1.0, PAIRED)
             yield f"expert_mlp_backward{suffix}", (x, x, weights, *maps, counts, *paired, torch.cat((h, h), 1), *[none] * 5, "silu", engine,
                                                    1.0, PAIRED, True, True, save, save, False, save, True, False)
-    up_a, up_b, down_a, down_b = (matrix(EXPERTS, *shape) for shape in ((8, HIDDEN), (8, 2 * FFN), (8, FFN), (8, HIDDEN)))
-    for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
-        arguments = (x, weights, *maps, counts, w, w, w, *[None] * 3, up_a, up_b, down_a, down_b)
-        for save in (False, True):
-            yield f"expert_mlp_low_rank{suffix}", (*arguments, "silu", engine, save, "separate")
-        saved = getattr(torch.ops.gbmoe, f"expert_mlp_low_rank{suffix}")(*arguments, "silu", engine, True, "separate")[1:]
-        for frozen in (False, True):
-            needs = (True, True, *[not frozen] * 3, *[False] * 3, *[True] * 4)
-            yield f"expert_mlp_low_rank_backward{suffix}", (x, *arguments, *saved, "silu", engine, "separate", *needs)
     if dtype == torch.bfloat16 and torch.device(place) == torch.device(device):
         for v in (w, None):
             forward = (x, weights, *maps, plan.padded_counts_E, w, w, v, *[None] * 3, "silu", "float8_block", True, False, True, 1.0,
@@ -361,6 +353,24 @@ def calls(device, dtype, tokens, top_k):
             _, *saved = torch.ops.gbmoe.expert_mlp(*forward)
             yield "expert_mlp_backward", (x, *forward[:11], *saved, "silu", "float8_block", 1.0, "separate", True, True, True, True,
                                           v is not None, *[False] * 3)
+
+
+def calls_with_adapters(device, dtype, tokens, top_k):
+    """The operators of LoRA with arguments, as (name, arguments)."""
+    ids = torch.arange(tokens * top_k, device=device).view(tokens, top_k) * 3 % EXPERTS
+    plan = gbmoe.RoutingPlan.from_experts(ids, EXPERTS, align=4)
+    x, w = (torch.randn(*shape, device=device).to(dtype) for shape in ((tokens, HIDDEN), (EXPERTS, FFN, HIDDEN)))
+    maps, weights = (plan.row_of_slot_TK, plan.slot_of_row_P), torch.rand(tokens, top_k, device=device)
+    sizes = plan_sizes(plan, x, w, "auto")
+    up_a, up_b, down_a, down_b = (torch.randn(EXPERTS, *shape, device=device).to(dtype) for shape in ((8, HIDDEN), (8, 2 * FFN), (8, FFN), (8, HIDDEN)))
+    for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
+        arguments = (x, weights, *maps, counts, w, w, w, *[None] * 3, up_a, up_b, down_a, down_b)
+        for save in (False, True):
+            yield f"expert_mlp_low_rank{suffix}", (*arguments, "silu", engine, save, "separate")
+        saved = getattr(torch.ops.gbmoe, f"expert_mlp_low_rank{suffix}")(*arguments, "silu", engine, True, "separate")[1:]
+        for frozen in (False, True):
+            needs = (True, True, *[not frozen] * 3, *[False] * 3, *[True] * 4)
+            yield f"expert_mlp_low_rank_backward{suffix}", (x, *arguments, *saved, "silu", engine, "separate", *needs)
 
 
 @functools.cache
@@ -377,7 +387,7 @@ def own_operators():
 def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
     """A compiler that plans memory relies on the fakes, by which each result has a storage of its own and of its own size."""
     seen = set()
-    for name, arguments in calls(device, dtype, tokens, top_k):
+    for name, arguments in chain(calls(device, dtype, tokens, top_k), calls_with_adapters(device, dtype, tokens, top_k)):
         seen.add(f"gbmoe::{name}")
         operator = getattr(torch.ops.gbmoe, name).default
         results = operator(*arguments)
