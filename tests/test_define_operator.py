@@ -362,7 +362,8 @@ def calls_with_adapters(device, dtype, tokens, top_k):
     x, w = (torch.randn(*shape, device=device).to(dtype) for shape in ((tokens, HIDDEN), (EXPERTS, FFN, HIDDEN)))
     maps, weights = (plan.row_of_slot_TK, plan.slot_of_row_P), torch.rand(tokens, top_k, device=device)
     sizes = plan_sizes(plan, x, w, "auto")
-    up_a, up_b, down_a, down_b = (torch.randn(EXPERTS, *shape, device=device).to(dtype) for shape in ((8, HIDDEN), (8, 2 * FFN), (8, FFN), (8, HIDDEN)))
+    up_a, up_b, down_a, down_b = (torch.randn(EXPERTS, *shape, device=device).to(dtype)
+                                    for shape in ((8, HIDDEN), (8, 2 * FFN), (8, FFN), (8, HIDDEN)))
     for suffix, engine, counts in (("", "auto", sizes), ("_by_host", "reference", plan.host_sizes())):
         arguments = (x, weights, *maps, counts, w, w, w, *[None] * 3, up_a, up_b, down_a, down_b)
         for save in (False, True):
