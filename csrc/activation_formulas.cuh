@@ -1,4 +1,4 @@
-// The experts' activations, in the order of ACTIVATIONS in gbmoe/launch/plain_activation.py: each formula once, and three ways to
+// The experts' activations, in the order of ACTIVATIONS in gbmoe/plain/plain_activation.py: each formula once, and three ways to
 // evaluate it.
 //
 //   activation_at      value and slope of one number, in any accumulation type: the kernels of activation_kernels.cu

@@ -12,7 +12,8 @@ import torch
 
 from gbmoe._checks import as_device, require, require_tensor
 from gbmoe._define_operator import define, refuse_jit_tracing
-from gbmoe.launch import permute, plain_plan
+from gbmoe.launch import permute
+from gbmoe.plain import plain_plan
 from gbmoe.slot_map import SlotMap
 
 _OF_EXPERTS = "RoutingPlan.from_experts"

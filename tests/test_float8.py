@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gbmoe import Float8BlockScaling, RoutingPlan, engines, float8, launch
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, weight_cache
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 from tests.conftest import dtype_id

@@ -9,8 +9,8 @@ import torch
 import gbmoe
 from gbmoe import launch
 from gbmoe.compat.transformer_engine import mask_row_map
-from gbmoe.launch import plain_permute
 from gbmoe.ops import permute
+from gbmoe.plain import plain_permute
 from gbmoe.slot_map import SlotMap
 from tests import csrc_operators
 

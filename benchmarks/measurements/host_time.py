@@ -15,7 +15,7 @@ import torch
 
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement, LayerSubject, refuse_host_sizes
 from gbmoe.cli.bench.measurements.measurement import SEED, TRAINING, Refusal, Subject, random_values, require_finite
-from gbmoe.cli.bench.running.cold_cache_timer import Effort, time_steps
+from gbmoe.cli.bench.running.burst_timer import Effort, time_steps
 from gbmoe.cli.bench.running.verify_and_time import in_words
 from gbmoe.testing import accuracy, cuda_graphs
 

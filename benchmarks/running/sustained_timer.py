@@ -2,7 +2,7 @@
 
 In every round each call is repeated for some time untimed and then for as long timed; the contestants' order is rotated from round to
 round. A round's time is the mean over its calls on the slowest rank; a row's is the median of its rounds. For implementations with
-a process of their own, on one GPU, it is gbmoe/cli/bench/running/process_turns.py that does this.
+a process of their own, on one GPU, it is gbmoe/cli/bench/running/sustained_turns.py that does this.
 """
 
 from __future__ import annotations

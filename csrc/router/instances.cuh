@@ -101,7 +101,9 @@ inline void check_router_call(const char* name, const RouterConfig& config, cons
                   shape.experts, " experts and ", shape.slots, " slots per token");
   STD_TORCH_CHECK(
       shape.p == 0 || shape.p == 1 || shape.p == 2 ||
-          serves_any_norm(static_cast<int>(config.lanes), static_cast<int>(config.numbers_per_lane)),
+          serves_any_norm(
+              static_cast<int>(config.lanes), static_cast<int>(config.numbers_per_lane),
+              config.longest_vector == 4 ? static_cast<int>(config.variant) : 0),
       name, ": ", config.lanes, " lanes of ", config.numbers_per_lane, " numbers serve no norm with p = ", shape.p);
 }
 inline void refuse_router_call(const char* name, const RouterConfig& config) {

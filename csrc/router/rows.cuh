@@ -25,9 +25,11 @@ template <int G, typename X> __device__ __forceinline__ X group_sum(X x) {
   for (int step = G / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
   return x;
 }
-// Whether the kernels of this layout serve norms other than those with p = 1 and 2: the code of a power is so long that few have it.
-constexpr bool serves_any_norm(int lanes, int numbers_per_lane) {
-  return lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32);
+// Whether the kernels of this layout serve norms other than those with p = 1 and 2: the code of a power is so long that few have it. list:
+// the length of the list, of kernels that have one and are for logits of any type.
+constexpr bool serves_any_norm(int lanes, int numbers_per_lane, int list = 0) {
+  return (lanes == 32 && (numbers_per_lane == 8 || numbers_per_lane == 32)) ||
+         (lanes == 8 && numbers_per_lane >= 16 && list == 16);
 }
 
 // Out of line: a copy for each of a lane's slots would be most of a kernel.

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
     float* __restrict__ logsumexp_T, const RouterShape shape) {
   wait_for_kernel_before();
   constexpr int V = kVector<T, N, kMaxVector>, kNumbers = Word<T>::kNumbers;
-  constexpr bool kAnyNorm = serves_any_norm(G, N);
+  constexpr bool kAnyNorm = serves_any_norm(G, N, kNumbers == 1 ? kList : 0);
   using Layout = RowLayout<T, G, N, V>;
   using Key = typename Keys<T>::Key;
   const int lane = threadIdx.x % G;

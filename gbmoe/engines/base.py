@@ -19,8 +19,8 @@ from gbmoe import launch
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
 from gbmoe.engines.low_rank import LowRankProducts
-from gbmoe.launch import plain_gmm
 from gbmoe.launch.alignment import aligned
+from gbmoe.plain import plain_gmm
 from gbmoe.problem import Problem
 from gbmoe.slot_map import SlotMap
 

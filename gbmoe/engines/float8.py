@@ -1,4 +1,4 @@
-"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/float8/plain_quantize.py); the same steps on every device.
+"""Experts whose products of rows are computed in blockwise-scaled e4m3 (gbmoe/plain/plain_quantize.py); the same steps on every device.
 
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
@@ -19,8 +19,8 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.launch import plain_activation, plain_plan
 from gbmoe.launch.alignment import aligned
+from gbmoe.plain import plain_activation, plain_plan
 from gbmoe.problem import result_shape
 from gbmoe.tuning import float8_tiles
 from gbmoe.tuning.device import Device

@@ -16,8 +16,9 @@ from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.launch import availability, plain_activation
+from gbmoe.launch import availability
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
+from gbmoe.plain import plain_activation
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.hopper_tiles import GemmConfig

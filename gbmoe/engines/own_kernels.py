@@ -9,8 +9,8 @@ import torch
 
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
-from gbmoe.launch import plain_activation
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
+from gbmoe.plain import plain_activation
 from gbmoe.problem import Problem, known, result_shape
 from gbmoe.tuning import groups_of_few_rows
 from gbmoe.tuning.device import Device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gbmoe.engines.base import Engine
-from gbmoe.launch import plain_gmm
+from gbmoe.plain import plain_gmm
 from gbmoe.problem import result_shape
 
 

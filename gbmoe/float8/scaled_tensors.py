@@ -1,4 +1,4 @@
-"""Tensors in blockwise-scaled e4m3: values, and a decoding scale for each tile of 128 of them (gbmoe/float8/plain_quantize.py).
+"""Tensors in blockwise-scaled e4m3: values, and a decoding scale for each tile of 128 of them (gbmoe/plain/plain_quantize.py).
 
 Shape suffixes: P rows, K columns, E experts, N and K the sides of a weight; C tiles of a row, ceil(K / 128); B k-blocks of R = 128 rows;
 Y bytes.

@@ -1,12 +1,8 @@
 """The functions that operators and engines compute with: each allocates its results and launches CUDA kernels where they are loaded, and
-otherwise computes in plain PyTorch. No autograd. The kernels are in csrc/.
+otherwise computes in plain PyTorch (gbmoe/plain/). No autograd. The kernels are in csrc/.
 
 availability.py says whether they are loaded. permute.py, activation.py, quantize.py, router.py and peers.py are rooms as csrc/ has
 them; the functions of the first three are here under their names.
-
-The plain_*.py are the operators in plain PyTorch: the path of every device without kernels of its own, and the oracle of the tests. Nothing
-there is tuned, accumulates in less than float32 (float64 for float64), rounds more than once, depends on the order in which threads finish,
-or reads a row that the plan does not name.
 """
 
 from gbmoe.launch.activation import (

@@ -10,9 +10,9 @@ import torch
 
 from gbmoe import float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows
-from gbmoe.launch import plain_activation
 from gbmoe.launch.availability import float8_serves, serves
 from gbmoe.launch.quantize import empty_k_blocks, empty_scaled_rows
+from gbmoe.plain import plain_activation
 
 
 def activate(h_PF: torch.Tensor, g_PF: torch.Tensor | None, activation: str) -> torch.Tensor:

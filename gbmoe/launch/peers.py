@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe.launch import plain_permute, plain_plan
+from gbmoe.plain import plain_permute, plain_plan
 from gbmoe.slot_map import SlotMap
 
 HEADER_NUMBERS = 4  # N

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from gbmoe.launch import plain_permute, plain_plan
 from gbmoe.launch.availability import serves, sorts
+from gbmoe.plain import plain_permute, plain_plan
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import permute as tuning
 from gbmoe.tuning.device import Device

@@ -1,4 +1,4 @@
-"""Operands in e4m3 with their scales, see gbmoe/float8/plain_quantize.py. The CUDA kernels of csrc/hopper/float8/ where they are loaded,
+"""Operands in e4m3 with their scales, see gbmoe/plain/plain_quantize.py. The CUDA kernels of csrc/hopper/float8/ where they are loaded,
 otherwise plain PyTorch. No autograd.
 
 Shape suffixes: T tokens, K columns, E experts, F ffn hidden, H hidden, P padded rows of the plan, Y bytes.
@@ -12,8 +12,8 @@ import torch
 
 from gbmoe import float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
-from gbmoe.launch import plain_permute
 from gbmoe.launch.availability import float8_serves
+from gbmoe.plain import plain_permute
 from gbmoe.slot_map import SlotMap
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from gbmoe._accumulate_dtype import accumulate_dtype
-from gbmoe.launch import plain_router
 from gbmoe.launch.alignment import aligned
 from gbmoe.launch.availability import serves
+from gbmoe.plain import plain_router
 from gbmoe.router_function import SCORES, RouterFunction
 from gbmoe.tuning import router_kernels as tuning
 

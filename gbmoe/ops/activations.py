@@ -16,7 +16,7 @@ from torch.nn.modules import module as modules
 
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class GatingActivation:
 
     @property
     def code(self) -> str:
-        """Its name and constants, as gbmoe.launch.plain_activation.functions takes them."""
+        """Its name and constants, as gbmoe.plain.plain_activation.functions takes them."""
         raise TypeError(f"{type(self).__name__} does not say what it is")
 
     def __call__(self, h_PF: torch.Tensor, g_PF: torch.Tensor | None = None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from gbmoe.engines.base import Engine, GatheredRows
 
 if TYPE_CHECKING:
-    from gbmoe.ops.expert_pass import Gradients
+    from gbmoe.ops.expert_forward_backward import Gradients
     from gbmoe.weight_layout import WeightGradients
 
 

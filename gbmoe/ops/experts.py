@@ -5,7 +5,7 @@ Y bytes.
 
 Saved for backward are x, the pre-activations h (and g) and the plan. Backward gathers x's rows again, unless they are to be kept, and
 computes the activation again; it computes the router weights' gradient from the activation, so that the experts' output y is not needed
-(csrc/activation_kernels.cu has the formulas). What is computed, and in which order, is in gbmoe/ops/expert_pass.py.
+(csrc/activation_kernels.cu has the formulas). What is computed, and in which order, is in gbmoe/ops/expert_forward_backward.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gbmoe._define_operator import define, is_batched, is_watched, may_be_transf
 from gbmoe.engines.resolved import Resolved
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora import ExpertLora
-from gbmoe.ops import expert_pass, flops
+from gbmoe.ops import expert_forward_backward, flops
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
-from gbmoe.ops.expert_pass import Gradients, Saved
+from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
@@ -239,7 +239,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w
     rows_PH = transport.keep_rows() if keep_rows else None
     of_pass = weights_of_pass(layout, engine, w1, matrices, (w1_bias, w2_bias, v1_bias), keep=keep_weights)
     del w1, w2, v1, matrices
-    out_TH, h_PF, g_PF = expert_pass.forward(transport, experts, of_pass, sizes, activation, save)
+    out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, of_pass, sizes, activation, save)
     # Separate tensors: an operator's may not alias.
     return (out_TH, *[out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, rows_PH)],
             *[of_pass.kept[name] if name in of_pass.kept else out_TH.new_empty(0, dtype=torch.uint8) for name in _NAMES])
@@ -287,7 +287,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     saved.clear()
     del x, weights, w1, w2, v1, matrices, parameters, kept  # copies that autocast made of weights are held by nothing else
     scale = scale if wanted.w1 or wanted.w2 or wanted.v1 or wanted.any_bias else 1.0
-    return expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
+    return expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,

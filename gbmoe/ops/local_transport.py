@@ -10,7 +10,7 @@ import torch
 from gbmoe.engines.base import GatheredRows
 from gbmoe.launch import clear_rows_without_slot, scatter
 from gbmoe.launch.alignment import aligned
-from gbmoe.ops.expert_pass import Transport
+from gbmoe.ops.expert_forward_backward import Transport
 from gbmoe.slot_map import SlotMap
 
 

@@ -17,9 +17,9 @@ from gbmoe._checks import require
 from gbmoe._define_operator import define, is_watched, may_be_transformed, positions
 from gbmoe.engines.resolved import Resolved
 from gbmoe.lora import ExpertLora, LowRankOperands, low_rank_operands
-from gbmoe.ops import expert_pass, flops
+from gbmoe.ops import expert_forward_backward, flops
 from gbmoe.ops.activations import activation_name
-from gbmoe.ops.expert_pass import Gradients, Saved
+from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
@@ -71,7 +71,7 @@ def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w
     low_rank = LowRankPass(LowRankOperands(up_a, up_b, down_a, down_b), _columns(layout, engine, matrices[2] is not None))
     of_pass = weights_of_pass(layout, engine, w1, matrices, (w1_bias, w2_bias, v1_bias), low_rank=low_rank)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)
-    out_TH, h_PF, g_PF = expert_pass.forward(transport, experts, of_pass, sizes, activation, save)
+    out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, of_pass, sizes, activation, save)
     return (out_TH, *[out_TH.new_empty(0) if t is None else t for t in (h_PF, g_PF, low_rank.t_PR if save else None)])
 
 
@@ -111,7 +111,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     saved.clear()
     del x, weights, w1, w2, v1, matrices, h, g, t  # copies that autocast made of weights are held by nothing else
-    of_parameters = expert_pass.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients)
+    of_parameters = expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients)
     return *of_parameters, *low_rank.gradients_in_order()
 
 

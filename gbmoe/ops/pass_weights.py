@@ -6,7 +6,7 @@ import torch
 
 from gbmoe import engines
 from gbmoe.engines.resolved import Resolved
-from gbmoe.ops.expert_pass import Biases, Weights
+from gbmoe.ops.expert_forward_backward import Biases, Weights
 from gbmoe.weight_layout import WeightLayout
 
 

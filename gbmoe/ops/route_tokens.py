@@ -14,7 +14,7 @@ from gbmoe import engines
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.launch import plain_gmm, router
+from gbmoe.launch import router
 from gbmoe.ops import flops
 from gbmoe.ops.route_logits import (
     Routing,
@@ -24,6 +24,7 @@ from gbmoe.ops.route_logits import (
     save_for_gradient,
 )
 from gbmoe.ops.router_linear import products_of_gradient, save_for_products
+from gbmoe.plain import plain_gmm
 from gbmoe.router_function import RouterFunction
 
 

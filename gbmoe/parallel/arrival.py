@@ -21,11 +21,11 @@ from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.launch import peers
-from gbmoe.launch.plain_plan import padded_rows
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.regions import Layout, Regions
+from gbmoe.plain.plain_plan import padded_rows
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 

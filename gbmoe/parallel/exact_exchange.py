@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.permute import gather_slots
 from gbmoe.parallel import pass_agreement
-from gbmoe.parallel.all_to_all import AllToAll
+from gbmoe.parallel.differentiable_all_to_all import AllToAll
+from gbmoe.parallel.dispatch_combine import Trip, first_rows_of, plan_of_destinations
 from gbmoe.parallel.exchange import Compute, check_arguments, total_rows, with_sizes
 from gbmoe.parallel.pass_agreement import joined
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.row_counts import exchanged_counts, message_of
-from gbmoe.parallel.trip import Trip, first_rows_of, plan_of_destinations
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 

@@ -24,11 +24,11 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.parallel import pass_agreement
+from gbmoe.parallel.dispatch_combine import Trip, first_rows_of, plan_of_destinations
 from gbmoe.parallel.groups import Nodes
 from gbmoe.parallel.pass_agreement import joined
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.row_counts import exchanged_counts, exchanged_counts_by_node, message_of
-from gbmoe.parallel.trip import Trip, first_rows_of, plan_of_destinations
 from gbmoe.plan import RoutingPlan
 
 # The experts of one chunk: (rows [S,H], their plan, router weights [S,K] or None) -> weighted sums [S,H].

@@ -1,7 +1,8 @@
 """The experts of a layer over ranks that map each other's memory: rows are pulled from their owners, sums pushed back.
 
 A row crosses a link once for every rank that holds one of the token's experts. Each rank builds a plan that takes the tokens of all ranks
-to its own experts (arrival.py), and computes the experts' pass (gbmoe/ops/expert_pass.py) over the transport of peer_transport.py.
+to its own experts (arrival.py), and computes the experts' pass (gbmoe/ops/expert_forward_backward.py) over the transport of
+peer_transport.py.
 
 Shape suffixes: T tokens of this rank, S tokens of all ranks, K slots a token, E experts of this rank, H hidden, F ffn hidden of this rank,
 P rows of this rank.
@@ -16,8 +17,8 @@ import torch
 
 from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import Engine
-from gbmoe.ops import expert_pass
-from gbmoe.ops.expert_pass import Gradients, Saved, Weights
+from gbmoe.ops import expert_forward_backward
+from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
 from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.peer_memory import of_group
@@ -41,7 +42,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         ids_TK: each token's experts [T,K], ids among the experts of all ranks, int64; -1 drops a slot.
         weights_TK: [T,K], any floating dtype but float64; None gives every slot the weight one.
         w1_EFH, w2_EFH, v1_EFH: the weights of this rank's experts.
-        activation: a name in gbmoe.launch.plain_activation.ACTIVATIONS.
+        activation: a name in gbmoe.plain.plain_activation.ACTIVATIONS.
         engine: see gbmoe.engines.
         where: which rank holds which experts.
         meanwhile: called once, to start work that the device does while the host waits for the number of rows.
@@ -113,7 +114,8 @@ class _PeerExperts(torch.autograd.Function):
         transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, rows=rows.pop())
         rows_PH = transport.keep_rows() if call.keep_rows else None
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
-        out_TH, h_PF, g_PF = expert_pass.forward(transport, call.experts, weights, sizes_E, call.activation, call.save)
+        out_TH, h_PF, g_PF = expert_forward_backward.forward(
+            transport, call.experts, weights, sizes_E, call.activation, call.save)
         if call.save:
             if pass_agreement.saved_tensors_are_packed():
                 arrived = arrived.with_own_capacity()
@@ -146,6 +148,6 @@ class _PeerExperts(torch.autograd.Function):
                                       pulls_again=rows_PH is None and (own[2] or own[4]))
             del rows_PH, grad_TH
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
-            computed = expert_pass.backward(transport, call.experts, weights, sizes_E, call.activation, of_forward, wanted, gradients,
-                                            scale)
+            computed = expert_forward_backward.backward(
+                transport, call.experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
         return *(gradient if needed else None for gradient, needed in zip(computed[:5], own)), *[None] * 5

@@ -16,7 +16,7 @@ import torch
 from gbmoe.engines.base import GatheredRows
 from gbmoe.launch import peers, scatter
 from gbmoe.launch.peers import PeerRegion
-from gbmoe.ops.expert_pass import Transport
+from gbmoe.ops.expert_forward_backward import Transport
 from gbmoe.parallel import peer_memory
 from gbmoe.parallel.arrival import Arrived
 from gbmoe.parallel.peer_memory import PeerMemory

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe.parallel import pass_agreement
-from gbmoe.parallel.all_to_all import all_to_all
+from gbmoe.parallel.differentiable_all_to_all import all_to_all
 from gbmoe.parallel.groups import Nodes
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.parallel.pass_agreement import Needs

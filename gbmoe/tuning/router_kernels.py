@@ -51,13 +51,21 @@ class _Row(NamedTuple):
         return experts <= self.max_experts and experts % self.multiple == 0 and slots <= self.max_slots
 
     @property
-    def serves_any_norm(self) -> bool:
-        """Whether its kernels have the code of powers."""
-        return self.lanes == 32 and self.numbers_per_lane in (8, 32)
+    def with_powers(self) -> _Row | None:
+        """The row of its kernels that have the code of powers: a whole warp's, and those of logits of any dtype with long lists."""
+        if self.lanes == 32 and self.numbers_per_lane in (8, 32):
+            return self
+        if self.lanes == 8 and self.numbers_per_lane >= 16 and self.longest_vector == 4 and 16 in self.lists:
+            return self._replace(lists=(16,))
+        return None
 
     def config(self, slots: int) -> RouterConfig:
         length = next((length for length in self.lists if slots <= length), _CANDIDATES)
         return RouterConfig(self.lanes, self.numbers_per_lane, self.longest_vector, length)
+
+
+def _with_powers(table: tuple[_Row, ...]) -> tuple[_Row, ...]:
+    return tuple(row.with_powers for row in table if row.with_powers is not None)
 
 
 # Sorted lists are used up to the number of experts from which, as measured, a warp that ranks candidates is faster. With float32
@@ -157,11 +165,12 @@ def serves(experts: int, slots: int) -> bool:
 def forward(experts: int, slots: int, bfloat16: bool, any_norm: bool = False) -> RouterConfig:
     """The kernel of a softmax and top-k, for logits in bfloat16 or in another dtype, where `serves` is true; `any_norm`: with a norm
     other than those with p = 1 and 2."""
+    narrow, wide = (_with_powers(table) if any_norm else table for table in (_FORWARD_BFLOAT16, _FORWARD))
     if bfloat16:
-        for row in _FORWARD_BFLOAT16:
-            if row.takes(experts, slots) and row.lanes * row.numbers_per_lane <= 2 * experts and (row.serves_any_norm or not any_norm):
+        for row in narrow:
+            if row.takes(experts, slots) and row.lanes * row.numbers_per_lane <= 2 * experts:
                 return row.config(slots)
-    return next(row for row in _FORWARD if row.takes(experts, slots) and (row.serves_any_norm or not any_norm)).config(slots)
+    return next(row for row in wide if row.takes(experts, slots)).config(slots)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -169,7 +178,7 @@ def backward(experts: int, slots: int, float32: bool, any_norm: bool = False) ->
     """The kernel of the gradient of a softmax and top-k, for a gradient in float32 or in 16 bits, where `serves` is true; `any_norm` as
     forward's."""
     table = _BACKWARD_FLOAT32 if float32 else _BACKWARD_16_BIT
-    row = next(row for row in table if row.takes(experts, slots) and (row.serves_any_norm or not any_norm))
+    row = next(row for row in (_with_powers(table) if any_norm else table) if row.takes(experts, slots))
     return RouterConfig(row.lanes, row.numbers_per_lane, row.longest_vector, 2 if row.lanes == 8 else 1)
 
 

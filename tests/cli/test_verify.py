@@ -6,7 +6,7 @@ import torch
 from gbmoe import engines, plan
 from gbmoe.cli import main, verify
 from gbmoe.engines.reference import Reference
-from gbmoe.launch import plain_permute
+from gbmoe.plain import plain_permute
 from gbmoe.testing import accuracy
 from tests.conftest import DEVICES
 

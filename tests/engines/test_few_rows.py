@@ -9,7 +9,7 @@ from gbmoe import engines
 from gbmoe.engines import own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
 from gbmoe.engines.own_kernels import FEW_ROWS, HOPPER_FEW_ROWS
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, engines, expert_mlp, float8, gmm, grouped_mlp, launch
 from gbmoe.engines.float8 import Float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights, weight_cache
-from gbmoe.launch import plain_plan
+from gbmoe.plain import plain_plan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error

@@ -7,7 +7,8 @@ import torch
 
 from gbmoe import RoutingPlan, engines, expert_mlp, launch
 from gbmoe.engines import hopper
-from gbmoe.launch import gather, plain_activation
+from gbmoe.launch import gather
+from gbmoe.plain import plain_activation
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import gathering, hopper_tiles
 from gbmoe.tuning.device import Device

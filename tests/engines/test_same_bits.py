@@ -9,7 +9,7 @@ import torch
 from gbmoe import engines
 from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 from gbmoe.slot_map import SlotMap
 from gbmoe.tuning import tensor_core_tiles
 from gbmoe.tuning.hopper_tiles import NARROW, SQUARE, WIDE, GemmConfig

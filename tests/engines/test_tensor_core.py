@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from gbmoe import engines
 from gbmoe.engines import tensor_core
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 from gbmoe.testing import cuda_graphs, exact_inputs
 from gbmoe.tuning.device import FITTED_ON
 from gbmoe.tuning.tensor_core_tiles import LOW, SQUARE, WIDE, TensorCoreConfig, rows_gemm

@@ -12,7 +12,7 @@ import torch
 
 from gbmoe import extension, launch
 from gbmoe._accumulate_dtype import accumulate_dtype
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 from gbmoe.testing import exact_inputs, oracle
 from tests.conftest import FLOATS, dtype_id
 

@@ -12,7 +12,7 @@ import gbmoe
 from gbmoe import WeightLayout, engines
 from gbmoe.engines.base import Engine
 from gbmoe.ops.activations import gated
-from gbmoe.ops.expert_pass import Saved
+from gbmoe.ops.expert_forward_backward import Saved
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from tests.conftest import assert_as_accurate_as

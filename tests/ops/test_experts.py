@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gbmoe
 from gbmoe import RoutingPlan, engines, launch
-from gbmoe.launch import plain_activation
 from gbmoe.ops import local_transport
+from gbmoe.plain import plain_activation
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from gbmoe.testing.oracle import ACTIVATIONS as CALLABLES

@@ -9,7 +9,7 @@ import torch
 
 import gbmoe
 from gbmoe import RoutingPlan
-from gbmoe.launch import plain_permute
+from gbmoe.plain import plain_permute
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
 from tests.forked_python import python

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from gbmoe.launch import plain_router, router
+from gbmoe.launch import router
 from gbmoe.ops import route
 from gbmoe.ops.route_logits import Routing, route_backward
+from gbmoe.plain import plain_router
 from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id

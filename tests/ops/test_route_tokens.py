@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gbmoe import engines
-from gbmoe.launch import plain_router
 from gbmoe.ops import route, route_tokens
+from gbmoe.plain import plain_router
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gbmoe import RouterFunction
-from gbmoe.launch import plain_router, router as launches
+from gbmoe.launch import router as launches
 from gbmoe.ops import route_logits
+from gbmoe.plain import plain_router
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.tuning import router_kernels as tuning
 from tests.ops import emulated_router, test_route_logits as softmax_topk, test_router_functions as functions

@@ -18,7 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 import gbmoe
 from gbmoe.layers import Arguments
-from gbmoe.parallel import all_to_all, automatic_chunks, cost_model, groups, peer_memory, shadowing, trip
+from gbmoe.parallel import (
+    automatic_chunks,
+    cost_model,
+    differentiable_all_to_all,
+    dispatch_combine,
+    groups,
+    peer_memory,
+    shadowing,
+)
 from tests.forked_python import spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exchange")]  # one start serves all tests
@@ -311,7 +319,7 @@ def left_behind(device, group):
     gc.disable()
     try:
         train(Case(fields=dict(GLU, expert_parallel_chunks=2)), device, group)
-        return sum(isinstance(thing, all_to_all.Travelling) for thing in gc.get_objects())
+        return sum(isinstance(thing, differentiable_all_to_all.Travelling) for thing in gc.get_objects())
     finally:
         gc.enable()
 
@@ -553,7 +561,7 @@ def test_ids_of_one_slot_were_refused_where_their_slots_have_a_stride():
     ids_TK = torch.tensor([[2, 0, 1, 0, 2]], dtype=torch.int32).t()
     weights_TK = torch.rand(1, 5).t()
     plan = gbmoe.RoutingPlan.from_experts(torch.zeros(5, 1, dtype=torch.int32), 1)
-    ((weights_RK, ids_RK),) = trip.Trip(plan.slot_map, [[5]], [[5]], None, kept=0).slots(ids_TK, weights_TK)
+    ((weights_RK, ids_RK),) = dispatch_combine.Trip(plan.slot_map, [[5]], [[5]], None, kept=0).slots(ids_TK, weights_TK)
     assert torch.equal(ids_RK, ids_TK) and torch.equal(weights_RK, weights_TK)
 
 

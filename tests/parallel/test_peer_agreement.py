@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gbmoe.layers import Arguments
 from gbmoe.layers.dmoe import ParallelDroplessMLP
-from gbmoe.ops import expert_pass
+from gbmoe.ops import expert_forward_backward
 from gbmoe.parallel import check_overflow, pass_agreement, peer_memory, peer_transport
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
@@ -416,7 +416,7 @@ def an_exception_between_barriers_of_forward_made_later_passes_wrong(rank):
         for fields in ({}, {"expert_parallel_rows": 4.0}):
             layer = make(**fields)
             step(layer, rank)
-            for module, name in ((peer_transport, "push_sums"), (expert_pass, "forward"), (peer_transport, "sum_of_ranks")):
+            for module, name in ((peer_transport, "push_sums"), (expert_forward_backward, "forward"), (peer_transport, "sum_of_ranks")):
                 with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
                     failing_once(patch, module, name, rank == 0)
                     lost(rank, lambda: [step(layer, rank) for _ in range(10)])
@@ -425,7 +425,7 @@ def an_exception_between_barriers_of_forward_made_later_passes_wrong(rank):
 @case
 def an_exception_between_barriers_of_backward(rank):
     layer = make()
-    for module, name in ((peer_transport, "pull_rows"), (expert_pass, "backward"), (expert_pass, "_give_back_dx")):
+    for module, name in ((peer_transport, "pull_rows"), (expert_forward_backward, "backward"), (expert_forward_backward, "_give_back_dx")):
         x, ids, weights, grad = mine(rank, tokens_of_ranks())
         out = call(layer, x.requires_grad_(), ids, weights)
         with pytest.MonkeyPatch.context() as patch:
@@ -462,8 +462,8 @@ def goes_on_at_once(rank, do, is_lost):
 def hosts_that_waited_for_their_devices_after_a_failure_of_another_hung(rank):
     """Their devices waited in a barrier that the rank which had left did not begin."""
     for fields in ({}, {"expert_parallel_rows": 4.0}, {"expert_parallel_exact": True}):
-        for module, name in ((peer_transport, "push_sums"), (peer_transport, "sum_of_ranks"), (expert_pass, "backward"),
-                             (expert_pass, "_give_back_dx")):
+        for module, name in ((peer_transport, "push_sums"), (peer_transport, "sum_of_ranks"), (expert_forward_backward, "backward"),
+                             (expert_forward_backward, "_give_back_dx")):
             layer = make(**fields)
             x, ids, weights, grad = mine(rank, tokens_of_ranks())
             x.requires_grad_()
@@ -559,9 +559,9 @@ def checkpointing_failed_where_the_room_had_grown_since_forward(rank):
 @case
 def evaluation_with_parameters_that_need_gradients_stored_pre_activations(rank):
     layer, saves = make(), []
-    original = expert_pass.forward
+    original = expert_forward_backward.forward
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(expert_pass, "forward", lambda *arguments: saves.append(arguments[-1]) or original(*arguments))
+        patch.setattr(expert_forward_backward, "forward", lambda *arguments: saves.append(arguments[-1]) or original(*arguments))
         x, ids, weights, _ = mine(rank, tokens_of_ranks())
         for fields in ({}, {"expert_parallel_rows": 4.0}):
             call(make(**fields), x, ids, weights)

@@ -1,4 +1,4 @@
-// How numbers become e4m3 with a scale, for every kernel that quantises; gbmoe/float8/plain_quantize.py is the same in plain PyTorch, to the bit.
+// How numbers become e4m3 with a scale, for every kernel that quantises; gbmoe/plain/plain_quantize.py is the same, to the bit.
 //
 // The numbers of a tile (128 of a row, or 128 x 128 of a weight) share a scale. With the largest magnitude m among them each
 // becomes e4m3(number * encode), encode = 448 / m or the power of two below, and stands for that times decode = 1 / encode. A tile

@@ -13,7 +13,7 @@ from gbmoe import engines
 from gbmoe.cli.bench import checkout, result_file, rivals, table
 from gbmoe.cli.bench.measurements.measurement import Configuration
 from gbmoe.cli.bench.roofline import Limits
-from gbmoe.cli.bench.running.cold_cache_timer import QUICK, THOROUGH
+from gbmoe.cli.bench.running.burst_timer import QUICK, THOROUGH
 from gbmoe.cli.bench.running.parent_process import measure_limits, total
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED, Conditions, few_threads, measure
 from gbmoe.cli.bench.suites import OF_SHAPES, SUITES, Choice, Suite

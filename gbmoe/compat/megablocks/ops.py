@@ -21,8 +21,8 @@ import torch
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import define
-from gbmoe.launch.plain_plan import PADDING
 from gbmoe.ops.permute import FLOAT8, gather_slots, scatter_slots
+from gbmoe.plain.plain_plan import PADDING
 from gbmoe.slot_map import SlotMap
 
 __all__ = ["binned_gather", "binned_scatter", "exclusive_cumsum", "gather", "histogram", "inclusive_cumsum", "padded_gather",

@@ -6,7 +6,7 @@ import torch
 from benchmarks.measurements import plan_and_permutation
 from gbmoe import RoutingPlan, launch, plan
 from gbmoe.cli.bench.measurements import copy
-from gbmoe.launch import plain_permute, plain_plan, plain_router
+from gbmoe.plain import plain_permute, plain_plan, plain_router
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.rows import ROUNDED, printed
 from tests.cli.bench.test_command import assert_no_time

@@ -12,7 +12,7 @@ def least():
     """(module, name, value): --quick is two repetitions, or two rounds of some, and what the limits are measured on is small."""
     from gbmoe.cli.bench import command
     from gbmoe.cli.bench.running import parent_process, processes
-    from gbmoe.cli.bench.running.cold_cache_timer import Effort
+    from gbmoe.cli.bench.running.burst_timer import Effort
     from gbmoe.cli.bench.running.repeat import Sustained
 
     return [(command, "QUICK", Effort(0, 2, 2)), (processes, "IN_TURNS_QUICK", Sustained(1e-4, 2)),

@@ -9,8 +9,8 @@ import torch
 
 from gbmoe.cli.bench.running.energy import counter_of
 from gbmoe.cli.bench.running.parent_process import Runner
-from gbmoe.cli.bench.running.process_turns import ProcessRunner
 from gbmoe.cli.bench.running.repeat import Sustained
+from gbmoe.cli.bench.running.sustained_turns import ProcessRunner
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, Conditions
 
 IN_TURNS, IN_TURNS_QUICK = Sustained(0.5, 3), Sustained(0.1, 3)

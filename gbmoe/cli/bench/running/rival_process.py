@@ -26,7 +26,7 @@ from gbmoe.cli.bench import checkout, rivals
 from gbmoe.cli.bench.measurements.measurement import GRAPH, Measurement, Subject
 from gbmoe.cli.bench.running.energy import EnergyCounter, counter_of
 from gbmoe.cli.bench.running.repeat import clock_of
-from gbmoe.cli.bench.running.turn import Turn, take_turn
+from gbmoe.cli.bench.running.sustained_turn import Turn, take_turn
 from gbmoe.cli.bench.running.verify_and_time import (
     CRASHED,
     LEFT_OUT,

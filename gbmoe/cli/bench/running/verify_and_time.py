@@ -22,7 +22,7 @@ import torch
 from gbmoe._checks import dtype_name
 from gbmoe.cli.bench.measurements.measurement import GRAPH, Measurement, Refusal, Subject, forget_kept
 from gbmoe.cli.bench.roofline import PASSES, Limits
-from gbmoe.cli.bench.running.cold_cache_timer import THOROUGH, Effort, time_steps
+from gbmoe.cli.bench.running.burst_timer import THOROUGH, Effort, time_steps
 from gbmoe.cli.bench.running.timing_statistics import Timing
 from gbmoe.testing import exact_inputs
 

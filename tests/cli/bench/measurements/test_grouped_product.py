@@ -3,13 +3,13 @@
 import torch
 
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement, group_sizes
-from gbmoe.cli.bench.running import cold_cache_timer
+from gbmoe.cli.bench.running import burst_timer
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
 from gbmoe.engines.reference import Reference
 from gbmoe.testing import moe_shapes
 
 CPU = torch.device("cpu")
-QUICK = cold_cache_timer.Effort(0, 2, 2)
+QUICK = burst_timer.Effort(0, 2, 2)
 FP32 = Conditions(CPU, torch.float32, QUICK)
 
 

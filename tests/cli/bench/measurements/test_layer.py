@@ -10,14 +10,14 @@ from gbmoe import engines
 from gbmoe.cli.bench.measurements import layer
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement, layer_inputs
-from gbmoe.cli.bench.running import cold_cache_timer
+from gbmoe.cli.bench.running import burst_timer
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
 from gbmoe.testing import moe_shapes
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-QUICK = cold_cache_timer.Effort(0, 2, 2)
+QUICK = burst_timer.Effort(0, 2, 2)
 FP32 = Conditions(CPU, torch.float32, QUICK)
 
 

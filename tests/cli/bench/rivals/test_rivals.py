@@ -11,7 +11,7 @@ import torch
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.grouped_product import ProductMeasurement
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.running.cold_cache_timer import QUICK
+from gbmoe.cli.bench.running.burst_timer import QUICK
 from gbmoe.cli.bench.running.rival_process import Worker
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
 from gbmoe.testing.moe_shapes import MoeCase

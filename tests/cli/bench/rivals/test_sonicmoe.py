@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.running.cold_cache_timer import QUICK
+from gbmoe.cli.bench.running.burst_timer import QUICK
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
 from gbmoe.testing.moe_shapes import MoeCase
 

@@ -7,7 +7,7 @@ from gbmoe.cli import main
 from gbmoe.cli.bench import rivals
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.running import rival_process
-from gbmoe.cli.bench.running.cold_cache_timer import QUICK
+from gbmoe.cli.bench.running.burst_timer import QUICK
 from gbmoe.cli.bench.running.verify_and_time import Conditions
 from gbmoe.testing import moe_shapes
 

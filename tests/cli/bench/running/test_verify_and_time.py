@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
-from gbmoe.cli.bench.running import cold_cache_timer
+from gbmoe.cli.bench.running import burst_timer
 from gbmoe.cli.bench.running.verify_and_time import Conditions, measure
 from gbmoe.testing import moe_shapes
 
-QUICK = cold_cache_timer.Effort(0, 2, 2)
+QUICK = burst_timer.Effort(0, 2, 2)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 
 from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.repeat import repeat
-from gbmoe.cli.bench.running.turn import take_turn
+from gbmoe.cli.bench.running.sustained_turn import take_turn
 
 
 class Device:

@@ -162,7 +162,7 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
     Args:
         experts: the engine of all products, as gbmoe.engines.for_experts finds it.
         sizes_E: the rows of each expert with their padding, on the host or on the device, as the engine wants them.
-        activation: a name in gbmoe.launch.plain_activation.ACTIVATIONS.
+        activation: a name in gbmoe.plain.plain_activation.ACTIVATIONS.
     """
     a_PF, h_PF, g_PF = _up(t, experts, weights, sizes_E, activation, save)
     w2, bias = weights.forward(experts, "w2"), weights.biases.w2

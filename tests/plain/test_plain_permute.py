@@ -1,10 +1,10 @@
-"""gbmoe.launch.plain_permute, the oracle, against loops that cannot be misread."""
+"""gbmoe.plain.plain_permute, the oracle, against loops that cannot be misread."""
 
 import pytest
 import torch
 
 from gbmoe import RoutingPlan
-from gbmoe.launch import plain_permute
+from gbmoe.plain import plain_permute
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, dtype_id
 

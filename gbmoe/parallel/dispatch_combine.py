@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gbmoe.ops.permute import gather_slots, scatter_slots
-from gbmoe.parallel.all_to_all import AllToAllWithIds, Received, is_recorded, start, weights_with_ids
+from gbmoe.parallel.differentiable_all_to_all import AllToAllWithIds, Received, is_recorded, start, weights_with_ids
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from gbmoe._accumulate_dtype import accumulate_dtype
-from gbmoe.launch.plain_plan import PADDING
+from gbmoe.plain.plain_plan import PADDING
 from gbmoe.slot_map import SlotMap
 
 

@@ -1,9 +1,9 @@
-"""gbmoe.launch.plain_activation, the oracle, against autograd and torch's own functions."""
+"""gbmoe.plain.plain_activation, the oracle, against autograd and torch's own functions."""
 
 import pytest
 import torch
 
-from gbmoe.launch import plain_activation
+from gbmoe.plain import plain_activation
 from gbmoe.testing import oracle
 
 

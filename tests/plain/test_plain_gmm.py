@@ -1,9 +1,9 @@
-"""gbmoe.launch.plain_gmm, the oracle, against loops that cannot be misread."""
+"""gbmoe.plain.plain_gmm, the oracle, against loops that cannot be misread."""
 
 import pytest
 import torch
 
-from gbmoe.launch import plain_gmm
+from gbmoe.plain import plain_gmm
 from gbmoe.testing import moe_shapes
 
 

@@ -8,10 +8,10 @@ import torch
 
 from gbmoe.cli.bench.measurements.layer import LayerMeasurement
 from gbmoe.cli.bench.measurements.measurement import Configuration
-from gbmoe.cli.bench.running import process_turns, rival_process
-from gbmoe.cli.bench.running.process_turns import ProcessRunner
+from gbmoe.cli.bench.running import rival_process, sustained_turns
 from gbmoe.cli.bench.running.repeat import Sustained
-from gbmoe.cli.bench.running.turn import Turn
+from gbmoe.cli.bench.running.sustained_turn import Turn
+from gbmoe.cli.bench.running.sustained_turns import ProcessRunner
 from gbmoe.cli.bench.running.verify_and_time import SUSTAINED, Conditions
 from gbmoe.testing import moe_shapes
 from tests.cli.bench.running.test_rival_process import FATES, TIMES, fake  # noqa: F401  (a fixture)
@@ -53,7 +53,7 @@ def test_turns_are_taken_in_rotated_rounds_when_all_are_ready(monkeypatch):
             asked.append(self.rival)
             return super().take_turn(seconds)
 
-    monkeypatch.setattr(process_turns, "Worker", Telling)
+    monkeypatch.setattr(sustained_turns, "Worker", Telling)
     rows, *_ = measured("bmm", "loop", "gbmoe-auto")
     assert all(row["verified"] for row in rows.values())
     names = ["bmm", "loop", "gbmoe-auto"]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gbmoe.cli.bench.running import cold_cache_timer
+from gbmoe.cli.bench.running import burst_timer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -41,17 +41,17 @@ class FakeMachine:
 def machine(monkeypatch):
     """The machine whose clocks the timer reads; a flush keeps its device busy for 100 us and its host for none."""
     machine = FakeMachine()
-    monkeypatch.setattr(cold_cache_timer, "time", SimpleNamespace(perf_counter=lambda: machine.host))
+    monkeypatch.setattr(burst_timer, "time", SimpleNamespace(perf_counter=lambda: machine.host))
     monkeypatch.setattr(torch.cuda, "Event", machine.event)
     monkeypatch.setattr(torch.cuda, "synchronize", machine.synchronize)
-    monkeypatch.setattr(cold_cache_timer, "_flush_with", lambda device: lambda: machine.enqueue(100e-6))
+    monkeypatch.setattr(burst_timer, "_flush_with", lambda device: lambda: machine.enqueue(100e-6))
     return machine
 
 
 def test_steps_are_timed_together_and_each(machine):
     calls = []
     steps = [lambda: (calls.append("first"), machine.wait(0.001)), lambda: (calls.append("second"), machine.wait(0.003))]
-    together, each = cold_cache_timer.time_steps(steps, CPU, lambda: calls.append("reset"), effort=cold_cache_timer.Effort(0, 4, 4))
+    together, each = burst_timer.time_steps(steps, CPU, lambda: calls.append("reset"), effort=burst_timer.Effort(0, 4, 4))
     assert together.repetitions == 4
     assert [timing.median for timing in (together, *each)] == pytest.approx([0.004, 0.001, 0.003])
     assert calls == ["reset", "first", "second"] * (len(calls) // 3)
@@ -65,11 +65,11 @@ def test_a_slow_host_can_be_kept_out_of_the_time(machine, hidden, seconds):
         machine.wait(500e-6)
         machine.enqueue(5e-6)
 
-    assert cold_cache_timer.time_steps([call], CUDA, hide_host=hidden)[0].median == pytest.approx(seconds)
+    assert burst_timer.time_steps([call], CUDA, hide_host=hidden)[0].median == pytest.approx(seconds)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_time_of_more_work_is_longer():
     tensor = torch.ones(1 << 26, device="cuda")  # 256 MiB, read once or sixteen times
-    (few, _), (many, each) = (cold_cache_timer.time_steps([tensor.sum] * count, tensor.device) for count in (1, 16))
+    (few, _), (many, each) = (burst_timer.time_steps([tensor.sum] * count, tensor.device) for count in (1, 16))
     assert 0 < few.low <= few.median < many.median and len(each) == 16 and all(step.low > 0 for step in each)

@@ -15,8 +15,8 @@ from gbmoe.cli.bench.measurements.measurement import Configuration, Measurement
 from gbmoe.cli.bench.rivals import RIVALS
 from gbmoe.cli.bench.running.repeat import Sustained
 from gbmoe.cli.bench.running.rival_process import Worker
+from gbmoe.cli.bench.running.sustained_turn import Turn
 from gbmoe.cli.bench.running.timing_statistics import of_rounds, rotated
-from gbmoe.cli.bench.running.turn import Turn
 from gbmoe.cli.bench.running.verify_and_time import OUT_OF_MEMORY, Conditions, all_rates
 
 
