@@ -15,6 +15,7 @@ import torch
 from gbmoe import _torch_names as names
 from gbmoe._checks import PLAIN
 from gbmoe._flop_counter import add_formula, hand_over
+from gbmoe._programs import Programs, is_seen_by_recordings_alone
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -41,6 +42,7 @@ def define(
     schema: str, *, reference: Callable, fake: Callable,
     backward: Callable | None = None, setup_context: Callable | None = None, autocast: Sequence[str] = (),
     waits: Callable[..., bool] | None = None, flops: Callable[..., int] | None = None, named: str | None = None,
+    recorded: Callable[..., bool] | None = None,
 ) -> Callable:
     """Register `gbmoe::<schema>` and return a function that calls it, with every argument by position.
 
@@ -61,6 +63,9 @@ def define(
 
     `named` is an argument of type str for which callers may give an object with the attribute `name`. Through the dispatcher goes that name
     alone; a call that does not pass it hands the object to `reference` and `setup_context`.
+
+    `recorded` is a function of the arguments of a call that does not pass the dispatcher. It tells whether `reference` decides by their
+    kind alone, so that it may be replaced by a program of what it launches (_programs.py).
 
     An operator with an argument of type SymInt is refused inside torch.jit.trace, which records its numbers as constants.
     """
@@ -86,7 +91,7 @@ def define(
         operator = getattr(torch.ops.gbmoe, name).default
         function = None
         if backward is not None and names.REGISTERS_AUTOGRAD:
-            function, differentiable = _differentiable(operator, reference, backward, setup_context)
+            function, differentiable = _differentiable(operator, direct, backward, setup_context)
             _LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
         elif backward is not None:
             torch.library.register_autograd(f"gbmoe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
@@ -98,6 +103,13 @@ def define(
             for device_type, key in zip(names.AUTOCASTS, ("AutocastCUDA", "AutocastCPU")):
                 _LIBRARY.impl(name, _autocast_kernel(operator, device_type, frozenset(position_of[argument] for argument in autocast)), key)
         return operator, function
+
+    direct = reference
+    if recorded is not None:
+        programs = Programs(lambda inputs: reference(*inputs), name)
+
+        def direct(*inputs):
+            return programs(list(inputs)) if recorded(*inputs) else reference(*inputs)
 
     operator, function = register(name)
     by_host = None if waits is None else register(f"{name}_by_host", torch.Tag.cudagraph_unsafe)[0]
@@ -125,8 +137,8 @@ def define(
             if function is not None:
                 return function.apply(*inputs, None)
             with names.below_autograd():
-                return reference(*inputs)
-        return reference(*inputs)
+                return direct(*inputs)
+        return direct(*inputs)
 
     return call
 
@@ -145,6 +157,11 @@ def without_autocast(function: _Function) -> _Function:
             return function(*args)
 
     return call  # type: ignore[return-value]
+
+
+def is_unseen(*inputs: object) -> bool:
+    """True where a call on these inputs, the first of which is a tensor, may launch kernels without passing the dispatcher."""
+    return not torch.compiler.is_compiling() and _is_unseen(inputs)
 
 
 def _is_unseen(inputs: tuple) -> bool:
@@ -167,7 +184,9 @@ def is_watched(*inputs: object) -> bool:
 
 def _is_watched(inputs: tuple) -> bool:
     """is_watched of a torch that can tell, where no compiler traces."""
-    if names.is_tracing() or names.len_torch_dispatch_stack() or names.len_torch_function_stack():
+    if names.is_tracing() or names.len_torch_function_stack():
+        return True
+    if names.len_torch_dispatch_stack() and not is_seen_by_recordings_alone():
         return True
     if names.peek_interpreter_stack() is not None or names.forward_ad._current_level >= 0:
         return True

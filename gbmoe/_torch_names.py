@@ -41,6 +41,18 @@ after_autograd_keyset = _private("_C._after_autograd_keyset")
 _OpOverload = _private("_ops.OpOverload")
 REGISTERS_AUTOGRAD = _has(any_requires_grad, below_autograd, after_autograd_keyset) and hasattr(_OpOverload, "redispatch")
 
+
+def called_by(overload: Any) -> Callable:
+    """What an overload of an operator calls: a function of torch's own, one call of Python earlier; where this torch has none, itself."""
+    return getattr(overload, "_op", overload)
+
+
+def writes_to_arguments(overload: Any) -> bool:
+    """Whether an overload of an operator may write to its arguments; also where this torch does not tell."""
+    schema = getattr(overload, "_schema", None)
+    return schema is None or schema.is_mutable
+
+
 # Tells whether autocast is on for any type of device, and turns it off for all.
 _is_any_autocast_enabled = _private("_C._is_any_autocast_enabled")
 _DisableAutocast = _private("_C._DisableAutocast")

@@ -615,7 +615,8 @@ def private_names():
 
 
 # Names that are public but for their first letter.
-PUBLIC = r"torch\.(_check|_foreach_\w+|_assert_async|ops\.aten\._unsafe_view(\.default)?|distributed\._symmetric_memory)$"
+PUBLIC = (r"torch\.(_check|_foreach_\w+|_assert_async|ops\.aten\._unsafe_view(\.default)?|distributed\._symmetric_memory"
+          r"|utils\._python_dispatch\.TorchDispatchMode)$")
 
 
 def test_private_names_are_asked_for_in_one_place():

@@ -86,10 +86,13 @@ class Engine(LowRankProducts):
     Attributes:
         name: what `engine=` takes.
         needs_host_sizes: True if `gmm` reads the sizes on the host; given sizes on the device, it then waits for them.
+        decides_by_kind: True if what its methods launch depends on the kind of call alone, and on no number of a tensor or state of its own
+            (gbmoe/_programs.py).
     """
 
     name: str
     needs_host_sizes: bool = False
+    decides_by_kind: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """None if this engine runs on `device`, otherwise the reason why not. Loads the extension if the engine needs it."""

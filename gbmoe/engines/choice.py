@@ -172,6 +172,7 @@ class _ByProduct(Engine):
     def __init__(self, name: str, ffn: int, of_products: tuple[Engine, ...]):
         self.name, self._ffn, self.of_products = name, ffn, of_products
         self.needs_host_sizes = any(engine.needs_host_sizes for engine in of_products)
+        self.decides_by_kind = all(engine.decides_by_kind for engine in of_products)
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
         chosen = self.of_products[2 * trans_a + (a.size(1) == self._ffn)]

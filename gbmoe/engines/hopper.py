@@ -32,6 +32,7 @@ class Hopper(OwnKernels):
     """gbmoe's own kernels: nearly as fast as a dense product from a few hundred rows a group on, and without a host wait."""
 
     name = "hopper"
+    decides_by_kind = True
 
     def unavailable(self, device):
         reason = why_not_cuda(device)

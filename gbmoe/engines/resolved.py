@@ -37,6 +37,11 @@ class Resolved:
         """As Engine says."""
         return self.engine is not None and self.engine.needs_host_sizes
 
+    @property
+    def decides_by_kind(self) -> bool:
+        """As Engine says."""
+        return self.engine is not None and self.engine.decides_by_kind
+
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:
         """As Engine says."""
         return self.engine is not None and self.engine.gathers_before_up(ffn, activation, token_bytes)

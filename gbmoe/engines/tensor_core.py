@@ -23,6 +23,7 @@ class TensorCore(OwnKernels):
     """One kernel for each grouped GEMM, without a host wait; the first GEMM of an expert computes the activation too."""
 
     name = "tensor_core"
+    decides_by_kind = True
 
     def unavailable(self, device):
         reason = why_not_cuda(device)

@@ -16,6 +16,7 @@ class TorchGrouped(Engine):
     groups, and waits for the host."""
 
     name = "torch"
+    decides_by_kind = True
 
     def unavailable(self, device):
         reason = why_not_cuda(device)

@@ -17,7 +17,8 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_batched, is_watched, may_be_transformed, positions, without_autocast
+from gbmoe._define_operator import define, is_batched, is_unseen, is_watched, may_be_transformed, positions, without_autocast
+from gbmoe._programs import Programs
 from gbmoe.engines.resolved import Resolved
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora import ExpertLora
@@ -290,6 +291,20 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     return expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
 
+def _gradients_of(inputs: list) -> tuple[torch.Tensor | None, ...]:
+    """_gradients of (grad, the saved tensors, activation, engine, scale, layout, needed). The list is emptied."""
+    grad, *saved, activation, engine, scale, layout, needed = inputs
+    inputs.clear()
+    return _gradients(grad, saved, activation, engine, scale, layout, Gradients(*needed))
+
+
+_programs = Programs(_gradients_of, "expert_mlp_backward")
+
+
+def _decides_by_kind(engine: str | Resolved) -> bool:
+    return not isinstance(engine, str) and engine.decides_by_kind
+
+
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
                    kept_v1, activation, engine, scale, layout, *needed):
     leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias)
@@ -309,15 +324,18 @@ def _setup_context(ctx, inputs, output):
 def _autograd_backward(ctx, grad, *_):
     if grad is None:
         return {}
-    needed = [ctx.needs_input_grad[_POSITION_OF[name]] for name in _LEAVES]
+    needed = tuple([ctx.needs_input_grad[_POSITION_OF[name]] for name in _LEAVES])
     saved = list(ctx.saved_tensors)
-    if torch.is_grad_enabled() or is_watched(grad, *saved):  # something watches this call, or will differentiate it again
+    unseen = is_unseen(grad, *saved)
+    if torch.is_grad_enabled() or (not unseen and is_watched(grad, *saved)):  # something will differentiate this call again, or watches it
         computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *needed)
     else:
         # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
         # unless it was asked to retain the graph.
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, Gradients(*needed))
+        inputs = [grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
+        saved.clear()
+        computed = _programs(inputs) if unseen and _decides_by_kind(ctx.engine) else _gradients_of(inputs)
     return {name: gradient if need else None for name, gradient, need in zip(_LEAVES, computed, needed)}
 
 
@@ -334,6 +352,7 @@ forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
     autocast=_CAST, named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
+    recorded=lambda *inputs: _decides_by_kind(inputs[_POSITION_OF["engine"]]) and not inputs[_POSITION_OF["keep_weights"]],
 )
 
 backward_operator = define(

@@ -13,13 +13,14 @@ import torch
 from gbmoe import engines
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define
+from gbmoe._define_operator import define, is_unseen
+from gbmoe._programs import Programs
 from gbmoe.launch import router
 from gbmoe.ops import flops
 from gbmoe.ops.route_logits import (
     Routing,
-    gradient_of_logits,
     require_router_tensors,
+    route_backward,
     router_code,
     save_for_gradient,
 )
@@ -112,22 +113,33 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
     if grad_scores_TE is None and grad_weights_TK is None and grad_logsumexp_T is None:
         return {}
-    x_TH, weight_EH, *saved = ctx.saved_tensors
-    dtype = torch.promote_types(*ctx.dtypes)
-    grad_logits_TE = gradient_of_logits(ctx, saved, grad_scores_TE, grad_weights_TK, grad_logsumexp_T, dtype)
-    if ctx.dtypes[0] == ctx.dtypes[1]:
-        grads = products_of_gradient(grad_logits_TE, x_TH, weight_EH)
-    else:
-        grads = products_of_gradient(grad_logits_TE, *(None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH)))
-        grads = (None if grad is None else grad.to(of) for grad, of in zip(grads, ctx.dtypes))
-    grad_bias_E = None
-    if ctx.needs_input_grad[2]:
-        grad_bias_E = grad_logits_TE.sum(0, dtype=accumulate_dtype(dtype)).to(ctx.bias_dtype)
-    return {**dict(zip(("x", "weight"), grads)), "bias": grad_bias_E}
+    saved = ctx.saved_tensors
+    inputs = [grad_scores_TE, grad_weights_TK, grad_logsumexp_T, *saved, ctx.function.code, ctx.of_scores, *ctx.dtypes,
+              ctx.bias_dtype if ctx.needs_input_grad[2] else None]
+    unseen = not torch.is_grad_enabled() and is_unseen(saved[2], *inputs)
+    return dict(zip(("x", "weight", "bias"), _programs(inputs) if unseen else _gradients(inputs)))
+
+
+def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of x, weight and bias, each None where it is not wanted, of the gradients of scores, weights and logsumexp, the tensors
+    that were saved, the function's code, whether these are of scores, and the dtypes of x, weight and bias; None for the bias's where its
+    gradient is not wanted."""
+    *grads_of_results, x_TH, weight_EH, kept_TE, ids_TK, padding_T, code, of_scores, x_dtype, weight_dtype, bias_dtype = inputs
+    dtype = torch.promote_types(x_dtype, weight_dtype)
+    grad_logits_TE = route_backward(kept_TE, ids_TK, padding_T, *grads_of_results, code, of_scores, dtype)
+    operands = (None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH))
+    grad_x_TH, grad_weight_EH = products_of_gradient(grad_logits_TE, *operands)
+    grad_bias_E = None if bias_dtype is None else grad_logits_TE.sum(0, dtype=accumulate_dtype(dtype)).to(bias_dtype)
+    return (None if grad_x_TH is None else grad_x_TH.to(x_dtype), None if grad_weight_EH is None else grad_weight_EH.to(weight_dtype),
+            grad_bias_E)
+
+
+_programs = Programs(_gradients, "route_tokens_backward")
 
 
 _route_tokens = define(
     "route_tokens(Tensor x, Tensor weight, Tensor? bias, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int top_k,"
     " str function, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"), flops=flops.router_logits,
+    recorded=lambda *inputs: True,
 )

@@ -1,0 +1,274 @@
+"""Programs: what an operator launches for one kind of call, recorded once and run from then on without the Python that chose it.
+
+A layer of few tokens waits for the host, and most of what the host does there decides what is decided in the same way in every step:
+engines, tiles, layouts, which of two kernels. A kind of call has all that such decisions depend on: of every tensor the dtype, the device,
+the shape, the strides and the alignment, and every other argument. The second call of a kind is recorded: a mode of torch's dispatcher
+notes each operator, allocations among them, with the tensors that it takes and returns. From the third on the same operators are called one
+after the other, on the tensors of the new call. Torch allocates and frees memory where it did before, or frees it earlier.
+
+A function may be recorded if it decides by nothing else. A number of a tensor on a GPU cannot get to the host unseen: calls in which one
+does are not recorded. Nor are those that use tensors from elsewhere, as caches do.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gbmoe import _torch_names as names
+
+_CALLS_BEFORE = 1  # calls of a kind that are not recorded: a shape that is never seen again would pay for a recording
+
+_recording = threading.local()
+
+
+def is_seen_by_recordings_alone() -> bool:
+    """Whether all modes of torch's dispatcher are recordings. Operators that run inside of one are called as if there were no mode: their
+    launches are what is recorded."""
+    depth = getattr(_recording, "depth", 0)
+    return depth > 0 and names.len_torch_dispatch_stack() == depth
+
+
+class Programs:
+    """The programs of one function, which takes a list of tensors and constants, empties it as it likes, and returns a tensor or a tuple
+    of tensors, None and constants.
+
+    Args:
+        function: decides by the kind of call alone, and changes no tensor but those that it allocates.
+        name: in tracebacks.
+        most: kinds of call that are kept; the one that has been there longest makes room.
+    """
+
+    def __init__(self, function: Callable[[list], Any], name: str, most: int = 1024):
+        self._function, self._name, self._most = function, name, most
+        # Calls that were seen, or a program, or None where there can be none. Threads share it: an entry is complete when it is put there.
+        self._of_kind: dict[tuple, int | Callable[[list], Any] | None] = {}
+        self._lock = threading.Lock()
+        _all.add(self)
+
+    def __call__(self, inputs: list) -> Any:
+        kind = kind_of(inputs)
+        found = self._of_kind.get(kind, 0)
+        if found is None:
+            return self._function(inputs)
+        if not isinstance(found, int):
+            return found(inputs)
+        if found < _CALLS_BEFORE:
+            self._keep(kind, found + 1)
+            return self._function(inputs)
+        results, program = record(self._function, inputs, self._name)
+        self._keep(kind, program)
+        return results
+
+    def _keep(self, kind: tuple, entry: int | Callable[[list], Any] | None) -> None:
+        with self._lock:
+            if len(self._of_kind) >= self._most and kind not in self._of_kind:
+                del self._of_kind[next(iter(self._of_kind))]
+            self._of_kind[kind] = entry
+
+    def forget(self) -> None:
+        """Drop all programs."""
+        self._of_kind = {}
+
+
+_all: weakref.WeakSet[Programs] = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Drop all programs of all functions, as after a function that they were recorded of was replaced."""
+    for programs in list(_all):
+        programs.forget()
+
+
+# Whether torch's products of two matrices are tuned, for which some are asked for in another way.
+_tunes: Callable[[], bool] = torch.cuda.tunable.is_enabled if torch.version.cuda else lambda: False
+
+
+def kind_of(inputs: Sequence[Any]) -> tuple:
+    """All that a recorded function may decide by; hashable if the inputs other than tensors are. Of tensors with the same identity, which a
+    recording could not tell apart, it is another kind."""
+    kind: list[Any] = [torch.backends.cuda.matmul.fp32_precision, _tunes()]
+    tensors = []
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            kind += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
+            tensors.append(id(value))
+        else:
+            kind.append(value)
+    if len(set(tensors)) < len(tensors):
+        kind.append(tuple(map(tensors.index, tensors)))
+    return tuple(kind)
+
+
+def record(function: Callable[[list], Any], inputs: list, name: str) -> tuple[Any, Callable[[list], Any] | None]:
+    """(function(inputs), a program that does the same for other inputs of their kind, or None where there can be none)."""
+    recording = _Recording(inputs)
+    depth = getattr(_recording, "depth", 0)
+    _recording.depth = depth + 1
+    try:
+        with recording:
+            results = function(inputs)
+    finally:
+        _recording.depth = depth
+    return results, recording.program(results, name)
+
+
+class _Statement:
+    """One call of an operator: `results` = `call`(`arguments`)."""
+
+    def __init__(self, call: str, arguments: str, reads: list[str], results: list[str], is_tuple: bool, must_run: bool):
+        self.call, self.arguments, self.reads, self.results = call, arguments, reads, results
+        self.is_tuple, self.must_run = is_tuple, must_run
+
+    def mentioned(self, needed: set[str]) -> list[str]:
+        """The tensors that the text names."""
+        return list(dict.fromkeys([*self.reads, *(result for result in self.results if result in needed)]))
+
+    def text(self, needed: set[str]) -> str:
+        call = f"{self.call}({self.arguments})"
+        if needed.isdisjoint(self.results):
+            return call
+        targets = [result if result in needed else "_" for result in self.results]
+        return f"{', '.join(targets)}{',' if self.is_tuple else ''} = {call}"
+
+
+def _freed(tensors: list[str]) -> list[str]:
+    return [f"del {', '.join(tensors)}"] if tensors else []
+
+
+class _Cannot(Exception):
+    """Why a call has no program."""
+
+
+class _Recording(TorchDispatchMode):
+    """Notes operators, and holds none of their tensors: memory is freed in a recorded call as in any other."""
+
+    def __init__(self, inputs: Sequence[Any]):
+        super().__init__()
+        self._names: dict[int, tuple[weakref.ref, str]] = {}
+        self._constants: dict[str, Any] = {"empty": torch.empty, "zeros": torch.zeros}
+        self._statements: list[_Statement] = []
+        self._can = True
+        self._inputs = [f"t{number}" for number in range(len(inputs))]
+        self._made = 0
+        self._is_of_device = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs)
+        for name, value in zip(self._inputs, inputs):
+            if isinstance(value, torch.Tensor):
+                if self._known(value) is not None:
+                    self._can = False  # two arguments are one tensor
+                self._names[id(value)] = weakref.ref(value), name
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self._can:
+            return operator(*args, **kwargs)
+        try:
+            reads: list[str] = []
+            arguments = [self._text(value, reads) for value in args]
+            arguments += [f"{name}={self._text(value, reads)}" for name, value in kwargs.items()]
+        except _Cannot:
+            self._can = False
+            return operator(*args, **kwargs)
+        results = operator(*args, **kwargs)
+        self._note(operator, ", ".join(arguments), reads, results)
+        return results
+
+    def _note(self, operator, arguments: str, reads: list[str], results: Any) -> None:
+        is_tuple = isinstance(results, (tuple, list))
+        tensors = list(results) if is_tuple else [] if results is None else [results]
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            # A number. Those of the extension are of the device; others were read from a tensor.
+            self._can = self._can and operator.namespace == "gbmoe_cuda"
+            return
+        if any(tensor.device.type == "cpu" for tensor in tensors) and self._is_of_device:
+            self._can = False  # the host may read it
+            return
+        made = [self._new(tensor) for tensor in tensors]
+        if not is_tuple and operator in _ALLOCATIONS and tensors[0].is_contiguous() and tensors[0].layout is torch.strided:
+            (tensor,) = tensors
+            arguments = f"{tuple(tensor.shape)}, dtype={self._constant(tensor.dtype)}, device={self._constant(tensor.device)}"
+            self._statements.append(_Statement(_ALLOCATIONS[operator], arguments, [], made, False, False))
+            return
+        must_run = names.writes_to_arguments(operator) or not tensors
+        call = self._constant(names.called_by(operator))
+        self._statements.append(_Statement(call, arguments, reads, made, is_tuple, must_run))
+
+    def _known(self, tensor: torch.Tensor) -> str | None:
+        reference, name = self._names.get(id(tensor), (None, None))
+        return name if reference is not None and reference() is tensor else None
+
+    def _new(self, tensor: torch.Tensor) -> str:
+        """A name for an operator's result; "_" for one that has a name, as what an operator has written to."""
+        if self._known(tensor) is not None:
+            return "_"
+        self._made += 1
+        name = f"v{self._made}"
+        self._names[id(tensor)] = weakref.ref(tensor), name
+        return name
+
+    def _constant(self, value: Any) -> str:
+        for name, known in self._constants.items():
+            if known is value or (isinstance(value, torch.device) and known == value):
+                return name
+        name = f"c{len(self._constants)}"
+        self._constants[name] = value
+        return name
+
+    def _text(self, value: Any, reads: list[str]) -> str:
+        if isinstance(value, torch.Tensor):
+            name = self._known(value)
+            if name is None:
+                raise _Cannot
+            reads.append(name)
+            return name
+        if isinstance(value, (list, tuple)):
+            if not any(isinstance(part, torch.Tensor) for part in value):
+                return self._constant(tuple(value))
+            return f"[{', '.join(self._text(part, reads) for part in value)}]"
+        if value is None or isinstance(value, (bool, int)):
+            return repr(value)
+        return self._constant(value)
+
+    def program(self, results: Any, name: str) -> Callable[[list], Any] | None:
+        """The function that does what was recorded, of which `results` came."""
+        if not self._can:
+            return None
+        returned: list[str] = []
+        try:
+            returns = self._returned(results, returned)
+        except _Cannot:
+            return None
+        needed, kept = set(returned), []
+        for statement in reversed(self._statements):
+            if statement.must_run or not needed.isdisjoint(statement.results):
+                kept.append(statement)
+                needed.update(statement.reads)
+        kept.reverse()
+        lines = [f"{', '.join(self._inputs)}, = inputs", "inputs.clear()"]
+        last = {tensor: number for number, statement in enumerate(kept) for tensor in statement.mentioned(needed)}
+        lines += _freed([tensor for tensor in self._inputs if tensor not in last and tensor not in returned])
+        for number, statement in enumerate(kept):
+            lines.append(statement.text(needed))
+            lines += _freed([tensor for tensor in statement.mentioned(needed) if last[tensor] == number and tensor not in returned])
+        lines.append(f"return {returns}")
+        source = "def program(inputs):\n" + "".join(f"    {line}\n" for line in lines)
+        namespace = dict(self._constants)
+        exec(compile(source, f"<gbmoe: program of {name}>", "exec"), namespace)
+        return namespace["program"]
+
+    def _returned(self, results: Any, reads: list[str]) -> str:
+        if isinstance(results, (tuple, list)):
+            return f"({''.join(self._returned(part, reads) + ', ' for part in results)})"
+        return self._text(results, reads)
+
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format: "empty", _aten.new_empty.default: "empty", _aten.empty_like.default: "empty",
+    _aten.zeros.default: "zeros", _aten.new_zeros.default: "zeros", _aten.zeros_like.default: "zeros",
+}

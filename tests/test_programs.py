@@ -1,0 +1,169 @@
+"""gbmoe/_programs.py on functions of these tests, and on a layer's steps."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import gbmoe
+from gbmoe import _programs
+from gbmoe._programs import Programs, kind_of, record
+from gbmoe.testing.exact_inputs import poison
+
+
+def program_of(function, *inputs):
+    return record(function, list(inputs), "a test")[1]
+
+
+def check(function, *calls):
+    """The program of the first call does for all of them what the function does."""
+    program = program_of(function, *calls[0])
+    assert program is not None
+    for inputs in calls:
+        torch.testing.assert_close(program(list(inputs)), function(list(inputs)), rtol=0, atol=0)
+
+
+def test_a_program_does_what_the_function_does():
+    def function(inputs):
+        x, w, number = inputs
+        out = x.new_empty(x.size(0), w.size(0))
+        torch.mm(x, w.t(), out=out)
+        out += number
+        first, rest = out.split([1, out.size(0) - 1])
+        return out, (first * 2.5, None), torch.zeros_like(rest), x.unsqueeze(0)
+
+    calls = [(torch.randn(5, 4), torch.randn(3, 4), 7) for _ in range(3)]
+    check(function, *calls)
+
+
+def test_writes_to_views_are_kept_and_what_nobody_reads_is_not():
+    def function(inputs):
+        x, = inputs
+        x.exp()  # of no use
+        out = torch.zeros(4, 4)
+        out[1].copy_(x)
+        out.t()[2].add_(1)
+        return out
+
+    program = program_of(function, torch.randn(4))
+    check(function, (torch.randn(4),), (torch.randn(4),))
+    assert "exp" not in str(program.__globals__.keys()) and len(program.__code__.co_names) < 20
+
+
+def test_memory_is_freed_where_it_was_last_used():
+    """By a recording, which holds no tensor, and by a program, of what it makes and of what it is given."""
+    made = []
+
+    def function(inputs):
+        x, = inputs
+        inputs.clear()
+        big = x * 2
+        made.append(weakref.ref(big))
+        small = big.sum()
+        del big
+        made.append(made[0]() is None)
+        return small + 1
+
+    x = torch.randn(8)
+    program, given = program_of(function, x), weakref.ref(x)
+    assert made[1]
+    inputs = [x]
+    del x
+    program(inputs)
+    assert not inputs and given() is None
+
+
+@pytest.mark.parametrize("function", [
+    pytest.param(lambda inputs: inputs[0] * float(inputs[0].sum()), id="a number is read"),
+    pytest.param(lambda inputs: inputs[0] + CONSTANT, id="a tensor from elsewhere"),
+    pytest.param(lambda inputs: (inputs[0], CONSTANT), id="a result from elsewhere"),
+    pytest.param(lambda inputs: inputs[0] * 2 if inputs[0].max() > 0 else inputs[0], id="a branch"),
+])
+def test_what_depends_on_more_than_the_kind_has_no_program(function):
+    results, program = record(function, [torch.ones(3)], "a test")
+    torch.testing.assert_close(results, function([torch.ones(3)]))
+    assert program is None
+
+
+CONSTANT = torch.ones(3)
+
+
+def test_one_tensor_for_two_arguments_is_another_kind_and_is_not_recorded():
+    x, y = torch.randn(3), torch.randn(3)
+    assert kind_of([x, y]) == kind_of([y, x]) != kind_of([x, x])
+    assert program_of(lambda inputs: inputs[0] - inputs[1], x, x) is None
+
+
+@pytest.mark.parametrize("other", [
+    pytest.param(lambda x: x.double(), id="dtype"), pytest.param(lambda x: x.t(), id="strides"),
+    pytest.param(lambda x: x[:, :2], id="shape"),
+    pytest.param(lambda x: torch.empty(17)[1:].view(4, 4), id="alignment"),
+])
+def test_kinds_tell_apart_what_a_decision_may_depend_on(other):
+    x = torch.randn(4, 4)
+    assert kind_of([x, 1]) == kind_of([torch.randn(4, 4), 1]) != kind_of([other(x), 1])
+    assert kind_of([x, 1]) != kind_of([x, 2])
+
+
+def test_the_second_call_of_a_kind_is_recorded_and_the_oldest_kind_makes_room():
+    calls = []
+
+    def function(inputs):
+        calls.append(inputs[1])
+        return inputs[0] + inputs[1]
+
+    programs = Programs(function, "a test", most=2)
+    x = torch.zeros(2)
+    for number in (1, 1, 1, 1, 2, 2, 2):
+        assert programs([x, number]).tolist() == [number] * 2
+    assert calls == [1, 1, 2, 2]
+    for number in (3, 1):
+        programs([x, number])
+    assert calls == [1, 1, 2, 2, 3, 1]  # kind 1 had made room, 2 would have been next
+    _programs.forget_all()
+    assert programs([x, 3]).tolist() == [3, 3] and calls[-1] == 3
+
+
+def test_an_error_in_a_recorded_call_is_the_callers():
+    def function(inputs):
+        raise torch.OutOfMemoryError("no room")
+
+    programs = Programs(function, "a test")
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            programs([torch.zeros(1)])
+    assert not _programs.is_seen_by_recordings_alone()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 64, 96, 8, 2), (300, 128, 64, 5, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_steps_of_a_layer_have_the_same_bits_and_no_more_memory(shape, dtype):
+    """The third step runs programs, with another routing than that of which they were recorded."""
+    tokens, hidden, ffn, experts, top_k = shape
+    args = gbmoe.Arguments(hidden_size=hidden, ffn_hidden_size=ffn, moe_num_experts=experts, moe_top_k=top_k, mlp_type="glu", bias=False,
+                           fp16=False, bf16=dtype == torch.bfloat16, moe_loss_weight=0, device="cuda")
+    layer = gbmoe.dMoE(args)
+    batches = [torch.randn(tokens, 1, hidden, device="cuda", dtype=dtype) for _ in range(4)]
+
+    def step(x):
+        layer.zero_grad(set_to_none=True)
+        poison("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        x = x.clone().requires_grad_()
+        out = layer(x)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), x.grad, *(p.grad for p in layer.parameters())], torch.cuda.max_memory_allocated()
+
+    expected = []
+    for x in batches:
+        _programs.forget_all()
+        expected.append(step(x))
+    gc.collect()
+    _programs.forget_all()
+    for repeat in range(3):
+        for x, (results, peak) in zip(batches, expected):
+            got, used = step(x)
+            assert all(torch.equal(one, other) for one, other in zip(got, results)), repeat
+            assert used <= peak or repeat == 0
