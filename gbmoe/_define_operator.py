@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 
 from gbmoe import _torch_names as names
-from gbmoe._checks import PLAIN
 from gbmoe._flop_counter import add_formula, hand_over
 from gbmoe._programs import Programs, is_seen_by_recordings_alone
 
@@ -193,7 +192,11 @@ def _is_watched(inputs: tuple) -> bool:
     # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
     # meta device have no numbers to compute with.
     for t in inputs:  # a generator would be entered once for each
-        if isinstance(t, torch.Tensor) and (type(t) not in PLAIN or t.is_neg() or t.is_meta or names.is_legacy_batchedtensor(t)):
+        kind = type(t)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if t.is_neg() or t.is_meta or names.is_legacy_batchedtensor(t):
+                return True
+        elif isinstance(t, torch.Tensor):
             return True
     return False
 

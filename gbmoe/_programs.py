@@ -92,14 +92,21 @@ _tunes: Callable[[], bool] = torch.cuda.tunable.is_enabled if torch.version.cuda
 def kind_of(inputs: Sequence[Any]) -> tuple:
     """All that a recorded function may decide by; hashable if the inputs other than tensors are. Of tensors with the same identity, which a
     recording could not tell apart, it is another kind."""
-    kind: list[Any] = [torch.backends.cuda.matmul.fp32_precision, _tunes()]
-    tensors = []
+    kind: list[Any] = [_tunes()]
+    tensors, add, has_float32 = [], kind.append, False
     for value in inputs:
         if isinstance(value, torch.Tensor):
-            kind += (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15)
+            dtype = value.dtype
+            add(value.shape)
+            add(value.stride())
+            add(dtype)
+            add((value.data_ptr() & 15, value.get_device()))
             tensors.append(id(value))
+            has_float32 = has_float32 or dtype is torch.float32
         else:
-            kind.append(value)
+            add(value)
+    if has_float32:  # asking takes several us
+        add(torch.backends.cuda.matmul.fp32_precision)
     if len(set(tensors)) < len(tensors):
         kind.append(tuple(map(tensors.index, tensors)))
     return tuple(kind)
@@ -119,30 +126,59 @@ def record(function: Callable[[list], Any], inputs: list, name: str) -> tuple[An
 
 
 class _Statement:
-    """One call of an operator: `results` = `call`(`arguments`)."""
+    """One call of an operator: `results` = `call`(`arguments`). A launch is one of the extension's operators, which keep no tensor."""
 
-    def __init__(self, call: str, arguments: str, reads: list[str], results: list[str], is_tuple: bool, must_run: bool):
+    def __init__(self, call: str, arguments: str, reads: list[str], results: list[str], is_tuple: bool = False, must_run: bool = False,
+                 is_launch: bool = False):
         self.call, self.arguments, self.reads, self.results = call, arguments, reads, results
-        self.is_tuple, self.must_run = is_tuple, must_run
+        self.is_tuple, self.must_run, self.is_launch = is_tuple, must_run, is_launch
+
+    @property
+    def allocates(self) -> bool:
+        """Whether the result is memory that nothing was written to."""
+        return self.call == "empty"
+
+    def take_over(self, tensor: str) -> None:
+        """Instead of memory of its own, have that of a tensor that nobody reads any more."""
+        self.call, self.arguments, self.reads = "", tensor, [tensor]
 
     def mentioned(self, needed: set[str]) -> list[str]:
         """The tensors that the text names."""
         return list(dict.fromkeys([*self.reads, *(result for result in self.results if result in needed)]))
 
     def text(self, needed: set[str]) -> str:
-        call = f"{self.call}({self.arguments})"
+        call = f"{self.call}({self.arguments})" if self.call else self.arguments
         if needed.isdisjoint(self.results):
             return call
         targets = [result if result in needed else "_" for result in self.results]
         return f"{', '.join(targets)}{',' if self.is_tuple else ''} = {call}"
 
 
+def _reuse_memory(statements: list[_Statement], returned: list[str]) -> None:
+    """Let an allocation take the memory of a tensor of the same kind that has just been read for the last time. Nothing but allocations may
+    lie between, so that as much memory is in use at the next launch as without. What an operator of torch has read may have a view."""
+    last = {tensor: number for number, statement in enumerate(statements) for tensor in statement.reads}
+    kept = {*returned, *(tensor for statement in statements if not statement.is_launch for tensor in statement.reads)}
+    kind_of_memory: dict[str, str] = {}
+    free: dict[str, list[str]] = {}
+    for number, statement in enumerate(statements):
+        if statement.allocates:
+            kind = kind_of_memory[statement.results[0]] = statement.arguments
+            if free.get(kind):
+                statement.take_over(free[kind].pop())
+        else:
+            free = {}
+            for tensor in dict.fromkeys(statement.reads):
+                if tensor in kind_of_memory and last[tensor] == number and tensor not in kept:
+                    free.setdefault(kind_of_memory[tensor], []).append(tensor)
+
+
 def _freed(tensors: list[str]) -> list[str]:
     return [f"del {', '.join(tensors)}"] if tensors else []
 
 
-class _Cannot(Exception):
-    """Why a call has no program."""
+class _Unknown(Exception):
+    """A tensor that is neither of the inputs nor made of them."""
 
 
 class _Recording(TorchDispatchMode):
@@ -153,26 +189,26 @@ class _Recording(TorchDispatchMode):
         self._names: dict[int, tuple[weakref.ref, str]] = {}
         self._constants: dict[str, Any] = {"empty": torch.empty, "zeros": torch.zeros}
         self._statements: list[_Statement] = []
-        self._can = True
+        self.problem: str | None = None  # why there can be no program
         self._inputs = [f"t{number}" for number in range(len(inputs))]
         self._made = 0
         self._is_of_device = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs)
         for name, value in zip(self._inputs, inputs):
             if isinstance(value, torch.Tensor):
                 if self._known(value) is not None:
-                    self._can = False  # two arguments are one tensor
+                    self.problem = "two arguments are one tensor"
                 self._names[id(value)] = weakref.ref(value), name
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self._can:
+        if self.problem is not None:
             return operator(*args, **kwargs)
         try:
             reads: list[str] = []
             arguments = [self._text(value, reads) for value in args]
             arguments += [f"{name}={self._text(value, reads)}" for name, value in kwargs.items()]
-        except _Cannot:
-            self._can = False
+        except _Unknown:
+            self.problem = f"{operator} takes a tensor from elsewhere"
             return operator(*args, **kwargs)
         results = operator(*args, **kwargs)
         self._note(operator, ", ".join(arguments), reads, results)
@@ -182,21 +218,22 @@ class _Recording(TorchDispatchMode):
         is_tuple = isinstance(results, (tuple, list))
         tensors = list(results) if is_tuple else [] if results is None else [results]
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            # A number. Those of the extension are of the device; others were read from a tensor.
-            self._can = self._can and operator.namespace == "gbmoe_cuda"
+            if reads and operator.namespace != "gbmoe_cuda":  # whose numbers are about the device
+                self.problem = f"{operator} reads a number from a tensor"
             return
         if any(tensor.device.type == "cpu" for tensor in tensors) and self._is_of_device:
-            self._can = False  # the host may read it
+            self.problem = f"the host may read what {operator} gives it"
             return
         made = [self._new(tensor) for tensor in tensors]
         if not is_tuple and operator in _ALLOCATIONS and tensors[0].is_contiguous() and tensors[0].layout is torch.strided:
             (tensor,) = tensors
             arguments = f"{tuple(tensor.shape)}, dtype={self._constant(tensor.dtype)}, device={self._constant(tensor.device)}"
-            self._statements.append(_Statement(_ALLOCATIONS[operator], arguments, [], made, False, False))
+            self._statements.append(_Statement(_ALLOCATIONS[operator], arguments, [], made))
             return
         must_run = names.writes_to_arguments(operator) or not tensors
         call = self._constant(names.called_by(operator))
-        self._statements.append(_Statement(call, arguments, reads, made, is_tuple, must_run))
+        is_launch = operator.namespace == "gbmoe_cuda"
+        self._statements.append(_Statement(call, arguments, reads, made, is_tuple, must_run, is_launch))
 
     def _known(self, tensor: torch.Tensor) -> str | None:
         reference, name = self._names.get(id(tensor), (None, None))
@@ -223,7 +260,7 @@ class _Recording(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             name = self._known(value)
             if name is None:
-                raise _Cannot
+                raise _Unknown
             reads.append(name)
             return name
         if isinstance(value, (list, tuple)):
@@ -236,12 +273,13 @@ class _Recording(TorchDispatchMode):
 
     def program(self, results: Any, name: str) -> Callable[[list], Any] | None:
         """The function that does what was recorded, of which `results` came."""
-        if not self._can:
+        if self.problem is not None:
             return None
         returned: list[str] = []
         try:
             returns = self._returned(results, returned)
-        except _Cannot:
+        except _Unknown:
+            self.problem = "a result is a tensor from elsewhere"
             return None
         needed, kept = set(returned), []
         for statement in reversed(self._statements):
@@ -249,6 +287,7 @@ class _Recording(TorchDispatchMode):
                 kept.append(statement)
                 needed.update(statement.reads)
         kept.reverse()
+        _reuse_memory(kept, returned)
         lines = [f"{', '.join(self._inputs)}, = inputs", "inputs.clear()"]
         last = {tensor: number for number, statement in enumerate(kept) for tensor in statement.mentioned(needed)}
         lines += _freed([tensor for tensor in self._inputs if tensor not in last and tensor not in returned])

@@ -127,11 +127,11 @@ def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
     *grads_of_results, x_TH, weight_EH, kept_TE, ids_TK, padding_T, code, of_scores, x_dtype, weight_dtype, bias_dtype = inputs
     dtype = torch.promote_types(x_dtype, weight_dtype)
     grad_logits_TE = route_backward(kept_TE, ids_TK, padding_T, *grads_of_results, code, of_scores, dtype)
-    operands = (None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH))
-    grad_x_TH, grad_weight_EH = products_of_gradient(grad_logits_TE, *operands)
     grad_bias_E = None if bias_dtype is None else grad_logits_TE.sum(0, dtype=accumulate_dtype(dtype)).to(bias_dtype)
-    return (None if grad_x_TH is None else grad_x_TH.to(x_dtype), None if grad_weight_EH is None else grad_weight_EH.to(weight_dtype),
-            grad_bias_E)
+    if x_dtype == weight_dtype:
+        return *products_of_gradient(grad_logits_TE, x_TH, weight_EH), grad_bias_E
+    grads = products_of_gradient(grad_logits_TE, *(None if operand is None else operand.to(dtype) for operand in (x_TH, weight_EH)))
+    return *(None if grad is None else grad.to(of) for grad, of in zip(grads, (x_dtype, weight_dtype))), grad_bias_E
 
 
 _programs = Programs(_gradients, "route_tokens_backward")
