@@ -227,6 +227,10 @@ class _Recording(TorchDispatchMode):
         made = [self._new(tensor) for tensor in tensors]
         if not is_tuple and operator in _ALLOCATIONS and tensors[0].is_contiguous() and tensors[0].layout is torch.strided:
             (tensor,) = tensors
+            if not tensor.numel():  # stands for what there is not; nothing can be written to it
+                with torch.inference_mode(False):  # or autograd could not save it
+                    self._statements.append(_Statement("", self._constant(torch.empty_like(tensor)), [], made))
+                return
             arguments = f"{tuple(tensor.shape)}, dtype={self._constant(tensor.dtype)}, device={self._constant(tensor.device)}"
             self._statements.append(_Statement(_ALLOCATIONS[operator], arguments, [], made))
             return

@@ -74,6 +74,30 @@ def test_memory_is_freed_where_it_was_last_used():
     assert not inputs and given() is None
 
 
+def test_memory_is_reused_where_it_makes_no_difference():
+    """That of a tensor which a launch has read for the last time, and not of one that is returned or may have a view."""
+    a = [_programs._Statement("empty", "(4,)", [], ["v1"]), _programs._Statement("launch", "v1", ["v1"], [], is_launch=True),
+         _programs._Statement("empty", "(4,)", [], ["v2"]), _programs._Statement("empty", "(5,)", [], ["v3"]),
+         _programs._Statement("launch", "v2", ["v2", "v3"], [], is_launch=True),
+         _programs._Statement("empty", "(4,)", [], ["v4"]), _programs._Statement("view", "v4", ["v4"], ["v5"]),
+         _programs._Statement("empty", "(4,)", [], ["v6"]), _programs._Statement("launch", "v6", ["v6"], [], is_launch=True),
+         _programs._Statement("empty", "(4,)", [], ["v7"])]
+    _programs._reuse_memory(a, ["v6", "v7", "v5"])
+    texts = [statement.text({"v1", "v2", "v3", "v4", "v5", "v6", "v7"}) for statement in a]
+    assert texts[2] == "v2 = v1" and texts[5] == "v4 = v2" and texts[7] == "v6 = empty((4,))" and texts[9] == "v7 = empty((4,))"
+
+
+def test_what_was_recorded_in_inference_mode_served_no_training():
+    """Autograd saves no tensor that was made in inference mode: what stands for nothing was one, in every later call."""
+    def function(inputs):
+        return inputs[0] * 2, inputs[0].new_empty(0)
+
+    x = torch.randn(3)
+    with torch.inference_mode():
+        program = program_of(function, x)
+    assert program([x])[1].shape == (0,) and not program([x])[1].is_inference()
+
+
 @pytest.mark.parametrize("function", [
     pytest.param(lambda inputs: inputs[0] * float(inputs[0].sum()), id="a number is read"),
     pytest.param(lambda inputs: inputs[0] + CONSTANT, id="a tensor from elsewhere"),
