@@ -45,7 +45,7 @@ class Programs:
     """
 
     def __init__(self, function: Callable[[list], Any], name: str, most: int = 1024):
-        self._function, self._name, self._most = function, name, most
+        self.function, self._name, self._most = function, name, most
         # Calls that were seen, or a program, or None where there can be none. Threads share it: an entry is complete when it is put there.
         self._of_kind: dict[tuple, int | Callable[[list], Any] | None] = {}
         self._lock = threading.Lock()
@@ -55,13 +55,13 @@ class Programs:
         kind = kind_of(inputs)
         found = self._of_kind.get(kind, 0)
         if found is None:
-            return self._function(inputs)
+            return self.function(inputs)
         if not isinstance(found, int):
             return found(inputs)
         if found < _CALLS_BEFORE:
             self._keep(kind, found + 1)
-            return self._function(inputs)
-        results, program = record(self._function, inputs, self._name)
+            return self.function(inputs)
+        results, program = record(self.function, inputs, self._name)
         self._keep(kind, program)
         return results
 

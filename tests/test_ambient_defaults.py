@@ -79,6 +79,9 @@ def operators():
         w1, w2, v1 = (values(EXPERTS, 16, HIDDEN, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3))
         for activation in ("gelu", F.mish):
             yield from backward(gbmoe.grouped_mlp(x, counts, w1, w2, v1, activation=activation), x, w1, w2, v1)
+        a, b = (values(EXPERTS, *shape, dtype=torch.float32, seed=1).requires_grad_() for shape in ((3, HIDDEN), (16, 3)))
+        lora = gbmoe.ExpertLora(w1=gbmoe.LoraFactors(a, b, scale=0.3), v1=gbmoe.LoraFactors(a, b))
+        yield from backward(gbmoe.grouped_mlp(x, counts, w1, w2, v1, lora=lora), x, a, b)
         for fp8 in RECIPES[1:]:
             yield from backward(gbmoe.grouped_mlp(x, counts, w1, w2, fp8_recipe=fp8), x, w1, w2)
 

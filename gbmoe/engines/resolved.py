@@ -47,6 +47,11 @@ class Resolved:
         return self.engine is not None and self.engine.gathers_before_up(ffn, activation, token_bytes)
 
 
+def decides_by_kind(engine: str | Resolved) -> bool:
+    """Resolved.decides_by_kind; not of an engine that is looked up by its name."""
+    return not isinstance(engine, str) and engine.decides_by_kind
+
+
 class ByKind(Generic[_T]):
     """What was resolved, by the kind of call, for at most `most` kinds; the one that has been there longest makes room.
 

@@ -17,12 +17,12 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define, is_batched, is_unseen, is_watched, may_be_transformed, positions, without_autocast
+from gbmoe._define_operator import define, is_batched, may_be_transformed, positions, without_autocast
 from gbmoe._programs import Programs
-from gbmoe.engines.resolved import Resolved
+from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora import ExpertLora
-from gbmoe.ops import expert_forward_backward, flops
+from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
 from gbmoe.ops.expert_forward_backward import Gradients, Saved
@@ -264,17 +264,16 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bi
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
               kept_v1, activation, engine, scale, layout, *needed):
     saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2, kept_v1]
-    grads = _gradients(grad, saved, activation, engine, scale, layout, Gradients(*needed))
+    grads = _gradients(grad, saved, activation, engine, scale, layout, needed)
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, wanted: Gradients,
+def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, needed: Sequence[bool],
                sink: WeightGradientSink | None = None) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted. `saved` is the list of the
-    tensors that forward saved. It is emptied, so that each is free again as soon as it has been used, unless the caller has other
-    references to it."""
+    """The gradients of _LEAVES, each None where `needed` does not want it. `saved`, the tensors that forward saved, is emptied, so that
+    each is free again as soon as it has been used, unless the caller has other references to it."""
     x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
-    where = WeightLayout.of_code(layout)
+    where, wanted = WeightLayout.of_code(layout), Gradients(*needed)
     matrices = where.matrices(*parameters)
     w1, w2, v1 = parameters
     gradients = WeightGradients(where, w1, w2, v1) if sink is None else SunkGradients(where, w1, w2, v1, sink)
@@ -295,48 +294,24 @@ def _gradients_of(inputs: list) -> tuple[torch.Tensor | None, ...]:
     """_gradients of (grad, the saved tensors, activation, engine, scale, layout, needed). The list is emptied."""
     grad, *saved, activation, engine, scale, layout, needed = inputs
     inputs.clear()
-    return _gradients(grad, saved, activation, engine, scale, layout, Gradients(*needed))
+    return _gradients(grad, saved, activation, engine, scale, layout, needed)
 
 
 _programs = Programs(_gradients_of, "expert_mlp_backward")
 
 
-def _decides_by_kind(engine: str | Resolved) -> bool:
-    return not isinstance(engine, str) and engine.decides_by_kind
-
-
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
                    kept_v1, activation, engine, scale, layout, *needed):
-    leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias)
-    return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in zip(leaves, needed))
+    return saved_for_backward.fake_gradients(grad, (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias), needed)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.engine, save, _, _, ctx.scale, ctx.layout = inputs
-    if not save:
-        require(False, "expert_mlp", "save", "True where a gradient is needed", save)
-    _, *for_backward = output
-    ctx.mark_non_differentiable(*for_backward)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *for_backward)
+    *tensors, activation, engine, save, _, _, scale, layout = inputs
+    saved_for_backward.save(ctx, tensors, output, (activation, engine, scale, layout), save)
 
 
 def _autograd_backward(ctx, grad, *_):
-    if grad is None:
-        return {}
-    needed = tuple([ctx.needs_input_grad[_POSITION_OF[name]] for name in _LEAVES])
-    saved = list(ctx.saved_tensors)
-    unseen = is_unseen(grad, *saved)
-    if torch.is_grad_enabled() or (not unseen and is_watched(grad, *saved)):  # something will differentiate this call again, or watches it
-        computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, *needed)
-    else:
-        # Not through the operator, whose caller would hold the pre-activations until it ends. Here autograd drops the saved tensors,
-        # unless it was asked to retain the graph.
-        ctx.maybe_clear_saved_tensors()
-        inputs = [grad, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
-        saved.clear()
-        computed = _programs(inputs) if unseen and _decides_by_kind(ctx.engine) else _gradients_of(inputs)
-    return {name: gradient if need else None for name, gradient, need in zip(_LEAVES, computed, needed)}
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _programs)
 
 
 _FORWARD = (
@@ -352,7 +327,7 @@ forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
     autocast=_CAST, named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
-    recorded=lambda *inputs: _decides_by_kind(inputs[_POSITION_OF["engine"]]) and not inputs[_POSITION_OF["keep_weights"]],
+    recorded=lambda *inputs: decides_by_kind(inputs[_POSITION_OF["engine"]]),
 )
 
 backward_operator = define(
@@ -389,6 +364,6 @@ class _IntoSink(torch.autograd.Function):
         needed = [ctx.needs_input_grad[1 + _POSITION_OF[name]] for name in _LEAVES]
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad_TH, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, Gradients(*needed), ctx.sink)
+        computed = _gradients(grad_TH, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed, ctx.sink)
         of_leaf = {name: gradient for name, gradient, need in zip(_LEAVES, computed, needed) if need}
         return None, *(of_leaf.get(name) for name in _POSITION_OF)

@@ -14,10 +14,11 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import require
-from gbmoe._define_operator import define, is_watched, may_be_transformed, positions
-from gbmoe.engines.resolved import Resolved
+from gbmoe._define_operator import define, may_be_transformed, positions
+from gbmoe._programs import Programs
+from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.lora import ExpertLora, LowRankOperands, low_rank_operands
-from gbmoe.ops import expert_forward_backward, flops
+from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
@@ -115,33 +116,29 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     return *of_parameters, *low_rank.gradients_in_order()
 
 
+def _gradients_of(inputs: list) -> tuple[torch.Tensor | None, ...]:
+    """_gradients of (grad, the saved tensors, activation, engine, layout, needed). The list is emptied."""
+    grad, *saved, activation, engine, layout, needed = inputs
+    inputs.clear()
+    return _gradients(grad, saved, activation, engine, layout, needed)
+
+
+_programs = Programs(_gradients_of, "expert_mlp_low_rank_backward")
+
+
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b,
                    h, g, t, activation, engine, layout, *needed):
     leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b)
-    return tuple(like.new_empty(like.shape) if need else grad.new_empty(0) for like, need in zip(leaves, needed))
+    return saved_for_backward.fake_gradients(grad, leaves, needed)
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.engine, save, ctx.layout = inputs
-    if not save:
-        require(False, "expert_mlp", "save", "True where a gradient is needed", save)
-    _, *for_backward = output
-    ctx.mark_non_differentiable(*for_backward)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *for_backward)
+    *tensors, activation, engine, save, layout = inputs
+    saved_for_backward.save(ctx, tensors, output, (activation, engine, layout), save)
 
 
 def _autograd_backward(ctx, grad, *_):
-    if grad is None:
-        return {}
-    needed = tuple(ctx.needs_input_grad[_POSITION_OF[name]] for name in _LEAVES)
-    saved = list(ctx.saved_tensors)
-    if torch.is_grad_enabled() or is_watched(grad, *saved):  # as in gbmoe/ops/experts.py
-        computed = backward_operator(grad, *saved, ctx.activation, ctx.engine, ctx.layout, *needed)
-    else:
-        ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad, saved, ctx.activation, ctx.engine, ctx.layout, needed)
-    return {name: gradient if need else None for name, gradient, need in zip(_LEAVES, computed, needed)}
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _programs)
 
 
 _FACTORS = ("up_a", "up_b", "down_a", "down_b")
@@ -155,6 +152,7 @@ forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
     autocast=("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias", *_FACTORS), named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_low_rank,
+    recorded=lambda *inputs: decides_by_kind(inputs[_POSITION_OF["engine"]]),
 )
 
 backward_operator = define(

@@ -152,6 +152,7 @@ def test_a_process_whose_capture_failed_is_not_asked_again(monkeypatch, found, e
     ("gbmoe/engines/choice.py", "resolve", "choice"), ("gbmoe/engines/resolved.py", "of", "choice"),
     ("gbmoe/tuning/device.py", "of", "choice"),
     ("gbmoe/ops/experts.py", "expert_mlp", "Python"), ("gbmoe/ops/experts.py", "_setup_context", "autograd"),
+    ("gbmoe/ops/saved_for_backward.py", "save", "autograd"),
     ("torch/_ops.py", "__call__", "dispatcher"), ("torch/autograd/function.py", "apply", "autograd"),
     ("torch/nn/modules/module.py", "_call_impl", "modules"), ("/usr/lib/python3/functools.py", "wrapper", None),
     ("<string>", "__init__", None),
