@@ -102,11 +102,13 @@ LAYERS = {
     "bmm": dict(mlp_impl="bmm", mlp_type="glu"),
     "reference": dict(mlp_impl="reference"),
 }
+# What other layers have as well: those with losses, with a shared expert, and with an activation that is computed again.
+PART_OF_ANOTHER = ("mlp", "glu", "callable", "callable, computed again")
 
 
 @pytest.mark.parametrize("name, backend", [
-    *((name, "aot_eager") for name in LAYERS),
-    *((name, "eager") for name in ("shared expert", "callable, computed again, glu", "bmm")),
+    *(pytest.param(name, "aot_eager", marks=pytest.mark.slow if name in PART_OF_ANOTHER else ()) for name in LAYERS),
+    *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("shared expert", "callable, computed again, glu", "bmm")),
     *(pytest.param(name, "inductor", marks=INDUCTOR) for name in ("shared expert", "callable, computed again, glu")),
 ])
 def test_compiled_layer_is_the_layer(device, name, backend):
@@ -132,7 +134,7 @@ class OwnRouter(torch.nn.Module):
         return scores_TE, *scores_TE.topk(TOP_K)
 
 
-@pytest.mark.parametrize("change", ["float32", "float32 with bias", "own"])
+@pytest.mark.parametrize("change", [pytest.param("float32", marks=pytest.mark.slow), "float32 with bias", "own"])
 def test_a_layer_with_another_router_is_one_graph(device, change):
     layer, args = make(device, bf16=True, mlp_type="glu")
     if change == "own":

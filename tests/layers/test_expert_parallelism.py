@@ -154,8 +154,9 @@ def ends_the_graph(h):
     return torch.tanh(h)
 
 
-@pytest.mark.parametrize("fields, chunks, backend", [({}, 1, "aot_eager"), ({"activation_fn": ends_the_graph}, 2, "eager")],
-                         ids=["kernel", "callable"])
+@pytest.mark.parametrize("fields, chunks, backend", [
+    pytest.param({}, 1, "aot_eager", id="kernel"),
+    pytest.param({"activation_fn": ends_the_graph}, 2, "eager", id="callable", marks=pytest.mark.slow)])  # fifty graphs
 def test_a_compiler_scales_gradients_once(group_of_one, chunks, fields, backend):
     """Frames that are compiled and frames that are not had scaled them twice, or not at all; and where a graph ended between the scaled
     weights and their products, they were not scaled."""

@@ -214,8 +214,10 @@ def test_what_lacks_ids_or_has_other_shapes_is_refused():
         layer(inputs(6), cu_seqlens=torch.zeros(2))
 
 
-@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
-@pytest.mark.parametrize("how", ["checkpoint", "compiled", "compiled checkpoint"])
+@pytest.mark.parametrize("how, kind", [
+    ("checkpoint", "seq_aux_loss"), ("checkpoint", "global_aux_loss"), ("compiled", "global_aux_loss"),
+    ("compiled checkpoint", "seq_aux_loss"), pytest.param("compiled", "seq_aux_loss", marks=pytest.mark.slow),
+    pytest.param("compiled checkpoint", "global_aux_loss", marks=pytest.mark.slow)])
 def test_losses_of_checkpoints_and_graphs(how, kind):
     torch.compiler.reset()
     layers = model(moe_router_load_balancing_type=kind, moe_zloss_weight=0.5, **SIGMOID)
@@ -257,7 +259,7 @@ def test_losses_take_no_operator_whose_sums_have_no_order(device, kind, layout):
     assert [str(warning.message) for warning in caught if "CUBLAS_WORKSPACE_CONFIG" not in str(warning.message)] == []
 
 
-@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("kind", ["seq_aux_loss", pytest.param("global_aux_loss", marks=pytest.mark.slow)])
 def test_numbers_of_tokens_share_a_graph(kind):
     torch.compiler.reset()
     layer, counter = make(num_layers=1, moe_router_load_balancing_type=kind, **SIGMOID), CompileCounterWithBackend("aot_eager")

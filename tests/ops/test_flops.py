@@ -95,8 +95,9 @@ def printed(program):
 
 @pytest.mark.parametrize("imports, before, inside", [
     (f"import gbmoe; {COUNTER}", "", ""), (f"{COUNTER}; import gbmoe", "", ""), (COUNTER, "", "import gbmoe"),
-    (f"import gbmoe; gbmoe.gmm(torch.ones(2, 2), torch.ones(1, 2, 2), torch.tensor([2])); {COUNTER}", "", ""),
-    (f"import gbmoe; {COUNTER}", "gbmoe.ops.flops.register(); gbmoe.ops.flops.register()", ""),
+    pytest.param(f"import gbmoe; gbmoe.gmm(torch.ones(2, 2), torch.ones(1, 2, 2), torch.tensor([2])); {COUNTER}", "", "",
+                 marks=pytest.mark.slow),
+    pytest.param(f"import gbmoe; {COUNTER}", "gbmoe.ops.flops.register(); gbmoe.ops.flops.register()", "", marks=pytest.mark.slow),
 ], ids=["gbmoe first", "the counter first", "while counting", "the counter after a call", "registered twice"])
 def test_whoever_is_imported_first(imports, before, inside):
     assert printed(COUNTING.format(imports=imports, before=before, inside=inside)) == ["True"]

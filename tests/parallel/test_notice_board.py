@@ -36,6 +36,7 @@ def missing(function):
 
 def hangs_before(rank, what):
     """Rank 1 hangs before its first call, before one for which the memory grows, in backward, or while others recover."""
+    failures.ROLL_CALL_SECONDS = 1.0
     begin(4)
     layer = agreement.make()
     x, ids, weights, grad = agreement.mine(rank, (9, 14, 5, 0))

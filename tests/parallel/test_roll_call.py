@@ -127,7 +127,7 @@ def test_a_rank_that_died_in_a_ring_was_named_with_healthy_ones(tmp_path, nodes)
             assert seconds < 30  # the group's timeout
 
 
-@pytest.mark.parametrize("how", ["alive", "stopped"])
+@pytest.mark.parametrize("how", [pytest.param("alive", marks=pytest.mark.slow), "stopped"])
 def test_a_rank_that_hangs_is_named_where_its_neighbour_waits_in_another_part(tmp_path, how):
     """Ranks 0 and 2 exchange rows across nodes. Rank 1 waits for rank 0, and rank 3 for rank 1, inside and across."""
     results = run(hanging, 4, tmp_path, how, timeout=3.0, hangs=2)

@@ -80,7 +80,7 @@ def test_altered_results_are_merged_and_reported_or_refused_in_a_line(tmp_path, 
     assert statuses.count(2) > len(statuses) / 3 and statuses.count(0) > 10
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
 def test_whatever_passes_is_drawn(turn, tmp_path, capsys, monkeypatch):
     """Every leaf altered at once, each to another of the values that it may have."""
     pictures = pytest.importorskip("benchmarks.result_files.pictures", reason="pictures need matplotlib, which scripts/test.sh installs")
