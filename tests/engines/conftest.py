@@ -11,4 +11,4 @@ from tests.engines import emulated_gpu
 def kernels(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("the emulated GPU needs g++")
-    return emulated_gpu.compile_kernels(tmp_path_factory.mktemp("emulated_gpu"))
+    return emulated_gpu.Kernels(tmp_path_factory.mktemp("emulated_gpu"))

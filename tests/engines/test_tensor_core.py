@@ -88,7 +88,7 @@ def test_without_sizes_one_group_has_all_rows(device, config, rows, inner, colum
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=dtype_id)
 @pytest.mark.parametrize("tile", TILES)
 def test_results_in_float32_are_the_sums_themselves(device, dtype, tile):
     """A router's logits: what other results are rounded from, in rows that exist alone."""

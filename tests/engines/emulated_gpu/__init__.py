@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import shutil
 import subprocess
@@ -71,23 +72,31 @@ class _Run(ctypes.Structure):
                 ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
 
 
-def compile_kernels(folder: Path) -> ctypes.CDLL:
-    """Compile the kernels with their stand-ins in `folder`, and load them."""
-    source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
-    shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-    for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh"):
-        shutil.copy(extension.source_folder() / name, source / name)
-    for name, place in _STAND_INS.items():
-        shutil.copy(_HERE / name, source / place)
-    library = folder / "kernels.so"
-    options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
-               "-fno-extern-tls-init",  # the shared memory needs no initialisation
-               "-U_FORTIFY_SOURCE"]     # longjmp leads to another stack
-    subprocess.run(["g++", *options, "-I", str(folder), "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)],
-                   check=True)
-    kernels = ctypes.CDLL(str(library))
-    kernels.failure.restype = ctypes.c_char_p
-    return kernels
+class Kernels:
+    """The kernels, whose functions are compiled when they are first called, for each dtype alone: a few tests need few of the instances."""
+
+    def __init__(self, folder: Path):
+        """Copy the kernels with their stand-ins into `folder`."""
+        self.folder, source = folder, folder / "csrc"
+        shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
+        for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh"):
+            shutil.copy(extension.source_folder() / name, source / name)
+        for name, place in _STAND_INS.items():
+            shutil.copy(_HERE / name, source / place)
+        self.library = functools.cache(self._compiled)
+
+    def _compiled(self, function: str, dtype: int) -> ctypes.CDLL:
+        library = self.folder / f"{function}_{dtype}.so"
+        options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+                   "-fno-extern-tls-init",  # the shared memory needs no initialisation
+                   "-U_FORTIFY_SOURCE",     # longjmp leads to another stack
+                   f"-DEMULATED_{function}", f"-DDTYPE={dtype}"]
+        torch_headers = Path(torch.__file__).parent / "include"
+        subprocess.run(["g++", *options, "-I", str(self.folder), "-I", str(torch_headers), str(_HERE / "instances.cpp"),
+                        "-o", str(library)], check=True)
+        kernels = ctypes.CDLL(str(library))
+        kernels.failure.restype = ctypes.c_char_p
+        return kernels
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -101,7 +110,7 @@ def _pointers(*tensors):
 
 
 @contextlib.contextmanager
-def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
+def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: bool, seed: int = 0) -> Iterator[None]:
     """Within it, torch.ops.gbmoe_cuda.tensor_core_* and few_rows_* take tensors on the CPU.
 
     `late_copies`: cp.async writes when it is waited for. `large_memory`: with the kernels for multiprocessors that have much shared
@@ -113,31 +122,33 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
         return _Arguments(groups=1 if sizes is None else sizes.numel(), rows=rows, size_n=columns, panel_tiles=panel, **of_sizes,
                           **{"operand_pairs": 1, **fields})
 
-    def call(function, *leading, of, reads):
+    def call(function, dtype, *leading, of, reads):
+        library = kernels.library(function, _DTYPES.index(dtype))
         begin = [t.data_ptr() for t in reads if t is not None]
         end = [_end(t) for t in reads if t is not None]
         run = _Run(ctas, late_copies, large_memory, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
-        assert function(*leading, ctypes.byref(of), ctypes.byref(run)), "there is no such instance"
-        assert kernels.failure() is None, kernels.failure().decode()
+        found = getattr(library, function)(*leading, ctypes.byref(of), ctypes.byref(run))
+        assert found, "there is no such instance"
+        assert library.failure() is None, library.failure().decode()
 
     def rows(a, b, a2, b2, sizes, trans_b, tiling, out):
         tile_m, tile_n, panel = tiling
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
                        b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out))
-        call(kernels.rows, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
+        call("rows", a.dtype, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
 
     def weights(a, b, sizes, tiling, accumulate, out):
         tile_m, tile_n, panel = tiling
         of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out),
                        pitch_out=_Pitch.of(out))
-        call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
+        call("weights", a.dtype, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
 
     def up(x, w1, v1, sizes, activation, tiling, a, h, g):
         tile_m, tile_n, panel = tiling
         assert x.dtype == torch.bfloat16
         of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=_Activation.of(activation),
                        a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g))
-        call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
+        call("up", x.dtype, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
 
     def few_rows(x, sizes, result, **fields):
         groups = 1 if sizes is None else sizes.numel()
@@ -148,18 +159,18 @@ def operators(kernels: ctypes.CDLL, *, ctas: int, late_copies: bool, large_memor
 
     def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early)
-        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
+        call("few_rows_gemm", a.dtype, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
 
     def few_rows_linear(x, weight, sizes, out):
         of = few_rows(x, sizes, out, b=_pointers(weight), pitch_b=_Pitch.of(weight), out=_pointers(out),
                       out_is_float=out.dtype == torch.float32)
-        call(kernels.few_rows_linear, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
+        call("few_rows_linear", x.dtype, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
 
     def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
         of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
                       activation=_Activation.of(activation), **slots)
-        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
+        call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")

@@ -1,4 +1,5 @@
 // The instances of the kernels in csrc/tensor_core/ that are emulated, by number; tests/engines/emulated_gpu/__init__.py calls them.
+// It compiles this file once for each function that is called (EMULATED_rows, ...) and each dtype that it is called with (DTYPE).
 
 #include "csrc/tensor_core/few_rows.cuh"
 #include "csrc/tensor_core/grouped_gemm.cuh"
@@ -31,8 +32,9 @@ template <typename... Tiles, typename F> bool with_tile(int tile_m, int tile_n, 
 }
 
 template <typename F> bool with_dtype(int dtype, const F& f) {
-  if (dtype == 0) f(__nv_bfloat16());
-  else if (dtype == 1) f(__half());
+  if (dtype != DTYPE) return false;
+  if constexpr (DTYPE == 0) f(__nv_bfloat16());
+  else if constexpr (DTYPE == 1) f(__half());
   else f(float());
   return true;
 }
@@ -45,6 +47,7 @@ extern "C" {
 const char* failure() { return emulated_gpu::failure; }
 
 // Each returns whether there is an instance.
+#ifdef EMULATED_rows
 bool rows(int dtype, bool to_float, int tile_m, int tile_n, bool trans_b, const Arguments* args, const Run* run) {
   bool found = false;
   with_dtype(dtype, [&](auto element) {
@@ -58,7 +61,9 @@ bool rows(int dtype, bool to_float, int tile_m, int tile_n, bool trans_b, const 
   });
   return found;
 }
+#endif
 
+#ifdef EMULATED_weights
 bool weights(int dtype, int tile_m, int tile_n, bool accumulate, const Arguments* args, const Run* run) {
   bool found = false;
   with_dtype(dtype, [&](auto element) {
@@ -71,7 +76,9 @@ bool weights(int dtype, int tile_m, int tile_n, bool accumulate, const Arguments
   });
   return found;
 }
+#endif
 
+#ifdef EMULATED_up
 // In bfloat16, with one activation of each family.
 bool up(int tile_m, int tile_n, bool glu, const Arguments* args, const Run* run) {
   using T = __nv_bfloat16;
@@ -89,6 +96,7 @@ bool up(int tile_m, int tile_n, bool glu, const Arguments* args, const Run* run)
     else of_family(PiecewiseActivation(activation));
   });
 }
+#endif
 
 }  // extern "C"
 
@@ -130,6 +138,7 @@ void launch(const Arguments& args, emulated_gpu::Run run) {
 
 extern "C" {
 
+#ifdef EMULATED_few_rows_gemm
 bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
@@ -139,7 +148,9 @@ bool few_rows_gemm(int dtype, bool trans_b, const Arguments* args, const emulate
     }
   });
 }
+#endif
 
+#ifdef EMULATED_few_rows_linear
 bool few_rows_linear(int dtype, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
@@ -150,7 +161,9 @@ bool few_rows_linear(int dtype, const Arguments* args, const emulated_gpu::Run* 
     }
   });
 }
+#endif
 
+#ifdef EMULATED_few_rows_up
 bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
@@ -160,6 +173,7 @@ bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu:
     }
   });
 }
+#endif
 
 }  // extern "C"
 
