@@ -315,7 +315,7 @@ def test_layers_can_be_pickled():
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+@pytest.mark.parametrize("mlp_type", [pytest.param("mlp", marks=pytest.mark.slow), "glu"])
 def test_compiles_without_a_graph_break(mlp_type):
     layer, _ = make("gbmoe", mlp_type=mlp_type, shared_expert=True, return_bias=False)
     x = torch.randn(5, 3, 32, requires_grad=True)

@@ -159,7 +159,7 @@ def test_switches_back_and_forth_and_saves_the_same_parameters(calls, tmp_path):
     assert accuracy.relative_error(loaded(ids).logits, model(ids).logits) < 1e-12
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", [pytest.param("mixtral", marks=pytest.mark.slow), "gpt_oss"])
 def test_compiles_without_a_graph_break(model_type):
     model, ids = build(model_type, num_hidden_layers=1), token_ids(2, 9)
     expected = forward_and_gradients(model, "gbmoe", ids)

@@ -192,7 +192,7 @@ def test_uniform_assignment_leaves_padding_out():
     assert ids.tolist() == [[0, 1], [-1, -1], [4, 5]]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_a_layer_is_one_graph(backend):
     torch.compiler.reset()
     layer, x = make(**DEEPSEEK, moe_router_dtype="fp32"), torch.randn(6, 4, 16)
