@@ -40,13 +40,13 @@ _GBMOE, _TORCH = (f"{Path(package.__path__[0])}/" for package in (gbmoe, torch))
 # Functions of Python by how their path begins inside their package; the first that fits counts.
 _OF_GBMOE = (("_checks.py", "checks"), ("launch/alignment.py", "checks"), ("launch/availability.py", "checks"),
              ("engines/choice.py", "choice"), ("engines/resolved.py", "choice"), ("tuning/", "choice"), ("weight_layout.py", "choice"),
-             ("_programs.py", "choice"),
-             ("_define_operator.py", "dispatcher"), ("ops/saved_for_backward.py", "autograd"), ("cli/", "rest"), ("", "Python"))
+             ("_programs.py", "choice"), ("_define_operator.py", "dispatcher"), ("ops/saved_for_backward.py", "autograd"),
+             ("cli/", "rest"), ("", "Python"))
 _OF_TORCH = (("_ops.py", "dispatcher"), ("_library/", "dispatcher"), ("autograd/", "autograd"), ("_functorch/", "autograd"),
              ("utils/_contextlib.py", "autograd"), ("", "modules"))
 # And those of gbmoe that check, or record for backward, wherever they are: by how their names begin or end.
-_CHECKS = ("check", "_check", "require", "_require", "is_watched", "_is_watched", "is_unseen", "_is_unseen", "may_be_", "_is_plain", "has_global_hooks",
-           "_refuse_")
+_CHECKS = ("check", "_check", "require", "_require", "is_watched", "_is_watched", "is_unseen", "_is_unseen", "may_be_", "_is_plain",
+           "has_global_hooks", "_refuse_")
 _RECORDS = ("setup_context", "_autograd_backward")
 # Functions of C++ by name. Those that ask tensors and Python's objects for something are part of the function that asks.
 _ALLOCATES = {"new_empty", "empty", "empty_like", "empty_strided", "new_zeros", "zeros", "zeros_like", "new_full", "full", "full_like",

@@ -311,7 +311,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _programs)
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients_of, _programs)
 
 
 _FORWARD = (

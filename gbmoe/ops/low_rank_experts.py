@@ -15,8 +15,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe._define_operator import define, may_be_transformed, positions
-from gbmoe._programs import Programs
-from gbmoe.engines.resolved import Resolved, decides_by_kind
+from gbmoe.engines.resolved import Resolved
 from gbmoe.lora import ExpertLora, LowRankOperands, low_rank_operands
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
@@ -123,9 +122,6 @@ def _gradients_of(inputs: list) -> tuple[torch.Tensor | None, ...]:
     return _gradients(grad, saved, activation, engine, layout, needed)
 
 
-_programs = Programs(_gradients_of, "expert_mlp_low_rank_backward")
-
-
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b,
                    h, g, t, activation, engine, layout, *needed):
     leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b)
@@ -138,7 +134,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _programs)
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients_of)
 
 
 _FACTORS = ("up_a", "up_b", "down_a", "down_b")
@@ -152,7 +148,6 @@ forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
     autocast=("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias", *_FACTORS), named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_low_rank,
-    recorded=lambda *inputs: decides_by_kind(inputs[_POSITION_OF["engine"]]),
 )
 
 backward_operator = define(

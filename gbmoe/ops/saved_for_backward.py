@@ -29,12 +29,13 @@ def save(ctx, tensors: Sequence[torch.Tensor | None], output: tuple, options: tu
 
 
 def gradients_by_name(ctx, grad: torch.Tensor | None, leaves: Sequence[str], position_of: dict[str, int], operator: Callable,
-                      programs: Programs) -> dict[str, torch.Tensor | None]:
+                      function: Callable[[list], tuple], programs: Programs | None = None) -> dict[str, torch.Tensor | None]:
     """The gradients of the arguments named in `leaves`, each None where it is not needed.
 
     Args:
         operator: (grad, *saved, *options, *needed) -> gradients, where something watches this call, or will differentiate it again.
-        programs: of a function of the list (grad, *saved, *options, needed), which it empties, to the gradients.
+        function: of the list (grad, *saved, *options, needed), which it empties, to the gradients.
+        programs: of this function, or None where it is not recorded.
     """
     if grad is None:
         return {}
@@ -49,7 +50,7 @@ def gradients_by_name(ctx, grad: torch.Tensor | None, leaves: Sequence[str], pos
         ctx.maybe_clear_saved_tensors()
         inputs = [grad, *saved, *ctx.options, needed]
         saved.clear()
-        computed = programs(inputs) if unseen and decides_by_kind(ctx.options[1]) else programs.function(inputs)
+        computed = function(inputs) if programs is None or not unseen or not decides_by_kind(ctx.options[1]) else programs(inputs)
     return {name: gradient if need else None for name, gradient, need in zip(leaves, computed, needed)}
 
 
