@@ -138,6 +138,9 @@ def resolves(name):
 
 # What pages name that is another project's, a compiler's or an instruction's.
 FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_grouped_mm",
+           # verl's fields and a file of its user's.
+           "actor_rollout_ref", "backend_config", "enable_rollout_routing_replay", "external_lib", "gbmoe_in_verl", "override_config",
+           "router_replay", "set_replay_data", "target_parameters",
            # Megatron-Core's field and tests, and an argument of OLMo-core.
            "recompute_modules", "test_moe_layer", "test_router_replay", "test_sequential_mlp", "test_shared_experts", "forward_row_offset"}
 SNAKE_CASE = r"\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b"

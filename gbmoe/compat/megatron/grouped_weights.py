@@ -34,7 +34,9 @@ class GroupedWeights(torch.nn.Module):
         self.use_bias, self.single_grouped_weight = config.add_bias_linear, single
         self.single_grouped_bias = single and config.add_bias_linear
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = config.gradient_accumulation_fusion, deferred
-        self._partition_dim, self._groups = partition_dim, pg_collection
+        # And these are what Megatron-Bridge asks a module of whose class it knows nothing, to load and export its weights (AutoMapping).
+        self.config, self.tensor_model_parallel, self.partition_dim = config, True, partition_dim
+        self._groups = pg_collection
         self._hooks_of_gradients: list[Callable] = []
         self._later: torch.Tensor | None = None
         self._make_parameters(config, init_method)
@@ -44,9 +46,9 @@ class GroupedWeights(torch.nn.Module):
         parallel, experts = self._groups.expt_tp.size(), self.num_gemms
         shape = [self.out_features, self.in_features]
         whole = list(shape)
-        shape[self._partition_dim] = whole[self._partition_dim] // parallel
-        require(shape[self._partition_dim] * parallel == whole[self._partition_dim], ADAPTER, "expert_tensor_parallel_size",
-                f"a divisor of {whole[self._partition_dim]}", parallel)
+        shape[self.partition_dim] = whole[self.partition_dim] // parallel
+        require(shape[self.partition_dim] * parallel == whole[self.partition_dim], ADAPTER, "expert_tensor_parallel_size",
+                f"a divisor of {whole[self.partition_dim]}", parallel)
         device = _device(config)
         for name, each in (("weight", shape), ("bias", [shape[0]])):
             if name == "bias" and not self.use_bias:
@@ -61,7 +63,7 @@ class GroupedWeights(torch.nn.Module):
             for matrix_OI in self._parts("weight"):
                 self._initialize(matrix_OI.detach(), whole, config, init_method)
         of_experts = config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-        _set_expert_parameter_attributes(self, ("column", "row")[self._partition_dim], of_experts)
+        _set_expert_parameter_attributes(self, ("column", "row")[self.partition_dim], of_experts)
         for parameter in self.parameters():
             parameter.skip_backward_post_hook = self.delay_wgrad_compute  # type: ignore[attr-defined]
 
@@ -69,11 +71,11 @@ class GroupedWeights(torch.nn.Module):
         group = self._groups.expt_tp
         if config.use_cpu_initialization:
             # A gated unit's rank has its part of the gate and its part of up, which lie apart in the whole matrix.
-            stride = 2 if self._partition_dim == 0 and config.gated_linear_unit else 1
-            _initialize_affine_weight_cpu(matrix_OI, *whole, matrix_OI.size(self._partition_dim), self._partition_dim, init_method,
+            stride = 2 if self.partition_dim == 0 and config.gated_linear_unit else 1
+            _initialize_affine_weight_cpu(matrix_OI, *whole, matrix_OI.size(self.partition_dim), self.partition_dim, init_method,
                                           stride=stride, params_dtype=config.params_dtype, rank=group.rank(), world_size=group.size())
         else:
-            _initialize_affine_weight_gpu(matrix_OI, init_method, self._partition_dim, is_expert=True)
+            _initialize_affine_weight_gpu(matrix_OI, init_method, self.partition_dim, is_expert=True)
 
     def _named(self, name: str) -> list[Any]:
         """The parameters called so, with one for each expert or one for all."""
@@ -182,10 +184,10 @@ class GroupedWeights(torch.nn.Module):
         sharded: dict[str, Any] = {}
         for e in range(self.num_gemms):
             entries: dict[str, Any] = {f"{e}.weight": weights[e], f"{e}._extra_state": None}
-            axes = {f"{e}.weight": self._partition_dim}
+            axes = {f"{e}.weight": self.partition_dim}
             if biases is not None:
                 entries[f"{e}.bias"] = biases[e]
-                if self._partition_dim == 0:
+                if self.partition_dim == 0:
                     axes[f"{e}.bias"] = 0
             offsets = sharded_offsets if alone else (*sharded_offsets, (len(sharded_offsets), first + e, everywhere))
             of_expert = make_sharded_tensors_for_checkpoint(entries, "", axes, offsets, tp_group=groups.expt_tp,

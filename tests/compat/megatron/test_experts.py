@@ -146,6 +146,14 @@ def test_parameters_are_named_and_marked_as_those_of_te_grouped_linear(megatron)
     assert isinstance(module, megatron.experts.TEGroupedMLP)
 
 
+def test_megatron_bridge_could_not_tell_how_weights_are_divided(megatron):
+    """Its AutoMapping knows TransformerEngine's modules by the names of their classes. Of others it asks these attributes, and raised while
+    it loaded a checkpoint of transformers, which is how verl makes its models."""
+    module = built(megatron)
+    for linear, dimension in ((module.linear_fc1, 0), (module.linear_fc2, 1)):
+        assert linear.tensor_model_parallel and linear.partition_dim == dimension and linear.config.num_moe_experts == EXPERTS
+
+
 def test_ranks_of_tensor_parallel_experts_have_their_parts_of_gate_and_up(megatron):
     def weights(rank, size):
         torch.manual_seed(0)
