@@ -134,6 +134,11 @@ def count_backward(layer: int, group: dist.ProcessGroup | None) -> int:
     return ranks.passes
 
 
+def passes_begun(group: dist.ProcessGroup | None) -> int:
+    """How many passes this rank has begun in the group, which is the number of the last one."""
+    return _of(group)[1].passes
+
+
 def go_on(passes: int, group: dist.ProcessGroup | None) -> None:
     """Count on from as many passes as another rank has begun, after a failure."""
     _, ranks = _of(group)

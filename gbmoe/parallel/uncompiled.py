@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gbmoe.parallel import exact_exchange, shadowing
+from gbmoe.parallel import exact_exchange, separate_steps, shadowing
 from gbmoe.parallel.peer_experts import peer_experts as _peer_experts  # its own name is what is asked for
 
 # The function, and what to tell a user who asked for one graph.
@@ -16,6 +16,8 @@ _MADE_OF: dict[str, tuple[Any, str]] = {
                                     " one graph"),
     "exact_experts_by_exchange": (exact_exchange.exact_experts_by_exchange,
                                   "the host cuts what travels to the numbers that it has received"),
+    "dispatch": (separate_steps.dispatch, "the numbers of the steps that ranks take are Python's"),
+    "combine": (separate_steps.combine, "the numbers of the steps that ranks take are Python's"),
     "shadowed_experts_by_exchange": (shadowing.shadowed_experts_by_exchange, "the host chooses the experts that get shadows"),
 }
 
