@@ -138,6 +138,8 @@ def resolves(name):
 
 # What pages name that is another project's, a compiler's or an instruction's.
 FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_grouped_mm",
+           # Options of NCCL's groups.
+           "max_ctas", "pg_options",
            # verl's fields and a file of its user's.
            "actor_rollout_ref", "backend_config", "enable_rollout_routing_replay", "external_lib", "gbmoe_in_verl", "override_config",
            "router_replay", "set_replay_data", "target_parameters",

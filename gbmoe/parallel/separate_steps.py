@@ -177,7 +177,9 @@ def combine(y_SH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         out [T,H], dtype of y, differentiable in y.
 
     Raises:
-        As dispatch. On GPUs ranks that take different steps are told by the next dispatch, or by check_steps.
+        TypeError, ValueError: naming the argument, what was expected and what came.
+        ValueError: on all ranks, where they take different steps; on GPUs it is the next dispatch that raises, or check_steps.
+        RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
     if torch.compiler.is_compiling():
         from gbmoe.parallel import uncompiled
