@@ -79,7 +79,7 @@ class _Trip:
         told_WX = torch.empty_like(message_WX)
         all_to_all(told_WX, message_WX, None, None, self.group)
         headers_WN = told_WX[:, : pass_agreement.NUMBERS]
-        if headers_WN.device.type == "cuda":
+        if _is_compared_later(like.device):
             _LATER.setdefault(self.group, []).append(_Begun(path, header, HostCopy(headers_WN.contiguous())))
         else:
             pass_agreement.check(headers_WN.amax(0).tolist(), self.group)
@@ -203,6 +203,11 @@ def check_steps(group: dist.ProcessGroup | None = None) -> None:
         if others:
             named = [dist.get_global_rank(group, rank) for rank in others]
             raise ValueError(f"{pass_agreement.PASSES_DIFFER}this rank's was the {step.path}, and ranks {named} took another step")
+
+
+def _is_compared_later(device: torch.device) -> bool:
+    """Whether the host would have to wait for a step's headers."""
+    return device.type == "cuda"
 
 
 class _Begun(NamedTuple):
