@@ -31,7 +31,7 @@ from gbmoe.layers import (
     update_expert_bias,
     update_expert_bias_after,
 )
-from gbmoe.lora import ExpertLora, LoraFactors
+from gbmoe.lora_factors import ExpertLora, LoraFactors
 from gbmoe.ops import ExpertPath, expert_mlp, expert_path, gmm, grouped_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import ClampedSilu, Situ
 from gbmoe.ops.gradient_sink import WeightGradientSink

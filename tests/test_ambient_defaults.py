@@ -16,7 +16,7 @@ from gbmoe import Arguments, Float8BlockScaling, RoutingPlan, dMoE, float8
 from gbmoe.compat import transformer_engine
 from gbmoe.compat.grouped_gemm import backend, ops as grouped_gemm
 from gbmoe.compat.megablocks import ops as megablocks
-from gbmoe.ops.route_logits import route
+from gbmoe.ops.route_operator import route
 from gbmoe.parallel import training
 from gbmoe.parallel.shadowing import fewest_bytes
 from gbmoe.testing import exact_inputs

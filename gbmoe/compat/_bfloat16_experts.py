@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.lora import ExpertLora
+from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops import grouped_mlp
 from gbmoe.weight_layout import WeightLayout
 

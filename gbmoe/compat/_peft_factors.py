@@ -14,8 +14,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from gbmoe._checks import FLOATING, require
-from gbmoe.lora import ExpertLora, LoraFactors
-from gbmoe.low_rank_parametrization import is_of_peft, low_rank_changes
+from gbmoe.lora_factors import ExpertLora, LoraFactors
+from gbmoe.lora_of_peft import is_of_peft, low_rank_changes
 
 __all__ = ["lora_of", "original", "register_with_peft", "take_factors_of_peft"]
 

@@ -25,7 +25,7 @@ import torch
 from gbmoe._checks import require
 from gbmoe.compat._releases import require_parameters, require_release
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.lora import ExpertLora, LoraFactors
+from gbmoe.lora_factors import ExpertLora, LoraFactors
 from gbmoe.ops import expert_mlp, grouped_mlp
 from gbmoe.ops.activations import ClampedSilu
 from gbmoe.plan import RoutingPlan

@@ -24,7 +24,7 @@ from gbmoe._checks import FLOATING
 from gbmoe._torch_names import wraps_tensors
 from gbmoe.compat._releases import require_parameters, require_release
 from gbmoe.layers.expert_weights import ExpertWeights
-from gbmoe.low_rank_parametrization import Change, attached
+from gbmoe.lora_of_peft import Change, attached
 
 __all__ = ["register"]
 

@@ -22,7 +22,7 @@ import torch
 from gbmoe.compat._bfloat16_experts import bfloat16_experts
 from gbmoe.compat._releases import require_parameters, require_release
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.lora import ExpertLora, LoraFactors
+from gbmoe.lora_factors import ExpertLora, LoraFactors
 
 __all__ = ["experts_forward", "register"]
 

@@ -39,8 +39,8 @@ from gbmoe._checks import FLOATING, require
 from gbmoe._torch_names import wraps_tensors
 from gbmoe.compat._peft_factors import lora_of, original, register_with_peft, take_factors_of_peft
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.lora import ExpertLora, LoraFactors, joined_operands
-from gbmoe.low_rank_parametrization import may_have_changes
+from gbmoe.lora_factors import ExpertLora, LoraFactors, joined_operands
+from gbmoe.lora_of_peft import may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import ClampedSilu, activation_name
 from gbmoe.ops.gmm import computed_dtype, grouped

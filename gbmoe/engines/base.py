@@ -18,7 +18,7 @@ import torch
 from gbmoe import launch
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import require
-from gbmoe.engines.low_rank import LowRankProducts
+from gbmoe.engines.lora_products import LowRankProducts
 from gbmoe.launch.alignment import aligned
 from gbmoe.plain import plain_gmm
 from gbmoe.problem import Problem

@@ -16,7 +16,7 @@ import torch
 from gbmoe._checks import require
 from gbmoe.layers import mpu
 from gbmoe.layers.expert_weights import ExpertWeights, local_weight
-from gbmoe.lora import ExpertLora, LoraFactors
+from gbmoe.lora_factors import ExpertLora, LoraFactors
 
 __all__ = ["adapter_state_dict", "add_adapter", "load_adapter_state_dict", "merge_adapters", "remove_adapter", "set_adapters",
            "unmerge_adapters"]

@@ -17,8 +17,8 @@ from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
 from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
-from gbmoe.lora import ExpertLora, LoraFactors
-from gbmoe.low_rank_parametrization import is_of_peft, low_rank_changes, may_have_changes
+from gbmoe.lora_factors import ExpertLora, LoraFactors
+from gbmoe.lora_of_peft import is_of_peft, low_rank_changes, may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import activation_name, gated
 from gbmoe.ops.gradient_scale import with_scaled_gradients

@@ -18,7 +18,7 @@ from gbmoe.launch.router import kernels_take
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.kept import Source
 from gbmoe.layers.losses import save_router_logsumexp
-from gbmoe.ops.route_logits import Routing, route
+from gbmoe.ops.route_operator import Routing, route
 from gbmoe.ops.route_tokens import route_tokens
 from gbmoe.router_function import RouterFunction
 

@@ -6,7 +6,7 @@ from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gmm import gmm
 from gbmoe.ops.grouped_mlp import grouped_mlp
 from gbmoe.ops.permute import padded_gather, padded_scatter
-from gbmoe.ops.route_logits import Routing, route
+from gbmoe.ops.route_operator import Routing, route
 from gbmoe.ops.route_tokens import route_tokens
 
 from gbmoe.ops import router_linear  # noqa: F401  # isort: skip (of the layer's router, not public)

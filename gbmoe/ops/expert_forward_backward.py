@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from gbmoe.engines.base import Engine, GatheredRows
-from gbmoe.engines.low_rank import LowRank
+from gbmoe.engines.lora_products import LowRank
 from gbmoe.float8 import ScaledWeights
 from gbmoe.launch.alignment import aligned
 from gbmoe.ops import expert_biases
 from gbmoe.ops.gradient_scale import scales_exactly
-from gbmoe.ops.low_rank_pass import LowRankPass
+from gbmoe.ops.lora_forward_backward import LowRankPass
 from gbmoe.weight_layout import WeightGradients
 
 

@@ -21,7 +21,7 @@ from gbmoe._define_operator import define, is_batched, may_be_transformed, posit
 from gbmoe._programs import Programs
 from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
-from gbmoe.lora import ExpertLora
+from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
@@ -30,7 +30,7 @@ from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
 from gbmoe.ops.local_transport import local_transport
-from gbmoe.ops.low_rank_experts import low_rank_experts
+from gbmoe.ops.lora_experts import low_rank_experts
 from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.permute import check_plan, check_slot_scalars, gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine

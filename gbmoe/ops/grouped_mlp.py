@@ -11,7 +11,7 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.lora import ExpertLora
+from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops.experts import expert_mlp
 from gbmoe.ops.gradient_sink import WeightGradientSink
 from gbmoe.plan import RoutingPlan

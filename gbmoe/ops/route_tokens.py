@@ -17,7 +17,7 @@ from gbmoe._define_operator import define, is_unseen
 from gbmoe._programs import Programs
 from gbmoe.launch import router
 from gbmoe.ops import flops
-from gbmoe.ops.route_logits import (
+from gbmoe.ops.route_operator import (
     Routing,
     require_router_tensors,
     route_backward,

@@ -14,7 +14,7 @@ from gbmoe.plain import plain_router
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, HALVES, assert_as_accurate_as, dtype_id
-from tests.ops.test_route_logits import torchs
+from tests.ops.test_route_operator import torchs
 
 # The least by which a weight of 0 can be exceeded so that 1 plus it is 1 in the dtype: it is rounded to even.
 HALF_A_STEP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

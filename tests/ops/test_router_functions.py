@@ -14,7 +14,7 @@ import gbmoe
 from gbmoe import RouterFunction, extension
 from gbmoe.launch import router
 from gbmoe.ops import route, route_tokens
-from gbmoe.ops.route_logits import route_backward
+from gbmoe.ops.route_operator import route_backward
 from gbmoe.plain import plain_router
 from gbmoe.testing import cuda_graphs, exact_inputs
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id

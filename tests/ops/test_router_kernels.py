@@ -7,7 +7,7 @@ import torch
 
 from gbmoe import RouterFunction
 from gbmoe.launch import router as launches
-from gbmoe.ops import route_logits
+from gbmoe.ops import route_operator
 from gbmoe.plain import plain_router
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.tuning import router_kernels as tuning
@@ -95,7 +95,7 @@ def test_hard_choices_of_a_softmax(emulated, experts, top_k, dtype):
 def test_hard_choices_of_any_function(emulated, experts, top_k, function):
     """What is ranked are the logits here, so that their stable order is what has to come out."""
     logits = softmax_topk.hard_logits(experts, top_k, CPU)
-    got = route_logits.route(logits, top_k, function=function)
+    got = route_operator.route(logits, top_k, function=function)
     assert torch.equal(got.experts_TK, softmax_topk.by_sorting(logits, top_k))
 
 
@@ -110,7 +110,7 @@ def test_logits_that_differ_in_their_last_bits_or_lie_in_one_lane(emulated, expe
     owned = [rank // width % lanes == lane for width in (1, 4) for lanes in (4, 8, 16, 32) for lane in range(0, lanes, 3)]
     noise = functions.draw(len(owned), experts).sigmoid()
     logits = torch.stack(pairs + [torch.where(of, 10 + row, row) for of, row in zip(owned, noise)])
-    got = route_logits.route(logits, top_k, function=function, expert_bias=bias)
+    got = route_operator.route(logits, top_k, function=function, expert_bias=bias)
     assert torch.equal(got.experts_TK, softmax_topk.by_sorting(logits, top_k))
 
 
@@ -129,7 +129,7 @@ def test_groups_of_all_sizes(emulated, experts, top_k, groups):
         function = RouterFunction("sigmoid", num_groups=groups, group_topk=max(2, -(-top_k * groups // experts) + 1), group_best=best)
         logits = functions.draw(12, experts, seed=groups)
         logits[1], logits[2, ::3], logits[3] = 0.5, float("nan"), logits[3].round()
-        got = route_logits.route(logits, top_k, function=function)
+        got = route_operator.route(logits, top_k, function=function)
         assert torch.equal(got.experts_TK, functions.by_rule(logits, function, top_k)), best
 
 

@@ -17,7 +17,7 @@ import torch
 
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, require, require_choice, require_tensor
-from gbmoe.ops.route_logits import route
+from gbmoe.ops.route_operator import route
 from gbmoe.router_function import SCORES, RouterFunction
 
 __all__ = ["fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"]

@@ -1,6 +1,6 @@
 """expert_mlp with adapters (LoRA), as one operator: weights are read where they lie, and nothing of their size is made.
 
-Saved for backward are x, the pre-activations, x @ A1.T of each row and the plan; what is computed is in gbmoe/ops/low_rank_pass.py.
+Saved for backward are x, the pre-activations, x @ A1.T of each row and the plan; what is computed is in gbmoe/ops/lora_forward_backward.py.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan, R ranks.
 """
@@ -16,14 +16,14 @@ from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe._define_operator import define, may_be_transformed, positions
 from gbmoe.engines.resolved import Resolved
-from gbmoe.lora import ExpertLora, LowRankOperands, low_rank_operands
+from gbmoe.lora_factors import ExpertLora, LowRankOperands, low_rank_operands
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import with_scaled_gradients
 from gbmoe.ops.local_transport import local_transport
-from gbmoe.ops.low_rank_pass import LowRankGradients, LowRankPass
+from gbmoe.ops.lora_forward_backward import LowRankGradients, LowRankPass
 from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan

@@ -7,7 +7,7 @@ import torch
 
 from gbmoe.launch import router
 from gbmoe.ops import route
-from gbmoe.ops.route_logits import Routing, route_backward
+from gbmoe.ops.route_operator import Routing, route_backward
 from gbmoe.plain import plain_router
 from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import exact_inputs

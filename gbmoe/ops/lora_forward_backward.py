@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 
 from gbmoe.engines.base import Engine, GatheredRows
-from gbmoe.engines.low_rank import LowRank
-from gbmoe.lora import LowRankOperands
+from gbmoe.engines.lora_products import LowRank
+from gbmoe.lora_factors import LowRankOperands
 
 
 class LowRankGradients(NamedTuple):
