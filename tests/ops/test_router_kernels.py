@@ -11,7 +11,7 @@ from gbmoe.ops import route_operator
 from gbmoe.plain import plain_router
 from gbmoe.router_function import softmax_topk_code
 from gbmoe.tuning import router_kernels as tuning
-from tests.ops import emulated_router, test_route_logits as softmax_topk, test_router_functions as functions
+from tests.ops import emulated_router, test_route_operator as softmax_topk, test_router_functions as functions
 
 pytestmark = [pytest.mark.xdist_group("emulated_router"),  # the kernels are compiled once
               pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
