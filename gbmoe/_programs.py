@@ -2,8 +2,8 @@
 
 A layer of few tokens waits for the host, and most of what the host does there decides what is decided in the same way in every step:
 engines, tiles, layouts, which of two kernels. A kind of call has all that such decisions depend on: of every tensor the dtype, the device,
-the shape, the strides and the alignment, and every other argument. The second call of a kind is recorded: a mode of torch's dispatcher
-notes each operator, allocations among them, with the tensors that it takes and returns. From the third on the same operators are called one
+the shape, the strides and the alignment, and every other argument. A kind that comes again is recorded: a mode of torch's dispatcher
+notes each operator, allocations among them, with the tensors that it takes and returns. From then on the same operators are called one
 after the other, on the tensors of the new call. Torch allocates and frees memory where it did before, or frees it earlier.
 
 A function may be recorded if it decides by nothing else. A number of a tensor on a GPU cannot get to the host unseen: calls in which one
@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbmoe import _torch_names as names
 
-_CALLS_BEFORE = 1  # calls of a kind that are not recorded: a shape that is never seen again would pay for a recording
+# A kind is recorded when it comes again before so many others have come for the first time. Numbers of rows that change from step to step,
+# as where experts are spread over ranks, would otherwise be recorded again and again, which takes longer than it saves.
+_LATELY = 16
 
 _recording = threading.local()
 
@@ -46,34 +48,40 @@ class Programs:
 
     def __init__(self, function: Callable[[list], Any], name: str, most: int = 1024):
         self.function, self._name, self._most = function, name, most
-        # Calls that were seen, or a program, or None where there can be none. Threads share it: an entry is complete when it is put there.
-        self._of_kind: dict[tuple, int | Callable[[list], Any] | None] = {}
+        # Programs, or None where there can be none; and kinds that came once. Threads share both: what is put there is complete.
+        self._of_kind: dict[tuple, Callable[[list], Any] | None] = {}
+        self._lately: dict[tuple, bool] = {}
         self._lock = threading.Lock()
         _all.add(self)
 
     def __call__(self, inputs: list) -> Any:
         kind = kind_of(inputs)
-        found = self._of_kind.get(kind, 0)
+        found = self._of_kind.get(kind, self)
         if found is None:
             return self.function(inputs)
-        if not isinstance(found, int):
+        if found is not self:
             return found(inputs)
-        if found < _CALLS_BEFORE:
-            self._keep(kind, found + 1)
+        if not self._came_lately(kind):
             return self.function(inputs)
         results, program = record(self.function, inputs, self._name)
-        self._keep(kind, program)
+        with self._lock:
+            if len(self._of_kind) >= self._most:
+                del self._of_kind[next(iter(self._of_kind))]
+            self._of_kind[kind] = program
         return results
 
-    def _keep(self, kind: tuple, entry: int | Callable[[list], Any] | None) -> None:
+    def _came_lately(self, kind: tuple) -> bool:
         with self._lock:
-            if len(self._of_kind) >= self._most and kind not in self._of_kind:
-                del self._of_kind[next(iter(self._of_kind))]
-            self._of_kind[kind] = entry
+            if self._lately.pop(kind, False):
+                return True
+            self._lately[kind] = True
+            if len(self._lately) > _LATELY:
+                del self._lately[next(iter(self._lately))]
+            return False
 
     def forget(self) -> None:
         """Drop all programs."""
-        self._of_kind = {}
+        self._of_kind, self._lately = {}, {}
 
 
 _all: weakref.WeakSet[Programs] = weakref.WeakSet()

@@ -130,23 +130,40 @@ def test_kinds_tell_apart_what_a_decision_may_depend_on(other):
     assert kind_of([x, 1]) != kind_of([x, 2])
 
 
-def test_the_second_call_of_a_kind_is_recorded_and_the_oldest_kind_makes_room():
+def counted():
     calls = []
 
     def function(inputs):
         calls.append(inputs[1])
         return inputs[0] + inputs[1]
 
-    programs = Programs(function, "a test", most=2)
-    x = torch.zeros(2)
+    return calls, function
+
+
+def test_a_kind_that_comes_again_is_recorded_and_the_oldest_one_makes_room():
+    calls, function = counted()
+    programs, x = Programs(function, "a test", most=2), torch.zeros(2)
     for number in (1, 1, 1, 1, 2, 2, 2):
         assert programs([x, number]).tolist() == [number] * 2
     assert calls == [1, 1, 2, 2]
-    for number in (3, 1):
+    for number in (3, 3, 2, 1):
         programs([x, number])
-    assert calls == [1, 1, 2, 2, 3, 1]  # kind 1 had made room, 2 would have been next
+    assert calls == [1, 1, 2, 2, 3, 3, 1]  # kind 1 had made room
     _programs.forget_all()
     assert programs([x, 3]).tolist() == [3, 3] and calls[-1] == 3
+
+
+def test_kinds_that_seldom_come_again_are_not_recorded(monkeypatch):
+    """Numbers of rows that change from step to step cost a recording each time that one came twice."""
+    calls, function = counted()
+    programs, x, recorded = Programs(function, "a test"), torch.zeros(2), []
+    monkeypatch.setattr(_programs, "record", lambda function, inputs, name: recorded.append(inputs[1]) or (function(inputs), None))
+    for _ in range(3):
+        for number in range(_programs._LATELY + 1):
+            programs([x, number])
+    assert recorded == [] and len(programs._lately) == _programs._LATELY
+    programs([x, 5])
+    assert recorded == [5] and len(calls) == 3 * (_programs._LATELY + 1) + 1
 
 
 def test_an_error_in_a_recorded_call_is_the_callers():
