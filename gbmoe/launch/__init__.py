@@ -2,7 +2,7 @@
 otherwise computes in plain PyTorch (gbmoe/plain/). No autograd. The kernels are in csrc/.
 
 availability.py says whether they are loaded. permute.py, activation.py, quantize.py, router.py and peers.py are rooms as csrc/ has
-them; the functions of the first three are here under their names.
+them; the functions of the first three are here under their names. Launches of GEMMs are with their engines (gbmoe/engines/).
 """
 
 from gbmoe.launch.activation import (

@@ -1,6 +1,10 @@
 """The layers, with MegaBlocks' names."""
 
-from gbmoe.layers.adapters import (
+from gbmoe.layers.arguments import Arguments, from_megatron
+from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
+from gbmoe.layers.expert_bias import update_expert_bias, update_expert_bias_after
+from gbmoe.layers.expert_parallel_options import ExpertParallelOptions
+from gbmoe.layers.lora_adapters import (
     adapter_state_dict,
     add_adapter,
     load_adapter_state_dict,
@@ -9,10 +13,6 @@ from gbmoe.layers.adapters import (
     set_adapters,
     unmerge_adapters,
 )
-from gbmoe.layers.arguments import Arguments, from_megatron
-from gbmoe.layers.dmoe import ParallelDroplessMLP, dMoE
-from gbmoe.layers.expert_bias import update_expert_bias, update_expert_bias_after
-from gbmoe.layers.expert_parallel_options import ExpertParallelOptions
 from gbmoe.layers.losses import (
     batched_load_balancing_loss,
     batched_router_zloss,

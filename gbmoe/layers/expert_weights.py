@@ -103,7 +103,7 @@ class ExpertWeights(ExpertModule):
 
     @property
     def adapters(self) -> Any:
-        """gbmoe.layers.adapters.Adapters, or None where there are none."""
+        """gbmoe.layers.lora_adapters.Adapters, or None where there are none."""
         return self._modules.get("adapters")
 
     def active_lora(self) -> ExpertLora | None:
