@@ -8,7 +8,7 @@
 # Tests are distributed to one process more than there are cores, or to as many as a GPU has memory for (scripts/test_processes.py); -n 0
 # runs them in one, which a debugger needs.
 set -euo pipefail
-SECONDS_OF_ALL=620
+SECONDS_OF_ALL=780
 extras=transformers,training  # gbmoe/compat/ is tested with the real packages
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 

@@ -116,7 +116,7 @@ def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
     saved = ctx.saved_tensors
     inputs = [grad_scores_TE, grad_weights_TK, grad_logsumexp_T, *saved, ctx.function.code, ctx.of_scores, *ctx.dtypes,
               ctx.bias_dtype if ctx.needs_input_grad[2] else None]
-    unseen = not torch.is_grad_enabled() and is_unseen(saved[2], *inputs)
+    unseen = saved[2].is_cuda and not torch.is_grad_enabled() and is_unseen(saved[2], *inputs)
     return dict(zip(("x", "weight", "bias"), _programs(inputs) if unseen else _gradients(inputs)))
 
 

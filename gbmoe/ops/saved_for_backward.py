@@ -41,7 +41,7 @@ def gradients_by_name(ctx, grad: torch.Tensor | None, leaves: Sequence[str], pos
         return {}
     needed = tuple([ctx.needs_input_grad[position_of[name]] for name in leaves])
     saved = list(ctx.saved_tensors)
-    unseen = is_unseen(grad, *saved)
+    unseen = grad.is_cuda and is_unseen(grad, *saved)
     if torch.is_grad_enabled() or (not unseen and is_watched(grad, *saved)):
         computed = operator(grad, *saved, *ctx.options, *needed)
     else:

@@ -107,6 +107,7 @@ def hanging(rank, how):
     return failing(act)
 
 
+@pytest.mark.slow
 def test_after_a_caught_failure_later_deaths_were_not_named(tmp_path):
     """What ranks had reported stayed in the store. And errors named healthy ranks, or none: those of a part of the group, with nodes."""
     results, alive = run(one_after_another, 8, tmp_path, tmp_path), set(range(8))

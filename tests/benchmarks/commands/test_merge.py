@@ -202,6 +202,7 @@ def test_a_file_that_mixes_both_is_refused(tmp_path, capsys):
     assert "whose rows are timed in 2 ways, bursts and sustained" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_part_that_is_timed_in_another_way_was_taken_for_done(tmp_path, capsys, one_case):
     part = [*SMOKE, "--config", "0", "--output", str(tmp_path)]
     assert main(part) == 0

@@ -21,6 +21,7 @@ def permute_suite(bench, monkeypatch):
     return lambda dtype="bf16", rivals="none": bench("--dtype", dtype, suite="permute", rivals=rivals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_permute_is_complete(dtype, permute_suite, capsys):
     status, content, rows = permute_suite(dtype, "all" if dtype == "bf16" else "none")

@@ -44,6 +44,7 @@ def test_a_wheel_names_what_is_in_a_checkout(arguments, what, tmp_path, monkeypa
     assert line.startswith(f"gbmoe bench: {what} is in {where}")
 
 
+@pytest.mark.slow
 def test_a_wheel_measures_ones_own_layers(wheel, tmp_path):
     file = tmp_path / "mine.json"
     done = called(["--shape", "48,32,40,4,2", "--device", "cpu", "--quick", "--rivals", "bmm", "--timing", "sustained",

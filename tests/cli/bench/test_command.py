@@ -22,6 +22,7 @@ from tests.conftest import DEVICES
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", DEVICES)
 def test_smoke_is_complete(place, bench, tmp_path, capsys):
     status, content, rows = bench(rivals="all", place=place)

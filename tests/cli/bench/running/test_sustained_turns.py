@@ -29,6 +29,7 @@ def measured(*names, computations=("forward",), rounds=3, seconds=1e-4, conditio
         return {row["name"]: row for row in rows}, runner.rivals_left_out, reported
 
 
+@pytest.mark.slow
 def test_rows_say_how_they_were_timed_and_have_all_of_a_burst():
     rows, _, reported = measured("gbmoe-auto", "gbmoe-reference", "bmm", computations=("forward", "forward+backward"))
     assert len(rows) == 6 and reported == list(rows.values())
