@@ -166,6 +166,18 @@ def test_kinds_that_seldom_come_again_are_not_recorded(monkeypatch):
     assert recorded == [5] and len(calls) == 3 * (_programs._LATELY + 1) + 1
 
 
+def test_the_environment_turns_programs_off(monkeypatch):
+    assert _programs.is_on(None) and _programs.is_on("") and _programs.is_on("1") and not _programs.is_on("0")
+    with pytest.raises(ValueError, match="GBMOE_PROGRAMS: expected 0 or 1, got 'off'"):
+        _programs.is_on("off")
+    calls, function = counted()
+    monkeypatch.setattr(_programs, "IS_ON", False)
+    programs = Programs(function, "a test")
+    for _ in range(3):
+        programs([torch.zeros(2), 1])
+    assert calls == [1, 1, 1]
+
+
 def test_an_error_in_a_recorded_call_is_the_callers():
     def function(inputs):
         raise torch.OutOfMemoryError("no room")
