@@ -70,6 +70,7 @@ def test_expert_parallelism():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_float8_training():
     losses = [[float(loss) for loss in line.split()[-5:]] for line in printed_by("float8_training.py").splitlines()]
     assert len(losses) == 3
@@ -78,6 +79,7 @@ def test_float8_training():
         assert of_recipe == pytest.approx(losses[0], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_replay():
     text = printed_by("replay.py")
     differences, largest = numbers(text, r"differ by (\S+)"), numbers(text, r"differ by \S+ of ([^\s,]+)")

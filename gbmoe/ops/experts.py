@@ -19,7 +19,7 @@ from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_batched, may_be_transformed, positions, without_autocast
 from gbmoe._programs import Programs
-from gbmoe.engines.resolved import Resolved, decides_by_kind
+from gbmoe.engines.resolved import decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
@@ -129,7 +129,7 @@ def expert_mlp(
     w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
     check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
     biases = (w1_bias, w2_bias, v1_bias)
-    if any(bias is not None for bias in biases):
+    if w1_bias is not None or w2_bias is not None or v1_bias is not None:
         check_biases(x_TH, w1_EFH, v1, biases, layout)
     if lora is not None and not (isinstance(lora, ExpertLora) and lora.is_empty):
         for argument, given in (("fp8_recipe", fp8_recipe), ("gradient_sink", gradient_sink)):
@@ -263,21 +263,23 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bi
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
               kept_v1, activation, engine, scale, layout, *needed):
-    saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2, kept_v1]
-    grads = _gradients(grad, saved, activation, engine, scale, layout, needed)
+    grads = _gradients([grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1,
+                        kept_w2, kept_v1, activation, engine, scale, layout, needed])
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, scale: float, layout: str, needed: Sequence[bool],
-               sink: WeightGradientSink | None = None) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of _LEAVES, each None where `needed` does not want it. `saved`, the tensors that forward saved, is emptied, so that
-    each is free again as soon as it has been used, unless the caller has other references to it."""
+def _gradients(inputs: list, sink: WeightGradientSink | None = None) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of _LEAVES, each None where `needed` does not want it, of the list (grad, the tensors that forward saved, activation,
+    engine, scale, layout, needed). It is emptied, so that each tensor is free again as soon as it has been used, unless the caller has
+    other references to it."""
+    grad, *saved, activation, engine, scale, layout, needed = inputs
+    inputs.clear()
     x, weights, row_of_slot, slot_of_row, sizes, *parameters = saved[:8]
     where, wanted = WeightLayout.of_code(layout), Gradients(*needed)
     matrices = where.matrices(*parameters)
     w1, w2, v1 = parameters
     gradients = WeightGradients(where, w1, w2, v1) if sink is None else SunkGradients(where, w1, w2, v1, sink)
-    if where.is_combined and not is_paired(layout, engine):
+    if v1 is None and where.is_combined and not is_paired(layout, engine):
         wanted = replace(wanted, v1=wanted.w1, v1_bias=wanted.w1_bias)
     kept = {name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y.numel()}
     of_pass = weights_of_pass(layout, engine, parameters[0], matrices, tuple(saved[8:11]), kept=kept)
@@ -290,14 +292,7 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     return expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
 
-def _gradients_of(inputs: list) -> tuple[torch.Tensor | None, ...]:
-    """_gradients of (grad, the saved tensors, activation, engine, scale, layout, needed). The list is emptied."""
-    grad, *saved, activation, engine, scale, layout, needed = inputs
-    inputs.clear()
-    return _gradients(grad, saved, activation, engine, scale, layout, needed)
-
-
-_programs = Programs(_gradients_of, "expert_mlp_backward")
+_programs = Programs(_gradients, "expert_mlp_backward")
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
@@ -311,7 +306,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients_of, _programs)
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients, _programs)
 
 
 _FORWARD = (
@@ -362,8 +357,8 @@ class _IntoSink(torch.autograd.Function):
         require(not is_batched(grad_TH), "expert_mlp", "gradient_sink", "None where autograd batches gradients (is_grads_batched)",
                 "a WeightGradientSink")
         needed = [ctx.needs_input_grad[1 + _POSITION_OF[name]] for name in _LEAVES]
-        saved = list(ctx.saved_tensors)
+        inputs = [grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(grad_TH, saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed, ctx.sink)
+        computed = _gradients(inputs, ctx.sink)
         of_leaf = {name: gradient for name, gradient, need in zip(_LEAVES, computed, needed) if need}
         return None, *(of_leaf.get(name) for name in _POSITION_OF)

@@ -86,20 +86,22 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bi
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b, h, g, t,
               activation, engine, layout, *needed):
-    saved = [x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b, h, g, t]
-    grads = _gradients(grad, saved, activation, engine, layout, needed)
+    grads = _gradients([grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a,
+                        down_b, h, g, t, activation, engine, layout, needed])
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | Resolved, layout: str, needed: tuple,
-               ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of _LEAVES, each None where `needed` does not want it. `saved`, the tensors that forward saved, is emptied, so that
-    each is free again as soon as it has been used, unless the caller has other references to it."""
+def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of _LEAVES, each None where `needed` does not want it, of the list (grad, the tensors that forward saved, activation,
+    engine, layout, needed). It is emptied, so that each tensor is free again as soon as it has been used, unless the caller has other
+    references to it."""
+    grad, *saved, activation, engine, layout, needed = inputs
+    inputs.clear()
     x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1 = saved[:8]
     where = WeightLayout.of_code(layout)
     matrices = where.matrices(w1, w2, v1)
     wanted, of_factors = Gradients(*needed[:8]), LowRankGradients(*needed[8:])
-    if where.is_combined and not is_paired(layout, engine):
+    if v1 is None and where.is_combined and not is_paired(layout, engine):
         wanted = replace(wanted, v1=wanted.w1, v1_bias=wanted.w1_bias)
     h, g, t = saved[15:]
     low_rank = LowRankPass(LowRankOperands(*saved[11:15]), _columns(layout, engine, matrices[2] is not None), of_factors,
@@ -115,13 +117,6 @@ def _gradients(grad: torch.Tensor, saved: list, activation: str, engine: str | R
     return *of_parameters, *low_rank.gradients_in_order()
 
 
-def _gradients_of(inputs: list) -> tuple[torch.Tensor | None, ...]:
-    """_gradients of (grad, the saved tensors, activation, engine, layout, needed). The list is emptied."""
-    grad, *saved, activation, engine, layout, needed = inputs
-    inputs.clear()
-    return _gradients(grad, saved, activation, engine, layout, needed)
-
-
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b,
                    h, g, t, activation, engine, layout, *needed):
     leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b)
@@ -134,7 +129,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients_of)
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients)
 
 
 _FACTORS = ("up_a", "up_b", "down_a", "down_b")

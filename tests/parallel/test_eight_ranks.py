@@ -12,7 +12,7 @@ from tests.forked_python import spawn
 from tests.parallel import test_exchange, test_training
 from tests.parallel.test_exchange import GLU, TOLERANCE, Case, chosen, experts_alone, inputs, make, run, shard_of, train
 
-pytestmark = pytest.mark.xdist_group("eight_ranks")  # one start serves all tests
+pytestmark = [pytest.mark.xdist_group("eight_ranks"), pytest.mark.slow]  # one start serves all tests
 
 EIGHT, UNEVEN = (6,) * 8, (5, 0, 1, 9, 0, 3, 12, 2)
 CASES = {
