@@ -7,7 +7,7 @@ notes each operator, allocations among them, with the tensors that it takes and 
 after the other, on the tensors of the new call. Torch allocates and frees memory where it did before, or frees it earlier.
 
 A function may be recorded if it decides by nothing else. A number of a tensor on a GPU cannot get to the host unseen: calls in which one
-does are not recorded. Nor are those that use tensors from elsewhere, as caches do.
+does are not recorded. Nor are those that use tensors from elsewhere, as caches do, or get one on the host, next to those of a device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gbmoe import _torch_names as names
 
 # A kind is recorded when it comes again before so many others have come for the first time. Numbers of rows that change from step to step,
-# as where experts are spread over ranks, would otherwise be recorded again and again, which takes longer than it saves.
-_LATELY = 16
+# as where experts are spread over ranks, would otherwise be recorded again and again, which takes longer than it saves. A model with more
+# kinds of layers than that has no programs.
+_LATELY = 32
 
 
 def is_on(value: str | None) -> bool:
@@ -68,8 +69,12 @@ class Programs:
     def __call__(self, inputs: list) -> Any:
         if not IS_ON:
             return self.function(inputs)
-        kind = kind_of(inputs)
-        found = self._of_kind.get(kind, self)
+        programs = self._of_kind  # as it is now: what is recorded of a function that is then replaced must not get into the next one
+        try:
+            kind = kind_of(inputs)
+            found = programs.get(kind, self)
+        except (TypeError, RuntimeError):  # no hash, or a tensor without memory: for the function to refuse
+            return self.function(inputs)
         if found is None:
             return self.function(inputs)
         if found is not self:
@@ -78,9 +83,9 @@ class Programs:
             return self.function(inputs)
         results, program = record(self.function, inputs, self._name)
         with self._lock:
-            if len(self._of_kind) >= self._most:
-                del self._of_kind[next(iter(self._of_kind))]
-            self._of_kind[kind] = program
+            if len(programs) >= self._most:
+                del programs[next(iter(programs))]
+            programs[kind] = program
         return results
 
     def _came_lately(self, kind: tuple) -> bool:
@@ -107,7 +112,7 @@ def forget_all() -> None:
 
 
 # Whether torch's products of two matrices are tuned, for which some are asked for in another way.
-_tunes: Callable[[], bool] = torch.cuda.tunable.is_enabled if torch.version.cuda else lambda: False
+_tunes: Callable[[], bool] = torch.cuda.tunable.is_enabled if torch.version.cuda or torch.version.hip else lambda: False
 
 
 def kind_of(inputs: Sequence[Any]) -> tuple:
@@ -194,6 +199,11 @@ def _reuse_memory(statements: list[_Statement], returned: list[str]) -> None:
                     free.setdefault(kind_of_memory[tensor], []).append(tensor)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether torch.empty makes the same of the tensor's shape, dtype and device."""
+    return tensor.layout is torch.strided and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
 def _freed(tensors: list[str]) -> list[str]:
     return [f"del {', '.join(tensors)}"] if tensors else []
 
@@ -218,6 +228,8 @@ class _Recording(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 if self._known(value) is not None:
                     self.problem = "two arguments are one tensor"
+                if self._is_of_device and value.device.type == "cpu" and value.numel():
+                    self.problem = "the host may read an argument"
                 self._names[id(value)] = weakref.ref(value), name
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -246,16 +258,13 @@ class _Recording(TorchDispatchMode):
             self.problem = f"the host may read what {operator} gives it"
             return
         made = [self._new(tensor) for tensor in tensors]
-        if not is_tuple and operator in _ALLOCATIONS and tensors[0].is_contiguous() and tensors[0].layout is torch.strided:
+        if not is_tuple and operator in _ALLOCATIONS and _is_plain(tensors[0]):
             (tensor,) = tensors
-            if not tensor.numel():  # stands for what there is not; nothing can be written to it
-                with torch.inference_mode(False):  # or autograd could not save it
-                    self._statements.append(_Statement("", self._constant(torch.empty_like(tensor)), [], made))
-                return
             arguments = f"{tuple(tensor.shape)}, dtype={self._constant(tensor.dtype)}, device={self._constant(tensor.device)}"
             self._statements.append(_Statement(_ALLOCATIONS[operator], arguments, [], made))
             return
-        must_run = names.writes_to_arguments(operator) or not tensors
+        draws = torch.Tag.nondeterministic_seeded in operator.tags  # the random numbers after it depend on it
+        must_run = names.writes_to_arguments(operator) or not tensors or draws
         call = self._constant(names.called_by(operator))
         is_launch = operator.namespace == "gbmoe_cuda"
         self._statements.append(_Statement(call, arguments, reads, made, is_tuple, must_run, is_launch))

@@ -87,15 +87,70 @@ def test_memory_is_reused_where_it_makes_no_difference():
     assert texts[2] == "v2 = v1" and texts[5] == "v4 = v2" and texts[7] == "v6 = empty((4,))" and texts[9] == "v7 = empty((4,))"
 
 
-def test_what_was_recorded_in_inference_mode_served_no_training():
-    """Autograd saves no tensor that was made in inference mode: what stands for nothing was one, in every later call."""
-    def function(inputs):
-        return inputs[0] * 2, inputs[0].new_empty(0)
+def test_results_of_no_elements_were_one_tensor_in_all_calls():
+    """So the last call's leaves got the gradients of an earlier one's, and a call without gradients had a graph."""
+    programs = Programs(lambda inputs: (inputs[0].new_empty(0, 3), inputs[0].new_zeros(0)), "a test")
 
-    x = torch.randn(3)
-    with torch.inference_mode():
-        program = program_of(function, x)
-    assert program([x])[1].shape == (0,) and not program([x])[1].is_inference()
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return programs([x])
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return torch.zeros(0, 5)
+
+    for _ in range(2):
+        programs([torch.zeros(0, 5)])
+    leaves = [torch.zeros(0, 5, requires_grad=True) for _ in range(2)]
+    first, second = (Function.apply(x) for x in leaves)
+    assert all(one is not other and one.grad_fn is not other.grad_fn for one, other in zip(first, second))
+    first[0].sum().backward()
+    assert leaves[0].grad is not None and leaves[1].grad is None
+    assert not any(t.requires_grad for t in programs([torch.zeros(0, 5)]))
+
+
+def test_random_numbers_that_nobody_reads_are_drawn():
+    def function(inputs):
+        torch.rand(3)
+        return inputs[0] + torch.rand(3)
+
+    program = program_of(function, torch.zeros(3))
+    torch.manual_seed(0)
+    expected = function([torch.zeros(3)])
+    torch.manual_seed(0)
+    assert torch.equal(program([torch.zeros(3)]), expected)
+
+
+def test_arguments_without_a_kind_are_the_functions_to_refuse():
+    def function(inputs):
+        raise ValueError("expected a str")
+
+    programs = Programs(function, "a test")
+    for wrong in (["auto"], torch.zeros(2, 2).to_sparse()):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="expected a str"):
+                programs([torch.zeros(1), wrong])
+
+
+def test_what_is_recorded_while_all_is_forgotten_is_forgotten():
+    calls, function = counted()
+
+    def forgetting(inputs):
+        if len(calls) == 1:  # the second call, which is recorded
+            _programs.forget_all()
+        return function(inputs)
+
+    programs = Programs(forgetting, "a test")
+    for _ in range(3):
+        programs([torch.zeros(2), 1])
+    assert calls == [1, 1, 1]
+
+
+@pytest.mark.gpu
+def test_numbers_of_an_argument_on_the_host_were_constants():
+    results, program = record(lambda inputs: inputs[0] * inputs[1].tolist()[0], [torch.ones(2, device="cuda"), torch.tensor([3])], "a test")
+    assert program is None and results.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("function", [
