@@ -201,7 +201,7 @@ def _reuse_memory(statements: list[_Statement], returned: list[str]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether torch.empty makes the same of the tensor's shape, dtype and device."""
-    return tensor.layout is torch.strided and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    return tensor.layout is torch.strided and tensor.stride() == torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
 
 
 def _freed(tensors: list[str]) -> list[str]:
