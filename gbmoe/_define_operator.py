@@ -163,13 +163,21 @@ def is_unseen(*inputs: object) -> bool:
     return not torch.compiler.is_compiling() and _is_unseen(inputs)
 
 
-def _is_unseen(inputs: tuple) -> bool:
-    """True where a call involves nothing but these CUDA tensors, the first input among them. No compiler traces.
+def unseen_by_all(*inputs: object) -> bool:
+    """The same of tensors on any device."""
+    return not torch.compiler.is_compiling() and _unseen_by_all(inputs)
 
-    False where something watches the call (is_watched), autocast is on for any device, or torch.profiler has to see its name. An
-    ExecutionTraceObserver without a profiler cannot be detected.
+
+def _is_unseen(inputs: tuple) -> bool:
+    """True where a call involves nothing but these CUDA tensors, the first input among them. No compiler traces."""
+    return inputs[0].is_cuda and _unseen_by_all(inputs)
+
+
+def _unseen_by_all(inputs: tuple) -> bool:
+    """False where something watches the call (is_watched), autocast is on for any device, or torch.profiler has to see its name. An
+    ExecutionTraceObserver without a profiler cannot be detected. No compiler traces.
     """
-    if not inputs[0].is_cuda or not names.CALLS_KERNELS or names.is_any_autocast_enabled():
+    if not names.CALLS_KERNELS or names.is_any_autocast_enabled():
         return False
     return not (names.profiler_enabled() or names.profiler._is_profiler_enabled or _is_watched(inputs))
 

@@ -13,6 +13,7 @@ does are not recorded. Nor are those that use tensors from elsewhere, as caches 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,14 +39,25 @@ def is_on(value: str | None) -> bool:
 
 IS_ON = is_on(os.environ.get("GBMOE_PROGRAMS"))
 
-_recording = threading.local()
+_thread = threading.local()
+
+
+def _recordings() -> list[_Recording]:
+    """Those that this thread is in, the innermost one last."""
+    return _thread.__dict__.setdefault("recordings", [])
 
 
 def is_seen_by_recordings_alone() -> bool:
     """Whether all modes of torch's dispatcher are recordings. Operators that run inside of one are called as if there were no mode: their
     launches are what is recorded."""
-    depth = getattr(_recording, "depth", 0)
+    depth = len(_recordings())
     return depth > 0 and names.len_torch_dispatch_stack() == depth
+
+
+def refuse(problem: str) -> None:
+    """Called by a function that is being recorded: there can be no program of this kind of call. Without effect elsewhere."""
+    for recording in _recordings():
+        recording.problem = problem
 
 
 class Programs:
@@ -81,7 +93,9 @@ class Programs:
             return found(inputs)
         if not self._came_lately(kind):
             return self.function(inputs)
-        results, program = record(self.function, inputs, self._name)
+        # A compiler that has been loaded may look at each function that runs.
+        recorder = torch.compiler.disable(record) if "torch._dynamo" in sys.modules else record
+        results, program = recorder(self.function, inputs, self._name)
         with self._lock:
             if len(programs) >= self._most:
                 del programs[next(iter(programs))]
@@ -141,13 +155,12 @@ def kind_of(inputs: Sequence[Any]) -> tuple:
 def record(function: Callable[[list], Any], inputs: list, name: str) -> tuple[Any, Callable[[list], Any] | None]:
     """(function(inputs), a program that does the same for other inputs of their kind, or None where there can be none)."""
     recording = _Recording(inputs)
-    depth = getattr(_recording, "depth", 0)
-    _recording.depth = depth + 1
+    _recordings().append(recording)
     try:
         with recording:
             results = function(inputs)
     finally:
-        _recording.depth = depth
+        _recordings().pop()
     return results, recording.program(results, name)
 
 
@@ -214,6 +227,11 @@ class _Unknown(Exception):
 
 class _Recording(TorchDispatchMode):
     """Notes operators, and holds none of their tensors: memory is freed in a recorded call as in any other."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch, which by default loads its compiler, and with it 800 modules in 2 to 6 s, when a mode sees its first operator."""
+        return False
 
     def __init__(self, inputs: Sequence[Any]):
         super().__init__()

@@ -1,6 +1,8 @@
 """gbmoe/_programs.py on functions of these tests, and on a layer's steps."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -108,6 +110,14 @@ def test_results_of_no_elements_were_one_tensor_in_all_calls():
     first[0].sum().backward()
     assert leaves[0].grad is not None and leaves[1].grad is None
     assert not any(t.requires_grad for t in programs([torch.zeros(0, 5)]))
+
+
+@pytest.mark.slow
+def test_the_first_recording_loaded_torchs_compiler():
+    """Which took seconds of a training's third step."""
+    code = ("import sys, torch; from gbmoe import _programs; print(_programs.record(lambda inputs: inputs[0] + 1, [torch.ones(1)], 'x'));"
+            "sys.exit('torch._dynamo' in sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_random_numbers_that_nobody_reads_are_drawn():

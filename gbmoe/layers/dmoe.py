@@ -5,20 +5,23 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import is_watched
+from gbmoe._define_operator import is_watched, unseen_by_all
+from gbmoe._torch_names import has_global_hooks
 from gbmoe.layers import token_counts
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
-from gbmoe.layers.expert_weights import ExpertWeights, make_experts
+from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts, make_experts
 from gbmoe.layers.kept import Source
 from gbmoe.layers.losses import save_load_balancing_loss
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.layers.shared_expert import make_shared_expert
+from gbmoe.ops.routed_experts import routed_experts
 from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.plan import RoutingPlan
 
@@ -82,6 +85,14 @@ class ParallelDroplessMLP(ExpertModule):
             # The router's ids are in range by construction.
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")
             out_TH, counts_E = self.mlp(x_TH, plan, expert_weights), plan.counts_E
+        # To autograd this is not a view. fully_shard gathers the weights for backward in a hook on the result of its unit, and the
+        # hook of a view is lost where the caller adds to it in place.
+        # torch.jit.trace records the sizes of a view, but would make those of this operator constants.
+        out = out_TH.view(x.shape) if torch.jit.is_tracing() else torch.ops.aten._unsafe_view.default(out_TH, x.shape)
+        return self.finish(x, out, scores, top_experts, counts_E, padding_mask=padding_mask, cu_seqlens=cu_seqlens)
+
+    def finish(self, x, out, scores, top_experts, counts_E, *, padding_mask=None, cu_seqlens=None):
+        """What forward returns, of the experts' sums in the shape of x and of how many tokens each of them got."""
         if self.training and self.tokens_per_expert is not None:
             token_counts.add(counts_E, self.tokens_per_expert)
         if self.training and self.args.has_load_balancing_loss:
@@ -89,10 +100,6 @@ class ParallelDroplessMLP(ExpertModule):
             experts = top_experts.view(*x.shape[:-1], top_experts.size(-1)) if by_sequence else None
             save_load_balancing_loss((counts_E, scores), self._source, experts=experts, padding_mask=padding_mask,
                                      cu_seqlens=cu_seqlens if by_sequence else None)
-        # To autograd this is not a view. fully_shard gathers the weights for backward in a hook on the result of its unit, and the
-        # hook of a view is lost where the caller adds to it in place.
-        # torch.jit.trace records the sizes of a view, but would make those of this operator constants.
-        out = out_TH.view(x.shape) if torch.jit.is_tracing() else torch.ops.aten._unsafe_view.default(out_TH, x.shape)
         if self.bias is None:
             return out
         if not self.args.return_bias:
@@ -185,23 +192,45 @@ class dMoE(torch.nn.Module):
         given = {} if padding_mask is None else {"padding_mask": padding_mask}
         if given_experts is not None:
             given["given_experts"] = given_experts
-        scores, expert_weights, top_experts = self._route(x, **given)
         if cu_seqlens is not None:
             require_tensor(cu_seqlens, "dMoE", "cu_seqlens", rank=1, dtypes=(torch.int32, torch.int64), device=x.device)
             further["cu_seqlens"] = cu_seqlens
-        if tape is not None:
-            tape.after(top_experts)
+        routed = None if tape is not None or given_experts is not None else self._route_and_compute(x, padding_mask)
+        if routed is not None:
+            compute = functools.partial(experts.finish, x, *routed)
+        else:
+            scores, expert_weights, top_experts = self._route(x, **given)
+            if tape is not None:
+                tape.after(top_experts)
+            compute = functools.partial(experts, x, scores, expert_weights, top_experts)
         if shared_expert is None:
-            return experts(x, scores, expert_weights, top_experts, **further)
+            return compute(**further)
         shared: list[torch.Tensor] = []
         if self.args.moe_expert_model_parallelism:  # the shared expert hides the host's wait
-            out = experts(x, scores, expert_weights, top_experts, meanwhile=lambda: shared.append(shared_expert(x)), **further)
+            out = compute(meanwhile=lambda: shared.append(shared_expert(x)), **further)
         else:
-            out = experts(x, scores, expert_weights, top_experts, **further)
+            out = compute(**further)
             shared.append(shared_expert(x))
         out, *bias = out if isinstance(out, tuple) else (out,)
         out = shared_expert.add_experts_sharedexpert(shared[0], out)
         return (out, *bias) if bias else out
+
+    def _route_and_compute(self, x: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+        """Router and experts in one call: what experts.finish takes after x. None where they are to be called one after the other, because
+        something watches or replaces one of them, or they do more than routed_experts."""
+        router: Any = self.router
+        experts = self.experts
+        if not unseen_by_all(x) or self.args.moe_expert_model_parallelism or type(self)._route is not _ROUTE \
+                or not _is_called_as_is(router, LearnedRouter) or not _is_called_as_is(experts, ParallelDroplessMLP) \
+                or not _is_called_as_is(experts.mlp, GroupedExperts) or has_global_hooks():
+            return None
+        padding_mask_T = None if padding_mask is None else padding_mask.reshape(-1)
+        before, after = router.call_before_experts(padding_mask_T), experts.mlp.call_after_router()
+        if before is None or after is None or not unseen_by_all(*before, *after):
+            return None
+        routed = routed_experts(x, before, after)
+        router.save_logsumexp(routed.logsumexp_T, x.dtype, padding_mask_T)
+        return routed.out, routed.scores_TE, routed.experts_TK, routed.counts_E
 
     def _checked(self, x: torch.Tensor, experts: Any) -> torch.Tensor:
         """x, cast to autocast's dtype where that is on. Raises unless the experts can take it."""
@@ -226,6 +255,19 @@ class dMoE(torch.nn.Module):
             needs_scores = self.training and self.args.has_load_balancing_loss
             _check_routing(routing, x, self.args.moe_num_experts, self.args.moe_top_k, needs_scores)
         return routing
+
+
+_ROUTE = dMoE._route
+_FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (LearnedRouter, ParallelDroplessMLP, GroupedExperts)}
+_CALL = torch.nn.Module.__call__
+
+
+def _is_called_as_is(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether the module is of exactly this class, and a call of it runs the class's own forward and nothing else."""
+    of = module.__dict__
+    return (type(module) is kind and kind.forward is _FORWARDS[kind] and kind.__call__ is _CALL and "forward" not in of
+            and not (of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
+            and of.get("_compiled_call_impl") is None)
 
 
 def _weight_in_use(experts: Any) -> torch.Tensor | None:

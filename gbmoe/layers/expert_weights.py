@@ -22,6 +22,7 @@ from gbmoe.lora_of_peft import is_of_peft, low_rank_changes, may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import activation_name, gated
 from gbmoe.ops.gradient_scale import with_scaled_gradients
+from gbmoe.ops.routed_experts import ExpertsCall
 from gbmoe.ops.rows_before_weights import rows_before_weights
 from gbmoe.parallel.expert_modules import ExpertModule
 from gbmoe.plan import RoutingPlan
@@ -112,9 +113,15 @@ class ExpertWeights(ExpertModule):
         return own if not may_have_changes(self) else _with_changes_of_peft(self, own)
 
     def _weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        experts, hidden = self.num_local_experts, self.args.hidden_size
+        w1, w2, v1 = [w if w is None or w.dim() == 3 else w.view(experts, -1, hidden) for w in self._weights()]
+        return w1, w2, v1  # type: ignore[return-value]
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """w1, w2 and v1 in the shape in which they are parameters, local."""
         parameters = self._parameters
 
-        def view(name):
+        def local(name):
             weight = parameters.get(name)
             if type(weight) is not torch.nn.Parameter:  # a parametrization, pruning or fully_shard has put something in its place
                 weight = local_weight(_without_changes(self, name))
@@ -125,11 +132,13 @@ class ExpertWeights(ExpertModule):
                 require(False, "dMoE", name,
                         lambda: f"{expected} {'matrices' if stacked else 'rows'} on this rank (fully_shard gathers them only when the"
                         " module that it was given is called, not for a submodule)", weight.size(0))
-            return weight if stacked else weight.view(self.num_local_experts, -1, self.args.hidden_size)
-        return view("w1"), view("w2"), view("v1") if self.args.mlp_type == "glu" else None
+            return weight
+        return local("w1"), local("w2"), local("v1") if self.args.mlp_type == "glu" else None
 
     def biases(self) -> dict[str, Any]:
         """w1_bias, w2_bias and (glu) v1_bias, those that there are, local."""
+        if not self.args.moe_expert_linear_bias:
+            return {}
         return {f"{name}_bias": local_weight(getattr(self, f"{name}_bias")) for name in _NAMES if hasattr(self, f"{name}_bias")}
 
     def forward(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None) -> torch.Tensor:
@@ -279,12 +288,22 @@ class GroupedExperts(ExpertWeights):
 
     def compute(self, x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor,
                 w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, lora: ExpertLora | None = None) -> torch.Tensor:
-        biases = self.biases() if self.args.moe_expert_linear_bias else {}
         return expert_mlp(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK=weights_TK, activation=self.args.activation_fn,
                           engine=self.args.engine, recompute_activation=self.args.memory_optimized_mlp,
                           batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
                           keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale,
-                          weights_on="input" if self.args.moe_apply_probs_on_input else "output", lora=lora, **biases)
+                          weights_on="input" if self.args.moe_apply_probs_on_input else "output", lora=lora, **self.biases())
+
+    def call_after_router(self) -> ExpertsCall | None:
+        """What `compute` calls, for routed_experts; None where that does not compute it."""
+        args, activation = self.args, activation_name(self.args.activation_fn)
+        if activation is None or args.fp8_recipe is not None or args.moe_apply_probs_on_input or self.gradient_scale != 1 \
+                or self.active_lora() is not None:
+            return None
+        w1, w2, v1 = self._weights()
+        biases = {"w1_bias": None, "w2_bias": None, "v1_bias": None, **self.biases()}
+        return ExpertsCall(w1, w2, v1, **biases, activation=activation, engine=args.engine,
+                           batch_invariant=args.batch_invariant, keep_gathered_rows=args.keep_gathered_rows)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:

@@ -20,6 +20,7 @@ from gbmoe.layers.kept import Source
 from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.ops.route_operator import Routing, route
 from gbmoe.ops.route_tokens import route_tokens
+from gbmoe.ops.routed_experts import RouterCall
 from gbmoe.router_function import RouterFunction
 
 _LINEAR_FORWARD = torch.nn.Linear.forward
@@ -89,7 +90,7 @@ class LearnedRouter(torch.nn.Module):
         """What the router decides, and the dtype in which MegaBlocks has the logits."""
         args, layer, engine = self.args, self.layer, None
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-        top_k, plain = args.moe_top_k, _is_plain_linear(layer, weight, bias, args.moe_router_linear_bias)
+        top_k, plain = args.moe_top_k, self._is_plain(weight, bias)
         if args.batch_invariant:
             self._require_batch_invariance(plain, bool(given))
             engine = engines.batch_invariant(args.engine, x_TH.device)
@@ -107,6 +108,30 @@ class LearnedRouter(torch.nn.Module):
             self._require_experts((x_TH.size(0), weight.size(0)))
         scores_dtype = torch.float32 if args.moe_router_dtype == "fp32" else None
         return route_tokens(x_TH, weight, top_k, engine=engine, bias=bias, scores_dtype=scores_dtype, **given), x_TH.dtype
+
+    def call_before_experts(self, padding_mask_T: torch.Tensor | None) -> RouterCall | None:
+        """What forward calls, for routed_experts; None where forward does more or something else."""
+        args, layer = self.args, self.layer
+        weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+        if args.uniform_expert_assignment or args.moe_router_dtype == "bf16" or self._tape is not None \
+                or (self.training and args.moe_jitter_eps is not None) or not self._is_plain(weight, bias):
+            return None
+        assert weight is not None  # of a plain layer
+        if weight.size(0) != args.moe_num_experts:
+            return None
+        engine = None
+        if args.batch_invariant:
+            self._require_batch_invariance(True, padding_mask_T is not None)
+            engine = engines.batch_invariant(args.engine, weight.device)
+        function, expert_bias = self._function, self._buffers.get("expert_bias")
+        if function is None and (expert_bias is not None or padding_mask_T is not None):
+            function = args.router_function
+        normalize = None if function is not None else args.moe_normalize_expert_weights or None
+        scores_dtype = torch.float32 if args.moe_router_dtype == "fp32" else None
+        return RouterCall(weight, bias, expert_bias, padding_mask_T, args.moe_top_k, normalize, function, engine, scores_dtype)
+
+    def _is_plain(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+        return _is_plain_linear(self.layer, weight, bias, self.args.moe_router_linear_bias)
 
     def _require_batch_invariance(self, plain: bool, given: bool) -> None:
         """Raise where the layer, which is `plain` or not, or the router's kernel might depend on other tokens. `given`: with padding or
@@ -145,10 +170,7 @@ class LearnedRouter(torch.nn.Module):
             given = {"padding_mask": None if padding_mask is None else padding_mask.reshape(-1),
                      "given_experts": None if given_experts is None else given_experts.reshape(-1, given_experts.size(-1))}
         (scores_TE, weights_TK, experts_TK, logsumexp_T), dtype = self._route(x.reshape(-1, x.size(-1)), **given)
-        if self.training and self.args.moe_zloss_weight != 0:
-            # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
-            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(dtype), self._source,
-                                  given.get("padding_mask"))
+        self.save_logsumexp(logsumexp_T, dtype, given.get("padding_mask"))
         if self.args.uniform_expert_assignment:
             slots = torch.arange(experts_TK.numel(), dtype=torch.int64, device=experts_TK.device)
             uniform_TK = torch.remainder(slots, self.args.moe_num_experts).view_as(experts_TK)
@@ -156,6 +178,12 @@ class LearnedRouter(torch.nn.Module):
         if tape is not None:
             tape.after(experts_TK)
         return scores_TE, weights_TK, experts_TK
+
+    def save_logsumexp(self, logsumexp_T: torch.Tensor, dtype: torch.dtype, padding_mask_T: torch.Tensor | None) -> None:
+        """Keep it for the z-loss in training, where that has a weight; `dtype` is that of MegaBlocks' logits."""
+        if self.training and self.args.moe_zloss_weight != 0:
+            # MegaBlocks keeps logits, whose logsumexp has their dtype, or is computed in float32 if that is asked for.
+            save_router_logsumexp(logsumexp_T if self.args.moe_zloss_in_fp32 else logsumexp_T.to(dtype), self._source, padding_mask_T)
 
 
 def _is_plain_linear(layer: torch.nn.Module, weight: torch.Tensor | None, bias: torch.Tensor | None, with_bias: bool) -> bool:

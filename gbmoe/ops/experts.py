@@ -19,7 +19,7 @@ from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_batched, may_be_transformed, positions, without_autocast
 from gbmoe._programs import Programs
-from gbmoe.engines.resolved import decides_by_kind
+from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
@@ -158,16 +158,30 @@ def expert_mlp(
     # A trace may be run with gradients also where it was made without, as torch.jit.trace does for its check.
     records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     save = records and (any(t is not None and t.requires_grad for t in tensors) or may_be_transformed())
-    row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
-    keep_rows = keep_gathered_rows and save and row_of_slot_TK is not None and (
-        may_be_transformed() or any(w is not None and w.requires_grad for w in (w1, v1))
-    ) and resolved.gathers_before_up(w1_EFH.size(1), name, x_TH.numel() * computed_dtype(x_TH).itemsize)
+    keep_rows = keep_gathered_rows and save and (may_be_transformed() or any(w is not None and w.requires_grad for w in (w1, v1)))
     # Copies that autocast makes of weights are not in their memory.
     uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
     keep_weights = save and (x_TH.requires_grad or may_be_transformed()) and keeps_weights(fp8_recipe, uncast)
-    arguments = (x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, *biases, name, resolved, save, keep_rows,
-                 keep_weights, scale, layout.code)
+    arguments = experts_inputs(x_TH, plan, weights_TK, (w1, w2, v1), tuple(biases), name, sizes, resolved, save=save, keep_rows=keep_rows,
+                               keep_weights=keep_weights, scale=scale, layout=layout)
     return forward_operator(*arguments)[0] if gradient_sink is None else _IntoSink.apply(gradient_sink, *arguments)
+
+
+_Weights = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # w1, w2 and v1
+
+
+def experts_inputs(x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tensor | None, weights: _Weights,
+                   biases: tuple[torch.Tensor | None, ...], activation: str, sizes_E: torch.Tensor, resolved: Resolved, *, save: bool,
+                   keep_rows: bool, keep_weights: bool, scale: float, layout: WeightLayout) -> tuple:
+    """The operator's inputs, of arguments that are checked. Rows are kept only where there is something to gather, by an engine that would
+    gather them before its first product."""
+    row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
+    if keep_rows:
+        w1_EFH = layout.matrices(*weights)[0]
+        token_bytes = x_TH.numel() * computed_dtype(x_TH).itemsize
+        keep_rows = row_of_slot_TK is not None and resolved.gathers_before_up(w1_EFH.size(1), activation, token_bytes)
+    return (x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes_E, *weights, *biases, activation, resolved, save, keep_rows,
+            keep_weights, scale, layout.code)
 
 
 def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, function: str = "expert_mlp",
@@ -228,7 +242,7 @@ def check_biases(x_TH: torch.Tensor, w1_EFH: torch.Tensor, v1: torch.Tensor | No
 # does not pass the dispatcher hands it on to backward.
 
 
-def _forward(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
+def experts_kernel(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
              keep_weights, scale, layout):
     """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward). Empty are h and g where nothing is saved, g and v1
     where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are to be
@@ -263,12 +277,12 @@ def _forward_fake(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bi
 
 def _backward(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
               kept_v1, activation, engine, scale, layout, *needed):
-    grads = _gradients([grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1,
-                        kept_w2, kept_v1, activation, engine, scale, layout, needed])
+    grads = experts_gradients([grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows,
+                               kept_w1, kept_w2, kept_v1, activation, engine, scale, layout, needed])
     return tuple(grad.new_empty(0) if t is None else t for t in grads)  # separate tensors: an operator's results may not alias
 
 
-def _gradients(inputs: list, sink: WeightGradientSink | None = None) -> tuple[torch.Tensor | None, ...]:
+def experts_gradients(inputs: list, sink: WeightGradientSink | None = None) -> tuple[torch.Tensor | None, ...]:
     """The gradients of _LEAVES, each None where `needed` does not want it, of the list (grad, the tensors that forward saved, activation,
     engine, scale, layout, needed). It is emptied, so that each tensor is free again as soon as it has been used, unless the caller has
     other references to it."""
@@ -292,7 +306,15 @@ def _gradients(inputs: list, sink: WeightGradientSink | None = None) -> tuple[to
     return expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 
 
-_programs = Programs(_gradients, "expert_mlp_backward")
+def experts_gradients_by_operator(inputs: list) -> tuple[torch.Tensor | None, ...]:
+    """experts_gradients, through the dispatcher, of forward's results without weights that were kept."""
+    *tensors, activation, engine, scale, layout, needed = inputs
+    none_Y = tensors[0].new_empty(0, dtype=torch.uint8)
+    computed = backward_operator(*tensors, none_Y, none_Y, none_Y, activation, engine, scale, layout, *needed)
+    return tuple(gradient if need else None for gradient, need in zip(computed, needed))
+
+
+_programs = Programs(experts_gradients, "expert_mlp_backward")
 
 
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, h, g, rows, kept_w1, kept_w2,
@@ -306,7 +328,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients, _programs)
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, experts_gradients, _programs)
 
 
 _FORWARD = (
@@ -319,7 +341,7 @@ _CAST = ("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")  # by autocast
 _LEAVES = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")  # as Gradients has them, and backward's results
 
 forward_operator = define(
-    _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
+    _FORWARD, reference=experts_kernel, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
     autocast=_CAST, named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp,
     recorded=lambda *inputs: decides_by_kind(inputs[_POSITION_OF["engine"]]),
@@ -359,6 +381,6 @@ class _IntoSink(torch.autograd.Function):
         needed = [ctx.needs_input_grad[1 + _POSITION_OF[name]] for name in _LEAVES]
         inputs = [grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
         ctx.maybe_clear_saved_tensors()
-        computed = _gradients(inputs, ctx.sink)
+        computed = experts_gradients(inputs, ctx.sink)
         of_leaf = {name: gradient for name, gradient, need in zip(_LEAVES, computed, needed) if need}
         return None, *(of_leaf.get(name) for name in _POSITION_OF)

@@ -59,6 +59,15 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
         >>> route_tokens(x, weight, 1).experts_TK, route_tokens(x, weight, 1).scores_TE.dtype
         (tensor([[1]]), torch.bfloat16)
     """
+    return Routing(*_route_tokens(*router_inputs(
+        x_TH, weight_EH, top_k, normalize=normalize, engine=engine, bias=bias, function=function, expert_bias=expert_bias,
+        padding_mask=padding_mask, given_experts=given_experts, scores_dtype=scores_dtype))[:4])
+
+
+def router_inputs(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, normalize: float | None, engine: str | None,
+                  bias: torch.Tensor | None, function: RouterFunction | None, expert_bias: torch.Tensor | None,
+                  padding_mask: torch.Tensor | None, scores_dtype: torch.dtype | None, given_experts: torch.Tensor | None = None) -> tuple:
+    """The operator's inputs, of route_tokens' arguments, which are checked."""
     require_tensor(x_TH, "route_tokens", "x", rank=2, dtypes=FLOATING)
     require_tensor(weight_EH, "route_tokens", "weight", rank=2, dtypes=FLOATING, device=x_TH.device)
     if weight_EH.size(1) != x_TH.size(1):
@@ -76,11 +85,10 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
         scores_dtype = torch.float64
     elif scores_dtype is None:
         scores_dtype = torch.float32 if autocast_enabled(x_TH.device.type) else x_TH.dtype
-    outputs = _route_tokens(x_TH, weight_EH, bias, expert_bias, padding_mask, given_experts, top_k, code, engine, scores_dtype)
-    return Routing(*outputs[:4])
+    return x_TH, weight_EH, bias, expert_bias, padding_mask, given_experts, top_k, code, engine, scores_dtype
 
 
-def _kernel(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, code, engine, scores_dtype):
+def router_kernel(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, code, engine, scores_dtype):
     function = RouterFunction.of_code(code)
     if weight_EH.dtype != x_TH.dtype:
         dtype = torch.promote_types(x_TH.dtype, weight_EH.dtype)
@@ -92,6 +100,12 @@ def _kernel(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, 
     # The gradient of a softmax, the K highest and their norm needs no logits: nobody keeps them.
     kept = logits_TE.new_empty(0) if router.is_softmax_topk(function, expert_bias_E, padding_T, given_TK) else logits_TE
     return *routing, kept
+
+
+def saved_of_router(inputs: tuple, scores_TE: torch.Tensor, logits_TE: torch.Tensor) -> tuple[bool, str, torch.Tensor]:
+    """Whether gradients are computed from scores, the function's code, and the scores or the logits that they are computed from."""
+    of_scores = router.is_softmax_topk(RouterFunction.of_code(inputs[7]), *inputs[3:6])
+    return of_scores, inputs[7], scores_TE if of_scores else logits_TE
 
 
 def _fake(x_TH, weight_EH, bias_E, expert_bias_E, padding_T, given_TK, top_k, code, engine, scores_dtype):
@@ -117,10 +131,10 @@ def _backward(ctx, grad_scores_TE, grad_weights_TK, _, grad_logsumexp_T, __):
     inputs = [grad_scores_TE, grad_weights_TK, grad_logsumexp_T, *saved, ctx.function.code, ctx.of_scores, *ctx.dtypes,
               ctx.bias_dtype if ctx.needs_input_grad[2] else None]
     unseen = saved[2].is_cuda and not torch.is_grad_enabled() and is_unseen(saved[2], *inputs)
-    return dict(zip(("x", "weight", "bias"), _programs(inputs) if unseen else _gradients(inputs)))
+    return dict(zip(("x", "weight", "bias"), _programs(inputs) if unseen else router_gradients(inputs)))
 
 
-def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
+def router_gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, weight and bias, each None where it is not wanted, of the gradients of scores, weights and logsumexp, the tensors
     that were saved, the function's code, whether these are of scores, and the dtypes of x, weight and bias; None for the bias's where its
     gradient is not wanted."""
@@ -134,12 +148,12 @@ def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
     return *(None if grad is None else grad.to(of) for grad, of in zip(grads, (x_dtype, weight_dtype))), grad_bias_E
 
 
-_programs = Programs(_gradients, "route_tokens_backward")
+_programs = Programs(router_gradients, "route_tokens_backward")
 
 
 _route_tokens = define(
     "route_tokens(Tensor x, Tensor weight, Tensor? bias, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int top_k,"
     " str function, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"), flops=flops.router_logits,
-    recorded=lambda *inputs: True,
+    reference=router_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"),
+    flops=flops.router_logits, recorded=lambda *inputs: True,
 )
