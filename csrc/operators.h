@@ -11,12 +11,19 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 namespace gbmoe {
 
 using torch::stable::Tensor;
+
+// An operator as torch's stable ABI calls it: with a stack of arguments, which it takes over, and on which it leaves its results.
+using BoxedOperator = void (*)(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
+// Lets programs (program.cpp) call an operator without the dispatcher. Always true, so that a static variable can be initialised by it.
+bool let_programs_call(const std::string& name, BoxedOperator boxed);
 
 }  // namespace gbmoe
 
@@ -26,7 +33,14 @@ using torch::stable::Tensor;
 // The same for one without tensors among its arguments, which has no device to be chosen by.
 #define GBMOE_OPERATOR_WITHOUT_TENSORS(name, arguments) GBMOE_REGISTER(name, arguments, CompositeExplicitAutograd)
 
-#define GBMOE_REGISTER(name, arguments, key)                                     \
-  STABLE_TORCH_LIBRARY_FRAGMENT(gbmoe_cuda, m) { m.def(#name arguments); }       \
-  STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, key, m) { m.impl(#name, TORCH_BOX(&name)); } \
+#define GBMOE_REGISTER(name, arguments, key)                                                               \
+  [[maybe_unused]] static const bool programs_call_##name = let_programs_call(#name, TORCH_BOX(&name)); \
+  GBMOE_REGISTER_BOXED(name, arguments, key, TORCH_BOX(&name))
+
+// The same for a function of a stack, which gets and returns lists of tensors without a copy of each.
+#define GBMOE_OPERATOR_BOXED(name, arguments) GBMOE_REGISTER_BOXED(name, arguments, CompositeExplicitAutograd, &name)
+
+#define GBMOE_REGISTER_BOXED(name, arguments, key, boxed)                      \
+  STABLE_TORCH_LIBRARY_FRAGMENT(gbmoe_cuda, m) { m.def(#name arguments); }     \
+  STABLE_TORCH_LIBRARY_IMPL(gbmoe_cuda, key, m) { m.impl(#name, boxed); }      \
   static_assert(true, "so that a semicolon may follow")

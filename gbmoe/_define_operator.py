@@ -14,7 +14,7 @@ import torch
 
 from gbmoe import _torch_names as names
 from gbmoe._flop_counter import add_formula, hand_over
-from gbmoe._programs import Programs, is_seen_by_recordings_alone
+from gbmoe.programs import Programs, is_seen_by_recordings_alone
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -64,7 +64,7 @@ def define(
     alone; a call that does not pass it hands the object to `reference` and `setup_context`.
 
     `recorded` is a function of the arguments of a call that does not pass the dispatcher. It tells whether `reference` decides by their
-    kind alone, so that it may be replaced by a program of what it launches (_programs.py).
+    kind alone, so that it may be replaced by a program of what it launches (gbmoe/programs/).
 
     An operator with an argument of type SymInt is refused inside torch.jit.trace, which records its numbers as constants.
     """

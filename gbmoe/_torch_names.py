@@ -47,6 +47,17 @@ def called_by(overload: Any) -> Callable:
     return getattr(overload, "_op", overload)
 
 
+def is_view(overload: Any) -> bool:
+    """Whether an overload of an operator returns one tensor, in the memory of its first argument; False where this torch does not tell."""
+    if overload is torch.ops.aten._unsafe_view.default:
+        return True
+    schema = getattr(overload, "_schema", None)
+    if schema is None or schema.is_mutable or len(schema.returns) != 1:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and str(schema.returns[0].type) == "Tensor"
+
+
 def writes_to_arguments(overload: Any) -> bool:
     """Whether an overload of an operator may write to its arguments; also where this torch does not tell."""
     schema = getattr(overload, "_schema", None)

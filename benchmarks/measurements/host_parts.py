@@ -40,7 +40,7 @@ _GBMOE, _TORCH = (f"{Path(package.__path__[0])}/" for package in (gbmoe, torch))
 # Functions of Python by how their path begins inside their package; the first that fits counts.
 _OF_GBMOE = (("_checks.py", "checks"), ("launch/alignment.py", "checks"), ("launch/availability.py", "checks"),
              ("engines/choice.py", "choice"), ("engines/resolved.py", "choice"), ("tuning/", "choice"), ("weight_layout.py", "choice"),
-             ("_programs.py", "choice"), ("_define_operator.py", "dispatcher"), ("ops/saved_for_backward.py", "autograd"),
+             ("programs/", "choice"), ("_define_operator.py", "dispatcher"), ("ops/saved_for_backward.py", "autograd"),
              ("cli/", "rest"), ("", "Python"))
 _OF_TORCH = (("_ops.py", "dispatcher"), ("_library/", "dispatcher"), ("autograd/", "autograd"), ("_functorch/", "autograd"),
              ("utils/_contextlib.py", "autograd"), ("", "modules"))

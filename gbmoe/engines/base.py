@@ -87,7 +87,7 @@ class Engine(LowRankProducts):
         name: what `engine=` takes.
         needs_host_sizes: True if `gmm` reads the sizes on the host; given sizes on the device, it then waits for them.
         decides_by_kind: True if what its methods launch depends on the kind of call alone, and on no number of a tensor or state of its own
-            (gbmoe/_programs.py).
+            (gbmoe/programs/).
     """
 
     name: str

@@ -18,7 +18,6 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_batched, may_be_transformed, positions, without_autocast
-from gbmoe._programs import Programs
 from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora_factors import ExpertLora
@@ -35,6 +34,7 @@ from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.permute import check_plan, check_slot_scalars, gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
+from gbmoe.programs import Programs
 from gbmoe.separate_weights import StackOrList
 from gbmoe.stacked_weights import stacks_of_lists
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout

@@ -14,7 +14,6 @@ from gbmoe import engines
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import define, is_unseen
-from gbmoe._programs import Programs
 from gbmoe.launch import router
 from gbmoe.ops import flops
 from gbmoe.ops.route_operator import (
@@ -26,6 +25,7 @@ from gbmoe.ops.route_operator import (
 )
 from gbmoe.ops.router_linear import products_of_gradient, save_for_products
 from gbmoe.plain import plain_gmm
+from gbmoe.programs import Programs
 from gbmoe.router_function import RouterFunction
 
 

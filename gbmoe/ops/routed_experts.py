@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from gbmoe import _programs, _torch_names as names
+from gbmoe import _torch_names as names, programs
 from gbmoe._define_operator import is_unseen, is_watched, without_autocast
-from gbmoe._programs import Programs
 from gbmoe.engines.resolved import decides_by_kind
 from gbmoe.ops.experts import (
     check_arguments,
@@ -29,6 +28,7 @@ from gbmoe.ops.experts import (
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.ops.route_tokens import router_gradients, router_inputs, router_kernel, saved_of_router
 from gbmoe.plan import RoutingPlan
+from gbmoe.programs import Programs
 from gbmoe.router_function import RouterFunction
 from gbmoe.weight_layout import MEGABLOCKS
 
@@ -110,7 +110,7 @@ def _forward(inputs: list) -> tuple[tuple, tuple]:
     check_biases(x_TH, w1, v1, biases, MEGABLOCKS)
     sizes_E, resolved = sizes_and_engine(plan, x_TH, w1, engine, batch_invariant)
     if not decides_by_kind(resolved):
-        _programs.refuse("the engine decides by more than the kind of call")
+        programs.refuse("the engine decides by more than the kind of call")
     arguments = experts_inputs(x_TH, plan, weights_TK, weights, tuple(biases), activation, sizes_E, resolved, save=save,
                                keep_rows=keep_rows, keep_weights=False, scale=1.0, layout=MEGABLOCKS)
     out_TH, h_PF, g_PF, rows_PH, *_ = experts_kernel(*arguments)

@@ -12,8 +12,8 @@ import torch
 
 from gbmoe._checks import require
 from gbmoe._define_operator import is_unseen, is_watched
-from gbmoe._programs import Programs
 from gbmoe.engines.resolved import decides_by_kind
+from gbmoe.programs import Programs
 
 
 def save(ctx, tensors: Sequence[torch.Tensor | None], output: tuple, options: tuple, saves: bool) -> None:

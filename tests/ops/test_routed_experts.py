@@ -9,11 +9,11 @@ import torch.overrides
 from torch.utils.checkpoint import checkpoint
 
 import gbmoe
-from gbmoe import _programs
 from gbmoe.layers import dmoe
 from gbmoe.layers.router import LearnedRouter
 from gbmoe.ops import expert_mlp, route_tokens, routed_experts as module
 from gbmoe.ops.routed_experts import ExpertsCall, RouterCall, routed_experts
+from gbmoe.programs import recording
 from gbmoe.router_function import RouterFunction
 from gbmoe.testing.exact_inputs import poison
 
@@ -93,7 +93,7 @@ def test_one_call_has_the_bits_of_three(device, case):
 def test_engines_that_decide_by_more_than_the_kind_are_not_recorded():
     x, router, of_experts = inputs(biases=True)
     arguments = [x, *router[:4], *of_experts[:6], (*router[4:], *of_experts[6:9], True, False)]
-    results, program = _programs.record(module._forward, list(arguments), "a test")  # the CPU's engine reads sizes
+    results, program = recording.record(module._forward, list(arguments))  # the CPU's engine reads sizes
     assert program is None
     assert_same(results[0], module._forward(arguments)[0])
 

@@ -1,21 +1,29 @@
-"""gbmoe/_programs.py on functions of these tests, and on a layer's steps."""
+"""gbmoe/programs/ on functions of these tests, and on a layer's steps."""
 
 import gc
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gbmoe
-from gbmoe import _programs
-from gbmoe._programs import Programs, kind_of, record
+from gbmoe import programs as package
+from gbmoe.programs import Programs, kind_of, recording, source
+from gbmoe.programs.recording import Memory, Name, Statement
 from gbmoe.testing.exact_inputs import poison
 
 
+def record(function, inputs):
+    """The function's results, and its program or None."""
+    results, recorded = recording.record(function, list(inputs))
+    return results, None if recorded is None else source.compiled(recorded, "a test")
+
+
 def program_of(function, *inputs):
-    return record(function, list(inputs), "a test")[1]
+    return record(function, inputs)[1]
 
 
 def check(function, *calls):
@@ -78,15 +86,18 @@ def test_memory_is_freed_where_it_was_last_used():
 
 def test_memory_is_reused_where_it_makes_no_difference():
     """That of a tensor which a launch has read for the last time, and not of one that is returned or may have a view."""
-    a = [_programs._Statement("empty", "(4,)", [], ["v1"]), _programs._Statement("launch", "v1", ["v1"], [], is_launch=True),
-         _programs._Statement("empty", "(4,)", [], ["v2"]), _programs._Statement("empty", "(5,)", [], ["v3"]),
-         _programs._Statement("launch", "v2", ["v2", "v3"], [], is_launch=True),
-         _programs._Statement("empty", "(4,)", [], ["v4"]), _programs._Statement("view", "v4", ["v4"], ["v5"]),
-         _programs._Statement("empty", "(4,)", [], ["v6"]), _programs._Statement("launch", "v6", ["v6"], [], is_launch=True),
-         _programs._Statement("empty", "(4,)", [], ["v7"])]
-    _programs._reuse_memory(a, ["v6", "v7", "v5"])
-    texts = [statement.text({"v1", "v2", "v3", "v4", "v5", "v6", "v7"}) for statement in a]
-    assert texts[2] == "v2 = v1" and texts[5] == "v4 = v2" and texts[7] == "v6 = empty((4,))" and texts[9] == "v7 = empty((4,))"
+    def empty(name, size):
+        memory = Memory((size,), (1,), torch.float32, torch.device("cpu"))
+        return Statement(torch.empty, results=[name], memory=memory)
+
+    def call(operator, *reads):
+        return Statement(operator, tuple(map(Name, reads)), must_run=True)
+
+    launch, view = SimpleNamespace(namespace="gbmoe_cuda"), Statement(torch.ops.aten.t.default, (Name("v4"),), results=["v5"])
+    statements = [empty("v1", 4), call(launch, "v1"), empty("v2", 4), empty("v3", 5), call(launch, "v2", "v3"), empty("v4", 4), view,
+                  empty("v6", 4), call(launch, "v6"), empty("v7", 4)]
+    recording._reuse_memory(statements, ["v6", "v7", "v5"])
+    assert [(s.results[0], s.arguments) for s in statements if s.operator is None] == [("v2", ("v1",)), ("v4", ("v2",))]
 
 
 def test_results_of_no_elements_were_one_tensor_in_all_calls():
@@ -115,7 +126,8 @@ def test_results_of_no_elements_were_one_tensor_in_all_calls():
 @pytest.mark.slow
 def test_the_first_recording_loaded_torchs_compiler():
     """Which took seconds of a training's third step."""
-    code = ("import sys, torch; from gbmoe import _programs; print(_programs.record(lambda inputs: inputs[0] + 1, [torch.ones(1)], 'x'));"
+    code = ("import sys, torch\nfrom gbmoe.programs import recording\n"
+            "print(recording.record(lambda inputs: inputs[0] + 1, [torch.ones(1)]))\n"
             "sys.exit('torch._dynamo' in sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -148,7 +160,7 @@ def test_what_is_recorded_while_all_is_forgotten_is_forgotten():
 
     def forgetting(inputs):
         if len(calls) == 1:  # the second call, which is recorded
-            _programs.forget_all()
+            package.forget_all()
         return function(inputs)
 
     programs = Programs(forgetting, "a test")
@@ -159,7 +171,7 @@ def test_what_is_recorded_while_all_is_forgotten_is_forgotten():
 
 @pytest.mark.gpu
 def test_numbers_of_an_argument_on_the_host_were_constants():
-    results, program = record(lambda inputs: inputs[0] * inputs[1].tolist()[0], [torch.ones(2, device="cuda"), torch.tensor([3])], "a test")
+    results, program = record(lambda inputs: inputs[0] * inputs[1].tolist()[0], [torch.ones(2, device="cuda"), torch.tensor([3])])
     assert program is None and results.tolist() == [3, 3]
 
 
@@ -170,7 +182,7 @@ def test_numbers_of_an_argument_on_the_host_were_constants():
     pytest.param(lambda inputs: inputs[0] * 2 if inputs[0].max() > 0 else inputs[0], id="a branch"),
 ])
 def test_what_depends_on_more_than_the_kind_has_no_program(function):
-    results, program = record(function, [torch.ones(3)], "a test")
+    results, program = record(function, [torch.ones(3)])
     torch.testing.assert_close(results, function([torch.ones(3)]))
     assert program is None
 
@@ -214,7 +226,7 @@ def test_a_kind_that_comes_again_is_recorded_and_the_oldest_one_makes_room():
     for number in (3, 3, 2, 1):
         programs([x, number])
     assert calls == [1, 1, 2, 2, 3, 3, 1]  # kind 1 had made room
-    _programs.forget_all()
+    package.forget_all()
     assert programs([x, 3]).tolist() == [3, 3] and calls[-1] == 3
 
 
@@ -222,21 +234,21 @@ def test_kinds_that_seldom_come_again_are_not_recorded(monkeypatch):
     """Numbers of rows that change from step to step cost a recording each time that one came twice."""
     calls, function = counted()
     programs, x, recorded = Programs(function, "a test"), torch.zeros(2), []
-    monkeypatch.setattr(_programs, "record", lambda function, inputs, name: recorded.append(inputs[1]) or (function(inputs), None))
+    monkeypatch.setattr(package, "record", lambda function, inputs: recorded.append(inputs[1]) or (function(inputs), None))
     for _ in range(3):
-        for number in range(_programs._LATELY + 1):
+        for number in range(package._LATELY + 1):
             programs([x, number])
-    assert recorded == [] and len(programs._lately) == _programs._LATELY
+    assert recorded == [] and len(programs._lately) == package._LATELY
     programs([x, 5])
-    assert recorded == [5] and len(calls) == 3 * (_programs._LATELY + 1) + 1
+    assert recorded == [5] and len(calls) == 3 * (package._LATELY + 1) + 1
 
 
 def test_the_environment_turns_programs_off(monkeypatch):
-    assert _programs.is_on(None) and _programs.is_on("") and _programs.is_on("1") and not _programs.is_on("0")
+    assert package.is_on(None) and package.is_on("") and package.is_on("1") and not package.is_on("0")
     with pytest.raises(ValueError, match="GBMOE_PROGRAMS: expected 0 or 1, got 'off'"):
-        _programs.is_on("off")
+        package.is_on("off")
     calls, function = counted()
-    monkeypatch.setattr(_programs, "IS_ON", False)
+    monkeypatch.setattr(package, "IS_ON", False)
     programs = Programs(function, "a test")
     for _ in range(3):
         programs([torch.zeros(2), 1])
@@ -251,7 +263,7 @@ def test_an_error_in_a_recorded_call_is_the_callers():
     for _ in range(3):
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             programs([torch.zeros(1)])
-    assert not _programs.is_seen_by_recordings_alone()
+    assert not package.is_seen_by_recordings_alone()
 
 
 @pytest.mark.gpu
@@ -277,10 +289,10 @@ def test_steps_of_a_layer_have_the_same_bits_and_no_more_memory(shape, dtype):
 
     expected = []
     for x in batches:
-        _programs.forget_all()
+        package.forget_all()
         expected.append(step(x))
     gc.collect()
-    _programs.forget_all()
+    package.forget_all()
     for repeat in range(3):
         for x, (results, peak) in zip(batches, expected):
             got, used = step(x)
