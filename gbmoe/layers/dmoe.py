@@ -220,13 +220,13 @@ class dMoE(torch.nn.Module):
         something watches or replaces one of them, or they do more than routed_experts."""
         router: Any = self.router
         experts = self.experts
-        if not unseen_by_all(x) or self.args.moe_expert_model_parallelism or type(self)._route is not _ROUTE \
+        if torch.compiler.is_compiling() or self.args.moe_expert_model_parallelism or type(self)._route is not _ROUTE \
                 or not _is_called_as_is(router, LearnedRouter) or not _is_called_as_is(experts, ParallelDroplessMLP) \
                 or not _is_called_as_is(experts.mlp, GroupedExperts) or has_global_hooks():
             return None
         padding_mask_T = None if padding_mask is None else padding_mask.reshape(-1)
         before, after = router.call_before_experts(padding_mask_T), experts.mlp.call_after_router()
-        if before is None or after is None or not unseen_by_all(*before, *after):
+        if before is None or after is None or not unseen_by_all(x, *before, *after):
             return None
         routed = routed_experts(x, before, after)
         router.save_logsumexp(routed.logsumexp_T, x.dtype, padding_mask_T)

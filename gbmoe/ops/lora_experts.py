@@ -15,7 +15,7 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe._define_operator import define, may_be_transformed, positions
-from gbmoe.engines.resolved import Resolved
+from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.lora_factors import ExpertLora, LowRankOperands, low_rank_operands
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
@@ -27,6 +27,7 @@ from gbmoe.ops.lora_forward_backward import LowRankGradients, LowRankPass
 from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
+from gbmoe.programs import Programs
 from gbmoe.weight_layout import WeightGradients, WeightLayout
 
 
@@ -117,6 +118,9 @@ def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
     return *of_parameters, *low_rank.gradients_in_order()
 
 
+_programs = Programs(_gradients, "expert_mlp_low_rank_backward")
+
+
 def _backward_fake(grad, x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b,
                    h, g, t, activation, engine, layout, *needed):
     leaves = (x, weights, w1, w2, v1, w1_bias, w2_bias, v1_bias, up_a, up_b, down_a, down_b)
@@ -129,7 +133,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, grad, *_):
-    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients)
+    return saved_for_backward.gradients_by_name(ctx, grad, _LEAVES, _POSITION_OF, backward_operator, _gradients, _programs)
 
 
 _FACTORS = ("up_a", "up_b", "down_a", "down_b")
@@ -143,6 +147,7 @@ forward_operator = define(
     _FORWARD, reference=_forward, fake=_forward_fake, setup_context=_setup_context, backward=_autograd_backward,
     autocast=("x", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias", *_FACTORS), named="engine",
     waits=lambda x, weights, row_of_slot, slot_of_row, sizes, *_: sizes.device.type == "cpu", flops=flops.expert_mlp_low_rank,
+    recorded=lambda *inputs: decides_by_kind(inputs[_POSITION_OF["engine"]]),
 )
 
 backward_operator = define(

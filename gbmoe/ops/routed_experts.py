@@ -155,10 +155,11 @@ class _RoutedExperts(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * 13
         inputs = [*grads, *ctx.saved_tensors, (*ctx.options, ctx.needs_input_grad)]
-        if torch.is_grad_enabled() or is_watched(*inputs):
+        unseen = is_unseen(inputs[3], *inputs)
+        if torch.is_grad_enabled() or (not unseen and is_watched(*inputs)):
             return _gradients(inputs, by_operators=True)
         ctx.maybe_clear_saved_tensors()
-        return _backward_programs(inputs) if is_unseen(inputs[3], *inputs) else _gradients(inputs)
+        return _backward_programs(inputs) if unseen else _gradients(inputs)
 
 
 def _gradients(inputs: list, by_operators: bool = False) -> tuple[torch.Tensor | None, ...]:
