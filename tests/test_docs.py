@@ -161,7 +161,7 @@ def test_kernels_functions_and_fields_that_pages_name_exist():
 
 
 def test_the_table_of_expert_parallel_options_has_every_field():
-    table = re.findall(r"^\| `(expert_parallel_\w+)` \|", (ROOT / "docs" / "parallel.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| `(expert_parallel_\w+)` \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     assert sorted(table) == sorted({"expert_parallel_group", *FLAT_NAMES})
 
 
@@ -195,10 +195,18 @@ def test_every_note_is_in_the_index_and_says_whether_it_is_in():
 
 
 def test_the_table_of_arguments_has_every_field_in_order():
-    table = (ROOT / "docs" / "api" / "layers.md").read_text()
+    table = (ROOT / "docs" / "options.md").read_text()
     fields = dataclasses.fields(Arguments)
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [field.name for field in fields]
+    assert re.findall(r"^\| `(\w+)` \|", table.partition("## Experts over ranks")[0], re.MULTILINE) == [field.name for field in fields]
     for field in fields:
         stated = re.search(rf"^\| `{field.name}` \| `([^`]+)` \|", table, re.MULTILINE)
         if stated and isinstance(field.default, (bool, int, float, str)) and field.name != "shared_expert_hidden_size":
             assert stated[1] == repr(field.default).replace("'", '"'), field.name
+
+
+def test_environment_variables_that_gbmoe_reads_are_in_the_table_of_options():
+    """GBMOE_PROGRAMS, by which a fault is narrowed down, stood in no table."""
+    read = {name for path in [*(ROOT / "gbmoe").rglob("*.py"), ROOT / "setup.py"]
+            for name in re.findall(r"\bGBMOE_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
+    listed = set(re.findall(r"`(GBMOE_\w+)`", (ROOT / "docs" / "options.md").read_text()))
+    assert len(read) > 5 and read - listed == set()
