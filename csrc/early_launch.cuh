@@ -18,7 +18,7 @@ __device__ __forceinline__ void wait_for_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the kernel behind this one begin as soon as all CTAs have called this or ended, if it is launched early.
+// Lets the kernel after this one begin as soon as all CTAs have called this or ended, if it is launched early.
 __device__ __forceinline__ void let_next_kernel_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

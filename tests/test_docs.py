@@ -189,7 +189,7 @@ def test_pictures_are_small_and_those_kept_are_those_shown():
 def test_every_note_is_in_one_group_of_the_index_and_says_whether_it_is_in():
     notes = ROOT / "docs" / "notes"
     listed = [re.findall(r"^[\w-]+$", page.read_text(), re.MULTILINE) for page in (notes / "index.md", *sorted(notes.glob("group-*.md")))]
-    assert sorted(sum(listed, [])) == sorted(path.stem for path in notes.glob("*.md") if path.stem != "index")
+    assert sorted(name for page in listed for name in page) == sorted(path.stem for path in notes.glob("*.md") if path.stem != "index")
     for path in notes.glob("*.md"):
         if path.stem != "index" and not path.stem.startswith("group-"):
             title, _, status = path.read_text().split("\n")[:3]

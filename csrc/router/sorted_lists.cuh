@@ -177,7 +177,7 @@ __device__ __forceinline__ void choose_in_rounds(
   }
 }
 
-// The places of a group's P keys in descending order; keys of 0, which stand for none, get some place behind all others.
+// The places of a group's P keys in descending order; keys of 0, which stand for none, get some place after all others.
 template <int G, int P, typename Key, int R> __device__ __forceinline__ void find_places(const Key (&key)[R], int (&place)[R]) {
 #pragma unroll
   for (int r = 0; r < R; ++r) place[r] = 0;

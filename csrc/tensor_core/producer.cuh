@@ -155,7 +155,7 @@ template <typename Traits> class Producer {
   OperandCopies<Traits, true> a_;
   OperandCopies<Traits, false> b_;
   int tile_ = -1, pair_;  // number of the tile, and of the pair of operands, that this k-block is of
-  int k_blocks_ = 0;      // behind this one, of this pair
+  int k_blocks_ = 0;      // after this one, of this pair
   int terms_ = 0;         // from this k-block on, of this pair
 };
 

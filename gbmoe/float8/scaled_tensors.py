@@ -72,7 +72,7 @@ class ScaledKBlocks:
     """Rows of each expert in e4m3 for a sum over them, cut into k-blocks of 128 rows, each column of which has a scale.
 
     The rows of each expert begin a k-block of their own, and zeros fill up its last one. There is room for ceil(P / 128) + E k-blocks,
-    which is enough for any sizes. Those behind the last expert's may hold anything.
+    which is enough for any sizes. Those after the last expert's may hold anything.
 
     Attributes:
         values_BKR: [B,K,128], float8_e4m3fn, contiguous: each k-block is transposed.

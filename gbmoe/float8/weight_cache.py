@@ -136,7 +136,7 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor], *, check: 
 
     It pays where weights are used more than once before they change, as by the micro-batches between two steps of an optimizer. The
     first use of a weight quantises it in both orientations, from one read, and keeps them until the context ends: 2 bytes for each number
-    beside the weight's own memory. Results have the same bits with it and without.
+    besides the weight's own memory. Results have the same bits with it and without.
 
     A weight is quantised again after each change that can be seen:
 

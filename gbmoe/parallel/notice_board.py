@@ -46,7 +46,7 @@ class NoticeBoard:
     """The page of one group. Each rank has words and texts of its own, which it alone writes.
 
     Attributes:
-        epoch: how many failures are behind this rank.
+        epoch: from how many failures this rank has recovered.
         told: whether this rank's caller knows of the failure that is open.
     """
 

@@ -3,7 +3,7 @@
 A call is E experts, K slots a token and the dtype of the logits. A softmax and top-k has tables of its own, and any other
 function one more. There are few rows, because every kernel is a tenth of a megabyte: calls that no known model makes take a
 neighbour's. A row says how a token's logits are spread over the lanes of a warp: with fewer lanes each lane sorts more numbers,
-with more lanes they exchange more. More lanes than a row has are 4 to 20 % slower (docs/notes/router-longer-lists.md). Numbers of
+with more lanes they exchange more. More lanes than a row has are slower (docs/notes/router-longer-lists.md). Numbers of
 experts that vectors do not divide have rows of their own, without vectors. The last row of a table takes every call that is left.
 
 A row says what one warp does, which no number of multiprocessors changes: it was measured on an H200, and is the same on every GPU.

@@ -309,7 +309,7 @@ def layout_options(name, dtype, device):
         options["act_fn"] = torch.nn.PReLU(dtype=dtype, device=device)
     known = inspect.signature(moe.use_experts_implementation).parameters
     if options.get("has_norm") and "has_post_expert_norm" not in known:
-        pytest.skip(f"transformers {transformers.__version__} knows no norm behind the experts")
+        pytest.skip(f"transformers {transformers.__version__} knows no norm after the experts")
     return options
 
 

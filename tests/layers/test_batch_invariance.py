@@ -72,7 +72,7 @@ def test_where_it_cannot_hold_it_is_an_error():
 @pytest.mark.parametrize("field, value, expected", [("mlp_impl", "bmm", "'gbmoe'"), ("shared_expert", True, "False"),
                                                     ("moe_expert_model_parallelism", True, "False")])
 def test_fields_for_which_it_does_not_hold(field, value, expected):
-    with pytest.raises(ValueError, match=f"Arguments: {field}: expected {expected} beside batch_invariant, got {value!r}"):
+    with pytest.raises(ValueError, match=f"Arguments: {field}: expected {expected} with batch_invariant, got {value!r}"):
         Arguments(**{field: value}, batch_invariant=True)
 
 
@@ -80,7 +80,7 @@ def test_a_router_of_ones_own_is_refused():
     layer = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=8, fp16=False, bias=False, device="cpu",
                                  batch_invariant=True))
     layer.router.layer = torch.nn.Sequential(layer.router.layer)
-    with pytest.raises(TypeError, match="dMoE: router.layer: expected a torch.nn.Linear without bias beside batch_invariant"):
+    with pytest.raises(TypeError, match="dMoE: router.layer: expected a torch.nn.Linear without bias for batch_invariant"):
         layer(torch.ones(2, 8))
 
 
