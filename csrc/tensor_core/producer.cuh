@@ -89,7 +89,7 @@ template <typename Traits> class Producer {
     find_tile(args, queue, 0);
   }
 
-  // On to the next k-block, of this or of a later tile; a barrier lies between two calls. Behind the last tile there are no terms, and
+  // On to the next k-block, of this or of a later tile; a barrier lies between two calls. After the last tile there are no terms, and
   // zeros are copied.
   __device__ __forceinline__ void next_k_block(const Arguments& args, TileQueue& queue) {
     if (k_blocks_ == 0) {

@@ -257,7 +257,7 @@ def shadowed_experts_by_exchange(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange, with up to `most` experts on all ranks in the steps in which that pays. Collective, in forward and backward.
 
-    Beside what experts_by_exchange waits for, the host waits for the device once. It is not compiled: torch.compile breaks its graph
+    Besides what experts_by_exchange waits for, the host waits for the device once. It is not compiled: torch.compile breaks its graph
     around it.
 
     Args:
