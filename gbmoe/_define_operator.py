@@ -198,7 +198,7 @@ def _is_watched(inputs: tuple) -> bool:
     if names.peek_interpreter_stack() is not None or names.forward_ad._current_level >= 0:
         return True
     # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
-    # meta device have no numbers to compute with.
+    # meta device have no values to compute with.
     for t in inputs:  # a generator would be entered once for each
         kind = type(t)
         if kind is torch.Tensor or kind is torch.nn.Parameter:

@@ -214,7 +214,7 @@ def default_store() -> Any:
 
 
 def wraps_tensors(tensor: torch.Tensor) -> bool:
-    """Whether this is of a subclass whose numbers are in other tensors, as those of quantised weights."""
+    """Whether this is of a subclass whose elements are in other tensors, as those of quantised weights."""
     if _is_traceable_wrapper_subclass is None:
         return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     return _is_traceable_wrapper_subclass(tensor)

@@ -345,11 +345,11 @@ class RoutingPlan:
         """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device once for each plan.
 
         Raises:
-            ValueError: on the meta device, where there are no numbers.
+            ValueError: on the meta device, where there are no values.
         """
         sizes_E = self._checked().sizes_E
         if sizes_E is None:
-            require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
+            require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's values",
                     self.padded_counts_E.device)
             sizes_E = self.padded_counts_E.to("cpu", torch.int64)
         elif torch.compiler.is_compiling() or not sizes_E.is_inference() or torch.is_inference_mode_enabled():

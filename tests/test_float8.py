@@ -359,7 +359,7 @@ def test_a_context_that_checks_names_the_weight_that_changed_unseen(quantized):
                 changed.mul_(-1)
             assert_kept(lookup(changed), changed.detach())
             changed.data[1].mul_(-3)
-            with pytest.raises(RuntimeError, match=rf"cached_weights: {name}: expected the numbers that were quantised"):
+            with pytest.raises(RuntimeError, match=rf"cached_weights: {name}: expected the values that were quantised"):
                 lookup(changed)
             float8.weights_changed()
             assert_kept(lookup(changed), changed.detach())

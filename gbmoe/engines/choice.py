@@ -117,7 +117,7 @@ def _choose(engine: str, *of_problem) -> Engine:
     require(engine in known_names, "gmm", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         chosen = _named(engine, problem.device)
-        # A batch of nothing is a batch, too, and has no numbers that could differ.
+        # A batch of nothing is a batch, too, and has no elements that could differ.
         if (engine in BATCH_INVARIANT.values() or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
             return ENGINES["reference"]
         reason = _unavailable(engine, problem.device)

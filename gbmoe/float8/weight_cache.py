@@ -50,7 +50,7 @@ class _WeightCache:
             if known is None or known[0] != state:
                 known = self._kept[which] = (state, quantize())
             elif check and not all(map(_same_bits, known[1], quantize())):
-                raise RuntimeError(f"cached_weights: {self._name(w_EFH)}: expected the numbers that were quantised, got others, written in"
+                raise RuntimeError(f"cached_weights: {self._name(w_EFH)}: expected the values that were quantised, got others, written in"
                                    " a way that torch does not count: call gbmoe.float8.weights_changed() after it")
             return known[1]
 
