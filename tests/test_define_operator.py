@@ -613,7 +613,7 @@ def private_names():
     return [*re.findall(r'_private\("([\w.]+)"\)', source), "_ops.OpOverload.redispatch", *flags]
 
 
-# Names that are public but for their first letter.
+# Names that are public except for their first letter.
 PUBLIC = (r"torch\.(_check|_foreach_\w+|_assert_async|ops\.aten\._unsafe_view(\.default)?|distributed\._symmetric_memory"
           r"|utils\._python_dispatch\.TorchDispatchMode)$")
 

@@ -98,7 +98,7 @@ PATH = re.compile(r"(?<![\w/.-])(?:benchmarks|gbmoe|csrc|scripts|tests|docs|resu
 
 
 def kept_files():
-    """What git keeps, but for the log of changes, which names files of its time."""
+    """What git keeps, except for the log of changes, which names files of its time."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("which files are kept is asked of git, and this is no checkout")

@@ -55,7 +55,7 @@ def fewest_bytes(rows_WDN: torch.Tensor, owners: Sequence[int], row_bytes: int, 
         + overhead                             if n is not 0
 
     each way: an owner sends its weights in pieces and then its own piece to all others, sends a piece of its gradient to each of them, and
-    receives as much; the others receive and send all pieces but their own twice, but for the piece that the owner has already.
+    receives as much; the others receive and send all pieces but their own twice, except for the piece that the owner has already.
 
     Args:
         rows_WDN: the rows that each rank sends to each destination if the first n candidates are shadowed, any integers, on the CPU. Over

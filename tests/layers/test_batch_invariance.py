@@ -107,7 +107,7 @@ def in_float32(x, weight, engine):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypatch, dtype):
-    """As nn.Linear computes them, but for the product of forward, which an engine does, and which is not rounded."""
+    """As nn.Linear computes them, except for the product of forward, which an engine does, and which is not rounded."""
     monkeypatch.setattr(engines, "linear", in_float32)
     torch.manual_seed(0)
     x, weight = (torch.randn(rows, 8, dtype=dtype, requires_grad=True) for rows in (5, 16))

@@ -158,7 +158,7 @@ KBlocks k_blocks(const std::optional<Tensor>& values, const std::optional<Tensor
 
 }  // namespace
 
-// activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, but for rows after the last expert's, and
+// activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, except for rows after the last expert's, and
 // quantize_k_blocks of a', dh and dg, which share filled_rows. grad_weights of slots whose rows lie after the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
 void activate_backward_k_blocks(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes,
