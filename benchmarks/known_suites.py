@@ -114,7 +114,7 @@ SUITES = {
     "layers": Suite("layers of known models, evenly and unevenly routed, or those of --shape", _layers, EXPERTS, takes_shapes=True),
     "gemm": Suite("single grouped GEMMs, each engine, equal and skewed groups", _gemm,
                   ("bmm", "loop", "grouped_gemm")),
-    "float8": Suite("layers with float8 recipes, beside bf16", _float8, (), baseline="gbmoe-auto", uses_engines=False,
+    "float8": Suite("layers with float8 recipes, next to bf16", _float8, (), baseline="gbmoe-auto", uses_engines=False,
                     dtype="bf16", takes_shapes=True),
     "transformers": Suite("transformers' experts by gbmoe and by grouped_mm, next to gbmoe's own layer", _transformers,
                           ("transformers-gbmoe", "transformers-grouped_mm", "sonicmoe"), baseline="transformers-grouped_mm",
@@ -127,7 +127,7 @@ SUITES = {
     "host": Suite("the host's microseconds for small layers and where they go, next to one nn.Linear and to the kernels alone", _host,
                   ("torch-grouped", "torch-grouped-compiled", "megablocks-grouped", "megablocks-sparse", "sonicmoe"),
                   baseline="torch-grouped", uses_engines=False, dtype="bf16", **_IN_BURSTS_ALONE),
-    "parallel": Suite("experts spread over the ranks of torchrun, beside all of them on one GPU", _parallel,
+    "parallel": Suite("experts spread over the ranks of torchrun, next to all of them on one GPU", _parallel,
                       ("megablocks-grouped", "ligercute"),
                       baseline=f"gbmoe-{ONE_GPU}", uses_engines=False, processes=Ranks(), timings=(SUSTAINED,)),
 }

@@ -59,7 +59,7 @@ inline int multiprocessors(int device) {
   return once_per_device(device, [](int of) { return device_attribute(cudaDevAttrMultiProcessorCount, of); });
 }
 
-// Lets launches of kKernel on `device`, the current one, ask for as much dynamic shared memory as a CTA may have beside the kernel's static.
+// Lets launches of kKernel on `device`, the current one, ask for as much dynamic shared memory as a CTA may have besides the kernel's static.
 // That limit is a state of the kernel, in which all threads find it: if a launch set it to what it needs itself, another thread's launch
 // in between would fail.
 template <auto kKernel> void allow_dynamic_shared_memory(int device) {
@@ -77,7 +77,7 @@ template <typename A, typename B> __host__ __device__ constexpr std::common_type
   return (a + b - 1) / b;
 }
 
-// The values of slot_of_row for rows without a slot: an expert's padding, and rows behind the last expert (as in plain_plan.py).
+// The values of slot_of_row for rows without a slot: an expert's padding, and rows after the last expert (as in plain_plan.py).
 constexpr int kPadding = -1, kBehindTheLast = -2;
 
 // How many slots there are, T * top_k; a kernel compares one as an unsigned number with it, so that a negative one names none. There may be
@@ -154,8 +154,8 @@ static __device__ __noinline__ void write_scalar(void* data, ScalarType dtype, i
   }
 }
 
-// A small tensor of any floating dtype (router weights: fp32 beside bf16 rows, or the rows' own dtype). To choose the dtype at
-// run time costs nothing beside the row that the number scales, and saves a template parameter everywhere.
+// A small tensor of any floating dtype (router weights: fp32 with bf16 rows, or the rows' own dtype). To choose the dtype at
+// run time costs nothing next to the row that the number scales, and saves a template parameter everywhere.
 struct Scalars {
   void* data;
   ScalarType dtype;

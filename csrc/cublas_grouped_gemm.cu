@@ -1,6 +1,6 @@
 // Grouped GEMMs by cuBLAS: one cublasGemmEx per expert, or one cublasGemmGroupedBatchedEx for all of them.
 //
-// Group e owns sizes[e] consecutive rows of a, behind the rows of the groups before it. All operands are row-major, and
+// Group e owns sizes[e] consecutive rows of a, after the rows of the groups before it. All operands are row-major, and
 // cuBLAS is column-major, so each GEMM is computed as its transpose: the row-major matrix C [m,n] is the column-major
 // C^T [n,m] = B^T A^T, which means that the operands change places and a row-major operand that is not transposed passes
 // CUBLAS_OP_N with its row length as leading dimension.
@@ -190,7 +190,7 @@ void multiply_one(
       CUBLAS_GEMM_DEFAULT));
 }
 
-// The grouped kernel adds the k terms of an fp32 sum one after the other, where cublasGemmEx may split them: behind this
+// The grouped kernel adds the k terms of an fp32 sum one after the other, where cublasGemmEx may split them: beyond this
 // many terms its error is more than twice the other's (measured for weight gradients, whose k is the rows of a group).
 constexpr int64_t kLongestSingleChain = 2048;
 

@@ -3,7 +3,7 @@
 // (docs/notes/hopper-programmatic-launch.md).
 //
 // A kernel that is launched early calls wait_for_kernel_before() in all threads ahead of their first access to global memory, reads through
-// the read-only cache and writes among them, but for reads of what was complete before the kernel before it began; and only then lets the
+// the read-only cache and writes among them, except for reads of what was complete before the kernel before it began; and only then lets the
 // next one begin. So a kernel begins when all but the one before it have ended, and ends when that has.
 
 #pragma once
@@ -18,7 +18,7 @@ __device__ __forceinline__ void wait_for_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Lets the kernel behind this one begin as soon as all CTAs have called this or ended, if it is launched early.
+// Lets the kernel after this one begin as soon as all CTAs have called this or ended, if it is launched early.
 __device__ __forceinline__ void let_next_kernel_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

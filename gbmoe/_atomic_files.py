@@ -17,7 +17,7 @@ _DEEPEST = 50
 
 @contextmanager
 def appears_complete(target: Path, replaces: bool = False) -> Iterator[Path]:
-    """Yield a path beside `target` for a file or a folder. At the end it is renamed to `target`, or removed after an error.
+    """Yield a path next to `target` for a file or a folder. At the end it is renamed to `target`, or removed after an error.
 
     Its name is random and not made of a process id: containers that share a folder each number their processes from 1, and one
     run must never remove what another one is writing.

@@ -51,7 +51,7 @@ def define(
     `reference` serves every device. `backward` and `setup_context` are as in torch.library.register_autograd, except that `backward`
     returns a dictionary: a gradient, or None, by the name of its argument. An operator without them is not differentiable, and its results
     need no gradient on any device. Under autocast the floating tensors named in `autocast` are cast to the autocast dtype (float64 stays);
-    all others are passed on unchanged. What `reference` and `backward` compute is computed without autocast and, but for `backward`, below
+    all others are passed on unchanged. What `reference` and `backward` compute is computed without autocast and, `backward` excepted, below
     autograd.
 
     `waits` is a function of the arguments of a call on CUDA. It tells whether the host reads the values of some of them, as it does
@@ -198,7 +198,7 @@ def _is_watched(inputs: tuple) -> bool:
     if names.peek_interpreter_stack() is not None or names.forward_ad._current_level >= 0:
         return True
     # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
-    # meta device have no numbers to compute with.
+    # meta device have no values to compute with.
     for t in inputs:  # a generator would be entered once for each
         kind = type(t)
         if kind is torch.Tensor or kind is torch.nn.Parameter:

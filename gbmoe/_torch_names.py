@@ -1,7 +1,7 @@
 """The private names of torch that gbmoe uses. Each is looked up here, once, when this is imported; those of torch._dynamo, whose import
 takes longer than gbmoe's, where torch.compile calls.
 
-With a torch that lacks one, results are the same but for what a function here says: calls go through the dispatcher, which takes some
+With a torch that lacks one, results are the same except for what a function here says: calls go through the dispatcher, which takes some
 10 us, and gradients and autocast are registered by torch's public functions alone.
 """
 
@@ -214,7 +214,7 @@ def default_store() -> Any:
 
 
 def wraps_tensors(tensor: torch.Tensor) -> bool:
-    """Whether this is of a subclass whose numbers are in other tensors, as those of quantised weights."""
+    """Whether this is of a subclass whose elements are in other tensors, as those of quantised weights."""
     if _is_traceable_wrapper_subclass is None:
         return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     return _is_traceable_wrapper_subclass(tensor)

@@ -165,7 +165,7 @@ class RoutingPlan:
     device of the ids:
 
         row_of_slot_TK     row of each slot, -1 where the slot is dropped (its id names no expert)
-        slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 behind the last expert
+        slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 after the last expert
         counts_E           rows of each expert, without padding
         offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
         padded_counts_E    rows of each expert with its padding: the sizes of the grouped GEMMs
@@ -260,7 +260,7 @@ class RoutingPlan:
         """The plan of rows that are in expert order already: each row is a token with one slot, and stays where it is.
 
         Nothing is gathered and nothing padded: expert_mlp computes with such rows as they lie, and its weights are [num_rows,1].
-        Rows behind the sum of the counts have no expert: they come out as zeros and get gradients of zero. No host wait, unless
+        Rows after the sum of the counts have no expert: they come out as zeros and get gradients of zero. No host wait, unless
         `check` asks for one.
 
         Args:
@@ -320,14 +320,14 @@ class RoutingPlan:
 
     @property
     def expert_of_tile(self) -> torch.Tensor:
-        """Expert of each run of `align` rows, int32 [P / align], -1 behind the last expert. Computed at every access."""
+        """Expert of each run of `align` rows, int32 [P / align], -1 after the last expert. Computed at every access."""
         first_rows = torch.arange(0, self.num_rows, self.align, dtype=torch.int32, device=self.offsets_E1.device)
         experts = torch.searchsorted(self.offsets_E1[1:], first_rows, right=True, out_int32=True)
         return torch.where(first_rows < self.offsets_E1[-1], experts, -1)
 
     @property
     def pads_within_experts(self) -> bool:
-        """Whether rows without a slot may lie among an expert's rows. If not, all of them lie behind the last expert, and no grouped
+        """Whether rows without a slot may lie among an expert's rows. If not, all of them lie after the last expert, and no grouped
         product reads them."""
         return self.align > 1 or not (self._known.has_no_gaps and self._known.is_about(self))
 
@@ -345,11 +345,11 @@ class RoutingPlan:
         """padded_counts_E as int64 on the CPU, for engines that need it there. Waits for the device once for each plan.
 
         Raises:
-            ValueError: on the meta device, where there are no numbers.
+            ValueError: on the meta device, where there are no values.
         """
         sizes_E = self._checked().sizes_E
         if sizes_E is None:
-            require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's numbers",
+            require(self.padded_counts_E.device.type != "meta", "RoutingPlan.host_sizes", "device", "one that has the plan's values",
                     self.padded_counts_E.device)
             sizes_E = self.padded_counts_E.to("cpu", torch.int64)
         elif torch.compiler.is_compiling() or not sizes_E.is_inference() or torch.is_inference_mode_enabled():
@@ -360,7 +360,7 @@ class RoutingPlan:
         return sizes_E
 
     def exact(self) -> RoutingPlan:
-        """The same plan without the rows behind the last expert. Waits for the device once for each plan."""
+        """The same plan without the rows after the last expert. Waits for the device once for each plan."""
         refuse_jit_tracing("RoutingPlan.exact")
         return self.first_rows(int(self.host_sizes().sum()))
 

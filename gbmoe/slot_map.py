@@ -22,7 +22,7 @@ class SlotMap(NamedTuple):
         columns_TK         of a ragged map: the column of each slot's scalars
         counts_T           of a ragged map: how many slots of each token are in use
 
-    Operators' schemas are flat. The arguments that are a map's tensors stand beside one another, in the order of these fields, and are
+    Operators' schemas are flat. The arguments that are a map's tensors stand next to one another, in the order of these fields, and are
     passed only as `*slots`: columns and counts, both int32, could otherwise be exchanged without an error.
     """
 

@@ -1,7 +1,7 @@
 """Checks the wheel of a release: its name, its size, what it links, the symbols that it takes from torch and glibc, its description.
 
     python scripts/check_wheel.py dist/gbmoe-0.2.0+cu13-py3-none-manylinux_2_28_x86_64.whl
-    python scripts/check_wheel.py WHEEL --load environment/bin/python   # also loads the extension beside that environment's torch
+    python scripts/check_wheel.py WHEEL --load environment/bin/python   # also loads the extension with that environment's torch
 
 Needs nm and readelf (binutils) and no GPU.
 """
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="the platform that its name says (default: %(default)s)")
     parser.add_argument("--load", action="append", default=[], metavar="PYTHON",
-                        help="an interpreter whose environment has a torch to load it beside")
+                        help="an interpreter whose environment has a torch to load it with")
     arguments = parser.parse_args()
     wrong = check(arguments.wheel, arguments.platform, arguments.load)
     for line in wrong:

@@ -1,4 +1,4 @@
-"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, of its repository: unchanged, but for conftest.py, which downloads data.
+"""A plugin for pytest: gbmoe in Megatron-Core's own unit tests, of its repository: unchanged, except for conftest.py, which downloads data.
 
     git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM && cd Megatron-LM
     PYTHONPATH=GBMOE/scripts:GBMOE torchrun --nproc_per_node 2 -m pytest -p gbmoe_in_megatrons_tests \\

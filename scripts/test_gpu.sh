@@ -16,7 +16,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} GBMOE_TEST_REQUIRE_CUDA=1 GBMO
 
 processes=$("$python" scripts/test_processes.py)
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-# Tests that start a process for each GPU, or use several; nothing else may run beside them.
+# Tests that start a process for each GPU, or use several; nothing else may run at the same time.
 on_two_gpus=(tests/test_fsdp.py tests/parallel)
 
 run_tests() { "$python" -m pytest --quiet --tb=short "$@"; }
@@ -37,7 +37,7 @@ two-gpus() {
 large() { PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True run_tests -m large -n 0; }
 
 memcheck() {
-  # Without torch's caching allocator, which would hide accesses just behind a tensor. Processes that a test starts are not checked.
+  # Without torch's caching allocator, which would hide accesses just after the end of a tensor. Processes that a test starts are not checked.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
     "$python" -m pytest --quiet --tb=short -m "gpu and memcheck" -n 0
 }

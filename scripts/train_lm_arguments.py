@@ -101,7 +101,7 @@ def check_sizes(args: argparse.Namespace, world: int) -> None:
         require(args.dtype != "float32", "dtype", "bfloat16 or float16 with --fp8", args.dtype)
         for name in ("hidden", "ffn"):
             require(getattr(args, name) % 16 == 0, name, "a multiple of 16 with --fp8", getattr(args, name))
-    require(args.fp8 or not args.fp8_weight_gradients, "fp8", "it beside --fp8-weight-gradients", "none")
+    require(args.fp8 or not args.fp8_weight_gradients, "fp8", "it with --fp8-weight-gradients", "none")
     require(args.batch % world == 0, "batch", f"a multiple of the {world} ranks", args.batch)
     if args.expert_parallel:
         divides = args.experts % world == 0 or world % args.experts == 0

@@ -102,7 +102,7 @@ def float32_products():
 
 @pytest.fixture(autouse=True)
 def little_gpu_memory_kept():
-    """Give the GPU's memory back after a test that took much of it: torch keeps it, and then the processes beside this one find none."""
+    """Give the GPU's memory back after a test that took much of it: torch keeps it, and then the processes next to this one find none."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > GPU_BYTES_KEPT:
         torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ import torch
 
 def scattered(stack: torch.Tensor, step: int = 16) -> list[torch.Tensor]:
     """The matrices of a stack [E,R,C] as tensors that share no order and no distance: one buffer of NaN has them at multiples of `step`
-    bytes, the last expert's first, each further from the next than the one before. A kernel that reads beside a matrix reads NaN."""
+    bytes, the last expert's first, each further from the next than the one before. A kernel that reads next to a matrix reads NaN."""
     experts, size = stack.size(0), stack[0].numel()
     unit = step // stack.element_size()
     begins, begin = {}, unit

@@ -436,7 +436,7 @@ MODES = {
 
 
 def rows_in_use(name, arguments, results):
-    """The results without the rows that may hold anything: those behind the last expert. A mode changes what they hold, as it changes what
+    """The results without the rows that may hold anything: those after the last expert. A mode changes what they hold, as it changes what
     memory an allocator returns, and torch fills it with NaN where algorithms are to be deterministic."""
     base = name.removesuffix("_by_host")
     if base == "gmm" and not arguments[3]:
@@ -613,7 +613,7 @@ def private_names():
     return [*re.findall(r'_private\("([\w.]+)"\)', source), "_ops.OpOverload.redispatch", *flags]
 
 
-# Names that are public but for their first letter.
+# Names that are public except for their first letter.
 PUBLIC = (r"torch\.(_check|_foreach_\w+|_assert_async|ops\.aten\._unsafe_view(\.default)?|distributed\._symmetric_memory"
           r"|utils\._python_dispatch\.TorchDispatchMode)$")
 

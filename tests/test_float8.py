@@ -58,7 +58,7 @@ def test_each_number_is_the_nearest_of_its_tile(dtype, power_2_scale):
             at_least = 447 if not power_2_scale else 224
             if largest > 1e-36:
                 assert at_least * decode <= largest <= 449 * decode
-            # Nearest: half a unit of the three bits behind the point, or half of the smallest subnormal, 2**-9.
+            # Nearest: half a unit of the three bits after the point, or half of the smallest subnormal, 2**-9.
             error = (stored * decode - tile).abs()
             assert (error <= torch.maximum(tile.abs() / 16, decode * 2**-10) * (1 + 1e-6)).all()
 
@@ -359,7 +359,7 @@ def test_a_context_that_checks_names_the_weight_that_changed_unseen(quantized):
                 changed.mul_(-1)
             assert_kept(lookup(changed), changed.detach())
             changed.data[1].mul_(-3)
-            with pytest.raises(RuntimeError, match=rf"cached_weights: {name}: expected the numbers that were quantised"):
+            with pytest.raises(RuntimeError, match=rf"cached_weights: {name}: expected the values that were quantised"):
                 lookup(changed)
             float8.weights_changed()
             assert_kept(lookup(changed), changed.detach())
@@ -536,7 +536,7 @@ def test_kernel_of_the_gather(dtype, power_2_scale, tokens, hidden, experts, top
     on_gpu = RoutingPlan.from_experts(ids.cuda(), experts, align=align)
     expected = launch.quantize_gathered(x, plan.slot_map, power_2_scale)
     exact_inputs.poison("cuda")
-    in_use = int(plan.offsets_E1[-1])  # rows behind the last expert may hold anything
+    in_use = int(plan.offsets_E1[-1])  # rows after the last expert may hold anything
     assert_same_numbers(launch.quantize_gathered(x.cuda(), on_gpu.slot_map, power_2_scale), expected, slice(in_use))
 
 

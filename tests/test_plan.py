@@ -377,7 +377,7 @@ def test_meta_device():
     for check in ("auto", "wait", "device", "none"):
         plan = RoutingPlan.from_experts(ids, 4, align=16, check=check)
         assert plan.num_rows == 64 and plan.slot_of_row_P.is_meta
-    with pytest.raises(ValueError, match="RoutingPlan.host_sizes: device: expected one that has the plan's numbers, got meta"):
+    with pytest.raises(ValueError, match="RoutingPlan.host_sizes: device: expected one that has the plan's values, got meta"):
         RoutingPlan.from_experts(ids, 4, exact=True)
 
 

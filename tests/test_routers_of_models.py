@@ -35,7 +35,7 @@ def arguments(row):
 
 GROUPED = dict(n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5)
 UNGROUPED = GROUPED | dict(n_group=1, topk_group=1)
-# Model: its module in transformers, the router's class, and those fields of its configuration that the router reads, but for sizes.
+# Model: its module in transformers, the router's class, and those fields of its configuration that the router reads, except for sizes.
 ROUTERS = {
     "Mixtral": ("mixtral", "MixtralTopKRouter", {}),
     "DeepSeek-V2": ("deepseek_v2", "DeepseekV2TopkRouter",

@@ -1,4 +1,4 @@
-"""SlotMap: one order of a map's tensors everywhere, and nothing beside it that could be taken for one of them."""
+"""SlotMap: one order of a map's tensors everywhere, and nothing besides it that could be taken for one of them."""
 
 import inspect
 import re

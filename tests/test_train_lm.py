@@ -369,7 +369,7 @@ def test_what_float8_does_not_take_is_refused(arguments, expected, refusal):
 
 
 def test_gradients_of_weights_alone_are_not_in_float8(refusal):
-    assert refusal("--fp8-weight-gradients") == "train_lm: --fp8: expected it beside --fp8-weight-gradients, got none\n"
+    assert refusal("--fp8-weight-gradients") == "train_lm: --fp8: expected it with --fp8-weight-gradients, got none\n"
 
 
 @pytest.mark.parametrize("world, arguments, expected", [

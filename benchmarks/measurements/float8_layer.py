@@ -1,4 +1,4 @@
-"""Layers with a float8 recipe, beside the same layer without one: forward, forward and backward, and a step of several micro-batches.
+"""Layers with a float8 recipe, next to the same layer without one: forward, forward and backward, and a step of several micro-batches.
 
 What is computed from numbers of e4m3 is no nearer to float64 than these are. So a recipe's results are not held against a yardstick in
 the layer's dtype: their relative error may be up to LARGEST_ERROR.

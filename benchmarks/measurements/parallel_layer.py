@@ -1,4 +1,4 @@
-"""Layers whose experts are spread over the ranks of a job, beside the same layer with all experts on one GPU.
+"""Layers whose experts are spread over the ranks of a job, next to the same layer with all experts on one GPU.
 
 Every rank draws the tokens, gradients and weights of all ranks from the same seeds, and brings its own tokens to the layer. Its
 results are compared with float64 on the batch of all ranks' tokens: its tokens' outputs and gradients, and its own experts' weight
@@ -32,7 +32,7 @@ from gbmoe.parallel import peer_memory
 from gbmoe.testing import accuracy
 from gbmoe.testing.moe_shapes import MoeCase
 
-# How gbmoe's rows travel, as values of Arguments.expert_parallel_transport. ONE_GPU stands beside them: all experts on every GPU.
+# How gbmoe's rows travel, as values of Arguments.expert_parallel_transport. ONE_GPU stands next to them: all experts on every GPU.
 TRANSPORTS = ("auto", "peer_memory", "exchange")
 ONE_GPU = "one-gpu"
 

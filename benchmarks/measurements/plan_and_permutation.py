@@ -7,8 +7,8 @@ the bytes are:
     plan              no limit: it moves few bytes
     route             logits, scores b*T*E each; weights b*T*K, ids 8*T*K, logsumexp 4*T (8*T for float64)
     route-backward    the same: scores, ids and the gradients of scores, weights and logsumexp read, that of the logits
-                      written, and b*T*E more, because the scores have a gradient beside their value
-    gather            b*H*(T + P_used): as a layer calls it; rows behind the last expert are not written
+                      written, and b*T*E more, because the scores have a gradient besides their value
+    gather            b*H*(T + P_used): as a layer calls it; rows after the last expert are not written
     padded_gather     b*H*(T + P): the public operator, which clears those rows too
     plan+gather       as padded_gather, with the plan built in the same call
     scatter           b*H*(R + T) + weights 4*R

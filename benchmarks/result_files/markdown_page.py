@@ -94,7 +94,7 @@ def _timed(content: dict) -> str:
     ways = list(dict.fromkeys(run["sustained"] for run in content["runs"] if run.get("sustained")))
     if reading.timing(content) != SUSTAINED:
         return "Timed in bursts: medians of calls apart, each with a cold L2 cache."
-    return f"Timed sustained, one behind the other: {'; '.join(ways) or 'for how long is not said'}."
+    return f"Timed sustained, one after the other: {'; '.join(ways) or 'for how long is not said'}."
 
 
 def _missing(content: dict) -> list[str]:
@@ -189,7 +189,7 @@ def _figure(row: dict) -> str:
 
 
 def _failures(content: dict) -> list[str]:
-    """The reasons behind the words in the table, each once."""
+    """The reasons for the words in the table, each once."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for row in content["rows"]:
         if not row["verified"]:

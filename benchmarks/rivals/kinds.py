@@ -52,7 +52,7 @@ class Permutation:
         raise Refusal("has no plan alone")
 
     def gather(self, x_TH: torch.Tensor) -> Prepared:
-        """The gather as a layer calls it, which may leave rows behind the last expert unwritten. It reads as out [rows,H]."""
+        """The gather as a layer calls it, which may leave rows after the last expert unwritten. It reads as out [rows,H]."""
         raise Refusal("has no gather but the padded one")
 
     def padded_gather(self, x_TH: torch.Tensor) -> Prepared:

@@ -44,7 +44,7 @@ def _calls_for(seconds: float, subject: Subject, device: torch.device, clock: Cl
 
 
 def _of_slowest_rank(subject: Subject, device: torch.device, clock: Clock, calls: int) -> list[float]:
-    """Mean seconds of a call, behind as many that do not count, and of each of its steps."""
+    """Mean seconds of a call, after as many that do not count, and of each of its steps."""
     found = repeat(subject, clock, before=calls, timed=calls)
     slowest = torch.tensor([found.timed / calls, *found.steps], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

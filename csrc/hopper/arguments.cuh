@@ -32,7 +32,7 @@ struct alignas(16) ScheduledGroup {
 // What balanced_schedule.cu leaves in the workspace ahead of a launch. A work item is a tile, or one split of a tile's sum.
 struct BalancedSchedule {
   int next_item;           // that no cluster has taken
-  // m-grouped: tiles that are summed at once, and behind them those whose sums are cut into `splits`.
+  // m-grouped: tiles that are summed at once, and after them those whose sums are cut into `splits`.
   int whole_tiles, tail_tiles, splits;
   unsigned long long paced;  // what clusters that are kept together along K have counted (pacing.cuh)
 };
@@ -60,7 +60,7 @@ struct Arguments {
   ScheduledGroup* groups_by_length;  // [E], k-grouped
   int* arrivals;           // [entry][CTA][consumer warp]: partial sums that have come, counted at a tile's first entry
   float4* partial_sums;
-  // The tensors behind TensorMaps::out, where rows are stored one by one; under EpilogueKind::kActivationBackward a, dh and dg, or a and
+  // The tensors of TensorMaps::out, where rows are stored one by one; under EpilogueKind::kActivationBackward a, dh and dg, or a and
   // the pairs of dh and dg.
   void* out[3];
   // Where a is gathered: its row r is row slot_of_row[r] / top_k of `tokens`, and zeros where that names no slot.

@@ -9,7 +9,7 @@
 
 namespace gbmoe::hopper {
 
-// The schedule, then as many entries for partial sums as fit behind it.
+// The schedule, then as many entries for partial sums as fit after it.
 struct Workspace {
   BalancedSchedule* schedule;
   int* arrivals;

@@ -2,7 +2,7 @@
 //
 // A tile is stored in chunks of 64 columns, and a chunk in kChunkSteps steps. One step follows each k-block of the next tile,
 // until all are done. Code is unrolled for one chunk only, because that of all would not stay in the instruction cache. The activation
-// behind scaled operands takes no steps: it stores its tile at once (epilogue_scaled.cuh).
+// after scaled operands takes no steps: it stores its tile at once (epilogue_scaled.cuh).
 
 #pragma once
 
@@ -21,7 +21,7 @@ template <typename Traits> struct Epilogue {
   static constexpr int kChunks = kGlu || kPairs ? 2 : Traits::kTileN / 64;
   static constexpr int kChunkColumns = kPairs ? 128 : 64;  // of the product
   static constexpr int kChunkSteps = kGlu || kPairs ? 6 : kKind == EpilogueKind::kActivation ? 5 : 1;
-  // Steps behind the next tile's k-blocks; none where the epilogue holds nothing.
+  // Steps after the next tile's k-blocks; none where the epilogue holds nothing.
   static constexpr int kTileSteps =
       kKind == EpilogueKind::kAccumulate || Traits::kActivationBackward || Traits::kPingPong ? 0 : kChunks * kChunkSteps;
 
@@ -177,7 +177,7 @@ template <typename Traits> struct Epilogue {
     store_buffer(output, buffer, tile.n + chunk * 64, args.size_n);
   }
 
-  // A full buffer to an output of `columns`, from `column` on: by TMA, or row by row where rows behind the valid ones belong to the next
+  // A full buffer to an output of `columns`, from `column` on: by TMA, or row by row where rows after the valid ones belong to the next
   // group.
   __device__ __forceinline__ void store_buffer(int output, uint32_t buffer, int column, int columns) {
     fence_proxy_async();

@@ -1,7 +1,7 @@
-// The activation's backward behind the GEMM d = dz @ w2[e].T, by three warps of their own.
+// The activation's backward after the GEMM d = dz @ w2[e].T, by three warps of their own.
 //
 // Consumers do not store d. Each hands its rows of a tile, rounded to 16 bits, through its epilogue buffers to these warps, and
-// goes on to the next tile. They read h and g beside them, and store a', dh and dg (the formulas stand in activation_kernels.cu)
+// goes on to the next tile. They read h and g next to them, and store a', dh and dg (the formulas stand in activation_kernels.cu)
 // while the tensor cores work: d itself never leaves the chip. There are buffers for more than a tile, at the price of a stage,
 // so that neither side waits for the other.
 //
@@ -26,7 +26,7 @@ template <typename Traits> struct GradientSender {
 
   __device__ explicit GradientSender(uint32_t shared_) : shared(shared_) {}
 
-  // The warp's rows of a tile, 64 columns a buffer; columns behind the last one of the result are left out.
+  // The warp's rows of a tile, 64 columns a buffer; columns after the last one of the result are left out.
   __device__ __forceinline__ void send(const typename Traits::Accumulators& sum, int columns) {
 #pragma unroll
     for (int chunk = 0; chunk < Traits::kTileN / 64; ++chunk) {
@@ -64,12 +64,12 @@ template <typename Traits> struct ActivationBackward {
 
   struct Patch {
     // The byte offset of the lane's elements in its first row, and the group's rows from that one on. Both are 0 if the lane's
-    // columns do not exist, and behind the last patch; the offset also if the group has ended before (rows <= 0).
+    // columns do not exist, and after the last patch; the offset also if the group has ended before (rows <= 0).
     int64_t begin;
     int rows;
     int row, chunk;                // the first of the 16 rows, and which 64 columns
     int valid;                     // rows that belong to the group
-    uint32_t buffer, full, empty;  // the epilogue buffer and its barriers; 0 behind the last patch
+    uint32_t buffer, full, empty;  // the epilogue buffer and its barriers; 0 after the last patch
     uint32_t parity;               // of the phase in which the buffer is filled with this patch
   };
 

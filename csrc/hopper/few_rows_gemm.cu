@@ -90,7 +90,7 @@ void hopper_few_rows_up(
   const OnDevice current(x);
   few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
-  STD_TORCH_CHECK(x.size(0) > 0, "hopper_few_rows_up: expected at least one token, got none beside ", args.rows, " rows");
+  STD_TORCH_CHECK(x.size(0) > 0, "hopper_few_rows_up: expected at least one token, got none for ", args.rows, " rows");
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
   args.padded = slot_of_row && args.rows > x.size(0) * top_k;
   args.activation = activation_of(activation);

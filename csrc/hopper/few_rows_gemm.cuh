@@ -3,7 +3,7 @@
 //
 // A CTA makes one tile, 64 columns of weights by up to 32 rows. The weights are the first operand of wgmma, which has 64 rows there, and
 // the rows its second, so that no more is multiplied than needed. One warp loads the weights by TMA into a ring of stages, two k-blocks
-// each, one warp the rows beside them, line by line, and a warpgroup multiplies. Several CTAs run on a multiprocessor: while one finds its
+// each, one warp the rows next to them, line by line, and a warpgroup multiplies. Several CTAs run on a multiprocessor: while one finds its
 // rows, or stores, the others' loads keep the memory busy.
 //
 // All terms are added to a sum in the order of K, 16 at a time, so that its bits are those of every kernel in hopper/ that does not split
@@ -22,7 +22,7 @@
 
 namespace gbmoe::hopper::few_rows {
 
-// Loads the weights of columns n and those behind it, without waiting for the kernel before this one.
+// Loads the weights of columns n and those after it, without waiting for the kernel before this one.
 template <bool kTransposed, bool kGlu>
 __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& args, uint32_t shared, int group, int n) {
   if (!elect_one()) return;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_rows(const Maps& maps, const Arguments& arg
   }
 }
 
-// The sums of a tile, of columns by rows, by one warpgroup. It waits for each k-block's products, because ptxas puts a wait behind
+// The sums of a tile, of columns by rows, by one warpgroup. It waits for each k-block's products, because ptxas puts a wait after
 // every wgmma of a loop that leaves some under way here; other CTAs use the time.
 template <typename T, bool kTransposed>
 __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared, float (&sums)[kRows / 2]) {
@@ -106,10 +106,10 @@ __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared,
   fence_accumulators(sums);
 }
 
-// Leaves the sums in shared memory, rounded, a line for each row; complete behind a barrier of the consumers.
+// Leaves the sums in shared memory, rounded, a line for each row; complete after a barrier of the consumers.
 template <typename T>
 __device__ __forceinline__ void keep_sums(T (*results)[kResultColumns], const float (&sums)[kRows / 2]) {
-  // The fragment of wgmma: a lane has columns l / 4 and those 8 behind it, and of every 8 rows two that follow each other.
+  // The fragment of wgmma: a lane has columns l / 4 and those 8 after it, and of every 8 rows two that follow each other.
   const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
   named_barrier_sync(1, kConsumers);  // until all warps have multiplied what lay there
 #pragma unroll

@@ -5,7 +5,7 @@
 // consumers (mainloop.cuh): each multiplies its own 64 rows by all columns on the tensor cores, and stores them (epilogue.cuh),
 // or hands them to warps that compute the gradient of the activation (epilogue_backward.cuh). In ping-pong
 // (mainloop_ping_pong.cuh) tiles have 128 x 128 results, and the consumers make whole ones in turns. Operands in e4m3 come with a scale
-// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh), which a warp beside the producer copies
+// for every k-block of a row and every 128 x 128 block of b (mainloop_scaled.cuh), which a warp next to the producer copies
 // (scale_loader.cuh), or where rows are summed over for every k-block of a column (mainloop_scaled_weights.cuh). Another warp looks
 // through the scales a tile ahead, and has tiles multiplied carefully where two scales' product may leave float32's range
 // (scale_scanner.cuh).

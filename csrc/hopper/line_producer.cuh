@@ -65,7 +65,7 @@ template <typename Traits> struct LineProducer {
     }
   }
 
-  // The slot of this lane's line of a tile, k-grouped of its k-block `k_block`. Lines behind the group's last row are not used, but are
+  // The slot of this lane's line of a tile, k-grouped of its k-block `k_block`. Lines after the group's last row are not used, but are
   // loaded: from any token, because TMA takes nine times as long for a line from outside the matrix as for one from inside, and not all
   // from the same one, for which it takes longer, too.
   __device__ __forceinline__ int slot_of_line(const Tile& tile, int k_block) const {

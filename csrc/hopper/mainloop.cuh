@@ -1,7 +1,7 @@
 // The cooperative main loop: two consumer warpgroups share each tile, 64 rows each.
 //
 // The epilogue of a tile, which each warp does for its own rows, happens while the tensor cores work on the next one: the sums
-// are rounded to 16 bits, which halves their registers, and leave step by step behind the products that were started last. Where
+// are rounded to 16 bits, which halves their registers, and leave step by step after the products that were started last. Where
 // a group has 64 rows or fewer left, the second warpgroup has nothing to multiply, so what is wasted of its time is less than 64
 // rows a group.
 

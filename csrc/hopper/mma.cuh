@@ -10,7 +10,7 @@ template <typename Traits> struct Mma {
   using Shared = SharedMemory<Traits>;
   using Accumulators = typename Traits::Accumulators;
 
-  // Waits until a stage is full. What was gathered by a CTA alone came by cp.async, whose results the tensor cores see behind a fence.
+  // Waits until a stage is full. What was gathered by a CTA alone came by cp.async, whose results the tensor cores see after a fence.
   static __device__ __forceinline__ void wait_full(uint32_t full, uint32_t parity) {
     mbarrier_wait(full, parity);
     if constexpr (Traits::kGatherCopies) fence_proxy_async();

@@ -58,7 +58,7 @@ template <typename Traits> struct Pacer {
     }
   }
 
-  // Ends the pacing of all clusters. Behind the last tile, too.
+  // Ends the pacing of all clusters. After the last tile, too.
   __device__ __forceinline__ void end() {
     if (Traits::kPaced && schedule) atomicAdd(&schedule->paced, kEnded);
     schedule = nullptr;

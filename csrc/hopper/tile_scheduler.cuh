@@ -23,7 +23,7 @@ template <typename Traits> struct TileScheduler {
   int upcoming;                         // work item to take next, without a counter
   int base = -32;                       // group of lane 0, or its place in groups_by_length
   int lane_group = 0, lane_rows = 0, lane_row = 0, lane_item = 0, lane_split = 0;  // of this lane's group: first row, first item
-  int first_item = 0, next_row = 0, next_item = 0;                                 // of the 32 groups, and behind them
+  int first_item = 0, next_row = 0, next_item = 0;                                 // of the 32 groups, and after them
 
   __device__ explicit TileScheduler(const Arguments& arguments) : args(arguments) {
     lane = threadIdx.x % 32;
@@ -32,7 +32,7 @@ template <typename Traits> struct TileScheduler {
     upcoming = blockIdx.x / (kClusterM * kClusterN);
   }
 
-  // The next tile, as CTA 0 of the cluster sees it; its group is -1 behind the last.
+  // The next tile, as CTA 0 of the cluster sees it; its group is -1 after the last.
   __device__ Tile next() {
     Tile tile{};
     tile.k_blocks = args.k_blocks * args.operand_pairs;
@@ -165,7 +165,7 @@ template <typename Traits> struct TileSender {
 
   __device__ explicit TileSender(const Arguments& args) : scheduler(args) {}
 
-  // False behind the last tile.
+  // False after the last tile.
   __device__ __forceinline__ bool send(uint32_t shared) {
     const uint32_t full = Shared::tiles_full(shared), empty = Shared::tiles_empty(shared);
     const int lane = threadIdx.x % 32, place = sent % kTileRing;

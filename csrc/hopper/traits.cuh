@@ -32,7 +32,7 @@ enum class EpilogueKind {
   kStoreFloat,          // fp32 out = product, in ping-pong only
   kAccumulate,          // fp32 out += product, k-grouped only
   kActivation,          // h = product, a = act(h); h is stored only if it is wanted
-  kGlu,                 // a tile's columns are 128 of w1 beside 128 of v1: h, g, a = act(h) * g
+  kGlu,                 // a tile's columns are 128 of w1 next to 128 of v1: h, g, a = act(h) * g
   kPairs,               // the product's columns are pairs of h and g: pairs, a = act(h) * g of half as many columns
   kActivationBackward,  // product = gradient of a, handed to warps that go on with it (epilogue_backward.cuh)
 };
@@ -85,7 +85,7 @@ template <typename Settings> struct GemmTraits : Settings {
   // Whether clusters may be kept together along K (pacing.cuh).
   static constexpr bool kPaced = !kGroupedK && !kPingPong && !kActivationBackward && !kScaled && !kGatherCopies;
 
-  // The third warpgroup: producer warps first, behind them those that load lines, those of the activation's backward or those that copy
+  // The third warpgroup: producer warps first, after them those that load lines, those of the activation's backward or those that copy
   // and look through scales, and one that schedules.
   static constexpr int kProducerWarps = kGatherCopies ? 4 : 1;
   static constexpr int kLineWarps = kGatherLines ? 2 : 0;

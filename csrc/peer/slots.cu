@@ -16,7 +16,7 @@ struct Header {
   int number[kHeaderNumbers];
 };
 
-// Fills this rank's [capacity, K] of ids and weights and its header, which the other ranks read. Ids behind the last token name no
+// Fills this rank's [capacity, K] of ids and weights and its header, which the other ranks read. Ids after the last token name no
 // expert.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads) publish_slots_kernel(

@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 constexpr int kRowsOfCta = 32;  // one for each lane
 constexpr int kRun = 8;         // rows whose slots share 32 bytes, which is the least that a memory access reads
 
-// A CTA owns four runs of eight rows that lie far apart. Rows without a slot lie together behind the last expert, so that a few
+// A CTA owns four runs of eight rows that lie far apart. Rows without a slot lie together after the last expert, so that a few
 // CTAs would clear them all if runs were neighbours. Every warp reads its CTA's slots, and clears a share of each row.
 template <typename V>
 __global__ void __launch_bounds__(kThreads) clear_rows_kernel(const int* slot_of_row, V* rows_PF, int64_t rows, int64_t vectors) {

@@ -3,7 +3,7 @@
 // What is sorted, slots or tokens, is cut into chunks of consecutive ones, one for each CTA. A first kernel counts each chunk's
 // experts. In a second kernel every CTA sums those counts over the chunks before its own (and over all of them, for the offsets),
 // so each chunk knows where its rows of each expert begin; inside a chunk, warps own consecutive slots or tokens, and what a warp
-// has of an expert lies behind what the warps before it have. Order never depends on timing: the only atomics count integers.
+// has of an expert lies after what the warps before it have. Order never depends on timing: the only atomics count integers.
 
 #pragma once
 

@@ -7,7 +7,7 @@
 //
 // The kernels that write padded rows write the padding too: each warp owns a share of the rows, looks for those whose slot is
 // kPadding, and clears them when its token is done. So no memset precedes the launch, the clearing is not left to a few CTAs at
-// its end, and no warp waits for another. Rows behind the last expert (slot kBehindTheLast) are cleared only where asked.
+// its end, and no warp waits for another. Rows after the last expert (slot kBehindTheLast) are cleared only where asked.
 //
 // Maps may be a caller's: a row beyond the last, a slot beyond T * K and a column beyond the scalars' count as none, and a count
 // beyond K counts as K. Whatever maps hold, nothing outside the tensors is read or written.
@@ -62,7 +62,7 @@ struct LaunchShape {
   unsigned ctas;
   int rows_per_warp;
   unsigned slots;       // T * K, what slot_of_row may name; at least 1
-  bool clear_behind;    // whether the rows behind the last expert are cleared too
+  bool clear_behind;    // whether the rows after the last expert are cleared too
 
   __device__ __forceinline__ int64_t own_token() const {
     return static_cast<int64_t>(blockIdx.x) * (threads / token_threads) + threadIdx.x / token_threads;

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(const SlotIds slo
     if (row >= 0) out.slot_of_row[row] = static_cast<int>(slot);
   }
 
-  // What no slot writes: padding, the rows behind the last expert, and the tables. Divided over the warps of all CTAs.
+  // What no slot writes: padding, the rows after the last expert, and the tables. Divided over the warps of all CTAs.
   for (int e = here * kWarps + warp; e < E; e += chunks * kWarps) {
     for (int row = offsets[e] + rows.total_E[e] + lane; row < offsets[e + 1]; row += 32) out.slot_of_row[row] = kPadding;
   }

@@ -1,4 +1,4 @@
-// The router behind its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss, from
+// The router after its linear layer: softmax over the experts, the K highest, their p-norm and the logsumexp of the z-loss, from
 // the logits in one launch. Ties go to the lower expert; NaN ranks above every number, as in torch.topk.
 //
 // Here are the launches; the kernel is in softmax_topk_forward.cuh, its instances are in instances.cuh. Any other function is

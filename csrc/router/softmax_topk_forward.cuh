@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
   using Key = typename Keys<T>::Key;
   const int lane = threadIdx.x % G;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / G) + threadIdx.x / G;
-  // Lanes of a warp stay together for the shuffles; those behind the last token read token 0 and write nothing.
+  // Lanes of a warp stay together for the shuffles; those after the last token read token 0 and write nothing.
   const bool live = token < shape.tokens;
   const int64_t first = (live ? token : 0) * shape.experts;
   // One logit: all have been read before, the few that matter are read from memory again.
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) route_kernel(
     else return Keys<T>::of(logits_TE.read(first + expert), expert);
   };
 
-  // What a lane holds beyond the last expert is -inf, of an expert higher than all others: behind every one that can be chosen.
+  // What a lane holds beyond the last expert is -inf, of an expert higher than all others: after every one that can be chosen.
   uint32_t word[Layout::kWords];
   if constexpr (kNumbers == 2) {
     Layout::load(static_cast<const T*>(logits_TE.data) + first, shape.experts, lane, -INFINITY, word);

@@ -177,7 +177,7 @@ __device__ __forceinline__ void choose_in_rounds(
   }
 }
 
-// The places of a group's P keys in descending order; keys of 0, which stand for none, get some place behind all others.
+// The places of a group's P keys in descending order; keys of 0, which stand for none, get some place after all others.
 template <int G, int P, typename Key, int R> __device__ __forceinline__ void find_places(const Key (&key)[R], int (&place)[R]) {
 #pragma unroll
   for (int r = 0; r < R; ++r) place[r] = 0;
@@ -191,7 +191,7 @@ template <int G, int P, typename Key, int R> __device__ __forceinline__ void fin
     }
   }
 }
-// The same where keys are in order already but for neighbours that are alike; place[r] is r * G + rank at first.
+// The same where keys are in order already except for neighbours that are alike; place[r] is r * G + rank at first.
 template <int G, int P, int R>
 __device__ __forceinline__ void exchange_neighbours(const uint64_t (&key)[R], int rank, int (&place)[R]) {
   uint64_t next[R + 1], previous[R + 1];  // next[r] is key[r] of rank + 1, previous[r + 1] is key[r] of rank - 1

@@ -91,7 +91,7 @@ template <typename T> __device__ __forceinline__ const T* row_of(const Arguments
   if (row >= group.rows) return nullptr;
   int64_t at = group.first_row + row;
   if (args.slot_of_row) {
-    const int slot = tensor_core::load_in_place(args.slot_of_row + at);  // behind those of weights
+    const int slot = tensor_core::load_in_place(args.slot_of_row + at);  // after those of weights
     at = slot / args.top_k;
     if (slot < 0 || at >= args.tokens) return nullptr;
   }
@@ -181,7 +181,7 @@ template <typename T> struct NMajorColumns {
   using RowVector = uint2;
 
   const T* terms;  // of the lane's columns
-  alignas(16) float sums[kFragments][4] = {};  // of columns 8 g + 2 j, then of those beside them
+  alignas(16) float sums[kFragments][4] = {};  // of columns 8 g + 2 j, then of those next to them
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
     const int column = n + threadIdx.x % 32 / 4 * kColumns;
@@ -231,7 +231,7 @@ template <typename Columns, bool kInTurns> struct Sums {
   float4 handed_on[kInTurns ? Columns::kFragments : 1][32];  // to the warp whose turn is next
 };
 
-// A warp's products of one batch of steps, whose first terms are k and those behind it, added to its sums.
+// A warp's products of one batch of steps, whose first terms are k and those after it, added to its sums.
 //
 // The steps of a batch are loaded together, and then multiplied: it is other warps that load meanwhile. A load under a condition costs
 // ptxas more registers than its vector has. So the weights of terms that do not exist are those of the first one, and count as zeros.
@@ -259,7 +259,7 @@ __device__ __forceinline__ void add_batch(
   for (int i = 0; i < kAtOnce; ++i) columns.multiply(terms[i], vectors[i]);
 }
 
-// The sums of kRows rows of the group, from row `row` on: all warps together leave them in shared memory, complete behind a barrier.
+// The sums of kRows rows of the group, from row `row` on: all warps together leave them in shared memory, complete after a barrier.
 template <typename T, typename Columns, bool kInTurns>
 __device__ __forceinline__ void sum_rows(
     const Arguments& args, const Group& group, int row, int n, Sums<Columns, kInTurns>& sums) {

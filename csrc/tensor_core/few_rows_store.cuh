@@ -8,7 +8,7 @@
 namespace gbmoe {
 
 // Stores `rows` rows of `columns` columns, which begin in row first_row and column n of tensors with size_n columns. All `threads` threads of
-// those that store call this. rounded_sum(row, column) is a sum as it is stored; in a GLU those of g are `columns` columns behind h's.
+// those that store call this. rounded_sum(row, column) is a sum as it is stored; in a GLU those of g are `columns` columns after h's.
 // out[0] gets the sums themselves, or with kActivates a = act(h) or act(h) * g, out[1] then h and out[2] g, unless they are null.
 template <typename T, bool kActivates, bool kGlu, typename F>
 __device__ __forceinline__ void store_few_rows(

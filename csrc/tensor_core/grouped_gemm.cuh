@@ -29,10 +29,10 @@ namespace gbmoe::tensor_core {
 // of another k-block.
 template <typename Traits> struct KBlock {
   static constexpr int kSteps = Traits::kSteps, kFragmentsM = Traits::kFragmentsM;
-  // Copies are spread over all steps but the last, one part behind the products of each fragment of rows.
+  // Copies are spread over all steps but the last, one part after the products of each fragment of rows.
   static constexpr int kCopyParts = (kSteps - 1) * kFragmentsM;
 
-  // copy(part) copies a part. finish_copies() is called behind the last part; next_stage() waits for the next k-block and returns its
+  // copy(part) copies a part. finish_copies() is called after the last part; next_stage() waits for the next k-block and returns its
   // address. It is called halfway through the last step, so that there are products on both sides of its barrier.
   template <typename Copy, typename Finish, typename Next>
   static __device__ __forceinline__ void multiply(Fragments<Traits> (&fragments)[2], Accumulators<Traits>& accumulators, uint32_t stage,

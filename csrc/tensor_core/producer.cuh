@@ -89,7 +89,7 @@ template <typename Traits> class Producer {
     find_tile(args, queue, 0);
   }
 
-  // On to the next k-block, of this or of a later tile; a barrier lies between two calls. Behind the last tile there are no terms, and
+  // On to the next k-block, of this or of a later tile; a barrier lies between two calls. After the last tile there are no terms, and
   // zeros are copied.
   __device__ __forceinline__ void next_k_block(const Arguments& args, TileQueue& queue) {
     if (k_blocks_ == 0) {
@@ -155,7 +155,7 @@ template <typename Traits> class Producer {
   OperandCopies<Traits, true> a_;
   OperandCopies<Traits, false> b_;
   int tile_ = -1, pair_;  // number of the tile, and of the pair of operands, that this k-block is of
-  int k_blocks_ = 0;      // behind this one, of this pair
+  int k_blocks_ = 0;      // after this one, of this pair
   int terms_ = 0;         // from this k-block on, of this pair
 };
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Copies 16 bytes to shared memory, past the L1; or writes zeros where they do not `exist`, and then reads nothing. It is complete
-// for this thread after a cp_async_wait, and for others behind the next barrier.
+// for this thread after a cp_async_wait, and for others after the next barrier.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
@@ -58,7 +58,7 @@ template <int kWarps> __device__ __forceinline__ void pass_turn(int to_warp) {
     if (w == to_warp) asm volatile("bar.arrive %0, 64;" ::"r"(w + 1) : "memory");
 }
 
-// A load that stays behind the ones before it.
+// A load that stays after the ones before it.
 __device__ __forceinline__ int load_in_place(const int* from) {
   int value;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
@@ -66,7 +66,7 @@ __device__ __forceinline__ int load_in_place(const int* from) {
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lanes 8 i to 8 i + 7 hold the addresses of matrix i's rows. Lane l gets elements
-// (l / 4, 2 (l % 4)) and the one beside it; transposed it gets (2 (l % 4), l / 4) and the one below it.
+// (l / 4, 2 (l % 4)) and the one next to it; transposed it gets (2 (l % 4), l / 4) and the one below it.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3]) : "r"(row) : "memory");

@@ -8,7 +8,7 @@
 namespace gbmoe::tensor_core {
 
 struct Tile {
-  int group;      // -1 behind the last tile
+  int group;      // -1 after the last tile
   int row, rows;  // m-grouped: the tile's first row, and the rows of its group from there on; k-grouped: the rows to sum over
   int m, n;       // where it begins in its group's result
 };
@@ -22,8 +22,8 @@ template <typename Traits> __device__ __forceinline__ int count_k_blocks(const A
 // Where a CTA is in the list of tiles. Warp 0 alone uses it. It is in shared memory because registers are needed for sums.
 struct SchedulerState {
   int item;                              // that this CTA takes next
-  int base, next_row, end_item;          // group of lane 0; the row and the item behind these 32 groups
-  int row[32], end_row[32], first_item[32];  // of each lane's group: first row, row behind it, first item
+  int base, next_row, end_item;          // group of lane 0; the row and the item after these 32 groups
+  int row[32], end_row[32], first_item[32];  // of each lane's group: first row, row after it, first item
 };
 
 // One lane's view of the state, for as long as it looks for a tile.

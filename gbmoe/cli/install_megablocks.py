@@ -1,4 +1,4 @@
-"""`gbmoe install-megablocks`: MegaBlocks 0.10.0 and stanford-stk 0.7.1, unmodified, beside the torch that is installed.
+"""`gbmoe install-megablocks`: MegaBlocks 0.10.0 and stanford-stk 0.7.1, unmodified, next to the torch that is installed.
 
 MegaBlocks pins torch 2.7.0, and its CUDA extension does not compile with CUDA 13. So its wheel is built without that extension: its
 setup.py sees a stand-in torch without CUDA. Neither a GPU nor nvcc is needed. The environment is changed only once both wheels are built.

@@ -36,7 +36,7 @@ def lora_of(module: Any, up_name: str, is_transposed: bool, function: str) -> Ex
 
 
 def _require_no_stored_bits(module: Any, name: str, function: str) -> None:
-    """Raise TypeError where PEFT changes a parameter that is not stored as numbers to multiply by."""
+    """Raise TypeError where PEFT changes a parameter that is not stored as elements to multiply by."""
     parts: Any = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()
     if not any(is_of_peft(part) for part in parts):
         return

@@ -46,7 +46,7 @@ def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
     are computed without sums of weights and adapters, and with adapters alone to train without gradients of the weights.
 
     Args:
-        fp8_recipe: compute products of rows as the recipe says, but for experts with LoRA. A later call with another recipe takes its
+        fp8_recipe: compute products of rows as the recipe says, except for experts with LoRA. A later call with another recipe takes its
             place.
 
     Raises:
@@ -125,7 +125,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """What _torch_mm_experts_fwd computes, by gbmoe.grouped_mlp: out[r] = activation(x[r] @ up[e], probs[r]) @ down[e].
 
-    Automodel multiplies the activation by the probabilities, gbmoe the result, in float32: equal but for the rounding. Differentiable in
+    Automodel multiplies the activation by the probabilities, gbmoe the result, in float32: equal except for the rounding. Differentiable in
     the rows, both weights and the probabilities.
 
     Args:

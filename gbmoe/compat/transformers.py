@@ -151,7 +151,7 @@ def experts_forward(
         [T,H], dtype of hidden_states.
 
     Raises:
-        TypeError: for quantised parameters and for other tensors that do not hold plain numbers, by name; and for adapters of parameters
+        TypeError: for quantised parameters and for other tensors that do not hold plain elements, by name; and for adapters of parameters
             that are kept in 4 bits.
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
@@ -280,7 +280,7 @@ _LAYOUTS = {(gate_up, transposed): WeightLayout(gate_up, up_transposed=transpose
 
 
 def _plain(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The parameter `name`, without low-rank changes. Raises TypeError where it does not hold plain numbers to multiply by, of `dtype` or
+    """The parameter `name`, without low-rank changes. Raises TypeError where it does not hold plain elements to multiply by, of `dtype` or
     cast to it by autocast."""
     tensor = original(module, name)
     usable = tensor.dtype in FLOATING and not wraps_tensors(tensor)

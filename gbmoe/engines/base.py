@@ -145,7 +145,7 @@ class Engine(LowRankProducts):
 
     # The methods below take a plan's slot map and sizes_E, its rows of each expert with their padding. Weights are [E,F,H] with any
     # strides, as are the tensors for their gradients; v1 is given for a GLU only. `activation` is what plain_activation.functions takes.
-    # Rows behind the last expert may hold anything in the arguments, and do so in the results.
+    # Rows after the last expert may hold anything in the arguments, and do so in the results.
 
     def weight_for_both_passes(self, w_EFH: torch.Tensor, for_backward_Y: torch.Tensor, transpose: bool) -> Any:
         """A weight as forward's product takes it, rows @ w[e] with `transpose` (w2) and rows @ w[e].T without (w1, v1). Backward's takes

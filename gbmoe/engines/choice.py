@@ -117,7 +117,7 @@ def _choose(engine: str, *of_problem) -> Engine:
     require(engine in known_names, "gmm", "engine", lambda: f"one of {', '.join(known_names)}", repr(engine))
     if engine != "auto":
         chosen = _named(engine, problem.device)
-        # A batch of nothing is a batch, too, and has no numbers that could differ.
+        # A batch of nothing is a batch, too, and has no elements that could differ.
         if (engine in BATCH_INVARIANT.values() or engine in FLOAT8_ENGINES) and known(problem.rows == 0):
             return ENGINES["reference"]
         reason = _unavailable(engine, problem.device)
@@ -144,7 +144,7 @@ def float8(recipe: Float8BlockScaling, engine: str) -> str:
         TypeError, ValueError: for what is not a recipe, or another engine.
     """
     require(isinstance(recipe, Float8BlockScaling), "float8", "recipe", "a Float8BlockScaling", type(recipe).__name__, TypeError)
-    require(engine == "auto", "float8", "engine", "auto beside a recipe, which has engines of its own", repr(engine))
+    require(engine == "auto", "float8", "engine", "auto with a recipe, which has engines of its own", repr(engine))
     return recipe.engine
 
 
@@ -152,7 +152,7 @@ def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
             *, engine: str = "auto", out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:
     """The grouped GEMM by the engine that `engine` names or "auto" chooses; see Engine.gmm for shapes, out and accumulate.
 
-    Operators call this inside. It has no autograd, does not check the sizes, and lets the groups have fewer rows than a; rows behind the
+    Operators call this inside. It has no autograd, does not check the sizes, and lets the groups have fewer rows than a; rows after the
     last group are neither read nor written.
     """
     return of_operands(engine, a, b, sizes, trans_a, trans_b).product(a, b, sizes, trans_a, trans_b, out, accumulate)

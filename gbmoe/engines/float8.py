@@ -2,7 +2,7 @@
 
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
-computed by another engine, from tensors in the layer's dtype; or, with float8_weight_gradients, from the same numbers quantised
+computed by another engine, from tensors in the layer's dtype; or, with float8_weight_gradients, from the same values quantised
 along the rows.
 
 Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, M rows and N columns of a group's result, K

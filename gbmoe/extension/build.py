@@ -42,7 +42,7 @@ _LINK_SECONDS = 3.0
 
 
 def source_folder() -> Path:
-    """The folder csrc/: beside the package in a checkout, inside it where gbmoe is installed."""
+    """The folder csrc/: next to the package in a checkout, inside it where gbmoe is installed."""
     package = Path(__file__).parent.parent
     checkout = package.parent / "csrc"
     return checkout if (checkout / "operators.h").exists() else package / "csrc"
@@ -65,7 +65,7 @@ class Facts:
 
 
 def facts_file(output: Path) -> Path:
-    """The path of the file beside an object compiled ahead of time that holds its Facts. It is a file of its own, because tools that
+    """The path of the file next to an object compiled ahead of time that holds its Facts. It is a file of its own, because tools that
     repair wheels rewrite objects."""
     return output.with_name(output.name + ".json")
 
@@ -121,7 +121,7 @@ def _gencode(chosen: list[str]) -> list[str]:
 
 
 def _library_roots(nvcc: Nvcc, torch: Torch) -> list[Path]:
-    """Folders that hold include/ and lib/: the toolkit, then the nvidia wheels beside torch and on sys.path."""
+    """Folders that hold include/ and lib/: the toolkit, then the nvidia wheels next to torch and on sys.path."""
     major = nvcc.version[0]
     sites = [torch.folder.parent, *(Path(entry) for entry in sys.path if entry)]
     wheels = [site / "nvidia" / name for site in sites for name in (f"cu{major}", "cublas", "cuda_runtime")]
@@ -133,7 +133,7 @@ def include_flags(nvcc: Nvcc, torch: Torch) -> list[str]:
     """-I for torch's headers and for the folder that has cublas_v2.h. Raises CompileError where no folder has it."""
     root = next((r for r in _library_roots(nvcc, torch) if (r / "include" / "cublas_v2.h").exists()), None)
     if root is None:
-        raise CompileError(f"cublas_v2.h is neither in {nvcc.home / 'include'} nor in an nvidia-cublas wheel beside torch")
+        raise CompileError(f"cublas_v2.h is neither in {nvcc.home / 'include'} nor in an nvidia-cublas wheel next to torch")
     cublas = [] if root == nvcc.home else ["-isystem", str(root / "include")]
     return ["-I", str(torch.folder / "include"), *cublas]
 
@@ -262,7 +262,7 @@ def _cublas(nvcc: Nvcc, torch: Torch) -> Path:
         for library in (root / "lib64" / name, root / "lib" / name):
             if library.exists():
                 return library
-    raise CompileError(f"{name} is neither in {nvcc.home} nor in an nvidia-cublas wheel beside torch")
+    raise CompileError(f"{name} is neither in {nvcc.home} nor in an nvidia-cublas wheel next to torch")
 
 
 def _sync_folder(folder: Path) -> None:

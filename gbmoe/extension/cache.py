@@ -49,7 +49,7 @@ class Compiled:
 
 
 def _prefix(cuda_major: int) -> str:
-    # Everything that changes what an object does or where it loads, but for its architectures. Machines of several kinds can share a home.
+    # Everything that changes what an object does or where it loads, except its architectures. Several kinds of machine can share a home.
     # Neither torch's version nor the compiler's is among it: the ABI is stable, and objects of one CUDA major version are compatible.
     return f"gbmoe_C-{build.source_digest(build.source_folder())[:16]}-cu{cuda_major}-{platform.machine()}-"
 

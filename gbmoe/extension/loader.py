@@ -46,7 +46,7 @@ def why_passed_over(path: Path) -> str | None:
         return f"{path} is missing"
     facts = build.read_facts(path)
     if facts is None:
-        return f"{path} lacks {build.facts_file(path).name} beside it, which says what it was compiled from"
+        return f"{path} lacks {build.facts_file(path).name} next to it, which says what it was compiled from"
     if facts.sources != build.source_digest(build.source_folder()):
         return f"{path} was compiled from other sources than those in {build.source_folder()}"
     found = Torch.imported()

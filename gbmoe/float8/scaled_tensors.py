@@ -28,7 +28,7 @@ class ScaledRows:
     scales_PC: torch.Tensor
 
     def dequantized(self) -> torch.Tensor:
-        """The numbers that this stands for, float32 [P,K]."""
+        """The values that this stands for, float32 [P,K]."""
         return self.values_PK.float() * _spread(self.scales_PC, 1, self.values_PK.size(1))
 
 
@@ -62,7 +62,7 @@ class ScaledWeights:
         return self.values_ENK.new_empty(rows, self.values_ENK.size(1), dtype=self.dtype)
 
     def dequantized(self) -> torch.Tensor:
-        """The numbers that this stands for, float32 [E,N,K]."""
+        """The values that this stands for, float32 [E,N,K]."""
         lines = _spread(self.scales, 1, self.values_ENK.size(1))
         return self.values_ENK.float() * _spread(lines, 2, self.values_ENK.size(2))
 
@@ -72,7 +72,7 @@ class ScaledKBlocks:
     """Rows of each expert in e4m3 for a sum over them, cut into k-blocks of 128 rows, each column of which has a scale.
 
     The rows of each expert begin a k-block of their own, and zeros fill up its last one. There is room for ceil(P / 128) + E k-blocks,
-    which is enough for any sizes. Those behind the last expert's may hold anything.
+    which is enough for any sizes. Those after the last expert's may hold anything.
 
     Attributes:
         values_BKR: [B,K,128], float8_e4m3fn, contiguous: each k-block is transposed.
@@ -84,7 +84,7 @@ class ScaledKBlocks:
     filled_rows_E: torch.Tensor
 
     def dequantized(self) -> torch.Tensor:
-        """The numbers that this stands for, as rows: float32 [128 B, K], of which expert e has filled_rows_E[e]."""
+        """The values that this stands for, as rows: float32 [128 B, K], of which expert e has filled_rows_E[e]."""
         columns = self.values_BKR.size(1)
         return (self.values_BKR.float() * self.scales_BK.unsqueeze(-1)).transpose(1, 2).reshape(-1, columns)
 
@@ -104,5 +104,5 @@ def _scales_begin(shape_ENK: Sequence[int]) -> int:
 
 
 def _spread(scales: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Each scale once for every one of the 128 numbers along `dim` that share it; `size` numbers in all."""
+    """Each scale once for every one of the 128 elements along `dim` that share it; `size` elements in all."""
     return scales.repeat_interleave(TILE, dim).narrow(dim, 0, size)

@@ -50,7 +50,7 @@ class _WeightCache:
             if known is None or known[0] != state:
                 known = self._kept[which] = (state, quantize())
             elif check and not all(map(_same_bits, known[1], quantize())):
-                raise RuntimeError(f"cached_weights: {self._name(w_EFH)}: expected the numbers that were quantised, got others, written in"
+                raise RuntimeError(f"cached_weights: {self._name(w_EFH)}: expected the values that were quantised, got others, written in"
                                    " a way that torch does not count: call gbmoe.float8.weights_changed() after it")
             return known[1]
 
@@ -136,7 +136,7 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor], *, check: 
 
     It pays where weights are used more than once before they change, as by the micro-batches between two steps of an optimizer. The
     first use of a weight quantises it in both orientations, from one read, and keeps them until the context ends: 2 bytes for each number
-    beside the weight's own memory. Results have the same bits with it and without.
+    besides the weight's own memory. Results have the same bits with it and without.
 
     A weight is quantised again after each change that can be seen:
 

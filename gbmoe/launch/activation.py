@@ -96,8 +96,8 @@ def activate_backward_k_blocks(
     sizes_E: torch.Tensor, activation: str, power_2_scale: bool,
 ) -> tuple[ScaledKBlocks, ScaledKBlocks, ScaledKBlocks | None, torch.Tensor | None, ScaledRows, ScaledRows | None]:
     """activate_backward with its results in e4m3 alone: (weight * a, dh, dg) as quantize_k_blocks makes them, grad_weights, and (dh, dg) as
-    quantize_rows does, whose rows behind the last expert may hold anything. d may be overwritten. The
-    gradient of a slot whose row is behind the last expert is undefined.
+    quantize_rows does, whose rows after the last expert may hold anything. d may be overwritten. The
+    gradient of a slot whose row is after the last expert is undefined.
 
     One kernel where it is loaded, for bf16 and fp16, multiples of 16 columns, operands that are aligned to 16 bytes, and int32 or int64
     sizes on their device.

@@ -47,7 +47,7 @@ def gather(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """padded_gather without checks and autograd: (out [P,H], probs [P] or None); the CUDA kernel where it is loaded.
 
-    With `clear_behind` the rows behind the last expert are zeros; otherwise they may hold anything.
+    With `clear_behind` the rows after the last expert are zeros; otherwise they may hold anything.
     """
     if not serves(x_TH):
         out_PH, gathered_P = plain_permute.padded_gather(x_TH, slots, scale=scale, probs=probs, drop_zero_probs=drop_zero_probs)

@@ -33,7 +33,7 @@ def quantize_rows(x_PK: torch.Tensor, power_2_scale: bool) -> ScaledRows:
 
 
 def quantize_gathered(x_TH: torch.Tensor, slots: SlotMap, power_2_scale: bool) -> ScaledRows:
-    """gather and quantize_rows, as one kernel where it is loaded; rows behind the last expert may then hold anything. Dense maps only."""
+    """gather and quantize_rows, as one kernel where it is loaded; rows after the last expert may then hold anything. Dense maps only."""
     assert slots.columns_TK is None and slots.counts_T is None
     if not float8_serves(x_TH):
         return float8.quantize_rows(plain_permute.padded_gather(x_TH, slots)[0], power_2_scale)

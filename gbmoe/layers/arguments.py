@@ -197,7 +197,7 @@ class Arguments:
         if self.fp8_recipe is not None:
             engines.float8(self.fp8_recipe, self.engine)
             for name, expected in (("mlp_impl", "gbmoe"), ("batch_invariant", False)):
-                require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside fp8_recipe", repr(getattr(self, name)))
+                require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} with fp8_recipe", repr(getattr(self, name)))
         for name in ("moe_loss_weight", "moe_zloss_weight", "moe_jitter_eps"):
             value = getattr(self, name)
             unset = value is None and name == "moe_jitter_eps"
@@ -278,7 +278,7 @@ class Arguments:
     def _check_batch_invariant(self):
         engines.batch_invariant(self.engine)
         for name, expected in (("mlp_impl", "gbmoe"), ("shared_expert", False), ("moe_expert_model_parallelism", False)):
-            require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} beside batch_invariant", repr(getattr(self, name)))
+            require(getattr(self, name) == expected, "Arguments", name, f"{expected!r} with batch_invariant", repr(getattr(self, name)))
         require(self.moe_router_dtype != "bf16", "Arguments", "moe_router_dtype", "None or 'fp32' with batch_invariant, whose logits are"
                 " float32", repr(self.moe_router_dtype))
 

@@ -64,7 +64,7 @@ class ParallelDroplessMLP(ExpertModule):
         if counts_E is not None:
             device = fn(counts_E.new_empty(0)).device
             if device != counts_E.device:
-                moved = counts_E.is_meta or device.type == "meta"  # no numbers to take along
+                moved = counts_E.is_meta or device.type == "meta"  # no values to take along
                 self.tokens_per_expert = torch.zeros_like(counts_E, device=device) if moved else counts_E.to(device)
         return self
 

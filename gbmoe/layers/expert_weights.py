@@ -163,18 +163,18 @@ class ExpertWeights(ExpertModule):
 
     def _require_no_hooks(self, option: str) -> None:
         require(not self.hooks_set_weights(), "dMoE", "experts.mlp",
-                f"parameters or parametrizations beside {option}, which uses the weights without calling the module",
+                f"parameters or parametrizations with {option}, which uses the weights without calling the module",
                 "weights that hooks compute")
 
     def in_chunks(self, bounds: list[tuple[int, int]], shadows_of: Callable[..., tuple] | None = None,
                   ) -> list[Callable[..., torch.Tensor]]:
-        """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one behind its last;
+        """A function like forward for each chunk of experts. `bounds` are each chunk's first expert and the one after its last;
         together the chunks are all experts. With `shadows_of`, one more for the experts whose weights shadows_of(w1, w2, v1 or None) gives.
 
         Hooks of this module do not run in these functions, so fully_shard has to be given a module around it.
         """
         self._require_no_hooks("expert_parallel_chunks and expert_parallel_shadows")
-        sizes = [behind - first for first, behind in bounds]
+        sizes = [end - first for first, end in bounds]
         # split, because its gradient is one concatenation; that of a slice would be a whole matrix for every chunk.
         weights = self.weights_EFH()
         parts = list(zip(*(w.split(sizes) if w is not None else [None] * len(sizes) for w in weights)))

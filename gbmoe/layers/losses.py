@@ -204,7 +204,7 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
     dtype, device = functools.reduce(torch.promote_types, (logsumexp_T.dtype for logsumexp_T, _ in kept)), kept[0][0].device
     if args.moe_zloss_in_fp32:
         dtype = torch.float32
-    # MegaBlocks' numbers, but for float16; dtypes that differ, which it does not take, are widened before the square.
+    # MegaBlocks' numbers, except for float16; dtypes that differ, which it does not take, are widened before the square.
     wide = torch.float32 if dtype == torch.float16 else dtype
     with _without_autocast(device.type):
         means = [_mean_square(logsumexp_T.to(wide), mask_T).to(device) for logsumexp_T, mask_T in kept]

@@ -261,7 +261,7 @@ class _Translation:
             elif coefficient:
                 kind, chosen = each, chosen + 1
                 if layers is None:
-                    self.problem("num_layers", "the number of layers beside moe_aux_loss_coeff", None)
+                    self.problem("num_layers", "the number of layers with moe_aux_loss_coeff", None)
                 # Megatron adds the loss of every layer, times the coefficient; batched_load_balancing_loss is the mean over layers.
                 result["moe_loss_weight"] = float(coefficient) * (layers or 1)
             elif coefficient is not None:
@@ -275,7 +275,7 @@ class _Translation:
         if result.get("moe_loss_weight"):
             for name in ("tensor_model_parallel_size", "context_parallel_size"):
                 if self.get(name, 1) > 1:
-                    self.problem(name, "1 beside moe_aux_loss_coeff: tokens are not counted over these ranks", self.get(name))
+                    self.problem(name, "1 with moe_aux_loss_coeff: tokens are not counted over these ranks", self.get(name))
         if hasattr(self._options, "moe_z_loss_coeff"):
             result["moe_zloss_weight"] = self.get("moe_z_loss_coeff", 0)
             if self.get("moe_router_dtype") == "fp32" and not self.has("moe_zloss_in_fp32"):
@@ -302,7 +302,7 @@ class _Translation:
             return {}
         chosen = [flag for flag in flags if self.get(flag, False)]
         if len(chosen) > 1:
-            self.problem(chosen[1], f"False beside {chosen[0]}", self.get(chosen[1]))
+            self.problem(chosen[1], f"False with {chosen[0]}", self.get(chosen[1]))
         if self.has("activation_func"):
             function = _own_activation(self.get("activation_func"))
             mlp_type = "glu" if self.get("gated_linear_unit", bool(chosen) and flags[chosen[0]][0] == "glu") else "mlp"
@@ -311,7 +311,7 @@ class _Translation:
             return {"mlp_type": mlp_type, "activation_fn": function}
         mlp_type, function = flags[chosen[0]] if chosen else ("glu" if self.get("gated_linear_unit", False) else "mlp", F.gelu)
         if chosen and self.get("gated_linear_unit", mlp_type == "glu") != (mlp_type == "glu"):
-            self.problem("gated_linear_unit", f"{mlp_type == 'glu'} beside {chosen[0]}", self.get("gated_linear_unit"))
+            self.problem("gated_linear_unit", f"{mlp_type == 'glu'} with {chosen[0]}", self.get("gated_linear_unit"))
         return {"mlp_type": mlp_type, "activation_fn": function}
 
     def _shared_expert(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class _Translation:
         if not size:
             return {}
         if self.get("tensor_model_parallel_size", 1) > 1:
-            self.problem("tensor_model_parallel_size", "1 beside moe_shared_expert_intermediate_size: the shared expert is not divided",
+            self.problem("tensor_model_parallel_size", "1 with moe_shared_expert_intermediate_size: the shared expert is not divided",
                          self.get("tensor_model_parallel_size"))
         return {"shared_expert": True, "shared_expert_hidden_size": size, "bias": False,
                 "moe_shared_expert_gate": bool(self.get("moe_shared_expert_gate", False))}
@@ -329,7 +329,7 @@ class _Translation:
             return {}
         half, brain, parameters = bool(self.get("fp16", False)), bool(self.get("bf16", False)), self.get("params_dtype", torch.float32)
         if half and brain:
-            self.problem("bf16", "False beside fp16", True)
+            self.problem("bf16", "False with fp16", True)
         # Megatron converts parameters of float32 once the model is built.
         dtype = torch.float16 if half else torch.bfloat16 if brain else parameters
         if parameters not in (dtype, torch.float32):
@@ -344,7 +344,7 @@ class _Translation:
             std, layers = self.get("init_method_std"), self.get("num_layers")
             given.setdefault("init_method", partial(torch.nn.init.normal_, mean=0.0, std=std))
             if layers is None and "output_layer_init_method" not in given:
-                self.problem("num_layers", "the number of layers beside init_method_std", None)
+                self.problem("num_layers", "the number of layers with init_method_std", None)
             depth = (1 if self.get("is_hybrid_model", False) else 2) * (layers or 1)
             given.setdefault("output_layer_init_method", partial(torch.nn.init.normal_, mean=0.0, std=std / math.sqrt(depth)))
         return given

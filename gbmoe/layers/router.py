@@ -138,7 +138,7 @@ class LearnedRouter(torch.nn.Module):
         given experts, for which there are not kernels of every norm."""
         args = self.args
         bias = "with a" if args.moe_router_linear_bias else "without"
-        require(plain, "dMoE", "router.layer", f"a torch.nn.Linear {bias} bias beside batch_invariant, and without"
+        require(plain, "dMoE", "router.layer", f"a torch.nn.Linear {bias} bias for batch_invariant, and without"
                 " hooks or a forward of its own", type(self.layer).__name__, TypeError)
         require(not given or kernels_take(args.moe_num_experts, args.moe_top_k, args.router_function, False), "dMoE",
                 "moe_normalize_expert_weights", "None or 1 with batch_invariant and padding_mask or given_experts",

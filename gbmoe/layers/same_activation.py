@@ -52,7 +52,7 @@ def _shown(function: Any) -> str:
 
 
 def _results(args: Arguments) -> list[float] | None:
-    """What the activation gives for a few numbers, or None where that says nothing."""
+    """What the activation gives for a few elements, or None where that says nothing."""
     function = args.activation_fn
     if isinstance(function, torch.nn.Module) and any(True for of in (function.parameters(), function.buffers()) for _ in of):
         return None

@@ -53,7 +53,7 @@ def composed_experts(x_TH, plan, sizes, w1_EFH, w2_EFH, v1_EFH, weights_TK, acti
 def _composed_eagerly(xp_PH, slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH, activation, engine, recompute, masked):
     """y [P,H]. `masked` computes the activation where rows without a slot lie among an expert's rows, and is None elsewhere.
 
-    If all rows without a slot lie behind the last expert, no product reads them. They are set to zero for the activation alone, in
+    If all rows without a slot lie after the last expert, no product reads them. They are set to zero for the activation alone, in
     place, in a product's result that nothing else refers to, which takes no pass over [P,F] beyond the activation's own.
 
     If they lie among an expert's rows, the GEMMs of the weights' gradients read them. There act(0) is a factor of a and of dg, and its

@@ -137,7 +137,7 @@ def expert_mlp(
         return low_rank_experts(x_TH, plan, (w1, w2, v1), weights_TK, biases, lora, activation, engine, batch_invariant,
                                 weight_gradient_scale, layout)
     if fp8_recipe is not None:
-        require(not batch_invariant, "expert_mlp", "batch_invariant", "False beside fp8_recipe", batch_invariant)
+        require(not batch_invariant, "expert_mlp", "batch_invariant", "False with fp8_recipe", batch_invariant)
         engine = engines.float8(fp8_recipe, engine)
     sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH, engine, batch_invariant)
     name = activation_name(activation)

@@ -167,7 +167,7 @@ def grouped(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool
             *, engine: str) -> torch.Tensor:
     """gmm for a plan's sizes, which are known to be right and may sum to less than the rows: differentiable, without checks.
 
-    Rows behind the last group are neither read nor written, but for anomaly detection, which reads them: there they are zeros. `sizes` are
-    on the host or the device as the engine needs them (gbmoe.ops.plan_sizes).
+    Rows after the last group are neither read nor written, except that anomaly detection reads them: there they are zeros. `sizes`
+    are on the host or the device as the engine needs them (gbmoe.ops.plan_sizes).
     """
     return _gmm(a, b, sizes, trans_a, trans_b, engine, False)

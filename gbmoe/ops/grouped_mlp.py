@@ -34,7 +34,7 @@ def grouped_mlp(
     in x, weights, w1, w2 and v1, any of which may be frozen. It is expert_mlp with RoutingPlan.from_counts, whose errors it raises.
 
     Args:
-        x_RH: [R,H], bfloat16, float16, float32 or float64. Rows behind the sum of the counts have no expert, may hold anything,
+        x_RH: [R,H], bfloat16, float16, float32 or float64. Rows after the sum of the counts have no expert, may hold anything,
             come out as zeros and get gradients of zero, so that a buffer of a fixed size may be handed over.
         counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where nobody waits for them (unless an engine wants
             them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.

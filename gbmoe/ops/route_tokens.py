@@ -40,7 +40,7 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
 
     Args:
         x_TH: [T,H], bfloat16, float16, float32 or float64.
-        weight_EH: [E,H], one of these too. Of two dtypes the product has the wider one: a float32 weight beside bfloat16 tokens makes a
+        weight_EH: [E,H], one of these too. Of two dtypes the product has the wider one: a float32 weight with bfloat16 tokens makes a
             product of float32, in TF32 where torch.set_float32_matmul_precision allows it.
         top_k, normalize, function, expert_bias, padding_mask, given_experts: as those of route().
         engine: one of engines.BATCH_INVARIANT computes the product, so that a token's logits have the same bits whatever other tokens

@@ -49,7 +49,7 @@ class Gpu:
     """Speeds of one GPU, per second: `flops` of large GEMMs, and `bandwidth` of memory in bytes read and written.
 
     `exposed` is the share of the GEMMs' memory traffic that their arithmetic does not hide, and `launch` the seconds that a kernel which
-    moves rows takes beside its bytes.
+    moves rows takes besides its bytes.
     """
 
     flops: float = 700e12
@@ -64,8 +64,8 @@ class Links:
 
     Attributes:
         ranks_per_node: the number of GPUs that the links inside a node connect.
-        exchange: rate of an all-to-all inside a node, which takes `exchange_latency` seconds beside its bytes.
-        network: rate of an all-to-all between nodes, which takes `network_latency` seconds, and `message` for every other node, beside
+        exchange: rate of an all-to-all inside a node, which takes `exchange_latency` seconds besides its bytes.
+        network: rate of an all-to-all between nodes, which takes `network_latency` seconds, and `message` for every other node, besides
             its bytes.
         moving: the share of the multiprocessors that moves rows while the others compute another chunk.
     """

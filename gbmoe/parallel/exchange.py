@@ -111,14 +111,14 @@ def total_rows(by_chunk: list[list[int]]) -> int:
 
 def _compute(compute, chunk, rows, ids_SK, weights_SK, counts, p) -> torch.Tensor:
     """The weighted sums of a chunk's experts. Its plan is built while the rows travel."""
-    first, behind = p.bounds(chunk)
+    first, end = p.bounds(chunk)
     # Ids of other ranks' experts, and of other chunks', are outside the plan's range: it drops their slots.
-    plan = RoutingPlan.from_experts(ids_SK - (p.first_expert + first), behind - first, check="none")
-    return compute(rows.wait(), with_sizes(plan, counts.sizes[first:behind]), weights_SK)
+    plan = RoutingPlan.from_experts(ids_SK - (p.first_expert + first), end - first, check="none")
+    return compute(rows.wait(), with_sizes(plan, counts.sizes[first:end]), weights_SK)
 
 
 def with_sizes(plan: RoutingPlan, sizes: torch.Tensor) -> RoutingPlan:
-    """The plan with its sizes given on the host, so that no engine waits for them, and without rows behind the last expert."""
+    """The plan with its sizes given on the host, so that no engine waits for them, and without rows after the last expert."""
     return first_rows_of(plan, sum(sizes.tolist()), sizes)
 
 

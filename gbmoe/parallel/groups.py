@@ -137,7 +137,7 @@ def _can_be_made(group: dist.ProcessGroup, asked: int | None, size: int | None) 
 
 def _make(group: dist.ProcessGroup, size: int) -> Nodes:
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-    require(ranks == sorted(ranks), "Arguments", "expert_parallel_group", "ranks in ascending order, beside several nodes", ranks)
+    require(ranks == sorted(ranks), "Arguments", "expert_parallel_group", "ranks in ascending order, with several nodes", ranks)
     node, place = divmod(me, size)
     options: dict[str, Any] = dict(backend=dist.get_backend(group), timeout=failures.timeout_or_none(group), use_local_synchronization=True)
     # All ranks make the group inside the node first: two ranks that made the groups in different orders would wait for one another.

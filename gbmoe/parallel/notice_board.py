@@ -7,8 +7,8 @@ waits for a rank that has left: a host that waits for its device, or for a colle
 (`enters`), so that all ranks have begun equally many once each of them has seen the failure. The next pass of each rank then begins with
 a recovery (PeerMemory._recover), for which all ranks meet.
 
-A failure belongs to an epoch, and each recovery begins the next one. Writers and readers need no locks: each word has one writer, but for
-the page's first, to which all write the same, and a rank first writes what it does and then reads what others say.
+A failure belongs to an epoch, and each recovery begins the next one. Writers and readers need no locks: each word but
+the page's first, to which all write the same, has one writer, and a rank first writes what it does and then reads what others say.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NoticeBoard:
     """The page of one group. Each rank has words and texts of its own, which it alone writes.
 
     Attributes:
-        epoch: how many failures are behind this rank.
+        epoch: from how many failures this rank has recovered.
         told: whether this rank's caller knows of the failure that is open.
     """
 

@@ -66,7 +66,7 @@ class Pass:
     backward: tuple[int, ...] = ()
 
     def digest(self) -> int:
-        """An int32 that differs, but for one case in two thousand million, where any field does but for `checkpointed`."""
+        """An int32 that differs, except for one case in two thousand million, where any field does except for `checkpointed`."""
         compared = self.layer, self.path, self.records, self.number, self.backward
         return digest_of(repr(compared))
 
@@ -85,7 +85,7 @@ def in_words(text: str) -> dict[str, str]:
 
 
 def digest_of(text: str) -> int:
-    """A number of 31 bits that differs, but for one case in two thousand million, where the text does."""
+    """A number of 31 bits that differs, except for one case in two thousand million, where the text does."""
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 

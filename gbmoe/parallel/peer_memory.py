@@ -117,7 +117,7 @@ class PeerMemory:
         return self._capacities.get(layers, 0)
 
     def others(self) -> list[int]:
-        """The other ranks, from the one behind this on. Each is at another place in every rank's list: where all ranks copy from, or to,
+        """The other ranks, from the one after this on. Each is at another place in every rank's list: where all ranks copy from, or to,
         the ranks of their lists one after the other, no rank's links serve two of them at a time."""
         return [(self.rank + place) % self.ranks for place in range(1, self.ranks)]
 

@@ -83,7 +83,7 @@ class Placement:
         return self.rank % (self.world // self.shards) * self.experts_per_rank
 
     def bounds(self, chunk: int) -> tuple[int, int]:
-        """The local experts of a chunk: the first, and the one behind the last."""
+        """The local experts of a chunk: the first, and the one after the last."""
         own = self.experts_per_rank - self.shadows
         if self.shadows and chunk == self.chunks - 1:
             return own, self.experts_per_rank
@@ -91,7 +91,7 @@ class Placement:
         return -(-chunk * own // chunks), -(-(chunk + 1) * own // chunks)
 
     def with_shadows(self, shadows: int) -> Placement:
-        """The same with so many shadows on each rank, behind its own experts, as one more chunk. Ranks must hold whole experts."""
+        """The same with so many shadows on each rank, after its own experts, as one more chunk. Ranks must hold whole experts."""
         each = self.experts_per_rank + shadows
         return replace(self, experts=self.world * each, experts_per_rank=each, chunks=self.chunks + 1, shadows=shadows)
 

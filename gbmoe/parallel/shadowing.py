@@ -55,14 +55,14 @@ def fewest_bytes(rows_WDN: torch.Tensor, owners: Sequence[int], row_bytes: int, 
         + overhead                             if n is not 0
 
     each way: an owner sends its weights in pieces and then its own piece to all others, sends a piece of its gradient to each of them, and
-    receives as much; the others receive and send all pieces but their own twice, but for the piece that the owner has already.
+    receives as much; the others receive and send all pieces but their own twice, except for the piece that the owner has already.
 
     Args:
         rows_WDN: the rows that each rank sends to each destination if the first n candidates are shadowed, any integers, on the CPU. Over
             nodes of W / D ranks each, a row goes to the rank with the sender's position in the destination.
         owners: S, the rank that holds each candidate, in the candidates' order.
         row_bytes, expert_bytes: the bytes of a row, and of the weights of an expert.
-        overhead: the bytes that a link could carry in the time that exchanges of weights take beside their bytes.
+        overhead: the bytes that a link could carry in the time that exchanges of weights take besides their bytes.
     """
     world, destinations, numbers = rows_WDN.shape
     size = world // destinations
@@ -197,7 +197,7 @@ def _whole(pieces_RQ: torch.Tensor, world: int) -> torch.Tensor:
 
 
 def _packed(matrices: Sequence[torch.Tensor], dtype: torch.dtype, world: int) -> torch.Tensor:
-    """Matrices [S,F,H] side by side as [S,P], with zeros behind them."""
+    """Matrices [S,F,H] side by side as [S,P], with zeros after them."""
     flat = [matrix.flatten(1).to(dtype) for matrix in matrices]
     spare = -sum(each.size(1) for each in flat) % world
     return torch.cat([*flat, flat[0].new_zeros(flat[0].size(0), spare)], dim=1)
@@ -257,11 +257,11 @@ def shadowed_experts_by_exchange(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange, with up to `most` experts on all ranks in the steps in which that pays. Collective, in forward and backward.
 
-    Beside what experts_by_exchange waits for, the host waits for the device once. It is not compiled: torch.compile breaks its graph
+    Besides what experts_by_exchange waits for, the host waits for the device once. It is not compiled: torch.compile breaks its graph
     around it.
 
     Args:
-        in_chunks: makes the functions that compute the chunks of this rank's experts, given each chunk's first expert and the one behind
+        in_chunks: makes the functions that compute the chunks of this rank's experts, given each chunk's first expert and the one after
             its last; and one more, given a function from this rank's weights to those of the shadows, which computes with these.
         x_TH, experts_TK, weights_TK, p: as for experts_by_exchange. Ranks must hold whole experts.
         most: at most so many experts are shadowed.

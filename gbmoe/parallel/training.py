@@ -107,7 +107,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """`torch.nn.utils.clip_grad_norm_` by the norm that one process with all experts would compute; it is the same on all ranks.
 
     The expert parameters of every rank count, be they whole experts or shards, and all other parameters count once. Gradients may be
-    DTensors, such as fully_shard's, beside plain ones. Without expert parameters this is torch's function, without a collective.
+    DTensors, such as fully_shard's, next to plain ones. Without expert parameters this is torch's function, without a collective.
 
     Args:
         parameters: parameters whose gradients have been averaged over the ranks and unscaled. is_expert_parameter tells which of them
@@ -205,7 +205,7 @@ class ExpertRows:
 
 def expert_rows(model: torch.nn.Module) -> dict[str, ExpertRows]:
     """Which rows each tensor of experts has on which rank, by its name in a state dict: expert parameters, those from which a
-    parametrization or pruning computes them, and persistent buffers beside them.
+    parametrization or pruning computes them, and persistent buffers with them.
 
     Raises:
         ValueError: where the first dimension of such a tensor is not the rows of this rank's experts, as with a low-rank factor or a

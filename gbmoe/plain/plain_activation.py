@@ -86,7 +86,7 @@ def _situ(beta, _, gate_beta, __):
     return value, gate
 
 
-# Those with constants, behind the others in the enum. Their functions make (value, gate) of the constants; a gate is called as a value.
+# Those with constants, after the others in the enum. Their functions make (value, gate) of the constants; a gate is called as a value.
 _WITH_CONSTANTS = {"clamped_silu": _clamped_silu, "situ": _situ}
 ACTIVATION_INDEX = {name: index for index, name in enumerate((*ACTIVATIONS, *_WITH_CONSTANTS))}
 
@@ -155,7 +155,7 @@ def activate_backward(
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     dot_P = torch.zeros(h_PF.size(0), dtype=wide, device=h_PF.device)
     value_of, gate_of = functions(activation)
-    # Rows without a slot use one spare slot behind the last.
+    # Rows without a slot use one spare slot after the last.
     spare = 2**31 if weights_TK is None else weights_TK.numel()
     slot_P = slot_of_row_P.long()
     slot_P = torch.where((slot_P >= 0) & (slot_P < spare), slot_P, spare)

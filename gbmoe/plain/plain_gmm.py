@@ -25,7 +25,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, sizes: list[int], trans_a: bool, trans
     """Write the grouped GEMM's result to `out`: one matrix product for each group, in at least fp32, rounded once.
 
     m-grouped: a [M,K], b [E,K,N] (or [E,N,K] with trans_b), out [M,N]. k-grouped (trans_a): a [M,K], b [M,N], out [E,K,N].
-    Rows behind the last group are not touched. With `accumulate` the product is added to `out`. Sizes that go beyond the rows are
+    Rows after the last group are not touched. With `accumulate` the product is added to `out`. Sizes that go beyond the rows are
     cut at the last row, and negative ones count as 0.
     """
     wide = accumulate_dtype(a.dtype)

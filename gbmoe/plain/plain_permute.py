@@ -15,7 +15,7 @@ from gbmoe.slot_map import SlotMap
 def dense_slots(row_of_slot_TK, *scalars, columns_TK, counts_T, rows):
     """The slots of any map in the form of a dense one: (rows in [0, rows), or -1 for none; columns; each of the scalars as [T,K]).
 
-    A slot has no row if it lies behind its token's count, or if its row or its scalars' column is out of range.
+    A slot has no row if it lies after its token's count, or if its row or its scalars' column is out of range.
     """
     exists_TK = (row_of_slot_TK >= 0) & (row_of_slot_TK < rows)
     if counts_T is not None:
@@ -51,7 +51,7 @@ def map_slots(
     if probs is not None:
         exists_TK &= probs != 0
     row_TK = torch.where(exists_TK, row_TK, -1).int()
-    # Slots without a row write behind the last row, each column to an entry of its own: writes to a single entry would be serialised.
+    # Slots without a row write after the last row, each column to an entry of its own: writes to a single entry would be serialised.
     target_TK = torch.where(exists_TK, row_TK, rows + torch.arange(slots, dtype=torch.int64, device=row_TK.device))
     slot_of_row_P = torch.full((rows + slots,), PADDING, dtype=torch.int32, device=row_TK.device)
     return row_TK, slot_of_row_P.scatter_(0, target_TK.flatten().long(), 0)[:rows].clone()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# The values of RoutingPlan.slot_of_row_P for rows without a slot: an expert's padding, and rows behind the last expert.
+# The values of RoutingPlan.slot_of_row_P for rows without a slot: an expert's padding, and rows after the last expert.
 PADDING, BEHIND_THE_LAST = -1, -2
 
 
@@ -46,7 +46,7 @@ def routing_plan(experts_TK: torch.Tensor, num_experts: int, align: int) -> tupl
 
     row_of_slot = torch.empty(slots, dtype=torch.int32, device=device)
     row_of_slot[order] = row.int()
-    # Dropped slots all write to one spare row behind the last, which the slice removes.
+    # Dropped slots all write to one spare row after the last, which the slice removes.
     slot_of_row = torch.where(torch.arange(rows + 1, dtype=torch.int64, device=device) < offsets[-1], PADDING, BEHIND_THE_LAST).int()
     slot_of_row[torch.where(routed, row, rows)] = order.int()
     return (row_of_slot.view(experts_TK.shape), slot_of_row[:rows].clone(), counts.int(), offsets.int(),

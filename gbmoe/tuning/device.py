@@ -1,4 +1,4 @@
-"""Device: what a choice depends on beside the call, and how constants that were fitted on one GPU are scaled to another.
+"""Device: what a choice depends on besides the call, and how constants that were fitted on one GPU are scaled to another.
 
 A constant in this folder stands for a quantity that another GPU has more or less of. These are the quantities:
 

@@ -29,10 +29,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 _HALF_OR_SINGLE = (torch.float16, torch.float32)
 _LONGER_THAN_A_LAUNCH = 2.5e9  # FLOP of a group from which a loop over cublasGemmEx is faster than cuBLAS' grouped GEMM
 
-# The first row that takes a product counts. gbmoe's Hopper kernels are the fastest nearly everywhere. A loop over cublasGemmEx
-# costs some 10 us a group, which is little where one group's GEMM takes longer than that: with few very large groups it is ahead,
-# and is taken where the sizes are on the host anyway. For smaller groups torch's persistent kernel is faster in bfloat16, and
-# cuBLAS' grouped GEMM where torch has none (docs/notes/cublas-grouped-speed.md, cublas-loop-of-large-groups.md).
+# The first row that takes a product counts. gbmoe's Hopper kernels are the fastest nearly everywhere. A loop over cublasGemmEx is
+# ahead with few very large groups, next to whose GEMMs its launches are short, and is taken where the sizes are on the host
+# anyway. For smaller groups torch's persistent kernel is faster in bfloat16, and cuBLAS' grouped GEMM where torch has none
+# (docs/notes/cublas-grouped-speed.md, cublas-loop-of-large-groups.md).
 #
 # Where Hopper's kernels do not serve, tensor_core is next. That is a decision, not a measurement: it does not wait for the host,
 # so that a step can be one CUDA graph, and it was run on Hopper alone. In float32, where it needs TF32, the loop is faster for

@@ -19,7 +19,7 @@ def rows_gemm(device: Device, rows: int, inner: int, columns: int) -> GemmConfig
     counts the terms of both.
 
     Narrow tiles are faster where they leave no more columns empty than wide ones. Clusters gain nothing. A tile counter is for
-    long sums, and for shorter ones of large GEMMs, next to which its schedule of 3 us is short.
+    long sums, and for shorter ones of large GEMMs, next to which its schedule is short (docs/notes/schedule-tile-counter.md).
     """
     narrow, wide = ceil_div(columns, NARROW) * NARROW, ceil_div(columns, WIDE) * WIDE
     counter = inner >= 2048 or (inner >= 512 and 2 * rows * inner * columns >= device.flops(1e11))

@@ -98,8 +98,7 @@ def _pays_in_pairs(size: int, tile: int) -> bool:
 
 def _tile_along_n(columns: int) -> GemmConfig:
     """Wide tiles, in clusters of two where that pays, or narrow tiles where these leave less of the last tiles empty. A column
-    costs 2 to 5 % more in a narrow tile, and some 7 % more in a wide one without a cluster
-    (docs/notes/hopper-tiles-of-192.md)."""
+    costs more in a narrow tile, and more still in a wide one without a cluster (docs/notes/hopper-tiles-of-192.md)."""
     dearer = 1.07
     paired = _pays_in_pairs(columns, WIDE)
     wide = ceil_div(columns, 2 * WIDE) * 2 * WIDE if paired else ceil_div(columns, WIDE) * WIDE * dearer
@@ -131,8 +130,8 @@ def rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, 
     """The configuration of out[rows of e] = a[rows of e] @ b[e]; where two products are summed, `inner` counts the terms of both.
 
     Ping-pong hides the epilogue of a tile, which counts where sums have at most 4,096 terms (docs/notes/hopper-pingpong.md). A
-    tile counter keeps what CTAs read at the same time close together, so that the L2 still has it. Its schedule costs 3 us, which
-    short GEMMs do not get back (schedule-tile-counter.md).
+    tile counter keeps what CTAs read at the same time close together, so that the L2 still has it. Short GEMMs do not
+    get back the time of its schedule (schedule-tile-counter.md).
 
     Where the last CTAs to finish have few tiles, splitting sums along K helps; with many waves of tiles there is nothing to gain.
     Ping-pong kernels cannot split: for sums of 2,048 terms and more they are only taken where tiles are some waves, or no sum may
@@ -182,8 +181,8 @@ def gathered_rows_gemm(device: Device) -> GemmConfig:
 def up_gemm(device: Device, rows: int, inner: int, ffn: int, glu: bool, *, gathered: bool = False,
             padded: bool = False, along_f: bool = False) -> GemmConfig:
     """The configuration of an expert's first GEMM with its activation; `gathered`: it reads its rows from the tokens; `padded`:
-    some of them may have no token, for which TMA takes nine times as long as for others; `along_f`: weights are contiguous along F,
-    which only pairs of CTAs read.
+    some of them may have no token, for which TMA takes longer (docs/notes/gather-lines-by-tma.md); `along_f`: weights are
+    contiguous along F, which only pairs of CTAs read.
 
     In a GLU half of a tile's columns are w1's and half are v1's. Where b is far larger than the L2 (64 tiles along N and more) a
     short last panel would read all of b for few rows, at the speed of memory: panels of equal height avoid it
@@ -217,11 +216,11 @@ def _up_tile(glu: bool) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def down_backward_gemm(device: Device, ffn: int) -> GemmConfig:
-    """The configuration of dz @ w2[e].T with the activation's gradient beside its main loop.
+    """The configuration of dz @ w2[e].T with the activation's gradient next to its main loop.
 
     Narrow tiles in clusters of two leave room for a fourth stage. That is worth more here than wide tiles without clusters and
-    with three stages. With four wide tiles along N low panels make it up to 7.5 % faster; narrow tiles and six wide ones lose by
-    them (docs/notes/memory-traffic.md).
+    with three stages. With four wide tiles along N low panels pay; with narrow tiles and six wide ones they do not
+    (docs/notes/memory-traffic.md).
     """
     config = _tile_along_n(ffn)
     if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:

@@ -2,8 +2,8 @@
 
 A call is E experts, K slots a token and the dtype of the logits. A softmax and top-k has tables of its own, and any other
 function one more. There are few rows, because every kernel is a tenth of a megabyte: calls that no known model makes take a
-neighbour's. A row says how a token's logits are spread over the lanes of a warp: with fewer lanes each lane sorts more numbers,
-with more lanes they exchange more. More lanes than a row has are 4 to 20 % slower (docs/notes/router-longer-lists.md). Numbers of
+neighbour's. A row says how a token's logits are spread over the lanes of a warp: with fewer lanes each lane sorts more logits,
+with more lanes they exchange more. More lanes than a row has are slower (docs/notes/router-longer-lists.md). Numbers of
 experts that vectors do not divide have rows of their own, without vectors. The last row of a table takes every call that is left.
 
 A row says what one warp does, which no number of multiprocessors changes: it was measured on an H200, and is the same on every GPU.
@@ -25,7 +25,7 @@ class RouterConfig(NamedTuple):
     Attributes:
         lanes: the lanes of a warp that share a token; 32 is the whole warp.
         numbers_per_lane: how many logits a lane keeps in registers.
-        longest_vector: the most numbers that a lane loads at once: 8 where kernels are for bfloat16, 4 where they are for any dtype, or 1
+        longest_vector: the most logits that a lane loads at once: 8 where kernels are for bfloat16, 4 where they are for any dtype, or 1
             for no vectors.
         variant: in forward the length of the sorted list that the lanes share, 4, 8, 16 or 32, or 0 where a whole warp ranks
             candidates; in backward the most slots a lane, or 0 where it is not of a softmax and top-k.
@@ -72,9 +72,9 @@ def _with_powers(table: tuple[_Row, ...]) -> tuple[_Row, ...]:
 # logits, whose brief keys must be checked, that number is smaller, unless there are many slots.
 #
 # Logits in bfloat16: the calls that models make. Where no row takes a call, or one that does would leave more than half of its
-# numbers unused, the table of any logits has it.
+# places unused, the table of any logits has it.
 _FORWARD_BFLOAT16 = tuple(_Row(*row) for row in (
-    # E up to, multiple of, K up to, lanes, numbers a lane, longest vector, lists
+    # E up to, multiple of, K up to, lanes, logits a lane, longest vector, lists
     (   8, 4,  4,  2,  4,  8, (4,)),
     (  16, 4,  4,  4,  4,  8, (4,)),
     (  32, 8,  8,  4,  8,  8, (4, 8)),
@@ -89,7 +89,7 @@ _FORWARD_BFLOAT16 = tuple(_Row(*row) for row in (
 ))
 # Logits of any dtype.
 _FORWARD = tuple(_Row(*row) for row in (
-    # E up to, multiple of, K up to, lanes, numbers a lane, longest vector, lists
+    # E up to, multiple of, K up to, lanes, logits a lane, longest vector, lists
     (   8, 4,  4,  2,  4,  4, (4,)),
     (  16, 4,  8,  4,  4,  4, (4, 8)),
     (  16, 1, 16,  8,  2,  1, (8, 16)),
@@ -111,7 +111,7 @@ _FORWARD = tuple(_Row(*row) for row in (
 ))
 # Of any RouterFunction; logits of any dtype.
 _ANY_FUNCTION = tuple(_Row(*row) for row in (
-    # E up to, multiple of, K up to, lanes, numbers a lane, longest vector, lists
+    # E up to, multiple of, K up to, lanes, logits a lane, longest vector, lists
     (  64, 4,  8,  8,  8,  4, (8,)),
     (  64, 1,  8,  8,  8,  1, (8,)),
     ( 128, 4,  8,  8, 16,  4, (8,)),
@@ -125,7 +125,7 @@ _ANY_FUNCTION = tuple(_Row(*row) for row in (
 # Eight lanes share a token up to the number of experts from which, as measured, a warp is faster. Gradients in float32 and those in 16 bits
 # differ in that.
 _BACKWARD_16_BIT = tuple(_Row(*row) for row in (
-    # E up to, multiple of, K up to, lanes, numbers a lane, longest vector
+    # E up to, multiple of, K up to, lanes, logits a lane, longest vector
     (  16, 1, 16,  8,  2,  1),
     (  32, 4, 16,  8,  4,  4),
     (  64, 4, 16,  8,  8,  4),
@@ -140,7 +140,7 @@ _BACKWARD_16_BIT = tuple(_Row(*row) for row in (
     (1024, 1, 32, 32, 32,  1),
 ))
 _BACKWARD_FLOAT32 = tuple(_Row(*row) for row in (
-    # E up to, multiple of, K up to, lanes, numbers a lane, longest vector
+    # E up to, multiple of, K up to, lanes, logits a lane, longest vector
     (  16, 1, 16,  8,  2,  1),
     (  32, 4, 16,  8,  4,  4),
     (  64, 4, 16,  8,  8,  4),

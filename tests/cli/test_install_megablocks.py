@@ -11,7 +11,7 @@ import pytest
 from gbmoe.cli import install_megablocks, main
 from tests.forked_python import python
 
-# Its state is in files beside it: `absent` modules, `installed` packages, `calls` of pip, and `fails`, the subcommand of pip that does.
+# Its state is in files next to it: `absent` modules, `installed` packages, `calls` of pip, and `fails`, the subcommand of pip that does.
 PYTHON = """#!/usr/bin/env bash
 cd "$(dirname "$0")"
 [[ $1 != -c ]] || { cat absent; echo; cat installed; exit; }

@@ -1,4 +1,4 @@
-"""mlp_impl='gbmoe' in MegaBlocks itself: against a dense float64 layer, and beside MegaBlocks' own 'grouped'.
+"""mlp_impl='gbmoe' in MegaBlocks itself: against a dense float64 layer, and next to MegaBlocks' own 'grouped'.
 
 Both sides are dMoE layers of the installed package. 'grouped' runs on gbmoe.compat.grouped_gemm, and where there is no
 Triton on gbmoe's stand-ins for MegaBlocks' kernels.

@@ -51,7 +51,7 @@ def slots_of_rows(routed, rows, first_rows_E, capacity=None):
 
 
 def plain_gather(x_TH, slot_of_row_P, top_k):
-    """The rows of the slots' tokens, and for -1 the zero row that stands behind the last."""
+    """The rows of the slots' tokens, and for -1 the zero row that stands after the last."""
     return F.pad(x_TH, (0, 0, 0, 1))[torch.where(slot_of_row_P >= 0, slot_of_row_P // top_k, -1)]
 
 

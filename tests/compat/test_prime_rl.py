@@ -31,7 +31,7 @@ def inputs(dtype):
 
 
 def definition(x, w1, w2, w3):
-    """prime-rl's formula; in bfloat16 but for float64, the reference."""
+    """prime-rl's formula; in bfloat16 except for float64, the reference."""
     of = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
 
     def expert(e, rows):

@@ -60,7 +60,7 @@ def parameters(dtype):
 
 
 def definition(x, w1_EFD, w2_EDF, w3_EFD):
-    """torchtitan's formula; in bfloat16 but for float64, the reference."""
+    """torchtitan's formula; in bfloat16 except for float64, the reference."""
     of = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
     w1, w2, w3 = (w.to(of) for w in (w1_EFD, w2_EDF, w3_EFD))
 

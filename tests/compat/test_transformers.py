@@ -108,7 +108,7 @@ def test_logits_and_every_gradient_are_those_of_eager(model_type, calls):
     experts = [name for name in found if ".experts." in name]
     assert len(experts) == layers * (4 if model_type == "gpt_oss" else 2)
     for name, value in expected.items():
-        # Attention and norms compute in float32 wherever the models say so, with the same inputs but for the last bits.
+        # Attention and norms compute in float32 wherever the models say so, with the same inputs except for the last bits.
         assert accuracy.relative_error(found[name], value) < 1e-6, name
         assert value.abs().max() > 0, name
 
@@ -309,7 +309,7 @@ def layout_options(name, dtype, device):
         options["act_fn"] = torch.nn.PReLU(dtype=dtype, device=device)
     known = inspect.signature(moe.use_experts_implementation).parameters
     if options.get("has_norm") and "has_post_expert_norm" not in known:
-        pytest.skip(f"transformers {transformers.__version__} knows no norm behind the experts")
+        pytest.skip(f"transformers {transformers.__version__} knows no norm after the experts")
     return options
 
 

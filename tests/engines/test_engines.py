@@ -168,7 +168,7 @@ def test_tiles_are_those_of_the_gpu_that_has_the_operands(monkeypatch, launched,
 @pytest.mark.parametrize("device, name", [(cards.A100, "tensor_core"), (cards.H100_PCIE, "hopper"), (cards.B200, "torch")],
                          ids=cards.card_id)
 def test_a_graph_has_the_engine_that_auto_chooses_outside_of_one(monkeypatch, forgotten, device, name):
-    """torch.compile traces the choice, but for what is asked of the device."""
+    """torch.compile traces the choice, except for what is asked of the device."""
     def constant(function):
         function._dynamo_marked_constant = True
         return function

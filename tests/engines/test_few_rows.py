@@ -51,7 +51,7 @@ def each_group(x_PK, b, sizes, wide, trans_b=True):
 @DTYPES
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_rows(few, dtype, trans_b):
-    """Groups without rows, and with more than a kernel multiplies at a time; rows behind the last group; odd numbers of steps. On Hopper a
+    """Groups without rows, and with more than a kernel multiplies at a time; rows after the last group; odd numbers of steps. On Hopper a
     sum has the bits that a tile of the tensor_core engine gives it."""
     device, few = few  # noqa: F811
     for sizes in SIZES[device.type]:
@@ -130,7 +130,7 @@ def test_linear(device, dtype, on_cpu, on_gpu):  # noqa: F811
 @DTYPES
 @pytest.mark.parametrize("on_cpu, on_gpu", [((21, 72, 21), (500, 2048, 69)), ((7, 2120, 24), (40, 7176, 72))], ids=["many", "few"])
 def test_linear_in_float32(device, dtype, on_cpu, on_gpu):  # noqa: F811
-    """The sums that it otherwise rounds, and those of a tile of the tensor_core engine. One row behind the last is not written."""
+    """The sums that it otherwise rounds, and those of a tile of the tensor_core engine. One row after the last is not written."""
     rows, inner, columns = on_gpu if device.type == "cuda" else on_cpu
     x, weight = drawn(rows, inner, dtype=dtype, device=device, seed=1), drawn(columns, inner, dtype=dtype, device=device, seed=2)
     rounded, out = poisoned(rows, columns, dtype=dtype, device=device), poisoned(rows + 1, columns, dtype=torch.float32, device=device)

@@ -84,7 +84,7 @@ def test_products_are_those_of_the_numbers_stored(device, dtype, shape, sizes, p
     in_use = sum(sizes)
     exact = sum(oracle.product(x.dequantized()[:in_use].double(), w.dequantized(), sizes, trans_b=True) for x, w in zip(a, b))
     assert_as_accurate_as(out[:in_use], exact.to(dtype), exact)
-    assert torch.isnan(out[in_use:]).all(), "rows behind the last group are written"
+    assert torch.isnan(out[in_use:]).all(), "rows after the last group are written"
 
 
 @shapes(cpu=[("silu", 256, 272), ("gelu", 144, 80)],
@@ -856,7 +856,7 @@ def test_kept_weights_take_two_bytes_for_each_number_until_the_context_ends(devi
 
 def test_a_recipe_says_what_it_excludes():
     recipe = Float8BlockScaling()
-    for changes, message in (({"engine": "reference"}, "engine: expected auto beside a recipe"),
+    for changes, message in (({"engine": "reference"}, "engine: expected auto with a recipe"),
                              ({"mlp_impl": "bmm"}, "mlp_impl: expected 'gbmoe'"),
                              ({"batch_invariant": True}, "batch_invariant: expected False"),
                              ({"fp8_recipe": "hybrid"}, "recipe: expected a Float8BlockScaling, got str")):
@@ -880,7 +880,7 @@ def test_what_is_not_taken_is_an_error(device):
 def test_a_recipe_excludes_batch_invariance():
     x, plan = values(4, 32, seed=1, device="cpu"), RoutingPlan.from_experts(torch.zeros(4, 1, dtype=torch.int64), 1)
     w = values(1, 16, 32, seed=2, device="cpu")
-    with pytest.raises(ValueError, match="expert_mlp: batch_invariant: expected False beside fp8_recipe, got True"):
+    with pytest.raises(ValueError, match="expert_mlp: batch_invariant: expected False with fp8_recipe, got True"):
         expert_mlp(x, plan, w, w, fp8_recipe=Float8BlockScaling(), batch_invariant=True)
 
 

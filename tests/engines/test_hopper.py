@@ -279,7 +279,7 @@ def test_up_of_many_tiles(hidden, ffn, activation, glu):
 
 
 def gathered_inputs(dtype, sizes, hidden, ffn, top_k, seed=0):
-    """Rows of tokens in no order, some without a slot, and 40 behind the last group."""
+    """Rows of tokens in no order, some without a slot, and 40 after the last group."""
     rows = sum(sizes) + 40
     tokens, values = (rows + top_k - 1) // top_k, drawn(dtype, seed)
     generator = torch.Generator(device=DEVICE).manual_seed(seed)
@@ -429,7 +429,7 @@ def test_weights_that_gather_in_more_groups_than_a_block_has_threads():
 
 
 def test_weights_that_gather_keep_nan_in_its_group():
-    for ffn in (136, 512):  # in single CTAs, and in pairs, which load rows of other groups behind a group's end
+    for ffn in (136, 512):  # in single CTAs, and in pairs, which load rows of other groups after a group's end
         x, _, slots, _, a = gathered_inputs(torch.bfloat16, SIZES, 264, ffn, 2)
         slots = torch.where((slots == 0) | (slots == 1), 2, slots)
         slots[130] = 0  # token 0 is all of group 2, and in no other

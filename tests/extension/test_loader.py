@@ -72,7 +72,7 @@ def test_why_an_object_compiled_ahead_of_time_is_not_taken(toolkit, tmp_path, mo
     without_nvcc(monkeypatch)
     ahead.write_bytes(b"an object")
     missing = "; and nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
-    assert why_not_loaded() == f"{ahead} lacks _C.so.json beside it, which says what it was compiled from{missing}"
+    assert why_not_loaded() == f"{ahead} lacks _C.so.json next to it, which says what it was compiled from{missing}"
     build.facts_file(ahead).write_text('{"sources": "0", "cuda_major": 13, "architectures": ["9.0"]}')
     other_sources = f"{ahead} was compiled from other sources than those in {tmp_path / 'csrc'}"
     assert why_not_loaded() == other_sources + missing

@@ -27,7 +27,7 @@ def some_slots(rows, device):
 @pytest.mark.parametrize("length", [0, 1, 7, 64, 264, 4100])
 def test_rows_without_a_slot_are_zeros_and_others_are_not_touched(device, dtype, rows, length):
     slot_of_row = some_slots(rows, device)
-    memory = torch.full((rows + 2, length), 3, dtype=dtype, device=device)  # a row before and one behind
+    memory = torch.full((rows + 2, length), 3, dtype=dtype, device=device)  # a row before and one after
     poison = torch.full((rows, length), 5 if dtype == torch.uint8 else float("nan"), device=device).to(dtype)
     live = (slot_of_row >= 0)[:, None]
     memory[1:-1] = torch.where(live, torch.full_like(poison, 7), poison)

@@ -1,4 +1,4 @@
-"""The kernels that read and write other ranks' memory give what their twins in plain PyTorch give, bit for bit but for the order of sums.
+"""The kernels that read and write other ranks' memory give the bits of their twins in plain PyTorch, except for the order of sums.
 
 One device holds the memory of all ranks: no other rank takes part.
 

@@ -72,7 +72,7 @@ def test_where_it_cannot_hold_it_is_an_error():
 @pytest.mark.parametrize("field, value, expected", [("mlp_impl", "bmm", "'gbmoe'"), ("shared_expert", True, "False"),
                                                     ("moe_expert_model_parallelism", True, "False")])
 def test_fields_for_which_it_does_not_hold(field, value, expected):
-    with pytest.raises(ValueError, match=f"Arguments: {field}: expected {expected} beside batch_invariant, got {value!r}"):
+    with pytest.raises(ValueError, match=f"Arguments: {field}: expected {expected} with batch_invariant, got {value!r}"):
         Arguments(**{field: value}, batch_invariant=True)
 
 
@@ -80,7 +80,7 @@ def test_a_router_of_ones_own_is_refused():
     layer = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=8, fp16=False, bias=False, device="cpu",
                                  batch_invariant=True))
     layer.router.layer = torch.nn.Sequential(layer.router.layer)
-    with pytest.raises(TypeError, match="dMoE: router.layer: expected a torch.nn.Linear without bias beside batch_invariant"):
+    with pytest.raises(TypeError, match="dMoE: router.layer: expected a torch.nn.Linear without bias for batch_invariant"):
         layer(torch.ones(2, 8))
 
 
@@ -107,7 +107,7 @@ def in_float32(x, weight, engine):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_routers_logits_and_gradients_are_those_of_its_linear_layer(monkeypatch, dtype):
-    """As nn.Linear computes them, but for the product of forward, which an engine does, and which is not rounded."""
+    """As nn.Linear computes them, except for the product of forward, which an engine does, and which is not rounded."""
     monkeypatch.setattr(engines, "linear", in_float32)
     torch.manual_seed(0)
     x, weight = (torch.randn(rows, 8, dtype=dtype, requires_grad=True) for rows in (5, 16))

@@ -182,7 +182,7 @@ def test_weights_that_hooks_compute_were_those_of_an_earlier_step(use, option):
     experts = gbmoe.dMoE(Arguments(hidden_size=8, ffn_hidden_size=16, moe_num_experts=4, fp16=False, device="cpu")).experts.mlp
     use(experts)
     torch.nn.utils.prune.identity(experts, "w2")
-    with pytest.raises(ValueError, match=f"dMoE: experts.mlp: expected parameters or parametrizations beside {option}, which uses"):
+    with pytest.raises(ValueError, match=f"dMoE: experts.mlp: expected parameters or parametrizations with {option}, which uses"):
         use(experts)
 
 

@@ -215,7 +215,7 @@ def test_a_layer_that_is_more_than_a_linear_one_is_called(change):
 def test_beside_batch_invariant_it_was_computed_without_its_hooks(change):
     layer, x = near_tie(batch_invariant=True)
     CHANGES[change](layer.layer, layer)
-    with pytest.raises(TypeError, match="router.layer: expected a torch.nn.Linear without bias beside batch_invariant, and without hooks "
+    with pytest.raises(TypeError, match="router.layer: expected a torch.nn.Linear without bias for batch_invariant, and without hooks "
                                         "or a forward of its own, got "):
         layer(x)
 

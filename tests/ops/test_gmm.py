@@ -444,7 +444,7 @@ def test_sizes_on_their_way_to_the_device_are_nobody_elses():
 @pytest.mark.parametrize("engine", ["hopper", "tensor_core", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pinned_batch_sizes_rewritten_behind_the_call(engine, layout):
-    """The copy waits behind a kernel that lasts longer than the rewriting takes."""
+    """The copy waits after a kernel that lasts longer than the rewriting takes."""
     reason = engines.ENGINES[engine].unavailable(torch.device("cuda"))
     if reason is not None:
         pytest.skip(f"{engine}: {reason}")

@@ -368,7 +368,7 @@ def test_float32_logits_that_are_large_and_near_each_other(device):
 @pytest.mark.parametrize("scores_dtype, dtype", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
                                                  (torch.float32, torch.bfloat16), (torch.float32, torch.float16)], ids=dtype_id)
 def test_a_gradient_in_another_dtype_than_the_scores(device, shape, scores_dtype, dtype):
-    """That of a float32 router's logits beside tokens of 16 bits, or under autocast the other way round."""
+    """That of a float32 router's logits with tokens of 16 bits, or under autocast the other way round."""
     tokens, experts, top_k = shape
     draw = [torch.randn(*size, device=device, generator=exact_inputs.generator(device, seed))
             for seed, size in enumerate(((tokens, experts), (tokens, experts), (tokens, top_k), (tokens,)))]

@@ -37,7 +37,7 @@ def exact_logits(x, weight):
 
 
 def assert_experts_are_those_of(logits, experts):
-    """In every token the chosen experts' exact logits are the highest, but for ones that float32 hardly tells apart."""
+    """In every token the chosen experts' exact logits are the highest, except for ones that float32 hardly tells apart."""
     best, chosen = logits.topk(experts.size(1)).values, logits.gather(1, experts)
     assert torch.equal(experts.sort().values[:, 1:].diff().gt(0).all(), torch.tensor(True, device=experts.device))
     assert float((best - chosen).abs().max()) <= 1e-5

@@ -36,7 +36,7 @@ HIDDEN, FFN = 16, 32
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens`: tokens of each rank; `only`: the experts that may be chosen; `checks`: what is checked beside the results."""
+    """`tokens`: tokens of each rank; `only`: the experts that may be chosen; `checks`: what is checked besides the results."""
     tokens: tuple = (12, 12)
     fields: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.float32

@@ -445,7 +445,7 @@ def test_ranks_that_map_memory(results_of, device_type, world, name):
 
 @pytest.mark.gpu
 def test_ids_with_a_stride_were_read_as_those_of_other_tokens():
-    """Ids whose rows do not lie one behind the other: the sum over ranks is that of the same ids, copied."""
+    """Ids whose rows do not lie one after the other: the sum over ranks is that of the same ids, copied."""
     extension.load()
     tokens, top_k, hidden = 6, 2, 64
     where = Placement(group=None, world=2, rank=0, experts=4, experts_per_rank=2, shards=1)

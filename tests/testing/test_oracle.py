@@ -1,4 +1,4 @@
-"""What the definitions return, beside their numbers."""
+"""What the definitions return, besides their numbers."""
 
 import torch
 
@@ -6,6 +6,6 @@ from gbmoe.testing import oracle
 
 
 def test_best_experts_were_a_view_with_a_stride():
-    """Kernels read ids as rows that lie one behind the other."""
+    """Kernels read ids as rows that lie one after the other."""
     ids_TK = oracle.best_experts(torch.tensor([[0.1, 0.9, 0.5], [2.0, 2.0, 1.0]]), 2)
     assert ids_TK.tolist() == [[1, 2], [0, 1]] and ids_TK.is_contiguous()

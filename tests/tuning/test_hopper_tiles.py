@@ -58,7 +58,7 @@ LAUNCHED = {(SQUARE, 1, 2), (SQUARE, 2, 1), (SQUARE, 1, 1), (NARROW, 1, 2), (WID
 @given(device=hoppers, rows=st.integers(1, 1 << 22), groups=st.integers(1, 1024), inner=st.integers(1, 4096).map(lambda n: 8 * n),
        columns=st.integers(1, 4096).map(lambda n: 8 * n), glu=st.booleans(), gathered=st.booleans(), padded=st.booleans())
 def test_configurations_without_splits(device, rows, groups, inner, columns, glu, gathered, padded):
-    """They are the same but for the splits, or ping-pong kernels, which have none. The first GEMM never splits a sum."""
+    """They are the same except for the splits, or ping-pong kernels, which have none. The first GEMM never splits a sum."""
     whole = tuning.rows_gemm(device, rows, groups, inner, columns, splits=False)
     splits = tuning.rows_gemm(device, rows, groups, inner, columns)
     assert whole == replace(splits, split=tuning.WHOLE) or (whole.ping_pong and splits.split != tuning.WHOLE and rows >= 4 * groups)

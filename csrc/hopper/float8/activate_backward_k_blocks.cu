@@ -109,7 +109,7 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
-// One CTA for 128 columns of a k-block. Rows behind the last expert's, which no k-block has, are left as they are. `dots` [128 columns
+// One CTA for 128 columns of a k-block. Rows after the last expert's, which no k-block has, are left as they are. `dots` [128 columns
 // each, P] gets the shares of the rows' dot products <a, d>; it may be null, as dg's results are without g.
 template <typename T, int kKind>
 __global__ void __launch_bounds__(kKBlockThreads, 2) activate_backward_k_blocks_kernel(
@@ -158,8 +158,8 @@ KBlocks k_blocks(const std::optional<Tensor>& values, const std::optional<Tensor
 
 }  // namespace
 
-// activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, but for rows behind the last expert's, and
-// quantize_k_blocks of a', dh and dg, which share filled_rows. grad_weights of slots whose rows lie behind the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
+// activate_backward, whose results leave in e4m3 alone: quantize_rows of dh and dg, except for rows after the last expert's, and
+// quantize_k_blocks of a', dh and dg, which share filled_rows. grad_weights of slots whose rows lie after the last expert is undefined. dots is scratch, fp32 [F / 128, P], rounded up; given with grad_weights
 void activate_backward_k_blocks(
     Tensor h, std::optional<Tensor> g, Tensor d, Tensor slot_of_row, std::optional<Tensor> weights, Tensor sizes,
     std::vector<double> activation, bool power_of_two, Tensor dh, Tensor scales_dh, std::optional<Tensor> dg,

@@ -1,4 +1,4 @@
-// The gradient of the experts' activation as in activation_kernels.cu, to the bit, and dh and dg in e4m3 beside (float8.cuh): what the
+// The gradient of the experts' activation as in activation_kernels.cu, to the bit, and dh and dg in e4m3 as well (float8.cuh): what the
 // products of rows that come next read. The gradients of weights read dh and dg in 16 bits, from which they are quantised.
 //
 // Bytes at the least, with g: 14PF, where dh and dg that are read once more to be quantised make 18PF.
@@ -17,7 +17,7 @@ using hopper::Eight, hopper::kVector, hopper::Numbers, hopper::ScaledRows, hoppe
 constexpr int kThreads = 256, kWarpsPerCta = kThreads / 32;
 
 // Each warp owns two rows, and goes along them in steps of two tiles, one for each half of the warp. All lanes stay to the end of a row,
-// because the shuffles need them: one behind the row's end computes on zeros and stores nothing. Where the number of rows is odd, the last
+// because the shuffles need them: one after the row's end computes on zeros and stores nothing. Where the number of rows is odd, the last
 // row is computed twice, with the same results. The activation is a template parameter, because one kernel for all of them takes 102
 // registers, where no single one takes more than 80.
 template <typename T, int kKind>

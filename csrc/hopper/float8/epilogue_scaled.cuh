@@ -1,4 +1,4 @@
-// The activation's result in e4m3, behind the first GEMM of an expert with scaled operands: each row of 128 columns gets its scale
+// The activation's result in e4m3, after the first GEMM of an expert with scaled operands: each row of 128 columns gets its scale
 // here, so that no other kernel has to read it. The numbers are those that quantize.cu makes of the result in 16 bits.
 
 #pragma once

@@ -25,7 +25,7 @@ struct GroupSizes {  // as size_of_group takes them
   int groups, rows;
 };
 
-// Which rows a k-block has; none where it lies behind the last expert's.
+// Which rows a k-block has; none where it lies after the last expert's.
 struct KBlock { int first_row, rows; };
 
 // In one warp, whose 32 lanes hold 32 consecutive groups. Unless it is null, filled_rows [E] gets each group's rows with those that
@@ -33,7 +33,7 @@ struct KBlock { int first_row, rows; };
 __device__ __forceinline__ KBlock find_k_block(const GroupSizes& of, int k_block, int* filled_rows) {
   const int lane = threadIdx.x % 32;
   KBlock found{0, 0};
-  int next_row = 0, next_block = 0;  // behind the groups so far
+  int next_row = 0, next_block = 0;  // after the groups so far
   for (int base = 0; base < of.groups && (filled_rows || next_block <= k_block); base += 32) {
     int row_end = size_of_group(of, base + lane);
 #pragma unroll

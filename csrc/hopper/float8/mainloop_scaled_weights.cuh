@@ -5,7 +5,7 @@
 // side by side in memory, so that TMA brings them with the stage. A warp releases a stage when it has added the products, because it
 // reads scales until then. Here, too, there is a careful loop, and the ballot that chooses is what the compiler understands.
 //
-// Beside the scales of four stages there is room for one epilogue buffer a warp. So a tile is stored by ordinary stores, which have read
+// With the scales of four stages there is room for one epilogue buffer a warp. So a tile is stored by ordinary stores, which have read
 // the buffer when they have been issued; before the next ones a warp would have to wait for TMA.
 
 #pragma once

@@ -140,7 +140,7 @@ template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_b
 
 }  // namespace
 
-// x bf16 or fp16, out e4m3; rows of multiples of 16 elements. As padded_gather, rows behind the last expert are left
+// x bf16 or fp16, out e4m3; rows of multiples of 16 elements. As padded_gather, rows after the last expert are left
 // as they are; out [P,H], scales [P, H / 128 rounded up].
 void quantize_gathered(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor out, Tensor scales) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());

@@ -48,7 +48,7 @@ struct ScaledRows {
   float* scales;
 };
 
-// Quantises and stores vector `v` of a row. The 16 threads of a tile come here together, also those behind the row's end, which hold zeros.
+// Quantises and stores vector `v` of a row. The 16 threads of a tile come here together, also those after the row's end, which hold zeros.
 template <typename T>
 __device__ __forceinline__ void store_scaled(
     const ScaledRows& out, int64_t row, int v, int vectors, const Numbers<T>& numbers, bool power_of_two) {

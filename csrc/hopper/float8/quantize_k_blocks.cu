@@ -54,7 +54,7 @@ template <typename T, bool kGather> __global__ void __launch_bounds__(kKBlockThr
 }  // namespace
 
 // x [P,K] bf16 or fp16, K a multiple of 16; with slot_of_row [P] x is [T,K], and row r that of token slot_of_row[r] / top_k, or zeros where
-// slot_of_row[r] names no slot. out e4m3 [B,K,128], scales [B,K], with room for B >= P / 128 + E k-blocks, of which those behind the last
+// slot_of_row[r] names no slot. out e4m3 [B,K,128], scales [B,K], with room for B >= P / 128 + E k-blocks, of which those after the last
 // expert's are left as they are. filled_rows int32 [E]: each expert's rows, rounded up to k-blocks
 void quantize_k_blocks(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor sizes, bool power_of_two, Tensor out, Tensor scales,

@@ -1,4 +1,4 @@
-"""Where the rest of `gbmoe bench` is: a checkout has it in the folder benchmarks/, beside the folder of this package; a wheel has not.
+"""Where the rest of `gbmoe bench` is: a checkout has it in the folder benchmarks/, next to the folder of this package; a wheel has not.
 
 benchmarks/ has the suites of known results, the rivals and measurements that only these need, and merge, plot and report. GBMOE_CHECKOUT
 names the checkout of a package that is installed elsewhere.
@@ -41,5 +41,5 @@ def benchmarks() -> ModuleType | None:
 
 def absent(what: str) -> str:
     """What to say where `what` is asked for and there is no checkout."""
-    return (f"{what} is in the checkout's folder benchmarks/, which is not beside this package (in {root()}): clone the repository, and"
+    return (f"{what} is in the checkout's folder benchmarks/, which is not next to this package (in {root()}): clone the repository, and"
             " install it with pip install -e or name its folder in GBMOE_CHECKOUT")

@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser, suites: Mapping[str, Suite]) ->
     parser.add_argument("--rivals", "--peers", default="all", metavar="A,B|all|none",
                         help=f"some of {', '.join(rivals.RIVALS)} (default: all that belong to the suite)")
     parser.add_argument("--baseline", metavar="NAME",
-                        help="whom speed-ups are over: a rival, or gbmoe-ENGINE (default: the suite's)")
+                        help="the baseline of speed-ups: a rival, or gbmoe-ENGINE (default: the suite's)")
     parser.add_argument("--memory-limit", type=float, metavar="GiB", help="of device memory for each measurement")
     parser.add_argument("--timing", choices=(SUSTAINED, BURSTS),
                         help=f"{SUSTAINED}: each implementation in a process of its own, in turns, half a second of work before half a"

@@ -228,7 +228,7 @@ class Config:
             raise BrokenCheckpoint(one_line(f"{self.path}: {error}")) from None
 
     def _others(self) -> dict[str, Any]:
-        """The model type's further arguments, but for those that are gbmoe's defaults."""
+        """The model type's further arguments, except for those that are gbmoe's defaults."""
         default = {field.name: field.default for field in fields(Arguments)}
         values = {}
         for name, value in self.model_type.arguments.items():

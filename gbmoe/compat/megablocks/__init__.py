@@ -7,7 +7,7 @@
     from megablocks.layers.dmoe import dMoE
     layer = dMoE(Arguments(mlp_impl="gbmoe"))   # everything else as before
 
-`python -m gbmoe install-megablocks` installs MegaBlocks beside any torch. For `ops` it need not be installed.
+`python -m gbmoe install-megablocks` installs MegaBlocks next to any torch. For `ops` it need not be installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def register() -> None:
         if not is_importable(module):
             raise ModuleNotFoundError(
                 f"gbmoe.compat.megablocks.register: expected the package {package}, found no module {module!r};"
-                " `python -m gbmoe install-megablocks` installs MegaBlocks and what it needs, beside any torch",
+                " `python -m gbmoe install-megablocks` installs MegaBlocks and what it needs, next to any torch",
                 name=module)
     grouped_gemm.register()
     try:

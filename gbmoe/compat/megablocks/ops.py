@@ -250,7 +250,7 @@ def slot_map_of_bins(
     Args:
         operator: the operator whose arguments these are, for errors.
         indices_R, bin_ids, bins, padded_bins, top_k: as in padded_gather; without padding, padded_bins is bins.
-        rows: P. A slot whose row would lie behind the last one has no row.
+        rows: P. A slot whose row would lie after the last one has no row.
 
     Returns:
         the map of R // top_k tokens, int32, on the device of the indices. No host wait.
@@ -310,7 +310,7 @@ def _maps(indices_R, entry_R, row_R, routed_R, top_k, rows):
     slot_R = indices_R.long()
     if slot_R.device.type != "cpu":
         slot_R = slot_R.clamp(0, max(slot_R.numel() - 1, 0))  # an index out of range would destroy the process's CUDA context
-    # Slots without a row all write to one spare row behind the last one.
+    # Slots without a row all write to one spare row after the last one.
     row_R = torch.where(routed_R & (row_R >= 0) & (row_R < rows), row_R, rows)
     row_of_slot_R = torch.full_like(row_R, rows).scatter_(0, slot_R, row_R)
     slot_of_row = torch.full((rows + 1,), PADDING, dtype=torch.int64, device=row_R.device)
@@ -419,7 +419,7 @@ def sum_bins(grad_BN: torch.Tensor, bins_E: torch.Tensor) -> torch.Tensor:
 def replicate(x: torch.Tensor, bins: torch.Tensor, num_outputs: int) -> torch.Tensor:
     """Repeat x[:, e] as often as bin e is long: [B,E] to [B,num_outputs]. Mirrors megablocks.ops.replicate.
 
-    Columns behind the last bin are zero. Differentiable for floating x: each bin's gradients are summed in order, in float32,
+    Columns after the last bin are zero. Differentiable for floating x: each bin's gradients are summed in order, in float32,
     and rounded once. No host wait.
 
     Args:
@@ -439,7 +439,7 @@ def topology(
 ) -> torch.Tensor:
     """Column indices of the block-sparse activation matrix, int16 [rows * columns]. Mirrors megablocks.ops.topology.
 
-    Block row r of expert e holds block columns e * columns .. (e + 1) * columns - 1; rows behind the last expert are zeros.
+    Block row r of expert e holds block columns e * columns .. (e + 1) * columns - 1; rows after the last expert are zeros.
     gbmoe's own layers use no topology; this serves code that builds stk matrices. No host wait.
 
     Args:

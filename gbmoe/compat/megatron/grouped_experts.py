@@ -65,7 +65,7 @@ class GroupedExperts(TEGroupedMLP):
                 ) -> tuple[torch.Tensor, None]:
         """(probs[r] * mlp_e(rows[r]) with e the expert of row r, None).
 
-        Megatron multiplies the activation by the probabilities, gbmoe the result, in float32: equal but for the rounding.
+        Megatron multiplies the activation by the probabilities, gbmoe the result, in float32: equal except for the rounding.
 
         Args:
             permuted_local_hidden_states: [R,H] in expert order. Rows after the sum of the counts come out as zeros.

@@ -2,7 +2,7 @@
 
 They are differentiable in rows and probabilities, sum in float32 (float64 for float64) in slot order and round once. Rows without a token
 are zero, and so are their probabilities and gradients. Whatever the maps hold, no row outside the result is touched: a slot whose row
-would lie behind the last one is dropped. The values of sizes and indices are checked where they are on the CPU; on a device that
+would lie after the last one is dropped. The values of sizes and indices are checked where they are on the CPU; on a device that
 would need a host wait.
 
 The host does not wait, except where a result's number of rows must be read from the device; the functions below say so.
@@ -108,7 +108,7 @@ def moe_permute(
     Args:
         inp: [T,H].
         routing_map: [T,E] or [T,K] as `map_type` says: bool or integer, int32 or int64; on inp's device.
-        num_out_tokens: P. Rows behind the routed ones are zero; slots whose rows are not below P are dropped. With a mask, -1
+        num_out_tokens: P. Rows after the routed ones are zero; slots whose rows are not below P are dropped. With a mask, -1
             means the number of routed slots, for which the host waits once; with ids, -1 and 0 mean T * K.
         max_token_num: accepted without effect; nothing here keeps a workspace.
         map_type: 'mask' or 'index'.
@@ -294,7 +294,7 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorte
 
     Args:
         inp: [T,H].
-        split_sizes: int32 or int64 [S], rows of each chunk, in order. Rows of inp behind their sum stay where they are.
+        split_sizes: int32 or int64 [S], rows of each chunk, in order. Rows of inp after their sum stay where they are.
         sorted_index: int32 or int64 [S], a permutation of the chunks. Both on the CPU or on inp's device; no host wait.
 
     Raises:
@@ -324,7 +324,7 @@ def moe_sort_chunks_and_pad_by_index_with_probs(
     `moe_unpermute(out, row_id_map, map_type='index')` removes the padding and restores the order of inp.
 
     Args:
-        inp: [T,H]. Rows behind the sum of split_sizes are left out: they get row -1 and no gradient.
+        inp: [T,H]. Rows after the sum of split_sizes are left out: they get row -1 and no gradient.
         probs: [T], on inp's device, or None.
         split_sizes, sorted_index: as in moe_sort_chunks_by_index. Where both are on the CPU there is no host wait, otherwise
             one, for the result's row count.

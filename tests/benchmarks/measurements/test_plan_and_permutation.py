@@ -105,7 +105,7 @@ FAULTS = {
         right(*args)[0].flip(0), *right(*args)[1:]), ROUTED),
     "tiles": (plan, "_routing_plan", last_of(4), {"plan"}),
     "gather": (launch, "gather", gather_with(lambda out, rows: out.index_fill_(0, rows[-1, -1:].long(), 0)), GATHERS),
-    "rows behind the last expert": (launch, "gather", gather_with(lambda out, _: last_row(out)), GATHERS - {"gather"}),
+    "rows after the last expert": (launch, "gather", gather_with(lambda out, _: last_row(out)), GATHERS - {"gather"}),
     "scatter": (launch, "scatter", last, {"scatter"}),
     "scatter-backward": (plain_permute, "padded_scatter_backward", last_of(1), {"scatter-backward"}),
     "padding of a gradient": (plain_permute, "padded_scatter_backward", last_of(0), {"scatter-backward"}),

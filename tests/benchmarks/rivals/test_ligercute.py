@@ -1,4 +1,4 @@
-"""LigerCute's adapter beside modules of its names: the weights' layouts, the gradients' scale, and the memory that all ranks make and
+"""LigerCute's adapter next to modules of its names: the weights' layouts, the gradients' scale, and the memory that all ranks make and
 give back together."""
 
 import dataclasses

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The package as a wheel installs it, with a package of another project's named benchmarks beside it."""
+    """The package as a wheel installs it, with a package of another project's named benchmarks next to it."""
     folder = tmp_path_factory.mktemp("site-packages")
     shutil.copytree(ROOT / "gbmoe", folder / "gbmoe", ignore=shutil.ignore_patterns("*.so*", "__pycache__"))
     (folder / "benchmarks").mkdir()
@@ -40,7 +40,7 @@ def test_a_wheel_names_what_is_in_a_checkout(arguments, what, tmp_path, monkeypa
     monkeypatch.setattr(checkout, "root", lambda: tmp_path)
     assert main(["bench", *arguments]) == 2
     line, = capsys.readouterr().err.splitlines()
-    where = f"the checkout's folder benchmarks/, which is not beside this package (in {tmp_path})"
+    where = f"the checkout's folder benchmarks/, which is not next to this package (in {tmp_path})"
     assert line.startswith(f"gbmoe bench: {what} is in {where}")
 
 

@@ -249,7 +249,7 @@ def test_a_sustained_run_is_complete(bench, one_case, tmp_path, capsys):
     assert "energy left out: NVML counts" in capsys.readouterr().out
     page = tmp_path / "page.md"
     assert main(["bench", "report", str(tmp_path / "rows.json"), "--output", str(page)]) == 0
-    assert f"Timed sustained, one behind the other: {run['sustained']}." in page.read_text()
+    assert f"Timed sustained, one after the other: {run['sustained']}." in page.read_text()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -35,7 +35,7 @@ def load(path):
 
 
 def save_sharded(save_file, tensors, folder, shards=3):
-    """A directory as transformers writes it, but cut without regard to layers, and with files beside the weights."""
+    """A directory as transformers writes it, but cut without regard to layers, and with files next to the weights."""
     folder.mkdir()
     weight_map = {}
     for shard in range(shards):

@@ -55,7 +55,7 @@ def rows_of_mask(mask, align):
 
 
 def plain_rows(x_TH, token_P):
-    """x[token], and for -1 the zero row that stands behind the last."""
+    """x[token], and for -1 the zero row that stands after the last."""
     return F.pad(x_TH, (0, 0, 0, 1))[token_P]
 
 
@@ -130,7 +130,7 @@ def test_maps_are_the_reference_s(device, tokens, experts, density):
     """Map, slots and padded slots of masks of every dtype and layout, against plain PyTorch on the CPU."""
     drawn = torch.rand(tokens, experts, generator=exact_inputs.generator("cpu", 1)) < density
     pad_offsets = torch.arange(experts) * 3
-    rows = int(drawn.sum()) + 3 * experts - 2  # the last expert's last rows may lie behind
+    rows = int(drawn.sum()) + 3 * experts - 2  # the last expert's last rows may lie after it
     expected_map = te._mask_row_map_reference(drawn)
     row_TE, _, count_T = te._columns(expected_map)
     used_TE = torch.arange(experts) < count_T.unsqueeze(1)

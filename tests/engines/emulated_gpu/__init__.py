@@ -100,7 +100,7 @@ class Kernels:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The address behind the last element of a tensor with any strides."""
+    """The address after the last element of a tensor with any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 

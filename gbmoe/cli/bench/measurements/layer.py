@@ -2,7 +2,7 @@
 
 A layer is compared with float64 on samples, given the experts that its own router chose: some tokens through the whole layer, forward
 and backward, and some ffn rows of every expert's weight gradient, over all tokens. The router's choice is checked separately: a chosen
-expert may not be worse than one that was passed over, but for rounding.
+expert may not be worse than one that was passed over, except for rounding.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, S sampled tokens.
 """

@@ -30,7 +30,7 @@ class Clock(Protocol):
     """When a device gets to a place in its work."""
 
     def mark(self) -> Any:
-        """A place behind all work that has been given to the device."""
+        """A place after all work that has been given to the device."""
 
     def wait(self) -> None:
         """Until the device has done it all."""
@@ -80,7 +80,7 @@ class Repeated:
 
 
 def repeat(subject: Subject, clock: Clock, *, before: int, timed: int) -> Repeated:
-    """`before` calls and, directly behind them, `timed` calls; waits for the device at the end.
+    """`before` calls and, directly after them, `timed` calls; waits for the device at the end.
 
     `reset` precedes every call and is part of the time of its first step, as it is of a training step's.
     """

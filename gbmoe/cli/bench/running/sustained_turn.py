@@ -29,7 +29,7 @@ class Turn:
 
 def take_turn(subject: Subject, clock: Clock, seconds: float, calls: int = 2, counter: EnergyCounter | None = None,
               now: Callable[[], float] = time.perf_counter) -> Turn:
-    """Call the subject for at least `seconds` and, directly behind that, for at least `seconds` that are timed.
+    """Call the subject for at least `seconds` and, directly after that, for at least `seconds` that are timed.
 
     Args:
         calls: of each of both, to begin with. Where they do not last long enough all is done again with more of them; what the turn

@@ -1,7 +1,7 @@
 """Run configurations timed sustained: every implementation resident in a process of its own, one at a time in turns.
 
 All that compete are ready (imported, compiled, verified, and called once more) before the first is timed. Then there are rounds, in an
-order that is rotated from one to the next; in each every implementation works for some time and, directly behind that, for as long
+order that is rotated from one to the next; in each every implementation works for some time and, directly after that, for as long
 timed (turn.py). A row's time is the median of its rounds'. Between turns a process keeps weights and inputs alone.
 """
 
@@ -117,8 +117,8 @@ class ProcessRunner:
 
 
 def _naming_whose_memory(row: dict, resident: Sequence[_Contestant]) -> dict:
-    """The row; where it ran out of memory with who it was, and who was resident beside it."""
+    """The row; where it ran out of memory with who it was, and who else was resident."""
     if row["outcome"] == OUT_OF_MEMORY:
-        beside = ", ".join(contestant.measurement.by for contestant in resident) or "nobody"
-        row["problem"] = f"{row['by']}: {row['problem']} (resident beside it: {beside})"
+        others = ", ".join(contestant.measurement.by for contestant in resident) or "nobody"
+        row["problem"] = f"{row['by']}: {row['problem']} (also resident: {others})"
     return row

@@ -28,7 +28,7 @@ from gbmoe.testing import exact_inputs
 
 VERIFIED, WRONG, ERROR, CRASHED, TIMED_OUT, OUT_OF_MEMORY, LEFT_OUT = (
     "verified", "wrong", "error", "crashed", "timed out", "out of memory", "left out")
-# How a row was timed: a few calls apart, each with a cold L2 cache; or one behind the other for as long as it takes to be at the clock
+# How a row was timed: a few calls apart, each with a cold L2 cache; or one after the other for as long as it takes to be at the clock
 # that the power limit allows. Figures of the two are not compared.
 BURSTS, SUSTAINED = "bursts", "sustained"
 

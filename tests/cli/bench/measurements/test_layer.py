@@ -42,7 +42,7 @@ def test_layers_of_newer_models_are_right(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", moe_shapes.NEWER_CASES, ids=lambda case: case.name)
 def test_on_a_gpu_layers_of_newer_models_are_right(case):
-    """Their widths, of which 640, 2,304 and 2,880 are no multiples of 256, and top-k, with experts that fit beside other processes."""
+    """Their widths, of which 640, 2,304 and 2,880 are no multiples of 256, and top-k, with experts that fit next to other processes."""
     device, few = torch.device("cuda", torch.cuda.current_device()), replace(case, tokens=1024, experts=2 * case.top_k)
     for engine in (name for name, reason in engines.availability(device).items() if reason is None):
         row = measure(LayerMeasurement(few, "gbmoe", engine, "skewed", "forward+backward"), Conditions(device, torch.bfloat16, QUICK))

@@ -1,4 +1,4 @@
-"""SonicMoE's adapter beside a module of its names: the weights' layouts, the router that is watched, and the gradients."""
+"""SonicMoE's adapter next to a module of its names: the weights' layouts, the router that is watched, and the gradients."""
 
 import enum
 import sys

@@ -54,7 +54,7 @@ class NVMLError(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Stands for pynvml, beside a GPU that torch knows."""
+    """Stands for pynvml, next to a GPU that torch knows."""
     fake = types.ModuleType("pynvml")
     fake.NVMLError, fake.asked = NVMLError, []
     fake.nvmlInit = lambda: None

@@ -86,7 +86,7 @@ def test_each_has_a_process_of_its_own_in_which_nothing_is_made_between_turns(fa
 
 @pytest.mark.parametrize("name, outcome, words", [
     ("CrashingLater", "crashed", "was killed by SIGSEGV"),
-    ("OutOfMemoryLater", "out of memory", "OutOfMemoryLater: CUDA out of memory. Tried to allocate 64.00 GiB. (resident beside it: bmm"),
+    ("OutOfMemoryLater", "out of memory", "OutOfMemoryLater: CUDA out of memory. Tried to allocate 64.00 GiB. (also resident: bmm"),
 ])
 def test_one_that_fails_in_its_turn_has_no_time_and_the_others_go_on(fake, name, outcome, words):  # noqa: F811
     rows, *_ = measured("bmm", fake(name), "loop", computations=("forward", "forward+backward"))
@@ -111,7 +111,7 @@ def test_whatever_rivals_do_the_others_are_timed(fake):  # noqa: F811
 def test_memory_that_ran_out_says_whose_it_was(fake):  # noqa: F811
     rows, *_ = measured("bmm", "gbmoe-auto", fake("OutOfMemory"))
     problem = rows["layer/tiny-mlp/uniform/forward/OutOfMemory"]["problem"]
-    assert problem.startswith("OutOfMemory: CUDA out of memory.") and problem.endswith("(resident beside it: bmm, gbmoe-auto)")
+    assert problem.startswith("OutOfMemory: CUDA out of memory.") and problem.endswith("(also resident: bmm, gbmoe-auto)")
 
 
 def test_energy_is_the_median_of_the_rounds_that_have_it(monkeypatch):
