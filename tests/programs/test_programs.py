@@ -298,3 +298,82 @@ def test_steps_of_a_layer_have_the_same_bits_and_no_more_memory(shape, dtype):
             got, used = step(x)
             assert all(torch.equal(one, other) for one, other in zip(got, results)), repeat
             assert used <= peak, repeat
+
+
+@pytest.mark.gpu
+def test_memory_that_ran_out_in_a_program_is_torchs_error():
+    """With its type and words, and the next step is as before: the extension's own allocations know no types of errors."""
+    args = gbmoe.Arguments(hidden_size=512, ffn_hidden_size=1024, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
+                           bf16=True, moe_loss_weight=0, device="cuda")
+    layer, x = gbmoe.dMoE(args), torch.randn(4096, 1, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        out = layer(x)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    for _ in range(3):
+        expected = step()
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        for more in range(0, 64, 4):  # MiB; it runs out at another statement each time
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (more << 20)) / total)
+            try:
+                step()
+            except torch.OutOfMemoryError as error:
+                assert "CUDA out of memory" in str(error)
+            gc.collect()
+            torch.cuda.empty_cache()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(one, other) for one, other in zip(step(), expected))
+
+
+@pytest.mark.gpu
+def test_a_step_of_programs_is_one_cuda_graph():
+    args = gbmoe.Arguments(hidden_size=64, ffn_hidden_size=96, moe_num_experts=8, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
+                           bf16=True, moe_loss_weight=0, device="cuda")
+    layer, x = gbmoe.dMoE(args), torch.randn(64, 1, 64, device="cuda", dtype=torch.bfloat16)
+    weights = list(layer.parameters())
+
+    def step():
+        out = layer(x)
+        return [out, *torch.autograd.grad(out.square().sum(), weights)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(results, step()))
+
+
+@pytest.mark.gpu
+def test_a_program_runs_where_its_tensors_are():
+    """Not on the device that is the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    results = []
+    for device in ("cuda:1", "cuda:0"):
+        args = gbmoe.Arguments(hidden_size=64, ffn_hidden_size=96, moe_num_experts=8, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
+                               bf16=True, moe_loss_weight=0, device=device)
+        torch.manual_seed(0)
+        layer = gbmoe.dMoE(args)
+        for parameter in layer.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape) / 8)
+        x = torch.randn(64, 1, 64).to(device, torch.bfloat16)
+        for _ in range(4):
+            out = layer(x)
+            results.append([t.cpu() for t in (out.detach(), *torch.autograd.grad(out.square().sum(), list(layer.parameters())))])
+    assert all(torch.equal(one, other) for step in results for one, other in zip(step, results[0]))
