@@ -15,6 +15,7 @@ import pytest
 
 from gbmoe import Arguments
 from gbmoe.cli import main
+from gbmoe.compat.checkpoints.models import MODEL_TYPES, WITH_TEXT_CONFIG
 from gbmoe.layers.expert_parallel_options import FLAT_NAMES
 from tests.compat import interfaces
 from tests.forked_python import python
@@ -213,3 +214,9 @@ def test_environment_variables_that_gbmoe_reads_are_in_the_table_of_options():
             for name in re.findall(r"\bGBMOE_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
     listed = set(re.findall(r"`(GBMOE_\w+)`", OPTIONS.read_text()))
     assert len(read) > 5 and read - listed == set()
+
+
+def test_the_page_of_models_lists_the_model_types_that_convert_takes():
+    table = (ROOT / "docs" / "models.md").read_text().partition("## Checkpoints")[2]
+    listed = [name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted({"model_type", *MODEL_TYPES, *WITH_TEXT_CONFIG})
