@@ -41,7 +41,7 @@ class Links(cost_model.Links):
         push: rate at which a kernel writes rows to another rank's memory.
         barrier: seconds of a barrier between the ranks of a node, on the device.
         plan: seconds to collect and sort all ranks' choices, with the host's wait for the number of rows.
-        beside: the most ranks of a node with which backward's tokens and sums travel by the copy engines while GEMMs run.
+        copy_engine_ranks: the most ranks of a node with which backward's tokens and sums travel by the copy engines while GEMMs run.
     """
 
     peer_memory: bool = True
@@ -49,7 +49,7 @@ class Links(cost_model.Links):
     push: float = 345e9
     barrier: float = 9e-6
     plan: float = 100e-6
-    beside: int = RANKS_WITH_COPY_ENGINES
+    copy_engine_ranks: int = RANKS_WITH_COPY_ENGINES
 
     def pull_of(self, row_bytes: int) -> float:
         """The rate at which rows of `row_bytes` bytes are pulled."""
@@ -269,7 +269,7 @@ def _by_peer_memory(shape: Shape, gpu: Gpu, links: Links, ranks: int, load: Load
     meet = publish(shape, gpu) + links.barrier
     both = 2 * (meet + links.barrier + summed) + links.barrier + links.plan + 2 * gpu.layer
     forward = pulled + computed + pushed
-    if ranks <= links.beside:
+    if ranks <= links.copy_engine_ranks:
         return both + forward + pulled + 2 * computed + 2 * gather(shape, gpu, load.rows, load.arriving)
     return both + forward + publish(shape, gpu) + 2 * pulled + 2 * computed + pushed
 

@@ -119,10 +119,10 @@ class LayerInputs:
         logits_SE = self.x_TH[self.tokens_S].double() @ self.weights.router_EH.double().t()
         best_SK, ids_SK = logits_SE.topk(ids_TK.size(1), dim=-1).values, ids_TK[self.tokens_S]
         distinct = bool((ids_SK.sort(-1).values.diff(dim=-1) != 0).all())
-        behind = float((best_SK[:, -1] - logits_SE.gather(1, ids_SK).amin(-1)).max()) if distinct else float("inf")
+        shortfall = float((best_SK[:, -1] - logits_SE.gather(1, ids_SK).amin(-1)).max()) if distinct else float("inf")
         # Logits and their products are rounded to the layer's dtype.
         rounding = 4 * torch.finfo(self.x_TH.dtype).eps * float(logits_SE.abs().max())
-        return accuracy.Verdict("router's choice", behind, rounding)
+        return accuracy.Verdict("router's choice", shortfall, rounding)
 
 
 @kept
