@@ -4,7 +4,7 @@
 
 No page may be wider than the window, at any width. On a desktop no code block and no table may be wider than the column either: a line
 that is cut at the column's edge is not read. On a tablet or a phone they scroll inside themselves, because a wrapped line of code or
-of a table reads as two. Pictures must load, everywhere.
+of a table reads as two. Pictures must load, and are shrunk to 70 % at most, as smaller letters cannot be read.
 
 It needs `pip install -e .[pages]` and a Chromium of the system's; in CI, as root on Debian, it installs Debian's. Exit status: 0 where
 everything fits, 1 where something does not, 2 where nothing was looked at.
@@ -47,8 +47,8 @@ FAULTS = """mayScroll => {
       if (e.scrollWidth > e.clientWidth + 1 && scrolls(e))
         faults.push(`${named(e)} is ${e.scrollWidth} px wide, its column ${e.clientWidth}`);
   for (const e of document.images)
-    if (!e.naturalWidth)
-      faults.push(`picture ${e.getAttribute("src")} does not load`);
+    if (!e.naturalWidth || e.clientWidth && e.clientWidth < 0.7 * e.naturalWidth)
+      faults.push(`picture ${e.getAttribute("src")}: ${e.clientWidth} of its ${e.naturalWidth} px wide`);
   return faults;
 }"""
 

@@ -165,7 +165,7 @@ def _heat_map(content: dict, rows: Sequence[dict]) -> Figure:
     disturbed = {(_panel(row), row["by"]) for row in rows if is_disturbed(row)}
     grid = [[math.log2(cells.get((line, name), math.nan)) for name in names] for line in lines]
     reach = max(1.0, max(abs(cell) for line in grid for cell in line if not math.isnan(cell)))
-    width = 0.3 + 0.06 * max(map(len, lines)) + 0.65 * len(names) + 0.04 * len(names[-1])  # in inches: labels, cells, the last slanted name
+    width = 0.3 + 0.06 * max(map(len, lines)) + 0.6 * len(names) + 0.04 * len(names[-1])  # in inches: labels, cells, the last slanted name
     title = _title(content, rows, f"times as fast as {content['baseline']} (blue: faster, grey: no time, ?: disturbed)")
     title = "\n".join(part for line in title.split("\n") for part in wrap(line, round(15 * width)))
     slanted = 0.045 * max(map(len, names))  # inches of height
