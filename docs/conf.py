@@ -36,6 +36,8 @@ napoleon_preprocess_types = False
 html_theme = "furo"
 html_title = f"gbmoe {release}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["fit.css"]
 html_theme_options = {"navigation_with_keys": True}
 
 

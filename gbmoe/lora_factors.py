@@ -71,9 +71,11 @@ class ExpertLora:
 
     Example:
         >>> x, w1, w2 = torch.randn(6, 16), torch.randn(4, 32, 16), torch.randn(4, 32, 16)
-        >>> a, b = torch.randn(4, 2, 16, requires_grad=True), torch.randn(4, 32, 2, requires_grad=True)
+        >>> a = torch.randn(4, 2, 16, requires_grad=True)
+        >>> b = torch.randn(4, 32, 2, requires_grad=True)
         >>> lora = ExpertLora(w1=LoraFactors(a, b, scale=2.0))
-        >>> gbmoe.grouped_mlp(x, torch.tensor([3, 0, 1, 2]), w1, w2, lora=lora).sum().backward()
+        >>> out = gbmoe.grouped_mlp(x, torch.tensor([3, 0, 1, 2]), w1, w2, lora=lora)
+        >>> out.sum().backward()
         >>> a.grad.shape
         torch.Size([4, 2, 16])
     """

@@ -43,9 +43,11 @@ class RouterFunction:
         ValueError: naming the attribute, what was expected and what came.
 
     Example:
-        >>> deepseek_v3 = RouterFunction("sigmoid", num_groups=8, group_topk=4, normalize=1, epsilon=1e-20, scale=2.5)
+        >>> deepseek_v3 = RouterFunction("sigmoid", num_groups=8, group_topk=4,
+        ...                              normalize=1, epsilon=1e-20, scale=2.5)
         >>> logits, bias = torch.randn(3, 256), torch.zeros(256)
-        >>> gbmoe.ops.route(logits, 8, function=deepseek_v3, expert_bias=bias).experts_TK.shape
+        >>> routing = gbmoe.ops.route(logits, 8, function=deepseek_v3, expert_bias=bias)
+        >>> routing.experts_TK.shape
         torch.Size([3, 8])
     """
 

@@ -18,7 +18,8 @@ class SlotMap(NamedTuple):
     Tensors are int32 and on one device; an entry outside its range counts as none.
 
         row_of_slot_TK     row of each slot, -1 where it has none
-        slot_of_row_P      negative for a row without a slot, at least 0 for the others; in a plan it is the slot itself
+        slot_of_row_P      negative for a row without a slot, at least 0 for the others;
+                           in a plan it is the slot itself
         columns_TK         of a ragged map: the column of each slot's scalars
         counts_T           of a ragged map: how many slots of each token are in use
 

@@ -33,7 +33,8 @@ class WeightLayout:
         ValueError: for another gate_up.
 
     Example:
-        >>> layout = WeightLayout("gate_first", down_transposed=True)  # transformers' Mixtral, Qwen3 and others
+        >>> # transformers' Mixtral, Qwen3 and others
+        >>> layout = WeightLayout("gate_first", down_transposed=True)
         >>> w1, w2 = torch.empty(4, 64, 16), torch.empty(4, 16, 32)
         >>> [tuple(w.shape) for w in layout.matrices(w1, w2, None)]
         [(4, 32, 16), (4, 32, 16), (4, 32, 16)]

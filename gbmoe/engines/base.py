@@ -4,8 +4,10 @@ Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K in
 H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones. Group e has sizes[e] consecutive
 rows. Rows after those of the last group belong to no group: they are not read, and in the result they are undefined.
 
-    m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]        b [E,K,N], or [E,N,K] with trans_b
-    k-grouped:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]      a [M,K], b [M,N], with trans_a
+    m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]
+                b [E,K,N], or [E,N,K] with trans_b
+    k-grouped:  out [E,K,N],  out[e] = a[rows of e].T @ b[rows of e]
+                a [M,K], b [M,N], with trans_a
 """
 
 from __future__ import annotations

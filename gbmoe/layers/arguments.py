@@ -101,7 +101,7 @@ class Arguments:
         ValueError: naming the field, what was expected and what came.
 
     Example:
-        >>> Arguments(hidden_size=64, ffn_hidden_size=128, moe_num_experts=4, moe_top_k=2, fp16=False).mlp_impl
+        >>> Arguments(hidden_size=64, ffn_hidden_size=128, fp16=False).mlp_impl
         'gbmoe'
     """
 
@@ -323,7 +323,9 @@ def from_megatron(megatron_args: Any) -> Arguments:
 
     Example:
         >>> import types
-        >>> from_megatron(types.SimpleNamespace(num_experts=8, moe_router_topk=2, moe_router_pre_softmax=True)).moe_top_k
+        >>> config = types.SimpleNamespace(num_experts=8, moe_router_topk=2,
+        ...                                moe_router_pre_softmax=True)
+        >>> from_megatron(config).moe_top_k
         2
     """
     from gbmoe.layers.megatron_arguments import translate  # which needs this module

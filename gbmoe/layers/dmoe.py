@@ -131,8 +131,8 @@ class dMoE(torch.nn.Module):
         args: see Arguments.
 
     Example:
-        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, bias=False,
-        ...                        fp16=False, device="cpu"))
+        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4,
+        ...                        moe_top_k=2, bias=False, fp16=False, device="cpu"))
         >>> layer(torch.randn(7, 3, 32)).shape
         torch.Size([7, 3, 32])
         >>> class SigmoidRouter(torch.nn.Module):

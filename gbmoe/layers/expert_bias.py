@@ -55,8 +55,10 @@ def update_expert_bias(model: torch.nn.Module, group: dist.ProcessGroup | None =
         RuntimeError: where the collective fails; it names the ranks that are missing.
 
     Example:
-        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, bias=False, fp16=False, device="cpu",
-        ...                        moe_loss_weight=0, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25))
+        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4,
+        ...                        bias=False, fp16=False, device="cpu", moe_loss_weight=0,
+        ...                        moe_router_enable_expert_bias=True,
+        ...                        moe_router_bias_update_rate=0.25))
         >>> layer(torch.ones(3, 1, 32)).sum().backward()  # all three tokens to one expert
         >>> gbmoe.update_expert_bias(layer)
         >>> layer.router.expert_bias.sort().values
@@ -89,8 +91,9 @@ def update_expert_bias_after(optimizer: torch.optim.Optimizer, model: torch.nn.M
         ValueError: where no layer of the model has biases.
 
     Example:
-        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, bias=False, fp16=False, device="cpu",
-        ...                        moe_loss_weight=0, moe_router_enable_expert_bias=True))
+        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4,
+        ...                        bias=False, fp16=False, device="cpu", moe_loss_weight=0,
+        ...                        moe_router_enable_expert_bias=True))
         >>> optimizer = torch.optim.AdamW(layer.parameters())
         >>> handle = gbmoe.update_expert_bias_after(optimizer, layer)
         >>> layer(torch.ones(3, 1, 32)).sum().backward()

@@ -118,11 +118,12 @@ def add_adapter(model: torch.nn.Module, name: str, *, rank: int, alpha: float | 
         ValueError: where the model has no dMoE, the name is taken, or a layer cannot have adapters.
 
     Example:
-        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, mlp_type="glu", bias=False, fp16=False,
-        ...                        device="cpu"))
+        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4,
+        ...                        mlp_type="glu", bias=False, fp16=False, device="cpu"))
         >>> parameters = gbmoe.add_adapter(layer, "task", rank=8, alpha=16)
         >>> layer(torch.randn(7, 3, 32)).sum().backward()
-        >>> layer.experts.mlp.w1.grad is None, layer.experts.mlp.adapters["task"].w1_b.grad.shape
+        >>> experts = layer.experts.mlp
+        >>> experts.w1.grad is None, experts.adapters["task"].w1_b.grad.shape
         (True, torch.Size([4, 64, 8]))
     """
     layers = _layers(model, "add_adapter")

@@ -88,8 +88,8 @@ def replay_experts(model: torch.nn.Module, recorded: Mapping[str, Sequence[torch
 
     Example:
         >>> from gbmoe import Arguments
-        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, bias=False, fp16=False,
-        ...                        device="cpu"))
+        >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4,
+        ...                        moe_top_k=2, bias=False, fp16=False, device="cpu"))
         >>> x = torch.randn(7, 3, 32)
         >>> with record_experts(layer) as recorded:
         ...     before = layer(x)

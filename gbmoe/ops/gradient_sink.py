@@ -39,7 +39,8 @@ class WeightGradientSink:
         TypeError, ValueError: for a tensor that is none of these.
 
     Example:
-        >>> x, w1, w2 = torch.randn(6, 16), *(torch.randn(4, 32, 16, requires_grad=True) for _ in range(2))
+        >>> x = torch.randn(6, 16)
+        >>> w1, w2 = (torch.randn(4, 32, 16, requires_grad=True) for _ in range(2))
         >>> plan = gbmoe.RoutingPlan.from_experts(torch.randint(4, (6, 2)), num_experts=4)
         >>> main_grads = [torch.zeros(4, 32, 16) for _ in range(2)]
         >>> sink = gbmoe.WeightGradientSink(*main_grads, deferred=True)

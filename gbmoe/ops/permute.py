@@ -43,7 +43,8 @@ def padded_gather(
         TypeError, ValueError: naming the argument, what was expected and what came.
 
     Example:
-        >>> plan = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, 2]]), num_experts=3, align=2)
+        >>> experts = torch.tensor([[1, 0], [1, 2]])
+        >>> plan = RoutingPlan.from_experts(experts, num_experts=3, align=2)
         >>> padded_gather(torch.tensor([[1.0], [2.0]]), plan).flatten().tolist()
         [1.0, 0.0, 1.0, 2.0, 2.0, 0.0, 0.0]
     """

@@ -60,7 +60,8 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     Example:
         >>> route(torch.tensor([[0.0, 2.0, 1.0]]), 2).experts_TK
         tensor([[1, 2]])
-        >>> route(torch.tensor([[0.0, 2.0, 1.0]]), 2, function=RouterFunction("sigmoid"), expert_bias=torch.tensor([1.0, 0, 0])).experts_TK
+        >>> logits, bias = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([1.0, 0, 0])
+        >>> route(logits, 2, function=RouterFunction("sigmoid"), expert_bias=bias).experts_TK
         tensor([[0, 1]])
     """
     require_tensor(logits_TE, "route", "logits", rank=2, dtypes=FLOATING)

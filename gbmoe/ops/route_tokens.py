@@ -55,8 +55,9 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
         TypeError, ValueError: naming the argument, what was expected and what came; and if the engine cannot compute the product.
 
     Example:
-        >>> x, weight = torch.ones(1, 2).bfloat16(), torch.tensor([[1, 0], [1, 2**-8]]).bfloat16()
-        >>> route_tokens(x, weight, 1).experts_TK, route_tokens(x, weight, 1).scores_TE.dtype
+        >>> x = torch.ones(1, 2).bfloat16()
+        >>> routing = route_tokens(x, torch.tensor([[1, 0], [1, 2**-8]]).bfloat16(), 1)
+        >>> routing.experts_TK, routing.scores_TE.dtype
         (tensor([[1]]), torch.bfloat16)
     """
     return Routing(*_route_tokens(*router_inputs(

@@ -9,7 +9,8 @@ named configuration, without a tensor, so that it is tested on a CPU. Engines an
     hopper_tiles.py         tiles, clusters, schedules and split-K of the Hopper engine's GEMMs
     float8_tiles.py         the same for scaled e4m3 operands
     tensor_core_tiles.py    tiles of the tensor_core engine's GEMMs
-    gathering.py            whether rows are gathered before the Hopper engine's GEMMs or inside them
+    gathering.py            whether rows are gathered before the Hopper engine's GEMMs or
+                            inside them
     router_kernels.py       how a warp's lanes share a token's logits
     permute.py              how threads share the gather, and CTAs the sort of a plan
 

@@ -2,10 +2,14 @@
 
 A constant in this folder stands for a quantity that another GPU has more or less of. These are the quantities:
 
-    Device.tiles            a number of tiles or CTAs stands for waves: how often every multiprocessor gets one
-    Device.flops            a number of FLOP stands for the time that the tensor cores take, next to a fixed cost
-    Device.panel            a panel's height stands for the shape of a wave: a part of the result that is about as high as wide
-    Device.l2_power_of_two  a length stands for bytes: what a wave reads, or a group's weights, next to what the L2 holds
+    Device.tiles            a number of tiles or CTAs stands for waves: how often every
+                            multiprocessor gets one
+    Device.flops            a number of FLOP stands for the time that the tensor cores take,
+                            next to a fixed cost
+    Device.panel            a panel's height stands for the shape of a wave: a part of the
+                            result that is about as high as wide
+    Device.l2_power_of_two  a length stands for bytes: what a wave reads, or a group's
+                            weights, next to what the L2 holds
 
 On an H100 and an H200 each gives the constant itself: there it was measured. On any other GPU it is reckoned, not measured.
 """

@@ -4,22 +4,28 @@ A layer's names begin with any prefix (model.layers.0.mlp., transformer.blocks.0
 
     MegaBlocks, gbmoe.dMoE           transformers
     router.layer.weight [E,H]        gate.weight [E,H], or as the model type has it
-    router.expert_bias [E]           gate.e_score_correction_bias [E], or as the model type has it
-    experts.mlp.w1 [E*F,H]           experts.gate_up_proj [E,2F,H], gate above up; without a gate experts.up_proj [E,F,H]
+    router.expert_bias [E]           gate.e_score_correction_bias [E], or as the model type
+                                     has it
+    experts.mlp.w1 [E*F,H]           experts.gate_up_proj [E,2F,H], gate above up; without a
+                                     gate experts.up_proj [E,F,H]
     experts.mlp.v1 [E*F,H]           its up half; there is no v1 without a gate
     experts.mlp.w2 [E*F,H]           experts.down_proj [E,H,F]
     experts.mlp.w1_bias, v1_bias     experts.gate_up_proj_bias [E,2F] of gpt_oss
     experts.mlp.w2_bias [E,H]        experts.down_proj_bias [E,H]
-    shared_expert.*_proj.weight      shared_experts.*_proj.weight, shared_expert. or shared_mlp.
+    shared_expert.*_proj.weight      shared_experts.*_proj.weight, shared_expert. or
+                                     shared_mlp.
     shared_expert.expert_gate.weight shared_expert_gate.weight [1,H]
 
 This is the layout that transformers 5 has in memory, here called "fused". gpt_oss and llama4 have experts.gate_up_proj [E,H,2F] and
 experts.down_proj [E,F,H] under these names, the former with gate and up in turns; shapes and biases tell. On disk most of its models still
 have a tensor for each expert: save_pretrained writes these by default, and published checkpoints hold them. These are the other layouts:
 
-    "gate_proj"     experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H], experts.0.down_proj.weight [H,F]
-    "w1"            experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same tensors under Mixtral's names
-    "input_linear"  input_linear.weight [E,2F,H], output_linear.weight [E,H,F]: the fused ones under Granite's names
+    "gate_proj"     experts.0.gate_proj.weight [F,H], experts.0.up_proj.weight [F,H],
+                    experts.0.down_proj.weight [H,F]
+    "w1"            experts.0.w1.weight, experts.0.w3.weight, experts.0.w2.weight: the same
+                    tensors under Mixtral's names
+    "input_linear"  input_linear.weight [E,2F,H], output_linear.weight [E,H,F]: the fused
+                    ones under Granite's names
 
 All can be read and written, but from_pretrained does not load all. A model type loads "fused" and at most one of the others, and gives
 experts under other names random values. models.py has the list, and convert_checkpoint refuses to write what the model type in
@@ -27,11 +33,15 @@ config.json does not load.
 
 Layouts of training frameworks, with the whole tensors of all ranks:
 
-    "megatron_grouped"     Megatron-Core's TEGroupedMLP: experts.linear_fc1.weight0 [2F,H], gate above up, experts.linear_fc2.weight0 [H,F]
-    "megatron_sequential"  its SequentialMLP: the same as experts.local_experts.0.linear_fc1.weight
-    "torchtitan"           experts.w1, w3 [E,F,H], w2 [E,H,F], router.gate.weight, expert_bias; with score_before_experts the
-                           router's weight multiplies what an expert gets: Arguments.moe_apply_probs_on_input
-    "torchtitan_0.3"       the same as routed_experts.inner_experts.w1_EFD, expert_bias_E: what torchtitan 0.3 has
+    "megatron_grouped"     Megatron-Core's TEGroupedMLP: experts.linear_fc1.weight0 [2F,H],
+                           gate above up, experts.linear_fc2.weight0 [H,F]
+    "megatron_sequential"  its SequentialMLP: the same as
+                           experts.local_experts.0.linear_fc1.weight
+    "torchtitan"           experts.w1, w3 [E,F,H], w2 [E,H,F], router.gate.weight, expert_bias;
+                           with score_before_experts the router's weight multiplies what an
+                           expert gets: Arguments.moe_apply_probs_on_input
+    "torchtitan_0.3"       what torchtitan 0.3 has: the same as
+                           routed_experts.inner_experts.w1_EFD, expert_bias_E
     "olmo_core"            OLMo-core's MoE: experts.mlp.w1, w2, w3 [E*F,H], router.weight [E*H]
 
 All tensors outside of the layers stay as they are. A layer that holds anything else (an output bias, or biases of the experts where a
@@ -44,14 +54,15 @@ ask nothing.
 
     layouts.py              names, shapes and places of matrices in each layout
     model_types.py          how a model type is described
-    models.py               what transformers' model types compute, by their config.json, and which layouts they load; data only
+    models.py               what transformers' model types compute, by their config.json, and
+                            which layouts they load; data only
     refused.py              model types that are refused, and what each needs
     recognise.py            the layout and the sizes of a layer, and what of it does not fit
     tensor_conversion.py    what becomes of each tensor
     state_dicts.py          to_megablocks, to_transformers, to_framework
     arguments_of_config.py  config.json to Arguments, and the file that keeps them
     convert_files.py        convert_checkpoint
-    files.py                safetensors files and their index, read and written one tensor at a time
+    files.py                safetensors files and their index, one tensor at a time
 """
 
 from gbmoe.compat.checkpoints.arguments_of_config import read_arguments

@@ -59,7 +59,7 @@ def read_arguments(path: str | os.PathLike, **changes: Any) -> Arguments:
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "gbmoe_arguments.json")
-        >>> _ = file.write_text('{"hidden_size": 8, "activation_fn": "silu", "dtype": "bfloat16"}')
+        >>> _ = file.write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
         >>> read_arguments(file, moe_loss_weight=0.01).bf16
         True
     """

@@ -8,9 +8,12 @@ device that would need a host wait; entries outside their range then have no row
 Shape suffixes: T tokens, K slots a token (top_k), R = T * K slots, E experts (bins), H hidden, P padded rows, C rows of a
 bin with a capacity, B rows of a batch.
 
-    indices_R      the slots in the order of their rows, each once; slot t * K + j is token t's j-th choice
-    bin_ids_R      the expert of each of these slots, ascending; slots with ids outside [0, E) come last and have no row
-    bins_E         inclusive sums of the experts' counts (for a single expert it may be 0-d, as inclusive_cumsum returns it)
+    indices_R      the slots in the order of their rows, each once; slot t * K + j is token
+                   t's j-th choice
+    bin_ids_R      the expert of each of these slots, ascending; slots with ids outside [0, E)
+                   come last and have no row
+    bins_E         inclusive sums of the experts' counts (for a single expert it may be 0-d,
+                   as inclusive_cumsum returns it)
     padded_bins_E  the same with every count rounded up
 """
 

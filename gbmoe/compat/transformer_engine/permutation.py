@@ -13,9 +13,12 @@ their gradients have the same dtype.
 
 Shape suffixes: T tokens, E experts, K slots a token, M = 2 * E + 1, H hidden, P permuted rows, S chunks, G groups of chunks.
 
-    routing_map  map_type 'mask': [T,E], a token goes to every expert whose entry is not 0; any number of them, none included.
-                 map_type 'index': ids [T,K]; -1 drops a slot. Rows are expert-major, inside an expert in token order.
-    row_id_map   of a mask: int32 [T,M], see mask_row_map. Of ids: int32 [K * T], entry k * T + t is slot (t,k)'s row or -1.
+    routing_map  map_type 'mask': [T,E], a token goes to every expert whose entry is not 0;
+                 any number of them, none included.
+                 map_type 'index': ids [T,K]; -1 drops a slot. Rows are expert-major, inside
+                 an expert in token order.
+    row_id_map   of a mask: int32 [T,M], see mask_row_map. Of ids: int32 [K * T], entry
+                 k * T + t is slot (t,k)'s row or -1.
                  Of a chunk sort: int32 [T], a token's row or -1.
 """
 

@@ -21,7 +21,7 @@ def few_pixels(monkeypatch):
     """Draw at a low resolution: these pictures are not looked at."""
     with contextlib.suppress(ImportError):
         pictures = importlib.import_module("benchmarks.result_files.pictures")
-        monkeypatch.setattr(pictures, "_STYLE", pictures._STYLE | {"figure.dpi": 10})
+        monkeypatch.setattr(pictures, "STYLE", pictures.STYLE | {"figure.dpi": 10})
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,18 @@ def test_pictures_of_a_real_run(bench, one_case, tmp_path):
     bench(rivals="bmm")
     pictures = plot(tmp_path / "rows.json", tmp_path / "pictures")
     assert {"smoke-layer-forward-speedup.png", "smoke-product-weight-gradient-speed.svg"} <= set(pictures)
+
+
+def test_the_account_compares_time_and_energy_with_the_dense_product_of_the_same_run(tmp_path):
+    """As products take half as much of the energy as they do of the time here, one for the other would be seen."""
+    file, case = tmp_path / "rows.json", moe_shapes.SMOKE_CASES[0]
+    rows = content("smoke", [layer_row(case, "gbmoe-auto", 1e-3, joules=2.0), layer_row(case, "bmm", 1e-3, joules=1.0)])
+    flops = rows["rows"][0]["flops"]
+    dense = layer_row(case, "bmm", 8e-4) | {"by": "dense", "flops": 2 * flops, "joules": 1.6}
+    rows["runs"][0] = rows["runs"][0] | {"limit_rows": [dense]}
+    result_file.write(file, rows)
+    picture = plot(file, tmp_path / "a")["smoke-forward-account.svg"].decode()
+    assert ">40 %<" in picture and ">1 ms<" in picture and picture.count(">2 J<") == 1 and picture.count(" J<") == 1
 
 
 def test_one_command_draws_several_files_or_the_pictures_that_are_named(scaling, tmp_path, capsys):

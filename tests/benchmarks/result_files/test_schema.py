@@ -84,7 +84,7 @@ def test_altered_results_are_merged_and_reported_or_refused_in_a_line(tmp_path, 
 def test_whatever_passes_is_drawn(turn, tmp_path, capsys, monkeypatch):
     """Every leaf altered at once, each to another of the values that it may have."""
     pictures = pytest.importorskip("benchmarks.result_files.pictures", reason="pictures need matplotlib, which scripts/test.sh installs")
-    monkeypatch.setattr(pictures, "_STYLE", pictures._STYLE | {"figure.dpi": 10})
+    monkeypatch.setattr(pictures, "STYLE", pictures.STYLE | {"figure.dpi": 10})
     file, content = tmp_path / "altered.json", some_of("scaling", "permute")
     put(content, ("runs", 0, "machine", "name"), "$\\frac$ {0} %")
     leaves = [path for path in paths(content) if path[0] in ("baseline", "rows")]
