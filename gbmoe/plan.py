@@ -164,8 +164,9 @@ class RoutingPlan:
     stable). Each expert's rows start at a multiple of `align` and are padded to a multiple of it. All tensors are int32, on the
     device of the ids:
 
-        row_of_slot_TK     row of each slot, -1 where the slot is dropped (its id names no expert)
-        slot_of_row_P      slot of each row, -1 where the row is an expert's padding, -2 after the last expert
+        row_of_slot_TK     row of each slot, -1 where it is dropped (its id names no expert)
+        slot_of_row_P      slot of each row, -1 where the row is an expert's padding,
+                           -2 after the last expert
         counts_E           rows of each expert, without padding
         offsets_E1         first row of each expert; offsets_E1[E] is the end of the last one
         padded_counts_E    rows of each expert with its padding: the sizes of the grouped GEMMs
