@@ -139,7 +139,7 @@ struct Kind {
 
 struct Argument {
   // In the order of encoding.py.
-  enum Type { kNone, kTensor, kInteger, kBool, kReal, kDtype, kIntegers, kReals };
+  enum Type { kNone, kTensor, kInteger, kBool, kReal, kDtype, kMemoryFormat, kIntegers, kReals };
   Type type;
   bool optional;  // in the schema, so that what is given lies on the heap
   int64_t number;
@@ -176,6 +176,8 @@ struct Argument {
       case kBool: return stable::from(number != 0);
       case kReal: return stable::from(real);
       case kDtype: return stable::from(static_cast<int32_t>(number));
+      case kMemoryFormat:
+        return stable::from(number ? aoti_torch_memory_format_preserve_format() : aoti_torch_memory_format_contiguous_format());
       case kIntegers: return stable::from(integers);
       default: return stable::from(reals);
     }
@@ -287,20 +289,40 @@ int64_t last_number = 0;
 
 // -------------------------------------------------------------------------------------------------------------------- calls
 
-// A call of this thread: found and not yet run, or stopped at a statement.
+// A call: found and not yet run, or stopped at a statement.
 struct Call {
+  int64_t number;  // of the program
   std::shared_ptr<const Program> program;
   Handles tensors;
   size_t at = 0;
 };
-thread_local Call current;
+
+// Those of this thread, the newest one last. While one waits, Python may run another to its end, as a finaliser does.
+thread_local std::vector<Call> waiting;
+constexpr size_t kMostWaiting = 8;  // more have been left by exceptions
+
+void wait(Call call) {
+  if (waiting.size() == kMostWaiting) waiting.erase(waiting.begin());
+  waiting.push_back(std::move(call));
+}
+
+// The newest call of a program, which then waits no longer.
+Call take(int64_t number) {
+  for (size_t i = waiting.size(); i-- > 0;) {
+    if (waiting[i].number != number) continue;
+    Call call = std::move(waiting[i]);
+    waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(i));
+    return call;
+  }
+  throw std::runtime_error("gbmoe: no call of this program waits");
+}
 
 // Runs on from the statement at which the call is, and returns the results.
 StableIValue run_on(Call call) {
   for (; call.at < call.program->statements.size(); call.at++) {
     const Statement& statement = call.program->statements[call.at];
     if (!statement.perform(call.tensors)) {
-      current = std::move(call);
+      wait(std::move(call));
       throw std::runtime_error("gbmoe: a program has stopped");
     }
     for (const int64_t number : statement.freed) call.tensors[number].reset();
@@ -329,31 +351,31 @@ void find_program(StableIValue* stack, uint64_t, uint64_t) {
   if (of_table == tables.end()) return;
   const auto found = of_table->second.find(kinds);
   if (found == of_table->second.end()) return;
-  current = {programs.at(found->second), std::move(inputs), 0};
+  wait({found->second, programs.at(found->second), std::move(inputs), 0});
   stack[0] = stable::from(found->second);
 }
 
 void run_program(StableIValue* stack, uint64_t, uint64_t) {
-  Call call = std::move(current);
-  current = {};
-  if (!call.program) throw std::runtime_error("gbmoe: run_program without find_program");
+  Call call = take(stable::to<int64_t>(stack[0]));
   call.tensors.resize(call.program->tensors);
   for (const int64_t number : call.program->freed_first) call.tensors[number].reset();
   stack[0] = run_on(std::move(call));
 }
 
 void stopped_program(StableIValue* stack, uint64_t, uint64_t) {
-  const bool stopped = current.program && current.at < current.program->statements.size();
-  const Integers none;
-  stack[0] = stable::from(stopped ? static_cast<int64_t>(current.at) : int64_t{-1});
-  stack[1] = list_of(current.tensors, stopped ? current.program->statements[current.at].reads : none);
+  const auto number = stable::to<int64_t>(stack[0]);
+  stack[0] = stable::from(int64_t{-1});
+  const Call* stopped = nullptr;
+  for (const Call& call : waiting)
+    if (call.number == number) stopped = &call;
+  const bool known = stopped && stopped->at < stopped->program->statements.size();
+  if (known) stack[0] = stable::from(static_cast<int64_t>(stopped->at));
+  stack[1] = known ? list_of(stopped->tensors, stopped->program->statements[stopped->at].reads) : list_of({}, {});
 }
 
 void resume_program(StableIValue* stack, uint64_t, uint64_t) {
-  Handles results = handles_of(stack[0]);
-  Call call = std::move(current);
-  current = {};
-  if (!call.program) throw std::runtime_error("gbmoe: resume_program without a program that has stopped");
+  Call call = take(stable::to<int64_t>(stack[0]));
+  Handles results = handles_of(stack[1]);
   const Statement& statement = call.program->statements[call.at++];
   if (results.size() != statement.results.size()) throw std::runtime_error("gbmoe: other results than those of the statement");
   for (size_t i = 0; i < results.size(); i++)
@@ -374,7 +396,7 @@ std::vector<int64_t> kinds_of_tensors(const std::vector<Tensor>& tensors) {
   return kinds;
 }
 
-// The number of the new program, or -1 where an operator of it cannot be called.
+// The number of the new program, which takes the place of one that was filed under the same.
 int64_t define_program(int64_t table, const std::vector<int64_t>& kinds, const std::vector<int64_t>& code, const std::vector<double>& reals,
                        const std::string& names_by_line) {
   std::vector<std::string> names;
@@ -390,7 +412,9 @@ int64_t define_program(int64_t table, const std::vector<int64_t>& kinds, const s
   while (!reader.ended()) program->statements.push_back(Statement::read(reader, names, reals));
   const std::unique_lock<std::shared_mutex> lock(mutex);
   programs.emplace(++last_number, std::move(program));
-  tables[table][kinds] = last_number;
+  int64_t& filed = tables[table][kinds];
+  programs.erase(filed);
+  filed = last_number;
   return last_number;
 }
 
@@ -400,15 +424,21 @@ void forget_programs(int64_t table) {
   tables.erase(table);
 }
 
-void leave_program() { current = {}; }
+void leave_program(int64_t number) {
+  for (size_t i = waiting.size(); i-- > 0;) {
+    if (waiting[i].number != number) continue;
+    waiting.erase(waiting.begin() + static_cast<std::ptrdiff_t>(i));
+    return;
+  }
+}
 
 GBMOE_OPERATOR_WITHOUT_TENSORS(define_program, "(int table, int[] kinds, int[] code, float[] reals, str names) -> int");
 GBMOE_OPERATOR_WITHOUT_TENSORS(forget_programs, "(int table) -> ()");
-GBMOE_OPERATOR_WITHOUT_TENSORS(leave_program, "() -> ()");
+GBMOE_OPERATOR_WITHOUT_TENSORS(leave_program, "(int program) -> ()");
 GBMOE_OPERATOR_WITHOUT_TENSORS(kinds_of_tensors, "(Tensor[] tensors) -> int[]");
 GBMOE_OPERATOR_BOXED(find_program, "(int table, Tensor[] tensors) -> int");
-GBMOE_OPERATOR_BOXED(run_program, "() -> Tensor[]");
-GBMOE_OPERATOR_BOXED(stopped_program, "() -> (int, Tensor[])");
-GBMOE_OPERATOR_BOXED(resume_program, "(Tensor[] results) -> Tensor[]");
+GBMOE_OPERATOR_BOXED(run_program, "(int program) -> Tensor[]");
+GBMOE_OPERATOR_BOXED(stopped_program, "(int program) -> (int, Tensor[])");
+GBMOE_OPERATOR_BOXED(resume_program, "(int program, Tensor[] results) -> Tensor[]");
 
 }  // namespace gbmoe

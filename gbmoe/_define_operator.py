@@ -163,23 +163,30 @@ def is_unseen(*inputs: object) -> bool:
     return not torch.compiler.is_compiling() and _is_unseen(inputs)
 
 
-def unseen_by_all(*inputs: object) -> bool:
-    """The same of tensors on any device."""
-    return not torch.compiler.is_compiling() and _unseen_by_all(inputs)
+def may_be_one_node(*inputs: object) -> bool:
+    """True where operators on these inputs, on any device, may be joined: nothing watches them (is_watched), and autocast is off.
+
+    A profiler does not matter, which sees the operators inside: a checkpoint repeats a forward in backward, where another part of a program
+    may be profiled, and has to find the same nodes."""
+    if torch.compiler.is_compiling() or not names.CALLS_KERNELS or names.is_any_autocast_enabled():
+        return False
+    return not _is_watched(inputs)
+
+
+def is_profiled() -> bool:
+    """Whether torch.profiler sees the names of operators."""
+    return not names.CALLS_KERNELS or names.profiler_enabled() or names.profiler._is_profiler_enabled
 
 
 def _is_unseen(inputs: tuple) -> bool:
-    """True where a call involves nothing but these CUDA tensors, the first input among them. No compiler traces."""
-    return inputs[0].is_cuda and _unseen_by_all(inputs)
+    """True where a call involves nothing but these CUDA tensors, the first input among them. No compiler traces.
 
-
-def _unseen_by_all(inputs: tuple) -> bool:
-    """False where something watches the call (is_watched), autocast is on for any device, or torch.profiler has to see its name. An
-    ExecutionTraceObserver without a profiler cannot be detected. No compiler traces.
+    False where something watches the call (is_watched), autocast is on for any device, or torch.profiler has to see its name. An
+    ExecutionTraceObserver without a profiler cannot be detected.
     """
-    if not names.CALLS_KERNELS or names.is_any_autocast_enabled():
+    if not inputs[0].is_cuda or not names.CALLS_KERNELS or names.is_any_autocast_enabled():
         return False
-    return not (names.profiler_enabled() or names.profiler._is_profiler_enabled or _is_watched(inputs))
+    return not (is_profiled() or _is_watched(inputs))
 
 
 def is_watched(*inputs: object) -> bool:

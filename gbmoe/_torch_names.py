@@ -58,6 +58,20 @@ def is_view(overload: Any) -> bool:
     return alias is not None and str(schema.returns[0].type) == "Tensor"
 
 
+_has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key")
+
+
+def is_composed_of_others(overload: Any) -> bool:
+    """Whether an overload of an operator has no kernels, and calls other operators; False where this torch does not tell."""
+    return (_has_kernel is not None and hasattr(overload, "decompose") and _has_kernel(overload.name(), "CompositeImplicitAutograd")
+            and not _has_kernel(overload.name(), "CPU") and not _has_kernel(overload.name(), "CUDA"))
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one dtype are in the same storage."""
+    return one.dtype == other.dtype and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def writes_to_arguments(overload: Any) -> bool:
     """Whether an overload of an operator may write to its arguments; also where this torch does not tell."""
     schema = getattr(overload, "_schema", None)

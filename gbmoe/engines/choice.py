@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from gbmoe import programs
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine
 from gbmoe.engines.cublas import CublasGrouped, CublasLoop
@@ -83,9 +84,10 @@ _BATCH_INVARIANT_ON: ByKind[str] = ByKind()
 
 
 def forget() -> None:
-    """Forget what was resolved, so that every engine is asked again."""
+    """Forget what was resolved, so that every engine is asked again, and the programs in which it was used."""
     for table in (_OF_PRODUCT, _OF_LAYER, _BATCH_INVARIANT_ON):
         table.forget()
+    programs.forget_all()
 
 
 def _batch_invariant_on(device: torch.device) -> str:

@@ -6,12 +6,13 @@ Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import is_watched, unseen_by_all
+from gbmoe._define_operator import is_watched, may_be_one_node
 from gbmoe._torch_names import has_global_hooks
 from gbmoe.layers import token_counts
 from gbmoe.layers.arguments import Arguments
@@ -221,12 +222,13 @@ class dMoE(torch.nn.Module):
         router: Any = self.router
         experts = self.experts
         if torch.compiler.is_compiling() or self.args.moe_expert_model_parallelism or type(self)._route is not _ROUTE \
+                or "_route" in self.__dict__ \
                 or not _is_called_as_is(router, LearnedRouter) or not _is_called_as_is(experts, ParallelDroplessMLP) \
                 or not _is_called_as_is(experts.mlp, GroupedExperts) or has_global_hooks():
             return None
         padding_mask_T = None if padding_mask is None else padding_mask.reshape(-1)
         before, after = router.call_before_experts(padding_mask_T), experts.mlp.call_after_router()
-        if before is None or after is None or not unseen_by_all(x, *before, *after):
+        if before is None or after is None or not may_be_one_node(x, *before, *after):
             return None
         routed = routed_experts(x, before, after)
         router.save_logsumexp(routed.logsumexp_T, x.dtype, padding_mask_T)
@@ -258,14 +260,20 @@ class dMoE(torch.nn.Module):
 
 
 _ROUTE = dMoE._route
-_FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (LearnedRouter, ParallelDroplessMLP, GroupedExperts)}
-_CALL = torch.nn.Module.__call__
+# What a call of each of these modules runs, which somebody may replace, in the class or for one module.
+_METHODS: dict[type, tuple[str, ...]] = {
+    LearnedRouter: ("forward", "_route"), ParallelDroplessMLP: ("forward",),
+    GroupedExperts: ("forward", "compute", "weights_EFH", "_weights_EFH")}
+_ORIGINALS = {kind: tuple(getattr(kind, name) for name in methods) for kind, methods in _METHODS.items()}
+_CALL_IMPL = torch.nn.Module._call_impl
 
 
 def _is_called_as_is(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether the module is of exactly this class, and a call of it runs the class's own forward and nothing else."""
-    of = module.__dict__
-    return (type(module) is kind and kind.forward is _FORWARDS[kind] and kind.__call__ is _CALL and "forward" not in of
+    """Whether the module is of exactly this class, and a call of it runs the class's own methods and nothing else."""
+    of, methods = module.__dict__, _METHODS[kind]
+    return (type(module) is kind and of.keys().isdisjoint(methods)
+            and tuple(map(getattr, itertools.repeat(kind), methods)) == _ORIGINALS[kind]
+            and kind.__call__ is torch.nn.Module._wrapped_call_impl and torch.nn.Module._call_impl is _CALL_IMPL
             and not (of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
             and of.get("_compiled_call_impl") is None)
 

@@ -60,7 +60,7 @@ def route_tokens(x_TH: torch.Tensor, weight_EH: torch.Tensor, top_k: int, *, nor
         >>> routing.experts_TK, routing.scores_TE.dtype
         (tensor([[1]]), torch.bfloat16)
     """
-    return Routing(*_route_tokens(*router_inputs(
+    return Routing(*router_operator(*router_inputs(
         x_TH, weight_EH, top_k, normalize=normalize, engine=engine, bias=bias, function=function, expert_bias=expert_bias,
         padding_mask=padding_mask, given_experts=given_experts, scores_dtype=scores_dtype))[:4])
 
@@ -152,7 +152,7 @@ def router_gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
 _programs = Programs(router_gradients, "route_tokens_backward")
 
 
-_route_tokens = define(
+router_operator = define(
     "route_tokens(Tensor x, Tensor weight, Tensor? bias, Tensor? expert_bias, Tensor? padding_mask, Tensor? given, int top_k,"
     " str function, str? engine, ScalarType scores_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=router_kernel, fake=_fake, setup_context=_setup_context, backward=_backward, autocast=("x", "weight"),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from gbmoe import _torch_names as names, programs
-from gbmoe._define_operator import is_unseen, is_watched, without_autocast
+from gbmoe._define_operator import is_profiled, is_unseen, is_watched, without_autocast
 from gbmoe.engines.resolved import decides_by_kind
 from gbmoe.ops.experts import (
     check_arguments,
@@ -24,9 +24,10 @@ from gbmoe.ops.experts import (
     experts_gradients_by_operator,
     experts_inputs,
     experts_kernel,
+    forward_operator,
 )
 from gbmoe.ops.plan_sizes import sizes_and_engine
-from gbmoe.ops.route_tokens import router_gradients, router_inputs, router_kernel, saved_of_router
+from gbmoe.ops.route_tokens import router_gradients, router_inputs, router_kernel, router_operator, saved_of_router
 from gbmoe.plan import RoutingPlan
 from gbmoe.programs import Programs
 from gbmoe.router_function import RouterFunction
@@ -74,7 +75,7 @@ class RoutedExperts(NamedTuple):
 
 
 def routed_experts(x: torch.Tensor, router: RouterCall, of_experts: ExpertsCall) -> RoutedExperts:
-    """The experts' weighted sums for the router's choice. To be called where unseen_by_all says so of all tensors.
+    """The experts' weighted sums for the router's choice. To be called where may_be_one_node says so of all tensors.
 
     Raises:
         TypeError, ValueError: as route_tokens and expert_mlp do.
@@ -90,7 +91,7 @@ def routed_experts(x: torch.Tensor, router: RouterCall, of_experts: ExpertsCall)
 
 def _computed(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> tuple[tuple, tuple]:
     inputs = [*tensors, options]
-    return _forward_programs(inputs) if tensors[0].is_cuda else _forward(inputs)  # type: ignore[union-attr]
+    return _forward(inputs) if not tensors[0].is_cuda or is_profiled() else _forward_programs(inputs)  # type: ignore[union-attr]
 
 
 def _forward(inputs: list) -> tuple[tuple, tuple]:
@@ -104,7 +105,8 @@ def _forward(inputs: list) -> tuple[tuple, tuple]:
     routing = router_inputs(
         x_TH, weight_EH, top_k, normalize=normalize, engine=router_engine, bias=bias_E, function=function, expert_bias=expert_bias_E,
         padding_mask=padding_mask_T, scores_dtype=scores_dtype)
-    scores_TE, weights_TK, experts_TK, logsumexp_T, logits_TE = router_kernel(*routing)
+    profiled = is_profiled()  # then by operators, whose names are seen
+    scores_TE, weights_TK, experts_TK, logsumexp_T, logits_TE = (router_operator if profiled else router_kernel)(*routing)
     plan = RoutingPlan.from_experts(experts_TK, num_experts, check="none")  # these ids are in range
     check_arguments(x_TH, plan, w1, w2, v1, weights_TK)
     check_biases(x_TH, w1, v1, biases, MEGABLOCKS)
@@ -113,7 +115,7 @@ def _forward(inputs: list) -> tuple[tuple, tuple]:
         programs.refuse("the engine decides by more than the kind of call")
     arguments = experts_inputs(x_TH, plan, weights_TK, weights, tuple(biases), activation, sizes_E, resolved, save=save,
                                keep_rows=keep_rows, keep_weights=False, scale=1.0, layout=MEGABLOCKS)
-    out_TH, h_PF, g_PF, rows_PH, *_ = experts_kernel(*arguments)
+    out_TH, h_PF, g_PF, rows_PH, *_ = (forward_operator if profiled else experts_kernel)(*arguments)
     # Not a view: hooks on one are lost where it is written to, and fully_shard has hooks on results.
     out = torch.ops.aten._unsafe_view.default(out_TH, x.shape)
     results = out, scores_TE, logsumexp_T, experts_TK, plan.counts_E
@@ -144,7 +146,12 @@ class _RoutedExperts(torch.autograd.Function):
         else:
             ctx.mark_non_differentiable(*results[1:])
         x, weight_EH, bias_E, _, padding_mask_T, *parameters = tensors
-        ctx.options = of_scores, code, None if bias_E is None else bias_E.dtype, options[5], resolved
+        bias_dtype = None if bias_E is None else bias_E.dtype
+        ctx.options = of_scores, code, (x.dtype, weight_EH.dtype, bias_dtype), weight_EH.size(0), options[5], resolved
+        if not names.any_requires_grad(x, weight_EH, bias_E):
+            weight_EH = padding_mask_T = kept_TE = None  # these may be written to before backward
+        elif not x.requires_grad:
+            weight_EH = None
         ctx.save_for_backward(x, weight_EH, padding_mask_T, kept_TE, results[3], *of_experts[:4], *parameters, *of_experts[4:])
         return results
 
@@ -171,13 +178,13 @@ def _gradients(inputs: list, by_operators: bool = False) -> tuple[torch.Tensor |
     del h, g, rows
     inputs.clear()
     saved.clear()
-    of_scores, code, bias_dtype, activation, resolved, (_, _, need_x, need_weight, need_bias, _, _, *need_parameters) = options
+    of_scores, code, dtypes, num_experts, activation, resolved, (_, _, need_x, need_weight, need_bias, _, _, *need_parameters) = options
     need_router, x_TH = need_x or need_weight or need_bias, x.reshape(-1, x.size(-1))
     dx_TH: torch.Tensor | None = None
     dweights_TK: torch.Tensor | None = None
     dparameters: list[torch.Tensor | None] = [None] * 6
     if grad_out is not None:
-        of_experts = [grad_out.reshape(x_TH.shape), x_TH, weights_TK, *tables, *_matrices(w1, w2, v1, weight_EH.size(0)),
+        of_experts = [grad_out.reshape(x_TH.shape), x_TH, weights_TK, *tables, *_matrices(w1, w2, v1, num_experts),
                       *of_forward, activation, resolved, 1.0, MEGABLOCKS.code, (need_x, need_router, *need_parameters)]
         of_forward.clear()
         dx_TH, dweights_TK, *dparameters = (experts_gradients_by_operator if by_operators else experts_gradients)(of_experts)
@@ -186,7 +193,7 @@ def _gradients(inputs: list, by_operators: bool = False) -> tuple[torch.Tensor |
     if need_router and not (dweights_TK is None and grad_scores_TE is None and grad_logsumexp_T is None):
         operands = x_TH if need_weight else None, weight_EH if need_x else None
         of_router = router_gradients([grad_scores_TE, dweights_TK, grad_logsumexp_T, *operands, kept_TE, experts_TK, padding_mask_T, code,
-                                      of_scores, x.dtype, weight_EH.dtype, bias_dtype if need_bias else None])
+                                      of_scores, *dtypes[:2], dtypes[2] if need_bias else None])
     dx, dx_of_router = (None if d is None else d.view(x.shape) for d in (dx_TH, of_router[0]))
     return None, dx, dx_of_router, *of_router[1:], None, None, *dparameters
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from gbmoe.programs.encoding import Encoded, NotEncodable, kinds_of
-from gbmoe.programs.recording import Recorded, is_seen_by_recordings_alone, record, refuse
+from gbmoe.programs.recording import Recorded, is_recording, is_seen_by_recordings_alone, record, refuse
 from gbmoe.programs.source import compiled
 
 __all__ = ["Programs", "forget_all", "is_on", "is_seen_by_recordings_alone", "kind_of", "refuse"]
@@ -59,7 +59,8 @@ class Programs:
     of tensors, None and constants.
 
     Args:
-        function: decides by the kind of call alone, and changes no tensor but those that it allocates.
+        function: decides by the kind of call alone, and changes no tensor but those that it allocates. No two results, and no result and
+            input, are in the same memory.
         name: in tracebacks.
         most: kinds of call that are kept; the one that has been there longest makes room.
     """
@@ -74,7 +75,7 @@ class Programs:
         _all.add(self)
 
     def __call__(self, inputs: list) -> Any:
-        if not IS_ON:
+        if not IS_ON or is_recording():  # of what calls this, its launches are recorded
             return self.function(inputs)
         if self._tables and (encoded := self._found(inputs)) is not None:
             inputs.clear()
@@ -100,11 +101,12 @@ class Programs:
             table = self._tables.get(others)
         except TypeError:
             return None
-        if table is None:
+        if table is None or _extension_differs():
             return None
-        encoded = table.programs.get(torch.ops.gbmoe_cuda.find_program(table.number, tensors))
-        if encoded is None or _tunes() or (encoded.precision is not None and encoded.precision != _precision()):
-            torch.ops.gbmoe_cuda.leave_program()
+        number = torch.ops.gbmoe_cuda.find_program(table.number, tensors)
+        encoded = table.programs.get(number)
+        if encoded is None or (encoded.precision is not None and encoded.precision != _precision()):
+            torch.ops.gbmoe_cuda.leave_program(number)
             return None
         return encoded
 
@@ -112,7 +114,7 @@ class Programs:
         """The function's results, which are recorded on the way."""
         tensors, others = _split(inputs)
         has_float32 = any(tensor.dtype is torch.float32 for tensor in tensors)
-        kinds, device = None if _tunes() else kinds_of(tensors), tensors[0].device if tensors else torch.device("meta")
+        kinds, device = None if _extension_differs() else kinds_of(tensors), tensors[0].device if tensors else torch.device("meta")
         del tensors
         # A compiler that has been loaded may look at each function that runs.
         recorder = torch.compiler.disable(record) if "torch._dynamo" in sys.modules else record
@@ -128,17 +130,24 @@ class Programs:
 
     def _file(self, recorded: Recorded, kinds: list[int], device: torch.device, tables: dict[tuple, _Table], others: tuple,
               precision: str | None) -> None:
-        """Make it a program of the extension, if it can be one."""
-        table = tables.get(others)
-        if table is None:
-            table = tables[others] = _Table(next(_numbers))
-        if len(table.programs) >= self._most:
+        """Make it a program of the extension, if it can be one. The lock is held."""
+        if tables is not self._tables:  # forgotten meanwhile
             return
+        if sum(len(table.programs) for table in tables.values()) >= self._most:
+            self._drop_tables()
+        table = self._tables.get(others)
+        if table is None:
+            table = self._tables[others] = _Table(next(_numbers))
         try:
             encoded = Encoded(recorded, table.number, kinds, device, self._name, precision)
-        except NotEncodable:
+        except (NotEncodable, RuntimeError):  # what the extension does not know is an error of its own
             return
         table.programs[encoded.number] = encoded
+
+    def _drop_tables(self) -> None:
+        tables, self._tables = self._tables, {}
+        for table in tables.values():
+            torch.ops.gbmoe_cuda.forget_programs(table.number)
 
     def _came_lately(self, kind: tuple) -> bool:
         with self._lock:
@@ -152,10 +161,8 @@ class Programs:
     def forget(self) -> None:
         """Drop all programs."""
         with self._lock:
-            tables, self._tables = self._tables, {}
+            self._drop_tables()
             self._of_kind, self._lately = {}, {}
-        for table in tables.values():
-            torch.ops.gbmoe_cuda.forget_programs(table.number)
 
 
 _all: weakref.WeakSet[Programs] = weakref.WeakSet()
@@ -169,6 +176,12 @@ def forget_all() -> None:
 
 # Whether torch's products of two matrices are tuned, for which some are asked for in another way.
 _tunes: Callable[[], bool] = torch.cuda.tunable.is_enabled if torch.version.cuda or torch.version.hip else lambda: False
+
+
+def _extension_differs() -> bool:
+    """Whether torch does something for Python's programs that the extension's do not do: products that are tuned are asked for in another
+    way, and new memory is filled where algorithms are to be deterministic."""
+    return _tunes() or torch.are_deterministic_algorithms_enabled()
 
 
 def _precision() -> str:

@@ -17,9 +17,10 @@ from gbmoe.programs.source import results_of
 
 # As csrc/program.cpp numbers them.
 _EMPTY, _ZEROS, _VIEW, _RENAME, _CALL = range(5)
-_NONE, _TENSOR, _INTEGER, _BOOL, _REAL, _DTYPE, _INTEGERS, _REALS = range(8)
+_NONE, _TENSOR, _INTEGER, _BOOL, _REAL, _DTYPE, _MEMORY_FORMAT, _INTEGERS, _REALS = range(9)
+_MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format)
 _MOST_ARGUMENTS = 40
-_TYPES = {"Tensor": _TENSOR, "int": _INTEGER, "SymInt": _INTEGER, "bool": _BOOL, "float": _REAL, "ScalarType": _DTYPE,
+_TYPES = {"Tensor": _TENSOR, "int": _INTEGER, "SymInt": _INTEGER, "bool": _BOOL, "float": _REAL, "ScalarType": _DTYPE, "MemoryFormat": _MEMORY_FORMAT,
           "List[int]": _INTEGERS, "List[SymInt]": _INTEGERS, "List[float]": _REALS}
 
 
@@ -57,7 +58,7 @@ class Encoded:
     def run(self) -> Any:
         """What the recorded function returns for the tensors that find_program was given last in this thread."""
         try:
-            tensors = torch.ops.gbmoe_cuda.run_program()
+            tensors = torch.ops.gbmoe_cuda.run_program(self.number)
         except RuntimeError as error:
             stopped = error
         else:
@@ -68,18 +69,18 @@ class Encoded:
         """The tensors of the results, after the statement at which the program has stopped was done here. Raises the exception of that
         statement, or `stopped` where it is another error."""
         while True:
-            number, reads = torch.ops.gbmoe_cuda.stopped_program()
+            number, reads = torch.ops.gbmoe_cuda.stopped_program(self.number)
             if number < 0:
                 raise stopped
             statement = self._statements[number]
             try:
                 results = statement.perform(dict(zip(statement.reads, reads)))
             except BaseException:
-                torch.ops.gbmoe_cuda.leave_program()
+                torch.ops.gbmoe_cuda.leave_program(self.number)
                 raise
             del reads
             try:
-                return torch.ops.gbmoe_cuda.resume_program(results)
+                return torch.ops.gbmoe_cuda.resume_program(self.number, results)
             except RuntimeError as error:
                 stopped = error
 
@@ -142,6 +143,8 @@ class _Writer:
             if value is None:
                 return [_NONE, 1]
         kind = _TYPES.get(type_name)
+        if kind == _MEMORY_FORMAT and value not in _MEMORY_FORMATS:
+            raise NotEncodable(f"{what}: {value}")
         if kind is None or value is None or (kind == _TENSOR) != isinstance(value, Name):  # torch makes tensors of numbers
             raise NotEncodable(f"{what}: {type_name}, {value!r}")
         if kind in (_INTEGERS, _REALS):
@@ -150,6 +153,8 @@ class _Writer:
             return [kind, optional, self._real(value)]
         if kind == _TENSOR:
             return [kind, optional, self._number(value)]
+        if kind == _MEMORY_FORMAT:
+            return [kind, optional, _MEMORY_FORMATS.index(value)]
         return [kind, optional, _code_of(value) if kind == _DTYPE else int(value)]
 
     def _real(self, value: float) -> int:

@@ -29,6 +29,11 @@ def is_seen_by_recordings_alone() -> bool:
     return depth > 0 and names.len_torch_dispatch_stack() == depth
 
 
+def is_recording() -> bool:
+    """Whether this thread is in a function that is being recorded."""
+    return bool(_recordings())
+
+
 def refuse(problem: str) -> None:
     """Called by a function that is being recorded: there can be no program of this kind of call. Without effect elsewhere."""
     for recording in _recordings():
@@ -225,6 +230,9 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if names.is_composed_of_others(operator):  # as in inference mode, where it has not been taken apart before
+            with self:
+                return operator.decompose(*args, **kwargs)
         if self.problem is not None:
             return operator(*args, **kwargs)
         try:
@@ -251,7 +259,7 @@ class Recording(TorchDispatchMode):
         if operator in _ALLOCATED_BY and _is_plain(tensors[0]):
             statement.operator, statement.arguments, statement.keywords = _ALLOCATED_BY[operator], (), {}
             statement.memory = Memory.of(tensors[0])
-        elif len(tensors) == 1 and names.is_view(operator) and tensors[0].dtype == args[0].dtype:
+        elif len(tensors) == 1 and names.is_view(operator) and names.share_memory(tensors[0], args[0]):
             statement.memory, statement.offset = Memory.of(tensors[0]), tensors[0].storage_offset() - args[0].storage_offset()
         else:
             draws = torch.Tag.nondeterministic_seeded in operator.tags  # the random numbers after it depend on it

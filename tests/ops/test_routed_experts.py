@@ -215,6 +215,11 @@ def replaced(owner, name, value):
     owner.__dict__.pop(name, None) if isinstance(owner, torch.nn.Module) else None  # monkeypatch leaves what it found in the class
 
 
+def patched(owner, name):
+    original = getattr(owner, name)
+    return replaced(owner, name, lambda *arguments, **keywords: original(*arguments, **keywords))
+
+
 class OtherRouter(LearnedRouter):
     pass
 
@@ -229,11 +234,14 @@ REGISTERS = ["register_forward_hook", "register_forward_pre_hook", "register_ful
     pytest.param(lambda layer: replaced(layer, "router", OtherRouter(layer.args)), id="a subclass of the router"),
     pytest.param(lambda layer: replaced(layer.router, "forward", layer.router.forward), id="a forward of the router's own"),
     pytest.param(lambda layer: replaced(layer.experts, "forward", layer.experts.forward), id="a forward of the experts' own"),
-    pytest.param(lambda layer: replaced(LearnedRouter, "forward", lambda *a, f=LearnedRouter.forward, **k: f(*a, **k)),
-                 id="a router that was patched"),
+    pytest.param(lambda layer: patched(LearnedRouter, "forward"), id="a router that was patched"),
     pytest.param(lambda layer: torch.autocast("cpu"), id="autocast"),
     pytest.param(lambda layer: torch.overrides.BaseTorchFunctionMode(), id="a mode"),
-    pytest.param(lambda layer: torch.profiler.profile(), id="a profiler"),
+    pytest.param(lambda layer: patched(torch.nn.Module, "_call_impl"), id="calls of all modules"),
+    pytest.param(lambda layer: replaced(layer, "_route", layer._route), id="a choice of the layer's own"),
+    pytest.param(lambda layer: replaced(layer.router, "_route", layer.router._route), id="a choice of the router's own"),
+    pytest.param(lambda layer: replaced(layer.experts.mlp, "compute", layer.experts.mlp.compute), id="products of the experts' own"),
+    pytest.param(lambda layer: patched(type(layer.experts.mlp), "compute"), id="products that were patched"),
     pytest.param(lambda layer: torch.autograd.forward_ad.dual_level(), id="forward mode"),
     pytest.param(lambda layer: gbmoe.record_experts(layer), id="a tape"),
 ])
@@ -250,10 +258,39 @@ def test_what_watches_or_replaces_a_part_finds_it_called(calls, change):
 @pytest.mark.parametrize("fields", [
     {"moe_jitter_eps": 0.1}, {"uniform_expert_assignment": True}, {"mlp_impl": "reference"}, {"moe_router_dtype": "bf16"},
     {"activation_fn": torch.tanh}, {"moe_apply_probs_on_input": True},
-], ids=str)
+], ids=lambda fields: next(iter(fields)))
 def test_what_does_more_is_called_one_after_the_other(calls, fields):
     layer_of(**fields)(torch.randn(4, 1, H))
     assert calls == []
+
+
+def test_a_profiler_sees_the_operators_and_a_checkpoint_the_same_nodes(calls):
+    """Also where the forward, or its repetition in backward, alone is profiled."""
+    layer, x = layer_of(), torch.randn(4, 1, H, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    for profiled in ("forward", "backward"):
+        with torch.profiler.profile() if profiled == "forward" else contextlib.nullcontext() as seen:
+            out = checkpoint(layer, x, use_reentrant=False).square().sum()
+        with torch.profiler.profile() if profiled == "backward" else contextlib.nullcontext(seen) as seen:
+            got = torch.autograd.grad(out, [x, *layer.parameters()])
+        assert_same(expected, got)
+        assert {"gbmoe::route_tokens", "gbmoe::routing_plan", "gbmoe::expert_mlp"} <= {event.name for event in seen.events()}
+    assert calls == [1] * 5
+
+
+@pytest.mark.parametrize("trained", ["router", "experts"])
+def test_what_backward_does_not_read_may_be_written_to(trained):
+    """A mask that micro-batches share, and the router's weight where x needs no gradient, as with two nodes."""
+    layer, mask = layer_of(), torch.zeros(4, 1, dtype=torch.bool)
+    layer.router.requires_grad_(trained == "router")
+    layer.experts.requires_grad_(trained == "experts")
+    out = layer(torch.randn(4, 1, H), padding_mask=mask)
+    with torch.no_grad():
+        layer.router.layer.weight.add_(1)
+        if trained == "experts":
+            mask.fill_(True)
+    out.square().sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in layer.parameters())
 
 
 def test_a_checkpoint_repeats_the_call(calls):

@@ -125,8 +125,8 @@ def test_an_error_is_that_of_the_statement_and_nothing_is_kept(on_cpu):
     given = weakref.ref(x)
     with pytest.raises(IndexError, match="index out of range"):
         programs([x, bad])
-    with pytest.raises(RuntimeError, match="without find_program"):
-        torch.ops.gbmoe_cuda.run_program()
+    with pytest.raises(RuntimeError, match="no call of this program waits"):
+        torch.ops.gbmoe_cuda.run_program(max(number for table in programs._tables.values() for number in table.programs))
     del x
     gc.collect()
     assert given() is None
@@ -138,6 +138,55 @@ def test_a_call_goes_on_where_a_statement_succeeds_at_the_second_try(on_cpu, mon
     programs = check(lambda x, i: x.index_select(0, i).t().clone(), [torch.randn(4, 2), torch.tensor([0, 3])])
     monkeypatch.setattr(recording.Statement, "perform", lambda self, tensors: [torch.full((2, 2), 5.0)])
     assert programs([torch.randn(4, 2), torch.tensor([0, 9])]).tolist() == [[5.0, 5.0]] * 2
+
+
+def test_copies_in_inference_mode_were_taken_for_views(on_cpu):
+    """Where operators that consist of others get to a recording as they are. Later calls read the memory of what had been copied."""
+    def function(x):
+        return x.reshape(-1).clone(), x.contiguous().view(-1)[1:].clone(), x.flatten().clone()
+
+    batches = [[torch.randn(3, 4).t()] for _ in range(3)]
+    with torch.inference_mode():
+        programs = check(function, *batches)
+    for inputs in batches:
+        torch.testing.assert_close(programs(list(inputs)), function(*inputs), rtol=0, atol=0)
+
+
+def test_a_call_within_a_recorded_one_is_a_part_of_it(on_cpu):
+    inner = check(lambda x: x.t().clone(), *calls((3, 4)))
+    check(lambda x: inner([x]).t().clone(), *calls((3, 4)))
+
+
+def test_another_call_may_come_between_those_of_one(on_cpu):
+    """As from a finaliser that Python runs where a list is emptied."""
+    programs = check(lambda x: x.t().clone(), *calls((3, 4)))
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    encoded = programs._found([x])
+    assert torch.equal(programs([y]), y.t()) and torch.equal(encoded.run(), x.t())
+    for _ in range(30):  # calls that an exception has left
+        programs._found([x])
+    assert torch.equal(programs([y]), y.t())
+
+
+def test_tables_have_a_bound(on_cpu):
+    programs = Programs(lambda inputs: inputs[0].t().clone(), "a test", most=4)
+    for number in range(20):
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            assert torch.equal(programs([x, number]), x.t())
+    assert 0 < sum(len(table.programs) for table in programs._tables.values()) <= 4
+
+
+def test_memory_is_filled_where_algorithms_are_to_be_deterministic(on_cpu):
+    programs = check(lambda x: x.new_zeros(3), *calls((3,)))
+    empty = Programs(lambda inputs: inputs[0].new_empty(64), "a test")
+    for _ in range(3):
+        empty([torch.zeros(3)])
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert empty([torch.zeros(3)]).isnan().all() and not programs([torch.zeros(3)]).any()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_threads_have_calls_of_their_own(on_cpu):
