@@ -461,7 +461,8 @@ def step(layer, x):
 @pytest.mark.pairs
 @DEVICES
 @ALL_RECIPES
-@pytest.mark.parametrize("changes", [{}, {"mlp_type": "mlp"}, {"activation_fn": F.mish}, {"moe_top_k": 8, "moe_num_experts": 8, "ffn_hidden_size": 80}],
+@pytest.mark.parametrize("changes", [{}, {"mlp_type": "mlp"}, {"activation_fn": F.mish},
+                                     {"moe_top_k": 8, "moe_num_experts": 8, "ffn_hidden_size": 80}],
                          ids=["glu", "mlp", "callable", "every-expert"])
 def test_a_layer_is_near_the_one_in_bfloat16(device, recipe, changes):
     plain, scaled = layers(device, recipe, **changes)
