@@ -383,7 +383,7 @@ def own_operators():
     (torch.float16, TOKENS, TOP_K),
     *(pytest.param(dtype, *sizes, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)
       for sizes in ((TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K))),
-    pytest.param(torch.float64, TOKENS, TOP_K, marks=pytest.mark.slow)])
+    pytest.param(torch.float64, TOKENS, TOP_K, marks=pytest.mark.slow)], ids=str)
 def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
     """A compiler that plans memory relies on the fakes, by which each result has a storage of its own and of its own size."""
     seen = set()
