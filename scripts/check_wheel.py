@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 LARGEST = 100_000_000  # bytes; what package indexes take
@@ -34,7 +35,8 @@ def wrong_name(wheel: Path, platform: str) -> list[str]:
     """What is wrong with a wheel's file name: it says the version with the CUDA major version, and the platform."""
     # auditwheel may put an older name of the same platform before it.
     form = rf"gbmoe-\d+(\.\d+)*((a|b|rc)\d+)?\+cu1[23]-py3-none-([\w.]+\.)?{re.escape(platform)}\.whl"
-    return [] if re.fullmatch(form, wheel.name) else [f"expected the name gbmoe-VERSION+cuMAJOR-py3-none-{platform}.whl, got {wheel.name}"]
+    expected = f"gbmoe-VERSION+cuMAJOR-py3-none-{platform}.whl"
+    return [] if re.fullmatch(form, wheel.name) else [f"expected the name {expected}, got {wheel.name!r}"]
 
 
 def wrong_size(size: int) -> list[str]:
@@ -87,10 +89,15 @@ def needed_libraries(library: Path) -> list[str]:
 
 def check(wheel: Path, platform: str, interpreters: list[str]) -> list[str]:
     """What is wrong with a wheel; prints what was looked at."""
-    wrong = wrong_name(wheel, platform) + wrong_size(wheel.stat().st_size)
+    wrong = wrong_name(wheel, platform)
+    if wrong:  # and the version is unknown
+        return wrong
+    wrong = wrong_size(wheel.stat().st_size)
     version = wheel.name.split("-")[1]
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
-        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = next((name for name in archive.namelist() if name.endswith(".dist-info/METADATA")), None)
+        if metadata is None:
+            return [*wrong, "expected a file METADATA in the wheel"]
         wrong += wrong_metadata(archive.read(metadata).decode(), version)
         if "gbmoe/_C.so" not in archive.namelist():
             return [*wrong, "expected the extension gbmoe/_C.so in the wheel"]
@@ -116,7 +123,10 @@ def main() -> int:
     parser.add_argument("--load", action="append", default=[], metavar="PYTHON",
                         help="an interpreter whose environment has a torch to load it with")
     arguments = parser.parse_args()
-    wrong = check(arguments.wheel, arguments.platform, arguments.load)
+    try:
+        wrong = check(arguments.wheel, arguments.platform, arguments.load)
+    except (OSError, UnicodeDecodeError, subprocess.CalledProcessError, zipfile.BadZipFile, zlib.error) as error:
+        wrong = [f"{str(arguments.wheel)!r}: expected a whole wheel: {error}"]
     for line in wrong:
         print(f"check_wheel.py: {line}", file=sys.stderr)
     return 1 if wrong else 0

@@ -231,6 +231,11 @@ def main() -> None:
     parser.add_argument("--mapped", action="store_true", help="rows are pulled from memory that the ranks map, on the CPU")
     parser.add_argument("--cuda", action="store_true", help="each rank has a GPU")
     options = parser.parse_args()
+    for name, least in (("ranks", 1), ("cases", 1), ("seed", 0)):
+        if not least <= getattr(options, name) < 2**31:
+            parser.error(f"--{name}: expected a number of at least {least}, got {getattr(options, name)}")
+    if options.cuda and torch.cuda.device_count() < options.ranks:
+        parser.error(f"--cuda: expected a GPU for each of {options.ranks} ranks, found {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (options, str(Path(folder, "store"))), nprocs=options.ranks)
 

@@ -59,8 +59,8 @@ def _positive(text: str) -> float:
 
 def _not_negative(text: str) -> float:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    if not 0 <= value <= 100:  # beyond it every share but the first is 0 in a float
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 100, got {text!r}")
     return value
 
 

@@ -221,6 +221,24 @@ def test_forward_mode_lost_its_tangents_without_a_word(device, name):
             torch.func.jacfwd(of_one)(operand)
 
 
+# Operands by which operators are differentiable twice: in these they are linear, and their gradients are such operators again.
+TWICE = {("gmm", 0), ("gmm", 1), ("padded_gather", 0)}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_are_those_of_differences_and_second_ones_are_so_or_refused(name):
+    function, operands = functions("cpu")[name]
+    operands = [t.double().requires_grad_() for t in operands]
+    assert torch.autograd.gradcheck(function, operands, fast_mode=True)
+    for position in range(len(operands)):
+        by_one = [t.detach().requires_grad_(of == position) for of, t in enumerate(operands)]
+        if (name, position) in TWICE:
+            assert torch.autograd.gradgradcheck(function, by_one, fast_mode=True)
+        else:
+            with pytest.raises(RuntimeError, match="differentiable once"):
+                torch.autograd.gradgradcheck(function, by_one, fast_mode=True)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_torch_func_grad_is_refused_by_name(device, name):
     function, operands = functions(device)[name]
@@ -379,9 +397,11 @@ def own_operators():
     return {name for name in names if name.startswith("gbmoe::")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens, top_k", [(TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K)])
+@pytest.mark.parametrize("dtype, tokens, top_k", [
+    (torch.float16, TOKENS, TOP_K),
+    *(pytest.param(dtype, *sizes, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)
+      for sizes in ((TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K))),
+    pytest.param(torch.float64, TOKENS, TOP_K, marks=pytest.mark.slow)], ids=str)
 def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
     """A compiler that plans memory relies on the fakes, by which each result has a storage of its own and of its own size."""
     seen = set()
@@ -404,6 +424,17 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
     # These need a process group; tests/parallel/test_pass_agreement.py compiles them.
     of_ranks = {"gbmoe::begin_pass", "gbmoe::begin_pass_by_host", "gbmoe::check_pass"}
     assert seen == own_operators() - of_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (
+    torch.bfloat16, torch.float32, torch.float64))], ids=str)
+def test_opcheck_of_every_operator(dtype):
+    """Schemas, fakes and the registration of gradients; what AOT makes of the operators, their own tests check."""
+    for name, arguments in calls("cpu", dtype, 5, TOP_K):
+        checks = ["test_autograd_registration", "test_faketensor"]
+        if not name.startswith("scaled_gmm"):  # torch's check of schemas multiplies each argument, which it cannot in float8
+            checks.append("test_schema")
+        torch.library.opcheck(getattr(torch.ops.gbmoe, name).default, arguments, test_utils=checks)
 
 
 # ------------------------------------------------------------------------------------------------------------ ambient modes

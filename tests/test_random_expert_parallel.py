@@ -10,8 +10,6 @@ import torch
 
 from tests.forked_python import spawn
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "random_expert_parallel.py"
 
 
@@ -20,6 +18,14 @@ def script():
     module = sys.modules[SCRIPT.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("option, value", [("--ranks", "0"), ("--ranks", "-1"), ("--cases", "0"), ("--seed", "-1"), ("--cases", "9" * 30)])
+def test_no_ranks_had_no_failure(option, value, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["random_expert_parallel.py", option, value])
+    with pytest.raises(SystemExit) as end:
+        script().main()
+    assert end.value.code == 2 and f"{option}: expected a number of at least" in capsys.readouterr().err.splitlines()[-1]
 
 
 def worker(rank, store, breaks):
@@ -39,11 +45,13 @@ def worker(rank, store, breaks):
     assert end.value.code == breaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_cases_over_two_ranks(tmp_path, breaks):
     spawn(worker, (tmp_path / "store", breaks), nprocs=2)
 
 
+@pytest.mark.slow
 def test_cases_draw_every_option_and_are_the_same_again():
     module = script()
     cases = [module.Case(seed, 4, torch.device("cpu"), False) for seed in range(200)]

@@ -67,7 +67,7 @@ def test_options_reach_the_model(script, capsys):
 
 @pytest.mark.parametrize("arguments", [
     ["--shape", "1,2,3"], ["--shape", "1,2,3,4,5"], ["--ranks", "0"], ["--network", "-1"], ["--network", "inf"], ["--pull", "a:b"],
-    ["--pull", "8192:0"], ["--skew", "nan"], ["--group", "none"], ["--chunks", "-1"]])
+    ["--pull", "8192:0"], ["--skew", "nan"], ["--skew", "1e20"], ["--group", "none"], ["--chunks", "-1"]])
 def test_bad_input_names_the_option(script, arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main(arguments)

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,26 @@ def test_names_of_releases(name):
                                   f"gbmoe-0.2.0+cu13-cp312-cp312-{PLATFORM}.whl", f"gbmoe-0.2.0+cu11-py3-none-{PLATFORM}.whl"])
 def test_a_name_without_cuda_or_for_one_python_or_any_linux_is_refused(name):
     assert len(check_wheel.wrong_name(Path(name), PLATFORM)) == 1
+
+
+@pytest.mark.parametrize("made", ["missing", "folder", "empty", "text", "cut", "without METADATA", "another library", "another name"])
+def test_what_is_no_wheel_ended_in_a_traceback(made, tmp_path, monkeypatch, capsys):
+    wheel = tmp_path / (f"gbmoe-0.2.0+cu13-py3-none-{PLATFORM}.whl" if made != "another name" else "a\nb")
+    if made == "folder":
+        wheel.mkdir()
+    elif made in ("empty", "text", "another name"):
+        wheel.write_text("" if made == "empty" else "no wheel")
+    elif made != "missing":
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("gbmoe/_C.so", "no library")
+            if made != "without METADATA":
+                archive.writestr("gbmoe.dist-info/METADATA", "Version: 0.2.0+cu13\n\ngbmoe")
+        if made == "cut":
+            wheel.write_bytes(wheel.read_bytes()[:-30])
+    monkeypatch.setattr(sys, "argv", ["check_wheel.py", str(wheel)])
+    assert check_wheel.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("check_wheel.py: ") and "expected" in line
 
 
 def test_a_wheel_over_100_megabytes_is_refused():

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     written = [path for paths in drawn.values() for path in paths]
     if arguments.only:
         absent = sorted(set(arguments.only) - {path.name for path in written})
-        problems += [f"--only: expected the name of a picture of these files, got {name}" for name in absent]
+        problems += [f"--only: expected the name of a picture of these files, got {one_line(name)}" for name in absent]
     idle = [] if arguments.only else [file for file, paths in drawn.items() if not paths]
     for line in [*written, *(f"{file}: no row has a time, nothing to draw" for file in idle)]:
         print(line)

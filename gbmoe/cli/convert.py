@@ -60,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gbmoe convert: {one_line(broken)}", file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:
-        print(f"gbmoe convert: {error}", file=sys.stderr)
+        where = ""
+        if isinstance(error, OSError) and error.errno and not error.filename:  # as of a full disk
+            where = f", while {one_line(arguments.source)} was converted to {one_line(arguments.target)}"
+        print(f"gbmoe convert: {error}{where}", file=sys.stderr)
         return 2
     return 0
 

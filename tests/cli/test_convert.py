@@ -226,3 +226,18 @@ def test_a_pipe_is_not_waited_for(tmp_path, capsys):
     finally:
         os.close(end)
     assert capsys.readouterr().err == f"gbmoe convert: {tmp_path / 'pipe'}: expected a file\n"
+
+
+def test_a_full_disk_named_no_file_and_a_folder_broke_its_line(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "a\nb"
+    folder.mkdir()
+    assert main(["convert", str(folder), str(tmp_path / "target"), "--to", "megablocks"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has neither" in line
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoints, "convert_checkpoint", full)
+    assert main(["convert", "model", str(tmp_path / "target"), "--to", "megablocks"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device" in line and str(tmp_path / "target") in line

@@ -210,7 +210,7 @@ def test_tiles_in_every_number(engine_on, layout, inner, columns, dtype):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("columns", [40, 264, 520])
+@pytest.mark.parametrize("columns", [40, *(pytest.param(columns, marks=pytest.mark.gpu) for columns in (264, 520))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 def test_few_tiles_of_long_sums(engine_on, layout, columns, dtype):
     """Split-K kernels, which divide long sums among multiprocessors, add the partial sums in a fixed order."""

@@ -388,7 +388,7 @@ def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
     check_overflow()
 
 
-def worker(rank, world, device_type, store, results):
+def worker(rank, world, device_type, names, store, results):
     global DEVICE_TYPE
     DEVICE_TYPE, options = device_type, {}
     if device_type == "cuda":
@@ -399,11 +399,9 @@ def worker(rank, world, device_type, store, results):
         peer_memory.MAPPERS["cpu"] = lambda: mapped_files
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                             timeout=timedelta(seconds=60), **options)
-    for name, function in CASES.items():
-        if device_type == "cpu" and name in OF_GPUS:
-            continue
+    for name in names:
         try:
-            function(rank, world)
+            CASES[name](rank, world)
             synchronize()
             results[rank, name] = None
         except Exception as error:  # the ranks go on together, unless a device is lost
@@ -416,29 +414,45 @@ def worker(rank, world, device_type, store, results):
 
 STARTS = [("cpu", 2), ("cpu", 4), ("cuda", 2), ("cuda", 4), ("cuda", 8)]
 MARKS = {"cpu": [pytest.mark.xdist_group("mapped-files")], "cuda": [pytest.mark.gpu, pytest.mark.xdist_group("two-gpus")]}
-RUNS = [pytest.param(device_type, world, name, marks=MARKS[device_type], id=f"{name}-{device_type}-{world}")
-        for device_type, world in STARTS for name in CASES if device_type == "cuda" or name not in OF_GPUS]
+# Four processes on a CPU spend four fifths of their time on these, in which two processes do the same.
+LONG = ("glu_mlp_and_dtypes", "gradients_of_weights_are_scaled_and_others_are_not", "slots_have_the_bits_of_one_process", "checkpointed",
+        "tokens_of_one_layer_do_not_count_for_others_of_another_shape", "rows_are_pulled_while_the_host_waits_for_their_number")
+
+
+def starts():
+    """(type of device, ranks, cases that they run one after the other, marks)."""
+    on_cpu = [name for name in CASES if name not in OF_GPUS]
+    for device_type, world in STARTS:
+        if (device_type, world) == ("cpu", 4):
+            yield device_type, world, tuple(name for name in on_cpu if name not in LONG), MARKS["cpu"]
+            yield device_type, world, LONG, [*MARKS["cpu"], pytest.mark.slow]
+        else:
+            yield device_type, world, tuple(on_cpu if device_type == "cpu" else CASES), MARKS[device_type]
+
+
+RUNS = [pytest.param(device_type, world, names, name, marks=marks, id=f"{name}-{device_type}-{world}")
+        for device_type, world, names, marks in starts() for name in names]
 
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory):
-    """A function from a type of device and a number of ranks to what each of them found; they are started once."""
+    """A function from a type of device, a number of ranks and cases to what each rank found; they are started once."""
     @functools.cache
-    def start(device_type, world):
+    def start(device_type, world, names):
         with mp.Manager() as manager:
             results = manager.dict()
             with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):  # whose case says why
-                spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
+                spawn(worker, (world, device_type, names, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
             return dict(results)
 
     return start
 
 
-@pytest.mark.parametrize("device_type, world, name", RUNS)
-def test_ranks_that_map_memory(results_of, device_type, world, name):
+@pytest.mark.parametrize("device_type, world, names, name", RUNS)
+def test_ranks_that_map_memory(results_of, device_type, world, names, name):
     if device_type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs that map each other's memory, this machine has {torch.cuda.device_count()}")
-    results = results_of(device_type, world)
+    results = results_of(device_type, world, names)
     failures = {rank: results.get((rank, name), "did not end") for rank in range(world) if results.get((rank, name), "did not end")}
     assert not failures, "\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items())
 

@@ -117,7 +117,7 @@ def shards(source: Path, index: dict | None) -> list[Path]:
     if index is not None:
         return [source / name for name in dict.fromkeys(index["weight_map"].values())]
     if source.is_dir() and not (source / _SINGLE).exists():
-        raise FileNotFoundError(f"{source}: has neither {_SINGLE} nor {INDEX}")
+        raise FileNotFoundError(f"{one_line(source)}: has neither {_SINGLE} nor {INDEX}")
     return [source / _SINGLE if source.is_dir() else source]
 
 

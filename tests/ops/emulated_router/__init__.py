@@ -65,7 +65,7 @@ def compile_kernels(folder: Path) -> ctypes.CDLL:
         shutil.copy(_HERE / name, source / place)
     shutil.copy(_HERE.parents[1] / "engines" / "emulated_gpu" / "emulated_gpu.h", source / "emulated_gpu.h")
     library = folder / "router.so"
-    options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fno-extern-tls-init",
+    options = ["-std=c++17", "-Og", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-fno-extern-tls-init",
                "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
     subprocess.run(["g++", *options, "-I", str(folder), "-I", str(Path(torch.__file__).parent / "include"), str(_HERE / "instances.cpp"),
                     "-o", str(library)], check=True)

@@ -26,6 +26,7 @@ def row_of(measurement, dtype=torch.float32):
     return measure(measurement, Conditions(CPU, dtype, QUICK))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
