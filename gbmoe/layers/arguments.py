@@ -59,7 +59,7 @@ class Arguments:
       ranked by. It is saved with the layer and has no gradient. gbmoe.update_expert_bias moves it by steps of
       moe_router_bias_update_rate.
     - `moe_router_linear_bias` gives the router's linear layer a bias, a parameter.
-    - `moe_router_dtype`: With None logits are in float32, and scores and weights are rounded to the layer's dtype. With "fp32" these stay
+    - `moe_router_dtype`: with None logits are in float32, and scores and weights are rounded to the layer's dtype. With "fp32" these stay
       in float32, too. With "bf16" the logits are rounded to bfloat16, as a linear layer of torch does.
     - `moe_router_load_balancing_type` is the loss that gbmoe.batched_load_balancing_loss computes, with the weight moe_loss_weight:
       "aux_loss" of a layer's tokens, "seq_aux_loss" of each sequence, "global_aux_loss" of the global batch, or "none".
@@ -90,8 +90,8 @@ class Arguments:
     `keep_gathered_rows` trades memory for time: the rows of x that forward gathers are kept until backward, which would otherwise gather
     them again. That is one copy of x for each of a token's slots, in every layer. Where `hopper` would gather inside forward's first
     product there is little to gain: forward then gathers before that product, and backward does not gather. Over mapped memory the rows
-    that forward pulls are kept. It has no effect where gbmoe.expert_mlp's argument has none, nor with expert_parallel_exact over the
-    exchange, or with another mlp_impl than "gbmoe".
+    that forward pulls are kept. The option has no effect where gbmoe.expert_mlp's argument has none, nor with expert_parallel_exact over
+    the exchange, or with another mlp_impl than "gbmoe".
 
     `one_matrix_per_expert` makes the experts' parameters [E,F,H] instead of MegaBlocks' [E*F,H], for optimizers that see a matrix in each
     parameter, such as Muon, which would orthogonalise all experts as one. State dicts are MegaBlocks' with it and without.
