@@ -178,10 +178,10 @@ class RoutingPlan:
     the plan to the rows in use.
 
     A plan may be made by hand. Its tensors must have those shapes, be int32 and contiguous, and lie on one device; otherwise TypeError
-    or ValueError names the one that does not. Their values are not checked: an entry outside its range (a row beyond P, a slot beyond
-    T * K) counts as none, and no operator reads or writes outside its tensors, but rows on which row_of_slot and slot_of_row do not
-    agree may hold anything. So is a plan of which a tensor is replaced, by dataclasses.replace or by an assignment; an assignment is
-    checked by the next operator that takes the plan.
+    or ValueError names the one that does not. Their values are not checked. An entry outside its range (a row beyond P, a slot beyond T *
+    K) counts as none, and no operator reads or writes outside its tensors. But rows on which row_of_slot and slot_of_row do not agree may
+    hold anything. A plan of which a tensor is replaced, by dataclasses.replace or by an assignment, is checked in the same way; an
+    assignment by the next operator that takes the plan.
 
     Example:
         >>> plan = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
@@ -240,8 +240,8 @@ class RoutingPlan:
             align: each expert's rows are padded to a multiple of this, at least 1.
             exact: cut P to the rows in use; waits for the device once.
             check: what happens to ids outside [-1, E). "wait" reads the ids back and raises ValueError; "device" raises a
-                device-side assertion without a wait; "none" drops their slots. "auto" is "wait" on the CPU, where nothing
-                has to be waited for, and "device" elsewhere. With all of them no row out of bounds is ever touched.
+                device-side assertion without a wait; "none" drops their slots. "auto" is "wait" on the CPU, where nothing has to be
+                waited for, and "device" elsewhere. Whichever it is, no row out of bounds is ever touched.
         """
         require_tensor(experts_TK, _OF_EXPERTS, "experts", rank=(1, 2), dtypes=(torch.int32, torch.int64))
         for argument, value in (("num_experts", num_experts), ("align", align)):

@@ -62,8 +62,8 @@ def take_factors_of_peft(module: Any) -> None:
 
 
 def register_with_peft() -> None:
-    """Call gbmoe.compat.peft.register where PEFT has been imported, in a release that this was tested with. With another one factors are
-    read as well, after PEFT has made the changed weights once in each forward, of which a warning tells once."""
+    """Call gbmoe.compat.peft.register where PEFT has been imported, in a release that this was tested with. With another release the
+    factors are read as well, but PEFT makes the changed weights once in each forward. A warning says so once."""
     if "peft.tuners.lora.layer" not in sys.modules or _asked:
         return
     _asked.append(True)

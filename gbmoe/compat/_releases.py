@@ -1,4 +1,4 @@
-"""What an adapter asks of a package whose private functions or classes it takes the place of: a release that it was tested with."""
+"""What an adapter requires of a package whose private functions or classes it replaces: a release that it was tested with."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def routed_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.T
 
 
 class SpreadExperts:
-    """routed_experts where each rank of a group holds as many experts, in the order of ranks. Making one is collective over the group, as
-    is every call, with any number of tokens.
+    """routed_experts where each rank of a group holds equally many experts, in the order of ranks. Making one is collective over the
+    group. So is every call, to which ranks may bring any number of tokens.
 
     Args:
         group: the ranks; more than one.

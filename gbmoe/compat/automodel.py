@@ -42,8 +42,8 @@ _PARAMETERS = ("hidden_states", "gate_and_up_projs", "down_projs", "tokens_per_e
 def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
     """Let Automodel's grouped experts without biases be computed by gbmoe, in this process. Calling it again changes nothing.
 
-    Activations that `fused_function` does not know, and experts="torch_mm_mxfp8", stay with Automodel's own function. Experts with LoRA
-    are computed without sums of weights and adapters, and with adapters alone to train without gradients of the weights.
+    Activations that `fused_function` does not know, and experts="torch_mm_mxfp8", stay with Automodel's own function. For experts with
+    LoRA no sum of weights and adapters is made. Where only the adapters are trained, no gradients of the weights are computed.
 
     Args:
         fp8_recipe: compute products of rows as the recipe says, except for experts with LoRA. A later call with another recipe takes its
@@ -125,14 +125,14 @@ def experts_forward(
 ) -> torch.Tensor:
     """What _torch_mm_experts_fwd computes, by gbmoe.grouped_mlp: out[r] = activation(x[r] @ up[e], probs[r]) @ down[e].
 
-    Automodel multiplies the activation by the probabilities, gbmoe the result, in float32: equal except for the rounding. Differentiable in
-    the rows, both weights and the probabilities.
+    Automodel multiplies the activation by the probabilities. gbmoe multiplies the result by them, in float32, which is equal except for
+    the rounding. Differentiable in the rows, both weights and the probabilities.
 
     Args:
         hidden_states: [R,H] in expert order, any floating dtype. Rows after the sum of the counts come out as zeros.
         gate_and_up_projs: [E,H,F], dtype of the rows; the gate in the first half of the columns, for quick_geglu in the even ones.
         down_projs: [E,F,H].
-        tokens_per_expert: [E], int32 or int64, on the device of the rows, where nobody waits for it.
+        tokens_per_expert: [E], int32 or int64, on the device of the rows. The host does not wait for it.
         permuted_probs: [R,1], any floating dtype.
         activation_fn: one that `fused_function` knows.
         engine, fp8_recipe: see grouped_mlp.

@@ -38,7 +38,7 @@ require_parameters(_ADAPTER, _theirs.RoutedExperts.forward, _PARAMETERS)
 class RoutedExperts(_theirs.RoutedExperts):
     """OLMo-core's RoutedExperts, with its parameters w_up_gate, w_down, b_up_gate, b_down and its state dict, on gbmoe.grouped_mlp.
 
-    Weights are read where they lie, biases and activation are computed with the products, and nobody waits for the counts.
+    Weights are read where they lie, biases and activation are computed with the products, and the host does not wait for the counts.
 
     Attributes:
         engine: of the products, see gbmoe.engines.
@@ -51,13 +51,14 @@ class RoutedExperts(_theirs.RoutedExperts):
     def forward(self, x: torch.Tensor, batch_size_per_expert: torch.Tensor, *, down_proj_out: torch.Tensor | None = None,
                 up_proj_input_grad_out: torch.Tensor | None = None, row_weights: torch.Tensor | None = None, use_rowwise_fp8: bool = False,
                 rowwise_fp8_input_q: torch.Tensor | None = None, rowwise_fp8_input_scales: torch.Tensor | None = None) -> torch.Tensor:
-        """The experts of rows in expert order. Left to OLMo-core: experts with its rowwise_fp8, and calls that name buffers for results
-        (its rowwise expert parallelism).
+        """The experts of rows in expert order. OLMo-core itself computes experts with its rowwise_fp8, and calls that name buffers for
+        results (its rowwise expert parallelism).
 
         Args:
             x: [R,H] in expert order, dtype of the weights. Rows after the sum of the counts come out as zeros.
             batch_size_per_expert: [E], on the device of x or on the CPU.
-            row_weights: [R], by which results are multiplied, in float32; OLMo-core multiplies the activation, which is the same sum.
+            row_weights: [R]. Results are multiplied by them in float32. OLMo-core multiplies the activation by them, which gives the same
+                sum.
             down_proj_out, up_proj_input_grad_out, use_rowwise_fp8, rowwise_fp8_input_q, rowwise_fp8_input_scales: OLMo-core's.
 
         Returns:

@@ -3,9 +3,9 @@
     import gbmoe.compat.peft
     gbmoe.compat.peft.register()
 
-PEFT's ParamWrapper registers a parametrization in each forward, which makes W + scale * B @ A of all experts: once when torch checks it and
-once when it is read. For modules whose experts gbmoe computes, this hands over the factors instead. gbmoe.compat.transformers calls it in
-the first forward with adapters, if this release of PEFT is there.
+In each forward PEFT's ParamWrapper registers a parametrization, which makes W + scale * B @ A of all experts twice: when torch checks it,
+and when it is read. For modules whose experts gbmoe computes, this module hands over the factors instead. gbmoe.compat.transformers calls
+it in the first forward with adapters, if this release of PEFT is there.
 
 What it replaces is peft.tuners.lora.layer.ParamWrapper._activate_lora; other modules keep PEFT's own. Adapters, their names, activation,
 merging, checkpoints and configurations remain PEFT's.

@@ -34,8 +34,8 @@ def register(fp8_recipe: Float8BlockScaling | None = None) -> None:
     """Let prime-rl's grouped experts be computed by gbmoe, in this process. Calling it again changes nothing.
 
     Args:
-        fp8_recipe: for experts with fp8=True, whose products of rows are then computed as the recipe says; without it they stay with
-            prime-rl's own DeepGEMM. A later call with another recipe takes its place.
+        fp8_recipe: for experts with fp8=True, whose products of rows are then computed as the recipe says. Without a recipe prime-rl's
+            own DeepGEMM computes them. A later call with another recipe takes its place.
 
     Raises:
         ImportError: for another release than 0.8.0, and where the function has other parameters.

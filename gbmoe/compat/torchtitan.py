@@ -40,11 +40,11 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  #
 class GroupedExperts(moe.GroupedExperts):
     """torchtitan's GroupedExperts, with its parameters w1_EFD, w3_EFD, w2_EDF and its state dict, on gbmoe.grouped_mlp.
 
-    Its forward reads the weights where they lie and waits for nobody: one product up, with silu and the gate in its epilogue, and one
-    down. Rows after the sum of the counts, which torchtitan leaves unwritten, are zeros, and so are their gradients.
+    Its forward reads the weights where they lie, and the host does not wait. It makes one product up, with silu and the gate in its
+    epilogue, and one down. Rows after the sum of the counts, which torchtitan leaves unwritten, are zeros, and so are their gradients.
 
     Raises:
-        TypeError: for a subclass: torchtitan's converters make subclasses that quantise what this forward does not call.
+        TypeError: for a subclass. torchtitan's converters make subclasses, which quantise functions that this forward does not call.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class GroupedExperts(moe.GroupedExperts):
 
         Attributes:
             engine: of the products, see gbmoe.engines.
-            float8: products of rows by gbmoe.Float8BlockScaling(); with the engine "auto".
+            float8: compute products of rows by gbmoe.Float8BlockScaling(); needs the engine "auto".
         """
 
         engine: str = "auto"
@@ -120,7 +120,7 @@ class RoutedExperts(moe.RoutedExperts):
 
         Attributes:
             engine: of the products, see gbmoe.engines.
-            float8: products of rows by gbmoe.Float8BlockScaling(); with the engine "auto".
+            float8: compute products of rows by gbmoe.Float8BlockScaling(); needs the engine "auto".
             transport: how rows travel between ranks: "peer_memory", "exchange", or "auto" for the first where all ranks can map each
                 other's memory.
         """
@@ -153,14 +153,15 @@ class RoutedExperts(moe.RoutedExperts):
         Args:
             x_BLD: [B,L,D], this rank's tokens, any floating dtype.
             topk_scores_BLK, topk_expert_ids_BLK: [B,L,K], of the router.
-            num_local_tokens_per_expert_E: not read; the plan counts.
+            num_local_tokens_per_expert_E: not read, because the plan counts the tokens.
 
         Returns:
             [B,L,D], dtype of x: sums in float32, rounded to bfloat16 once.
 
         Raises:
             NotImplementedError: under debug.spmd_typechecking.
-            ValueError: where the weights are not those of this rank's experts, as where FSDP shards inner_experts apart from the block.
+            ValueError: where the weights are not those of this rank's experts, for example where FSDP shards inner_experts apart from the
+                block.
         """
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
             raise NotImplementedError("gbmoe.compat.torchtitan.moe_layer: debug.spmd_typechecking: expected false, as gbmoe's collectives"

@@ -15,7 +15,7 @@ parallelism. Parameters are not copied, transposed or renamed, and checkpoints d
 Experts without a norm, whose activation and gate have kernels (`fused_function`), are one operator, gbmoe.expert_mlp, which reads the
 weights where they lie. The others are composed of gather, products, the model's own gate function and scatter.
 
-LoRA by PEFT's target_parameters is multiplied by, not added to the weights, see gbmoe/compat/peft.py.
+Rows are multiplied by the factors of PEFT's LoRA (target_parameters), which are not added to the weights; see gbmoe/compat/peft.py.
 
 Shape suffixes: T tokens, K slots a token, E experts on this rank, H hidden, F ffn hidden (twice that before a gate),
 P rows of the plan, N columns, B columns of ones.
@@ -62,9 +62,9 @@ def register(fp8_recipe: Float8BlockScaling | None = None, *, as_default: bool =
     Args:
         fp8_recipe: add "gbmoe_float8" as well, which computes products of rows as the recipe says. A later call with another recipe
             takes its place.
-        as_default: models that name no implementation, or "grouped_mm", which is transformers' default, take it too, with the recipe if
-            there is one. So does a program that nobody edits; see `python -m gbmoe transformers`.
-        model: one that is loaded. A warning names those of its modules that call no implementation, whatever is set (`uncalled`).
+        as_default: models that name no implementation take it too, and so do models that name "grouped_mm", transformers' default; with
+            the recipe if there is one. For programs that nobody edits see `python -m gbmoe transformers`.
+        model: a loaded model. A warning names its modules that call no implementation, whatever is set (see `uncalled`).
 
     Raises:
         ImportError: without transformers 5.8 or newer, or where it cannot be imported; the message has the cause.

@@ -41,33 +41,33 @@ class Arguments:
     loop over the experts); `engine` names the engine of the grouped GEMMs (gbmoe.engines). fp16 wins over bf16; with both
     False parameters have torch's default dtype.
 
-    `activation_fn` may be any callable. A torch.nn.Module is called, and gradients flow to its parameters, but it belongs to the arguments,
-    which layers share, and not to a layer: as in MegaBlocks, it is in no layer's parameters(), state_dict() or to(), and only a shared
-    expert registers it, as `shared_expert.act`. Where it has parameters, register it once on your model, move it to the layers' device
-    and dtype, and give the optimizer the model's parameters.
+    `activation_fn` may be any callable. A torch.nn.Module is called, and gradients flow to its parameters. But it belongs to the
+    arguments, which layers share, and not to a layer. So, as in MegaBlocks, no layer's parameters(), state_dict() or to() includes it;
+    only a shared expert registers it, as `shared_expert.act`. Where it has parameters, register it once on your model, move it to the
+    layers' device and dtype, and give the optimizer the model's parameters.
 
     What the router computes is MegaBlocks' (a softmax over all experts, the moe_top_k highest, their norm) unless fields with
-    Megatron-Core's names say otherwise; `router_function` is what they come to, and gbmoe.RouterFunction says what that is:
+    Megatron-Core's names say otherwise; `router_function` is the result of them all, see gbmoe.RouterFunction:
 
-    - `moe_router_score_function` is "softmax", "sigmoid" or "sqrtsoftplus". Where weights are normalised, the norm of the latter two gets
-      1e-20 more, as DeepSeek-V3's and Megatron-Core's.
-    - `moe_router_pre_softmax` False takes the softmax over the chosen logits. It says nothing of other scores.
-    - `moe_router_num_groups` and `moe_router_group_topk` choose experts from the best groups alone. A group is judged by the sum of its
-      `moe_router_group_best` best; None is Megatron-Core's number, moe_top_k // moe_router_group_topk.
+    - `moe_router_score_function` is "softmax", "sigmoid" or "sqrtsoftplus". Where weights are normalised, 1e-20 is added to the norm of
+      the latter two, as in DeepSeek-V3 and Megatron-Core.
+    - `moe_router_pre_softmax` False takes the softmax over the chosen logits. It does not concern other scores.
+    - `moe_router_num_groups` and `moe_router_group_topk` choose experts from the best groups only. Groups are ranked by the sum of their
+      `moe_router_group_best` best scores; None takes Megatron-Core's value, moe_top_k // moe_router_group_topk.
     - `moe_router_topk_scaling_factor` multiplies the weights.
     - `moe_router_enable_expert_bias` gives the router `expert_bias`, a float32 buffer [E] that is added to what experts are
       ranked by. It is saved with the layer and has no gradient. gbmoe.update_expert_bias moves it by steps of
       moe_router_bias_update_rate.
     - `moe_router_linear_bias` gives the router's linear layer a bias, a parameter.
-    - `moe_router_dtype`: None has logits in float32, and rounds scores and weights to the layer's dtype; "fp32" leaves these in float32,
-      too; "bf16" rounds the logits to bfloat16, as a linear layer of torch does.
+    - `moe_router_dtype`: with None logits are in float32, and scores and weights are rounded to the layer's dtype. With "fp32" these stay
+      in float32, too. With "bf16" the logits are rounded to bfloat16, as a linear layer of torch does.
     - `moe_router_load_balancing_type` is the loss that gbmoe.batched_load_balancing_loss computes, with the weight moe_loss_weight:
       "aux_loss" of a layer's tokens, "seq_aux_loss" of each sequence, "global_aux_loss" of the global batch, or "none".
 
     `moe_expert_linear_bias` gives each expert biases of its products, as gpt-oss has them: the parameters `w1_bias` and (glu) `v1_bias`
-    [E,F], and `w2_bias` [E,H], of experts.mlp, zeros at first. `moe_apply_probs_on_input` multiplies what an expert gets by the router's
-    weight, as Llama-4 does, and not what it returns. Both need mlp_impl "gbmoe" and experts that are not spread over ranks, and biases an
-    activation that has a kernel.
+    [E,F], and `w2_bias` [E,H], of experts.mlp, zeros at first. `moe_apply_probs_on_input` multiplies an expert's input by the router's
+    weight, as Llama-4 does, instead of its output. Both need mlp_impl "gbmoe" and experts that are not spread over ranks. Biases also
+    need an activation that has a kernel.
 
     `batch_first` says that x is [batch, sequence, H], for the loss of each sequence; nothing else depends on it.
 
@@ -77,21 +77,21 @@ class Arguments:
 
     `expert_parallel` says how rows travel between experts that are spread over ranks, see gbmoe.ExpertParallelOptions. Its options are
     arguments as well: `expert_parallel_exact`, `expert_parallel_ranks_per_node`, `expert_parallel_chunks`, `expert_parallel_transport`,
-    `expert_parallel_rows` and `expert_parallel_shadows`. Those win over it, and can be read and set as attributes.
+    `expert_parallel_rows` and `expert_parallel_shadows`. These win over `expert_parallel`, and can be read and set as attributes.
     Constructing such a layer is collective over the group: it compares the ranks' arguments.
 
     `batch_invariant` asks that the output for a token, the router's choice included, has the same bits whatever other tokens are in the
-    batch, and however many. It is about forward alone. It needs the engine `hopper` or `tensor_core` and a router that is a plain linear
+    batch, and however many. It concerns forward only. It needs the engine `hopper` or `tensor_core` and a router that is a plain linear
     layer, and excludes a shared expert and experts spread over ranks.
 
-    `fp8_recipe` has the experts' products of rows computed in float8, see gbmoe.Float8BlockScaling. It needs mlp_impl "gbmoe" and
+    With `fp8_recipe` the experts' products of rows are computed in float8, see gbmoe.Float8BlockScaling. It needs mlp_impl "gbmoe" and
     the engine "auto", and excludes batch_invariant. Parameters, gradients and checkpoints are the same with it and without.
 
-    `keep_gathered_rows` trades memory for time: the rows of x that forward gathers are kept until backward, which would gather them again;
-    one copy of x for each of a token's slots, in every layer. Where `hopper` gathers inside forward's first product there is little to
-    gain: forward gathers before it then, and backward does not. Over mapped memory the rows that forward pulls are kept.
-    It has no effect where gbmoe.expert_mlp's argument has none, nor with expert_parallel_exact over the exchange, or with another mlp_impl
-    than "gbmoe".
+    `keep_gathered_rows` trades memory for time: the rows of x that forward gathers are kept until backward, which would otherwise gather
+    them again. That is one copy of x for each of a token's slots, in every layer. Where `hopper` would gather inside forward's first
+    product there is little to gain: forward then gathers before that product, and backward does not gather. Over mapped memory the rows
+    that forward pulls are kept. The option has no effect where gbmoe.expert_mlp's argument has none, nor with expert_parallel_exact over
+    the exchange, or with another mlp_impl than "gbmoe".
 
     `one_matrix_per_expert` makes the experts' parameters [E,F,H] instead of MegaBlocks' [E*F,H], for optimizers that see a matrix in each
     parameter, such as Muon, which would orthogonalise all experts as one. State dicts are MegaBlocks' with it and without.
@@ -304,7 +304,7 @@ def from_megatron(megatron_args: Any) -> Arguments:
     """Arguments from Megatron-LM's parsed arguments, Megatron-Core's TransformerConfig, or any object with attributes of their names, of
     MegaBlocks' names (those of the fields of Arguments), or of both. A field of which the object says nothing keeps its default.
 
-    Mirrors megablocks.layers.arguments.from_megatron, which takes fields' own names alone. An mlp_impl of MegaBlocks' ('grouped',
+    Mirrors megablocks.layers.arguments.from_megatron, which takes only the fields' own names. An mlp_impl of MegaBlocks' ('grouped',
     'sparse') becomes 'gbmoe', and an fp8_recipe that is no Float8BlockScaling, such as Megatron-LM's 'delayed', is ignored. Where
     num_experts is there but not set, Megatron's own options of experts mean nothing and are ignored.
 

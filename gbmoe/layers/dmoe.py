@@ -76,8 +76,8 @@ class ParallelDroplessMLP(ExpertModule):
     def forward(self, x, scores, expert_weights, top_experts, *, meanwhile=None, padding_mask=None, cu_seqlens=None):
         """Shapes and results are those of the class. padding_mask [...] and cu_seqlens [S+1] are for the load-balancing loss.
 
-        With expert parallelism `meanwhile` is called once. Work that it starts on the device runs there while the host waits for the
-        numbers of rows. Without expert parallelism it is not called.
+        With expert parallelism `meanwhile` is called once. Work that it starts on the device runs while the host waits for the numbers of
+        rows. Without expert parallelism it is not called.
         """
         x_TH = x.reshape(-1, x.size(-1))
         if self.args.moe_expert_model_parallelism:
@@ -93,7 +93,7 @@ class ParallelDroplessMLP(ExpertModule):
         return self.finish(x, out, scores, top_experts, counts_E, padding_mask=padding_mask, cu_seqlens=cu_seqlens)
 
     def finish(self, x, out, scores, top_experts, counts_E, *, padding_mask=None, cu_seqlens=None):
-        """What forward returns, of the experts' sums in the shape of x and of how many tokens each of them got."""
+        """What forward returns, made of the experts' sums in the shape of x and of how many tokens each expert got."""
         if self.training and self.tokens_per_expert is not None:
             token_counts.add(counts_E, self.tokens_per_expert)
         if self.training and self.args.has_load_balancing_loss:
@@ -125,8 +125,8 @@ class dMoE(torch.nn.Module):
     - weights [T,K], floating, of any dtype, by which the experts' outputs are multiplied; gradients flow back through them
     - ids [T,K], int32 or int64, in [0,E); a slot with the id -1 is left out
 
-    where T is the number of tokens, E == moe_num_experts and K == moe_top_k. All are on the device of x. Arguments of the router (jitter,
-    z-loss, normalised weights, uniform assignment) are up to such a module; it is not given them.
+    where T is the number of tokens, E == moe_num_experts and K == moe_top_k. All are on the device of x. What the router's arguments ask
+    for (jitter, z-loss, normalised weights, uniform assignment) is left to such a module. It is not given them.
 
     Args:
         args: see Arguments.
@@ -172,8 +172,8 @@ class dMoE(torch.nn.Module):
         """x [sl, bs, H] (any leading dimensions) -> the same shape, or (that, bias [H]); see ParallelDroplessMLP.
 
         `padding_mask`, bool [sl, bs], is True for tokens that no expert computes and no loss counts. `given_experts`, ids [sl, bs, K], are
-        taken instead of the router's choice, with weights that the router computes for them. A router of your own is called with those
-        that are given, as keywords.
+        taken instead of the router's choice, with weights that the router computes for them. A router of your own gets those of the two
+        that are given, as keyword arguments.
 
         `cu_seqlens`, int32 or int64 [S+1] on the device of x, tells packed sequences apart for the loss of each sequence
         (moe_router_load_balancing_type "seq_aux_loss"): sequence s has the tokens from cu_seqlens[s] to cu_seqlens[s+1], in the order

@@ -28,11 +28,11 @@ _ALIKE: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDi
 
 def update_expert_bias(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Move the experts' biases of all layers by one step, up for experts that got fewer tokens than the mean and down for those that got
-    more; then begin to count anew. Call it once a step, after that of the optimizer.
+    more; then begin to count anew. Call it once a step, after the optimizer's step.
 
     A layer with moe_router_enable_expert_bias counts the tokens of each expert, without padding, in every forward in training with
-    gradients: all micro-batches since the last call, and once what torch.utils.checkpoint repeats. The counts are summed over the ranks of
-    `group` and
+    gradients. All micro-batches since the last call count, and a forward that torch.utils.checkpoint repeats counts once. The counts are
+    summed over the ranks of `group` and
 
         bias += moe_router_bias_update_rate * sign(mean of the counts - counts)
 
@@ -40,14 +40,14 @@ def update_expert_bias(model: torch.nn.Module, group: dist.ProcessGroup | None =
     requires a gradient. The rate is read from the layer's `args` at each call, and may be changed between calls. The biases are saved in
     checkpoints, the counts are not.
 
-    The host does not wait for the device, except in the first call for a model, in which the ranks compare their layers; a CUDA graph may
+    The host does not wait for the device, except in the first call for a model, in which the ranks compare their layers. A CUDA graph may
     record later calls.
 
     Args:
         model: a dMoE, or a module that contains some; those without biases are left alone.
-        group: the data-parallel ranks, those with other tokens for the same layers: expert-parallel ranks are among them, stages of a
-            pipeline are not. None for the default group, or where torch.distributed is not initialised for this process alone. Collective:
-            all of its ranks must call it.
+        group: the data-parallel ranks, which have other tokens for the same layers. Expert-parallel ranks are among them, stages of a
+            pipeline are not. None is the default group, or this process alone where torch.distributed is not initialised. Collective: all
+            of its ranks must call it.
 
     Raises:
         ValueError: where no layer of the model has biases; on a rank that is no member of the group; on all ranks where their layers
@@ -80,8 +80,8 @@ def update_expert_bias_after(optimizer: torch.optim.Optimizer, model: torch.nn.M
                              ) -> torch.utils.hooks.RemovableHandle:
     """Call update_expert_bias(model, group) after every step of the optimizer, with its register_step_post_hook.
 
-    Of several optimizers of a model give the one whose step comes last. A step that torch.amp.GradScaler skips moves no bias; its tokens
-    are counted with those of the next.
+    Where a model has several optimizers, give the one whose step comes last. A step that torch.amp.GradScaler skips moves no bias; its
+    tokens are counted with those of the next.
 
     Returns:
         A handle; its remove() ends this.

@@ -29,8 +29,8 @@ class ExpertParallelOptions:
         transport: "auto", "peer_memory" (ranks of one node map each other's memory) or "exchange" (torch.distributed's all-to-all).
         rows: bounds the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits for the device,
             and a CUDA graph can record the step. Rows beyond the bound are dropped, which a later step reports.
-        shadows: the most experts whose weights are copied to all ranks for a step in which less then travels than if their tokens' rows
-            did. 0 is off. It needs rows that are exchanged and ranks that hold whole experts, and excludes exact.
+        shadows: the weights of at most so many experts are copied to all ranks for a step, if less travels then than with the rows of
+            their tokens. 0 is off. It needs rows that are exchanged and ranks that hold whole experts, and excludes exact.
 
     Raises:
         ValueError: naming the argument of Arguments, what was expected and what came.

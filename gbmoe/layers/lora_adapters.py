@@ -163,7 +163,8 @@ def _require_possible(path: str, experts: ExpertWeights, name: str) -> None:
 
 
 def set_adapters(model: torch.nn.Module, names: str | Sequence[str]) -> None:
-    """Make these adapters the active ones, whose changes are added; with () none is. Those that are not keep their parameters.
+    """Make these adapters the active ones: their changes are added. With () none is active. Adapters that are not active keep their
+    parameters.
 
     Raises:
         ValueError: for a name that no layer has, and while adapters are merged.
@@ -175,7 +176,7 @@ def set_adapters(model: torch.nn.Module, names: str | Sequence[str]) -> None:
 
 
 def remove_adapter(model: torch.nn.Module, name: str) -> None:
-    """Forget an adapter with its parameters. One that is merged stays in the weights, which then are what they are.
+    """Forget an adapter with its parameters. The changes of one that is merged stay in the weights.
 
     Raises:
         ValueError: for a name that no layer has.
@@ -191,7 +192,8 @@ def remove_adapter(model: torch.nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def merge_adapters(model: torch.nn.Module) -> None:
-    """Add the changes of the active adapters to the weights, in place, rounded once an adapter; forward then costs what it did without.
+    """Add the changes of the active adapters to the weights, in place, with one rounding for each adapter. Forward then costs as much as
+    without adapters.
 
     `unmerge_adapters` subtracts them, which in 16 bits need not give the same bits again. The merged state is not part of a checkpoint:
     save a merged model after remove_adapter, or unmerge it first.
@@ -229,7 +231,7 @@ def _add(path: str, experts: ExpertWeights, adapter: Adapter, sign: float) -> No
 
 
 def adapter_state_dict(model: torch.nn.Module, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of one adapter by "PATH.w1_a" and so on, PATH being that of the module of the experts' weights in the model.
+    """The parameters of one adapter by names "PATH.w1_a" and so on. PATH leads to the module of the experts' weights in the model.
 
     Raises:
         ValueError: for a name that no layer has.

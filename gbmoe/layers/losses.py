@@ -31,7 +31,7 @@ def save_load_balancing_loss(loss: tuple[torch.Tensor, torch.Tensor], source: ob
                              cu_seqlens: torch.Tensor | None = None) -> None:
     """Keep one layer's (tokens_per_expert [E], scores [T,E]) for batched_load_balancing_loss.
 
-    A forward that torch.utils.checkpoint repeats in backward keeps nothing, because it did so when it first ran; nor does one inside
+    A forward that torch.utils.checkpoint repeats in backward keeps nothing, because it did so when it first ran. Nor does one inside
     torch.vmap.
 
     Args:
@@ -60,39 +60,39 @@ def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None
                                 ) -> torch.Tensor | float:
     """moe_loss_weight / num_layers times the sum over layers of the loss that args.moe_router_load_balancing_type names.
 
-    - "aux_loss": E / (K * T) * <tokens_per_expert, mean score>, E and T being each layer's. Mirrors
+    - "aux_loss": E / (K * T) * <tokens_per_expert, mean score>, with each layer's E and T. Mirrors
       megablocks.layers.moe.batched_load_balancing_loss (Switch Transformers, arXiv 2101.03961, summed over layers).
     - "seq_aux_loss": the same of each sequence by itself, and the mean over those that have tokens (DeepSeek-V3, arXiv 2412.19437,
       equations 17 to 20).
     - "global_aux_loss": tokens_per_expert and T are those of the global batch (Qwen3; arXiv 2501.11873): summed over the ranks of
-      `group` and, with `so_far`, over the micro-batches of the step. Gradients flow through this rank's scores. The losses are such that
-      their mean over the ranks, and the mean of their gradients, as DistributedDataParallel takes it, is that of the global batch.
+      `group` and, with `so_far`, over the micro-batches of the step. Gradients flow through this rank's scores. The mean of the ranks'
+      losses is that of the global batch, and so is the mean of their gradients, which DistributedDataParallel takes.
     - "none": 0.
 
     Scores that are not a softmax are divided by their sum over the experts first, as in DeepSeek-V3 and Megatron-Core. Tokens of padding
-    do not count, nor does T include them.
+    do not count, and T does not include them.
 
-    The dtype is that of the scores, float32 with moe_lbl_in_fp32; in float16, where a count of 65,520 is infinite, it is computed in
-    float32 and rounded once, and so is all but MegaBlocks' own loss without padding.
+    The dtype is that of the scores, or float32 with moe_lbl_in_fp32. In float16, where a count of 65,520 is infinite, the loss is
+    computed in float32 and rounded once. So is every loss but MegaBlocks' own without padding.
 
-    The sum is over the layers that ran in training since the last clear, however many of the model's layers these are: the stages of a
-    pipeline may differ, and frozen layers may run in evaluation mode, where they keep nothing, or under torch.no_grad, where their terms
-    have no gradient. A layer that is called several times in a forward counts as many in num_layers.
+    The sum is over the layers that ran in training since the last clear, however many of the model's layers these are. So the stages of a
+    pipeline may differ. Frozen layers may run in evaluation mode, where they keep nothing, or under torch.no_grad, where their terms have
+    no gradient. A layer that is called several times in a forward counts as that many in num_layers.
 
     Args:
         group: for "global_aux_loss", the data-parallel ranks, expert-parallel ones among them; None for the default group, or this process
             alone where torch.distributed is not initialised. Collective: all of its ranks call it after the same layers.
-        so_far: for "global_aux_loss", a list, empty at a step's first micro-batch: a call adds what it holds of the micro-batches before,
-            and puts the sum into it for the next. Call clear_load_balancing_loss between micro-batches.
+        so_far: for "global_aux_loss", a list, which is empty at a step's first micro-batch. A call adds what the list holds of the
+            micro-batches before, and puts the sum into it for the next call. Call clear_load_balancing_loss between micro-batches.
 
     Raises:
-        ValueError: where no layer ran; where one ran more than once, and the number of forwards is not that of the layers that this
-            pipeline stage has according to `args`, as when clear_load_balancing_loss was not called after the step before (where stages
-            differ, also where each ran equally often and once is enough for a stage; num_layers_per_virtual_pipeline_stage then says how
-            many forwards a stage that calls layers repeatedly has); where
-            gradients are enabled now but were not when a layer ran that is to be trained, as under the reentrant torch.utils.checkpoint;
-            where `so_far` is of other layers; on all ranks, where for "global_aux_loss" they ran layers with other numbers of experts, or
-            in another order (on a GPU possibly in the next call, as no host waits for it); where a "seq_aux_loss" lacks the layers' ids.
+        ValueError: where no layer ran. Where one ran more than once, and the number of forwards is not that of the layers that this
+            pipeline stage has according to `args`, as when clear_load_balancing_loss was not called after the step before. (Where stages
+            differ, also where each layer ran equally often and once is enough for a stage; num_layers_per_virtual_pipeline_stage then
+            says how many forwards a stage that calls layers repeatedly has.) Where gradients are enabled now but were not when a layer
+            ran that is to be trained, as under the reentrant torch.utils.checkpoint. Where `so_far` is of other layers. Where a
+            "seq_aux_loss" lacks the layers' ids. On all ranks, where for "global_aux_loss" they ran layers with other numbers of experts,
+            or in another order; on a GPU possibly in the next call, as no host waits for it.
         RuntimeError: where the collective fails; it names the ranks that are missing.
     """
     kind = args.moe_router_load_balancing_type
@@ -182,13 +182,13 @@ def clear_router_zloss() -> None:
 
 
 def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
-    """moe_zloss_weight * mean over tokens but padding of logsumexp(logits)**2, an entry for each router that ran in training since the last
-    clear.
+    """moe_zloss_weight times the mean of logsumexp(logits)**2 over all tokens but padding: an entry for each router that ran in training
+    since the last clear.
 
     Mirrors megablocks.layers.router.batched_router_zloss (ST-MoE, arXiv 2202.08906), except that routers in evaluation keep nothing
     here. The entry of one that ran under torch.no_grad, such as a frozen layer's, has no gradient. Where the weight is 0 it returns 0 with
     a warning. The entry of a router that got no token is 0. The dtype is that of the logits, the widest where routers differ, or float32
-    with moe_zloss_in_fp32; float16, in which the square of 256 is infinite, is computed in float32 and rounded once.
+    with moe_zloss_in_fp32. In float16, where the square of 256 is infinite, the loss is computed in float32 and rounded once.
 
     Raises:
         ValueError: where no router ran, and where gradients are enabled but were not when one ran that is to be trained, as under the

@@ -25,14 +25,14 @@ _EAGER = "gbmoe.record_experts and gbmoe.replay_experts are eager: torch.compile
 
 @contextlib.contextmanager
 def record_experts(model: torch.nn.Module, *, dtype: torch.dtype = torch.int32) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Within it every forward of a layer of `model` leaves the ids of its tokens' experts, which replay_experts takes.
+    """Within this context every forward of a layer of `model` records the ids of its tokens' experts, for replay_experts.
 
     Layers are the dMoEs of the model, with any router, and LearnedRouters that are not a dMoE's. Each is known by its name in
     `model.named_modules()`, without what DistributedDataParallel, FSDP, torch.compile and checkpoint wrappers add to it. A forward that
-    torch.utils.checkpoint repeats in backward leaves nothing. Where experts are spread over ranks, each rank records its own tokens.
+    torch.utils.checkpoint repeats in backward records nothing. Where experts are spread over ranks, each rank records its own tokens.
 
-    The ids stay on the device, and nothing waits for them: a layer's forward makes one small copy. A layer that torch.compile compiles
-    runs with a break of its graph meanwhile. Forwards of a model run one after the other, in any thread.
+    The ids stay on the device, and nothing waits for them: a layer's forward makes one small copy. Where torch.compile compiles a layer,
+    its graph breaks within the context. Forwards of a model run one after the other, in any thread.
 
     Args:
         model: a module with layers, of which none is in another record_experts or replay_experts.
@@ -40,8 +40,8 @@ def record_experts(model: torch.nn.Module, *, dtype: torch.dtype = torch.int32) 
 
     Yields:
         {name: [ids [T,K] of each forward, in their order]}, in the order of model.modules(); -1 where a slot has no expert, as padding has.
-        T counts tokens as x.reshape(-1, H) does. Meanwhile LearnedRouters compute as they do with a padding_mask, which is also as they do
-        with given experts, so that replay gives the same bits; without either, last bits may be others.
+        T counts tokens as x.reshape(-1, H) does. Within the context LearnedRouters compute as they do with a padding_mask or given
+        experts, so that replay gives the same bits. Without either the last bits may be others.
 
     Raises:
         TypeError, ValueError: naming the argument; where a layer is in such a context already, or the model has none.
@@ -60,18 +60,18 @@ def record_experts(model: torch.nn.Module, *, dtype: torch.dtype = torch.int32) 
 
 @contextlib.contextmanager
 def replay_experts(model: torch.nn.Module, recorded: Mapping[str, Sequence[torch.Tensor]]) -> Iterator[None]:
-    """Within it the forwards of each layer of `model` take the experts that are given, one forward after the other, instead of choosing.
+    """Within this context the forwards of each layer of `model` take the given experts, one forward after the other, instead of choosing.
 
     Weights are what the router computes for these experts now, and gradients flow through them. Layers, names and the order of tokens
     are record_experts'. Ids outside [0,E), as -1 for padding, leave their slots out. Other arguments, such as padding_mask, are up to the
     caller, as ever.
 
-    A forward that torch.utils.checkpoint repeats in backward, reentrant or not, takes the ids that it took when it first ran, in
-    whatever order backward comes to the forwards; so does one of other functions that compute without gradients first and again in
-    backward. So the backward of checkpoints has to be within the context. Of a reentrant checkpoint that contains checkpoints, or is
-    in one, repeated forwards are refused. A layer may run several times in one checkpoint, unless this contains others.
+    A forward that torch.utils.checkpoint repeats in backward, reentrant or not, takes the ids that it took when it first ran, in whatever
+    order backward comes to the forwards. The same holds for other functions that first compute without gradients, and again in backward.
+    So the backward of checkpoints has to be within the context. Repeated forwards of a reentrant checkpoint that contains checkpoints, or
+    is in one, are refused. A layer may run several times in one checkpoint, unless this contains others.
 
-    A layer that torch.compile compiles runs with a break of its graph meanwhile. The forwards of a model run one after the other, in one
+    Where torch.compile compiles a layer, its graph breaks within the context. The forwards of a model run one after the other, in one
     thread; backward may run in others.
 
     Args:

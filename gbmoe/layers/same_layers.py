@@ -1,8 +1,8 @@
 """Whether all ranks whose tokens a loss counts together ran the same layers.
 
-All ranks take part in one reduction of two numbers in each call, whatever they know, so that none is in another collective than the others.
-The host looks at its result at once where nobody waits for that (on the CPU) and in the first call with these layers; later ones look
-at the call before, whose numbers have arrived meanwhile.
+Whatever they know, all ranks take part in one reduction of two elements in each call, so that none is in another collective than the
+others. The host looks at its result at once where nobody waits for that (on the CPU) and in the first call with these layers; later ones
+look at the call before, whose result has arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def require_same_layers(experts: Sequence[int], device: torch.device, group: dis
 
 
 def _is_free(device: torch.device) -> bool:
-    """Whether the host has the numbers without a wait for the device."""
+    """Whether the host has the result without a wait for the device."""
     return device.type != "cuda"
 
 

@@ -196,9 +196,9 @@ def _up(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, 
 
 def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved, wanted: Gradients,
              gradients: WeightGradients, scale: float = 1.0) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dweights, dw1, dw2, dv1, and those of the biases of w1, w2 and v1), each None where it is not wanted; dw1, dw2 and dv1 as
-    `gradients` has them, in the parameters' layout, times `scale`, which is 1 where none of them is wanted, on any rank from which the
-    transport brings rows. Those of biases are multiplied by it, too.
+    """(dx, dweights, dw1, dw2, dv1, and the gradients of the biases of w1, w2 and v1), each None where it is not wanted. dw1, dw2 and dv1
+    are as `gradients` has them, in the parameters' layout, times `scale`. Those of biases are multiplied by it, too. It is 1 where none
+    of them is wanted, on any rank from which the transport brings rows.
 
     The steps are ordered so that as little memory as possible is in use at a time. Of a local transport the peak is the largest of three
     moments:
@@ -210,7 +210,8 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
       third moment has two [P,F].
 
     In float8 the first two have dh and dg in e4m3 as well, which take the memory of one [P,F]; with gradients of weights in e4m3 the three
-    moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two, and the [P,H] of the third.
+    moments have 5.5, two and half a [P,F]. Rows that forward has kept are one more [P,H] in the first two moments, and the [P,H] of the
+    third.
 
     A power of two scales the router weights of the rows, and with them a, dh and dg, before they are rounded; dx is divided by it where a
     token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.

@@ -51,9 +51,9 @@ def expert_mlp(
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
     mlp_e(x) = act(x @ w1[e].T) @ w2[e], or with v1 the GLU (act(x @ w1[e].T) * (x @ v1[e].T)) @ w2[e]; MegaBlocks' weight
-    layout. A bias is added to each expert's product before it is rounded, or afterwards where no kernel does that: by other engines than
-    `hopper`, and by it for few rows an expert unless batches may not matter.
-    Differentiable in x, weights, w1, w2, v1 and the biases, any of which may be frozen.
+    layout. A bias is added to each expert's product. `hopper` adds it before the product is rounded, except for few rows an expert
+    without batch_invariant. Other engines add it afterwards. Differentiable in x, weights, w1, w2, v1 and the biases, any of which may be
+    frozen.
 
     Args:
         x_TH: [T,H], bfloat16, float16, float32 or float64.
@@ -71,31 +71,32 @@ def expert_mlp(
             that writes to its argument costs a copy, one more product and one more call. A write that torch does not see (through
             .data, or by a kernel that does not declare it) makes the saved pre-activation wrong.
         batch_invariant: a token's output has the same bits whatever other tokens there are, however many, and however they are routed.
-            The engine `hopper` does this, on other GPUs `tensor_core`; with another one ValueError says why not. With a callable without
-            a kernel it holds if the callable does so, too. It is about forward; gradients of weights are sums over tokens.
+            On Hopper the engine `hopper` does this, on other GPUs `tensor_core`; with any other engine ValueError says why not. A
+            callable without a kernel must have this property itself. It concerns forward only: gradients of weights are sums over tokens.
         fp8_recipe: compute products of rows in float8, see gbmoe.Float8BlockScaling; on the CPU and on compute capability 9.0, for
             bfloat16 and float16, with H and F multiples of 16. Not together with batch_invariant or a named engine.
-        keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less: P * H elements of
-            memory for that time. Without effect where there are none to gather (tokens in expert order; float8), where `hopper` gathers
-            inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose rows are kept
-            anyway. Where forward would gather inside its first product, or has few rows an expert, it gathers only for this. Where
-            `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was not measured.
-        weight_gradient_scale: the gradients of w1, w2 and v1 and of their biases are multiplied by it, and no other. A power of two costs
-            a few small launches, and for rows in expert order a pass over them; with other values, for float16 and for a callable without
-            a kernel it costs a pass over those gradients.
+        keep_gathered_rows: keep the rows of x that forward gathers until backward, which then gathers one time less. They take P * H
+            elements of memory until then. The option has no effect where there are none to gather (tokens in expert order; float8), where
+            `hopper` gathers inside backward's products too (silu and tanh-gelu up to F = 512), and for a callable without a kernel, whose
+            rows are kept anyway. Where forward would gather inside its first product, or has few rows an expert, it gathers them only for
+            backward. Where `hopper` gathers for both w1's and v1's gradients in one product (a GLU up to F = 1,024), what it gains was
+            not measured.
+        weight_gradient_scale: the gradients of w1, w2 and v1 and of their biases are multiplied by it, and no others. A power of two
+            costs a few small launches, and for rows in expert order a pass over them. Other values, float16 and a callable without a
+            kernel cost a pass over those gradients.
         layout: where the matrices lie, if it is not in w1, w2 and v1 of [E,F,H]; see gbmoe.WeightLayout. They are read where they are, and
             each gradient is one tensor in its parameter's layout. Engines without kernels for it make copies.
         w1_bias, w2_bias, v1_bias: [E,F], [E,H] and [E,F], or in a layout with gate and up in one tensor w1_bias [E,2F] in the order of
-            w1's rows (columns); dtype and device of x. Not with a callable without a kernel. A recipe of float8 quantises none, but with
-            its float8_weight_gradients those of w1 and v1 have gradients that are sums of e4m3.
-        weights_on: what the router weights multiply. "output": an expert's result. "between": what its activation returns, as Megatron-Core
-            and torchtitan have it, which is the same sum unless there is a w2_bias; it is computed as "output", in float32 and rounded
-            once, and refused with a w2_bias. "input": the rows of x (Llama-4), which are gathered and weighed first.
+            w1's rows (columns); dtype and device of x. Not with a callable without a kernel. A recipe of float8 does not quantise biases,
+            but with its float8_weight_gradients the gradients of w1_bias and v1_bias are sums of e4m3.
+        weights_on: what the router weights multiply. "output": an expert's result. "between": what its activation returns, as in
+            Megatron-Core and torchtitan. Without a w2_bias that is the same sum, and is computed as "output", in float32 and rounded
+            once. With a w2_bias it is refused. "input": the rows of x (Llama-4), which are gathered and weighed first.
         gradient_sink: adds the gradients of w1, w2 and v1 to float32 tensors of the caller, in backward or later. Not inside of
             torch.compile, nor with a callable without a kernel.
-        lora: adapters of w1, w2 and v1, which are multiplied by, not added to weights: nothing of the weights' size is made, and frozen
-            weights have no gradient GEMM. Not with a callable without a kernel, fp8_recipe or gradient_sink; keep_gathered_rows has no
-            effect, and weight_gradient_scale multiplies the gradients of factors, too.
+        lora: adapters of w1, w2 and v1. Rows are multiplied by their factors, which are not added to the weights, so that nothing of the
+            weights' size is made. Frozen weights have no gradient GEMM. Not with a callable without a kernel, fp8_recipe or
+            gradient_sink; keep_gathered_rows has no effect, and weight_gradient_scale multiplies the gradients of factors, too.
 
     Returns:
         [T,H], dtype of x, or under autocast that of its products.
@@ -244,10 +245,10 @@ def check_biases(x_TH: torch.Tensor, w1_EFH: torch.Tensor, v1: torch.Tensor | No
 
 def experts_kernel(x, weights, row_of_slot, slot_of_row, sizes, w1, w2, v1, w1_bias, w2_bias, v1_bias, activation, engine, save, keep_rows,
              keep_weights, scale, layout):
-    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward). Empty are h and g where nothing is saved, g and v1
-    where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are to be
-    kept: those are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. Of pairs h is [P,2F], and g is empty. `scale` is backward's, and
-    `layout` a WeightLayout.code."""
+    """Returns (out [T,H], h [P,F], g [P,F], rows [P,H], and w1, w2 and v1 for backward). h and g are empty where nothing is saved, g and
+    v1 where there is no v1, the gathered rows unless they are to be kept and there is something to gather, and weights unless they are to
+    be kept. Weights that are kept are float8's, uint8 [Y], Y = ScaledWeights.bytes_of. Of pairs h is [P,2F], and g is empty. `scale` is
+    backward's, and `layout` a WeightLayout.code."""
     matrices = WeightLayout.of_code(layout).matrices(w1, w2, v1)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
     transport = local_transport(x, row_of_slot, slot_of_row, weights)

@@ -29,7 +29,7 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
             strides. Sums are kept in float32 (float64 for float64).
         b: [E,K,N], or [E,N,K] with trans_b; with trans_a [M,N]. Dtype and device of a.
         batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are allowed.
-            If they are on the device, engines that need them on the host wait for it, and the others check them by an assertion on the
+            If they are on the device, engines that need them on the host wait for it. The others check them by an assertion on the
             device. Sizes on the host may be rewritten once gmm has returned, sizes on the device only after backward.
         trans_a: k-grouped, out[e] = a[rows of e].T @ b[rows of e]. Not together with trans_b.
         engine: "auto", or one of gbmoe.engines.ENGINES; or one of FLOAT8_ENGINES, which quantises both operands (docs/float8.md).
@@ -44,8 +44,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
 
     Returns:
         [M,N], or [E,K,N] with trans_a. The same operands give the same bits on the same device. With the engine `hopper` a group's
-        bits may depend on the other groups' sizes, which decide where long sums are split (split-K), and with `hopper` and
-        `tensor_core` a row's on how many rows there are.
+        bits may depend on the other groups' sizes, which decide where long sums are split (split-K). With `hopper` and `tensor_core` a
+        row's bits may depend on how many rows there are.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

@@ -26,14 +26,14 @@ class WeightGradientSink:
 
     Args:
         w1, w2, v1: float32, with the shape and the device of the parameter; None for a parameter without a gradient. Matrices whose rows
-            are not contiguous cost a copy. Those of a matrix for each expert are a list of E matrices, anywhere in memory, which also costs
-            a copy: the gradient of the stack. (gbmoe.stacked(main_grads) costs none where it is a view.)
+            are not contiguous cost a copy. For parameters that are a matrix for each expert they are lists of E matrices, anywhere in
+            memory. This also costs a copy, the gradient of the stack; gbmoe.stacked(main_grads) costs none where it is a view.
         deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them. Until then x
             and the gradient of the result may not be changed in place.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
             elements mean nothing, and with `deferred` hooks run before `compute` adds. Otherwise it gives None.
 
-    Every pass of backward through a call adds, also that of torch.autograd.grad for other tensors alone.
+    Every pass of backward through a call adds, even that of torch.autograd.grad for other tensors only.
 
     Raises:
         TypeError, ValueError: for a tensor that is none of these.

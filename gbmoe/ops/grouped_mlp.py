@@ -36,8 +36,8 @@ def grouped_mlp(
     Args:
         x_RH: [R,H], bfloat16, float16, float32 or float64. Rows after the sum of the counts have no expert, may hold anything,
             come out as zeros and get gradients of zero, so that a buffer of a fixed size may be handed over.
-        counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where nobody waits for them (unless an engine wants
-            them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.
+        counts_E: rows of each expert, int32 or int64 [E]; on the device of x, where the host does not wait for them (unless an engine
+            needs them on the host, see gbmoe.engines), or on the CPU. Zeros are fine.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], or in `layout`; dtype and device of x (under autocast they are cast with x). Views of other
             layouts are read where they lie, but gradients of halves of one matrix are made apart and put together by autograd. Each may
             also be a list of matrices, see expert_mlp.

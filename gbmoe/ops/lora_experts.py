@@ -1,6 +1,7 @@
 """expert_mlp with adapters (LoRA), as one operator: weights are read where they lie, and nothing of their size is made.
 
-Saved for backward are x, the pre-activations, x @ A1.T of each row and the plan; what is computed is in gbmoe/ops/lora_forward_backward.py.
+Saved for backward are x, the pre-activations, x @ A1.T of each row and the plan. What is computed is in
+gbmoe/ops/lora_forward_backward.py.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, P padded rows of the plan, R ranks.
 """

@@ -165,7 +165,7 @@ def make_slot_map(
         row_TK: int32 [T,K], the row of each slot; the entries of a token are adjacent in memory.
         rows: P.
         columns_TK, counts_T: those of a ragged map, int32, on the same device; both or neither.
-        pad_offsets_E: int32 or int64; by a slot's column, a number to be added to its row.
+        pad_offsets_E: int32 or int64; what is added to a slot's row, by the slot's column.
         probs: [T,K] or, for a ragged map, [T,C]; a slot whose probability is exactly 0 has no row.
 
     Returns:

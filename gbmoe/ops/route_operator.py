@@ -32,9 +32,9 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
     Without a `function` it is MegaBlocks' router: softmax over the experts, the top_k highest, their weights divided by their p-norm. With
     one it is any router that a RouterFunction describes.
 
-    The choice is torch.topk's on finite logits without ties; ties go to the lower expert, NaN ranks above every number, and
-    -inf gives a score of 0. Everything is computed in float32 (float64 for float64) and rounded once. Differentiable in the
-    logits through scores, weights and logsumexp (the router z-loss of arXiv 2202.08906 is its mean square).
+    The choice is torch.topk's on finite logits without ties; ties go to the lower expert, NaN ranks above every other value, and -inf
+    gives a score of 0. Everything is computed in float32 (float64 for float64) and rounded once. Differentiable in the logits through
+    scores, weights and logsumexp (the router z-loss of arXiv 2202.08906 is its mean square).
 
     Args:
         logits_TE: [T,E], bfloat16, float16, float32 or float64.
@@ -45,10 +45,10 @@ def route(logits_TE: torch.Tensor, top_k: int, *, normalize: float | None = None
         function: a RouterFunction. CUDA kernels take norms None and 1, up to 64 groups, and a group_best of 1 and 2; the others are
             computed in plain PyTorch.
         expert_bias: [E], float32 or float64, added to what experts are ranked by, and to nothing else. It has no gradient.
-        padding_mask: bool [T]. Where it is True the token is padding: its ids are -1, which a RoutingPlan leaves out, its weights, scores
-            and logsumexp are 0, and it has no gradient, whatever its logits are.
-        given_experts: ids [T,K], int32 or int64, that are taken instead of a choice, as for replay. The weights are those of these experts
-            by the logits of now, and gradients flow through them. An id outside [0,E) becomes -1, with the weight 0.
+        padding_mask: bool [T]. Where it is True the token is padding. Whatever its logits are, its ids are -1, which a RoutingPlan leaves
+            out, its weights, scores and logsumexp are 0, and it has no gradient.
+        given_experts: ids [T,K], int32 or int64, that are taken instead of a choice, as for replay. The weights are those that the
+            present logits give these experts, and gradients flow through them. An id outside [0,E) becomes -1, with the weight 0.
         scores_dtype: the dtype of scores and weights: torch.float32, or None for that of the logits. Those of float64 logits are float64.
 
     Returns:

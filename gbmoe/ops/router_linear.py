@@ -15,8 +15,8 @@ from gbmoe.ops import flops
 
 
 def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor, engine: str) -> torch.Tensor:
-    """x @ weight.T, [T,E], by one of the engines.BATCH_INVARIANT: cuBLAS chooses kernels, which sum in different orders, by the number of
-    tokens. In float32 (float64 for float64): no sum is rounded.
+    """x @ weight.T, [T,E], by one of the engines.BATCH_INVARIANT. (cuBLAS chooses kernels, which sum in different orders, by the number
+    of tokens.) In float32 (float64 for float64): no sum is rounded.
 
     Differentiable in both. Gradients are products of the logits' gradient in the operands' dtype, as those of torch.nn.Linear are.
 

@@ -9,10 +9,10 @@ separate_steps.py is the same exchange as functions that a schedule calls one by
 shadowing.py copies popular experts to all ranks for a step in which less then travels.
 gbmoe.layers.expert_parallelism chooses between mapped memory and the exchange.
 
-host_copy.py waits for numbers that depend on all ranks. groups.py finds out which ranks form a node; agreement.py compares what
-has to be the same on all ranks, such as arguments, and pass_agreement.py the passes that they make; roll_call.py, which ranks are missing
-when a collective fails. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of chunks by it.
-placement.py says which rank holds which experts. training.py has what such a model needs in training: gradients, clipping and checkpoints.
+host_copy.py waits for tensors that depend on all ranks. groups.py finds out which ranks form a node; agreement.py compares what has to be
+the same on all ranks, such as arguments, and pass_agreement.py the passes that they make; roll_call.py, which ranks are missing when a
+collective fails. cost_model.py predicts what an exchange costs, and automatic_chunks.py chooses the number of chunks by it. placement.py
+says which rank holds which experts. training.py has what such a model needs in training: gradients, clipping and checkpoints.
 """
 
 from gbmoe.parallel.agreement import require_same_on_all_ranks

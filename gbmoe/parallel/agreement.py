@@ -41,8 +41,8 @@ def differences(each: list[dict[str, str]], group: dist.ProcessGroup | None) -> 
 def of_all_ranks_unless_alike(mine: Any, group: dist.ProcessGroup | None, what: str) -> list[Any] | None:
     """None where all ranks of the group bring the same, by its repr; otherwise what each of them brings. Collective.
 
-    Ranks first compare digests, in one reduction of two numbers, which costs the host as little with 4,096 ranks as with two. Only
-    ranks that differ, which all of them see, tell each other what they have.
+    Ranks first compare digests, in one reduction of two elements, which costs the host as little with 4,096 ranks as with two. Only where
+    these differ, which all ranks see, do they tell each other what they have.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
     most = digests(mine, device)

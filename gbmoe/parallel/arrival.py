@@ -5,7 +5,7 @@ waits for the number of rows, it has the headers of all ranks then. Where it doe
 pass reports what it found.
 
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
-token, E experts of this rank, H hidden, P rows of this rank, N numbers of a header.
+token, E experts of this rank, H hidden, P rows of this rank, N elements of a header.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Joint:
         return self.x or self.weights or self.experts
 
     def bits(self) -> int:
-        """As a number, of which a bitwise or is what any rank needs."""
+        """As the bits of an int: the bitwise or over the ranks is what any rank needs."""
         return self.x | self.weights << 1 | self.experts << 2 | self.x_again << 3
 
     @classmethod

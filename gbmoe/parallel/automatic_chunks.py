@@ -2,8 +2,8 @@
 
 Between nodes rows of one chunk travel while another is computed, but a row travels once to every chunk that needs it. Inside a node
 nothing overlaps, and there is one chunk. The speeds were measured on NVIDIA H200s (cost_model.Gpu and cost_model.Links); between nodes
-they are assumed, and so is that trips and GEMMs overlap. On another GPU the GEMMs' is scaled by what its tensor cores do in a cycle
-(gbmoe/tuning/device.py). Memory and links count as an H200's, as torch does not tell how fast these are.
+they are assumed, and so is that trips and GEMMs overlap. On another GPU the speed of GEMMs is scaled by what its tensor cores do in a
+cycle (gbmoe/tuning/device.py). Memory and links count as an H200's, as torch does not tell how fast these are.
 """
 
 from __future__ import annotations

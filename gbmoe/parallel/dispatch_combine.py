@@ -37,7 +37,7 @@ def plan_of_destinations(key_TN: torch.Tensor, destinations: int, chunks: int) -
 
 
 def first_rows_of(plan: RoutingPlan, rows: int, sizes: torch.Tensor | None = None) -> RoutingPlan:
-    """The plan with its first `rows` rows alone: after them there are none for any destination. `sizes`, if the host knows them, are those
+    """The plan with only its first `rows` rows: after them there are none for any destination. `sizes`, if the host knows them, are those
     of each destination."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # imported here because it imports sympy

@@ -12,8 +12,8 @@ for that; a row then travels once to every chunk of every rank that needs it.
 
 A destination is a rank or, on the trip between nodes, a node.
 
-Shape suffixes: T tokens, K slots a token, N destinations that a token may have, W ranks, S rows received, H hidden, X numbers of a message
-(gbmoe.parallel.row_counts).
+Shape suffixes: T tokens, K slots a token, N destinations that a token may have, W ranks, S rows received, H hidden, X elements of a
+message (gbmoe.parallel.row_counts).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that do not come: collectives and waits whose errors name them. The one place where a rank that hangs is noticed on GPUs."""
+"""Ranks that do not come: collectives and waits whose errors name them. Only here is a rank that hangs noticed on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that the device sends to the host, and the host's wait for them."""
+"""Tensors that the device sends to the host, and the host's wait for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gbmoe.parallel.failures import wait_for_ranks
 
 
 class HostCopy:
-    """A copy of numbers to the host that the device makes while it goes on with other work."""
+    """A copy of a tensor to the host, which the device makes while it goes on with other work."""
 
     def __init__(self, numbers: torch.Tensor):
         if numbers.device.type != "cuda":
@@ -26,12 +26,12 @@ class HostCopy:
 
     def wait(self, group: dist.ProcessGroup | None, look: Callable[[], None] | None = None,
              give_up: Callable[[Exception], None] | None = None) -> torch.Tensor:
-        """Wait for the numbers, which depend on all ranks of `group`. Raises CollectiveFailed as wait_for_ranks does."""
+        """Wait for the copy, whose elements depend on all ranks of `group`. Raises CollectiveFailed as wait_for_ranks does."""
         wait_for_ranks(self._there.query, group, look, give_up)
         return self._copy
 
     def if_there(self) -> torch.Tensor | None:
-        """The numbers if they have arrived, otherwise None. Does not wait."""
+        """The copy if it has arrived, otherwise None. Does not wait."""
         return self._copy if self._there.query() else None
 
 
@@ -43,7 +43,7 @@ def to_host(numbers: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
 
 
 def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A few numbers of the CPU on `device`. The host does not wait for the device."""
+    """A small tensor of the CPU, on `device`. The host does not wait for the device."""
     if device.type != "cuda":
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,10 @@
-"""What passes find out on the device for which no host waits: that more rows came than their bound, and that ranks made different passes.
+"""What passes find out on the device without a host that waits: that more rows came than their bound, and that ranks made different
+passes.
 
 The worst case lies on the device, so that replays of a CUDA graph write it too. Each pass outside of graphs sends a copy of it to the host,
 and a later pass looks at those that have arrived.
 
-Shape suffixes: W ranks, N numbers of a header.
+Shape suffixes: W ranks, N elements of a header.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Its header says which layer this is, how many passes this rank has begun in the 
 recorded: these must be equal on all ranks. It also says which gradients are needed here, which may differ: a rank takes part in every trip
 that another rank's gradients need. All of it is looked at where the host waits for the numbers of rows anyway.
 
-Shape suffixes: W ranks, N numbers of a header.
+Shape suffixes: W ranks, N elements of a header.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Pass:
     backward: tuple[int, ...] = ()
 
     def digest(self) -> int:
-        """An int32 that differs, except for one case in two thousand million, where any field does except for `checkpointed`."""
+        """An int32 that differs where any field but `checkpointed` does, except for one case in two thousand million."""
         compared = self.layer, self.path, self.records, self.number, self.backward
         return digest_of(repr(compared))
 
@@ -85,7 +85,7 @@ def in_words(text: str) -> dict[str, str]:
 
 
 def digest_of(text: str) -> int:
-    """A number of 31 bits that differs, except for one case in two thousand million, where the text does."""
+    """An int of 31 bits that differs where the text does, except for one case in two thousand million."""
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
@@ -154,7 +154,7 @@ def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None, 
 
 
 def check(header_N: list[int], group: dist.ProcessGroup | None) -> Needs:
-    """Which gradients any rank needs, from the largest of each number of all ranks' headers.
+    """Which gradients any rank needs, from the largest of each element over all ranks' headers.
 
     Raises:
         ValueError: on all ranks, where their passes differ; it says which ranks differ in what. Then they count their passes alike again,

@@ -34,8 +34,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
                  keep_gathered_rows: bool = False) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]), as gbmoe.expert_mlp, with the experts spread over the ranks of a group.
 
-    Every rank calls it, in the same order. Differentiable in x, weights, w1, w2 and v1, of which each rank may need other gradients. It
-    waits for the device once, for the number of rows, unless `where.rows` bounds it. A compiler's graph breaks around it.
+    Every rank calls it, in the same order. Differentiable in x, weights, w1, w2 and v1; ranks may need different gradients. It waits for
+    the device once, for the number of rows, unless `where.rows` bounds it. A compiler's graph breaks around it.
 
     Args:
         x_TH: [T,H] of this rank, bfloat16, float16 or float32 on CUDA; T may differ between ranks, and be 0.

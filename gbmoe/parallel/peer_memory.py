@@ -6,7 +6,7 @@ must be the same on all ranks, as for every collective. Within a pass a barrier 
 The last barrier of a pass comes after every access to another rank's memory, so that the next pass may write to its own rank's
 memory at once.
 
-When the memory grows, the layers go on with new memory. That which a CUDA graph has captured is kept, as its replays go on using it.
+When the memory grows, the layers go on with new memory. Memory that a CUDA graph has captured is kept, as its replays go on using it.
 
 A pass that a rank leaves by an exception breaks the memory for all ranks: each of them raises (gbmoe.parallel.notice_board), and begins
 the barriers that others have begun and it has not, so that no device waits for it. The next pass of each begins with all ranks together.
@@ -356,7 +356,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def rounded_up(tokens: int) -> int:
-    """The capacity for so many tokens. It is rounded up, so that numbers that vary from step to step soon stop being a reason to grow."""
+    """The capacity for so many tokens. It is rounded up, so that tokens whose number varies from step to step soon stop being a reason to
+    grow."""
     return math.ceil(max(tokens, 1) / 128) * 128
 
 
@@ -399,7 +400,7 @@ def release() -> None:
 
 def check_overflow() -> None:
     """Raise ValueError if a step since the last report had more rows on this rank than their bound, or was another one than that of other
-    ranks; RuntimeError if another rank has left one early. Waits for the device.
+    ranks. RuntimeError if another rank has left a step early. Waits for the device.
 
     Eager calls raise the same error by themselves in a later step. Replays of a CUDA graph cannot: call this after them.
     """

@@ -1,7 +1,7 @@
 """What lies where in the memory that ranks map from each other.
 
-Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert; N numbers
-of a header.
+Shape suffixes: C capacity, the most tokens that a rank has room for; W ranks; K slots a token; H hidden; Z shards of an expert; N
+elements of a header.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many rows go where: what each rank tells the others before rows travel, and the one wait of the host for what it is told.
 
-Shape suffixes: W ranks, N nodes, D ranks of a node, C chunks, E experts on this rank, A numbers of a header
-(gbmoe.parallel.pass_agreement), X = A + C + E numbers of a message.
+Shape suffixes: W ranks, N nodes, D ranks of a node, C chunks, E experts on this rank, A elements of a header
+(gbmoe.parallel.pass_agreement), X = A + C + E elements of a message.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def exchanged_counts(message_WX: torch.Tensor, p: Placement) -> RowCounts:
 
 def exchanged_counts_by_node(message_WX: torch.Tensor, to_nodes: RoutingPlan, p: Placement, nodes: Nodes) -> RowCounts:
     """The counts where rows make two trips. This rank hands on, inside its node, the rows that the ranks with its position in every node
-    send to it: the sum of their messages, and of their headers the largest of each number."""
+    send to it: the sum of their messages, and of their headers the largest of each element."""
     a, c, x = pass_agreement.NUMBERS, p.chunks, message_WX.size(1)
     rows_NC = to_nodes.counts_E.view(c, nodes.count).t()
     across = torch.cat([rows_NC, message_WX.view(nodes.count, nodes.size * x)], dim=1)

@@ -13,7 +13,7 @@ is, of which dispatch (pass_agreement). So ranks that take steps in different or
 them before its rows travel. On GPUs only dispatch, which waits for the numbers of rows anyway, does so at once; the others leave theirs to
 the next dispatch, or to check_steps.
 
-Shape suffixes: T tokens, K slots a token, R rows sent, S rows received, H hidden, E experts, W ranks, X numbers of a message.
+Shape suffixes: T tokens, K slots a token, R rows sent, S rows received, H hidden, E experts, W ranks, X elements of a message.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def dispatch(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
     """Send each token's row once to every rank that holds any of its experts. Every rank of the group must call it, with any number of
     tokens, and all ranks take the steps of all micro-batches in the same order, backward's too.
 
-    The host waits for the device once, for the numbers of rows: what is to run meanwhile has to be launched before. Rows travel on the
-    current stream, in backward on the same one. torch.compile breaks its graph around it.
+    The host waits for the device once, for the numbers of rows. Work that is to run meanwhile has to be launched before. Rows travel on
+    the current stream, in backward on the same one. torch.compile breaks its graph around it.
 
     Args:
         x_TH: this rank's tokens, any floating dtype.
@@ -166,7 +166,8 @@ def dispatch(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
 
 def combine(y_SH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
     """Send each row's sum over this rank's experts back, and add those of a token in the order of ranks, in float32 (float64 for float64),
-    rounded once. Every rank must call it for the same dispatch. The host waits for nothing, but on a CPU for the other ranks.
+    rounded once. Every rank must call it for the same dispatch. The host does not wait, except on a CPU, where it waits for the other
+    ranks.
 
     Args:
         y_SH: weighted sums of the rows of `dispatched`, as expert_mlp(rows_SH, plan, ..., weights_TK=weights_SK) returns them; any
@@ -194,8 +195,8 @@ def combine(y_SH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
 
 
 def check_steps(group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError if ranks took different steps on GPUs since the last dispatch: call it before an optimizer's step, on all ranks. It
-    waits for the device. On CPUs each step has told. RuntimeError where ranks do not come; it names them."""
+    """Raise ValueError if ranks took different steps on GPUs since the last dispatch: call it before an optimizer's step, on all ranks.
+    It waits for the device. On CPUs each step has raised already. RuntimeError where ranks do not come; it names them."""
     group = groups.whole(group)
     for step in _LATER.pop(group, ()):
         headers_WN = step.told.wait(group)

@@ -45,7 +45,8 @@ ShadowsOf = Callable[..., "tuple[torch.Tensor | None, ...]"]
 
 
 def fewest_bytes(rows_WDN: torch.Tensor, owners: Sequence[int], row_bytes: int, expert_bytes: int, overhead: float = 0.0) -> int:
-    """How many of the candidates to shadow: that number with which the busiest link carries the fewest bytes, and the lowest of several.
+    """How many of the candidates to shadow: the number with which the busiest link carries the fewest bytes, or the lowest of several
+    such.
 
     Links carry as much in one direction as in the other, in forward and backward together. With n shadows, rank r's link carries
 

@@ -75,8 +75,8 @@ def data_parallel(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.D
 
 @torch.no_grad()
 def average_expert_gradients(parameters: Iterable[torch.Tensor], replicas: dist.ProcessGroup) -> None:
-    """Average the experts' gradients, in place, over ranks that hold the same experts. Other parameters are left alone, and so are frozen
-    ones, also where they still have a gradient of the time before they were frozen.
+    """Average the experts' gradients, in place, over ranks that hold the same experts. Other parameters are left alone. So are frozen
+    ones, even where they still have a gradient from before they were frozen.
 
     Jobs of several expert-parallel groups call it after backward. Where one group has all ranks, nothing has to be averaged.
 
@@ -267,8 +267,8 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     Tensors share their memory with the model and the optimizer. Where ranks share one expert, the DTensors work for checkpoints alone,
     not for collectives such as full_tensor.
 
-    With an optimizer it is collective over the layers' groups: where experts are frozen on some of the ranks, whose optimizer keeps
-    nothing for them, zeros stand for what the other ranks keep, so that all rows are there. load_sharded_state_dict leaves them out.
+    With an optimizer it is collective over the layers' groups. Where experts are frozen on some of the ranks, their optimizer keeps
+    nothing for them. Zeros then stand for what the other ranks keep, so that all rows are there. load_sharded_state_dict leaves them out.
 
     Args:
         model: a plain model, one in DistributedDataParallel, or one that fully_shard has sharded except for its experts.
