@@ -30,16 +30,6 @@ def pytest_configure(config):
         forked_python.share()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_generate_tests(metafunc):
-    """Without a GPU, of each function's tests that need one at most one is made, and deselected below: each process of pytest-xdist makes
-    all tests, and those for a GPU, two thirds of them, took a third of that time."""
-    yield
-    if not torch.cuda.is_available() and metafunc._calls:
-        of_cpu = [call for call in metafunc._calls if not any(mark.name == "gpu" for mark in call.marks)]
-        metafunc._calls = of_cpu if of_cpu and not metafunc.definition.get_closest_marker("gpu") else metafunc._calls[:1]
-
-
 def pytest_collection_modifyitems(config, items):
     """Deselect tests that need a GPU where there is none, `large` tests unless -m asks for them, and of those marked `pairs` what `pairs`
     leaves out; pytest reports how many."""
