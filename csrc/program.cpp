@@ -212,7 +212,11 @@ struct Statement {
       statement.name = names.at(code.next());
       statement.overload = names.at(code.next());
       static const std::string kOwn = "gbmoe_cuda::";
-      if (statement.name.compare(0, kOwn.size(), kOwn) == 0) statement.own = own_operators().at(statement.name.substr(kOwn.size()));
+      if (statement.name.compare(0, kOwn.size(), kOwn) == 0) {
+        const auto found = own_operators().find(statement.name.substr(kOwn.size()));
+        if (found == own_operators().end()) throw std::runtime_error("gbmoe: programs cannot call " + statement.name);
+        statement.own = found->second;
+      }
       for (int64_t left = code.next(); left > 0; left--) statement.arguments.push_back(Argument::read(code, reals));
     } else if (statement.type != kRename) {
       statement.offset = code.next();

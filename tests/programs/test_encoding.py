@@ -219,6 +219,8 @@ def test_programs_that_are_forgotten_are_recorded_anew(on_cpu):
     assert len(programs._tables) == 1
 
 
-def test_code_that_ends_early_is_refused(library):
+def test_code_that_is_none_is_refused(library):
     with pytest.raises(RuntimeError, match="ends early"):
         torch.ops.gbmoe_cuda.define_program(10**6, [], [3, 1], [], "")
+    with pytest.raises(RuntimeError, match="programs cannot call gbmoe_cuda::nothing"):
+        torch.ops.gbmoe_cuda.define_program(10**6, [], [1, 0, 0, 4, 0, 0, 0, 0, 1, 0], [], "gbmoe_cuda::nothing\n\n")
