@@ -77,7 +77,8 @@ Handles handles_of(StableIValue list) {
 StableIValue list_of(const Handles& tensors, const Integers& numbers) {
   StableListHandle list;
   TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(numbers.size(), &list));
-  for (const int64_t number : numbers) TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, stable::from(tensors.at(number).copy())));
+  for (const int64_t number : numbers)
+    TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, stable::from(tensors.at(number).copy())));
   return stable::from(list);
 }
 
@@ -92,7 +93,8 @@ bool append_kind(AtenTensorHandle tensor, Integers& kinds, void** address) {
       aoti_torch_get_dim(tensor, &dims) || aoti_torch_get_sizes(tensor, &sizes) || aoti_torch_get_strides(tensor, &strides) ||
       aoti_torch_get_data_ptr(tensor, address))
     return false;
-  kinds.insert(kinds.end(), {dtype, device_type, device_index, static_cast<int64_t>(reinterpret_cast<uintptr_t>(*address) & 15), dims});
+  kinds.insert(
+      kinds.end(), {dtype, device_type, device_index, static_cast<int64_t>(reinterpret_cast<uintptr_t>(*address) & 15), dims});
   kinds.insert(kinds.end(), sizes, sizes + dims);
   kinds.insert(kinds.end(), strides, strides + dims);
   return true;
@@ -235,10 +237,11 @@ struct Statement {
     AtenTensorHandle made;
     const auto dims = static_cast<int64_t>(kind.sizes.size());
     if (type == kView) {
-      TORCH_ERROR_CODE_CHECK(
-          aoti_torch__reinterpret_tensor(tensors.at(reads[0]).get(), dims, kind.sizes.data(), kind.strides.data(), offset, &made));
-    } else if (aoti_torch_empty_strided(dims, kind.sizes.data(), kind.strides.data(), kind.dtype, kind.device_type, kind.device_index,
-                                        &made)) {
+      TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+          tensors.at(reads[0]).get(), dims, kind.sizes.data(), kind.strides.data(), offset, &made));
+    } else if (
+        aoti_torch_empty_strided(
+            dims, kind.sizes.data(), kind.strides.data(), kind.dtype, kind.device_type, kind.device_index, &made)) {
       return false;
     }
     Handle result(made);
@@ -390,7 +393,9 @@ void resume_program(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-bool let_programs_call(const std::string& name, BoxedOperator boxed) { return own_operators().emplace(name, boxed).second || true; }
+bool let_programs_call(const std::string& name, BoxedOperator boxed) {
+  return own_operators().emplace(name, boxed).second || true;
+}
 
 std::vector<int64_t> kinds_of_tensors(const std::vector<Tensor>& tensors) {
   Integers kinds;
@@ -401,8 +406,9 @@ std::vector<int64_t> kinds_of_tensors(const std::vector<Tensor>& tensors) {
 }
 
 // The number of the new program, which takes the place of one that was filed under the same.
-int64_t define_program(int64_t table, const std::vector<int64_t>& kinds, const std::vector<int64_t>& code, const std::vector<double>& reals,
-                       const std::string& names_by_line) {
+int64_t define_program(
+    int64_t table, const std::vector<int64_t>& kinds, const std::vector<int64_t>& code, const std::vector<double>& reals,
+    const std::string& names_by_line) {
   std::vector<std::string> names;
   for (size_t begin = 0, end; begin < names_by_line.size(); begin = end + 1) {
     end = std::min(names_by_line.find('\n', begin), names_by_line.size());

@@ -8,6 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 say "documentation"
 cd "$root"
+rm -rf docs/_build/html  # pages that are no more
 "$python" -m sphinx -W --keep-going -n -E -q -b html "$@" docs docs/_build/html
 say "every page at three widths"
 "$python" scripts/check_pages.py || { status=$?; [[ $status == 2 && ${CI:-} != true ]] || exit "$status"; }

@@ -20,8 +20,8 @@ _EMPTY, _ZEROS, _VIEW, _RENAME, _CALL = range(5)
 _NONE, _TENSOR, _INTEGER, _BOOL, _REAL, _DTYPE, _MEMORY_FORMAT, _INTEGERS, _REALS = range(9)
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format)
 _MOST_ARGUMENTS = 40
-_TYPES = {"Tensor": _TENSOR, "int": _INTEGER, "SymInt": _INTEGER, "bool": _BOOL, "float": _REAL, "ScalarType": _DTYPE, "MemoryFormat": _MEMORY_FORMAT,
-          "List[int]": _INTEGERS, "List[SymInt]": _INTEGERS, "List[float]": _REALS}
+_TYPES = {"Tensor": _TENSOR, "int": _INTEGER, "SymInt": _INTEGER, "bool": _BOOL, "float": _REAL, "ScalarType": _DTYPE,
+          "MemoryFormat": _MEMORY_FORMAT, "List[int]": _INTEGERS, "List[SymInt]": _INTEGERS, "List[float]": _REALS}
 
 
 class NotEncodable(Exception):
