@@ -129,6 +129,8 @@ _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 _FakeTensor = _private("_subclasses.fake_tensor.FakeTensor")
 _FunctionalTensor = _private("_subclasses.functional_tensor.FunctionalTensor")
 _has_any_global_hook = _private("nn.modules.module._has_any_global_hook")
+_call_impl = _private("nn.Module._call_impl")
+_wrapped_call_impl = _private("nn.Module._wrapped_call_impl")
 _resolve_process_group = _private("distributed.distributed_c10d._resolve_process_group")
 _names_of_groups = _private("distributed.distributed_c10d._world.pg_names")
 _get_default_store = _private("distributed.distributed_c10d._get_default_store")
@@ -206,6 +208,18 @@ def saved_tensors_hooks() -> tuple | None:
 def has_global_hooks() -> bool:
     """Whether hooks are registered for all modules; False where this torch cannot tell."""
     return _has_any_global_hook is not None and _has_any_global_hook()
+
+
+def calls_modules_alone() -> bool:
+    """Whether a module's __call__ is torch's own, which nobody has patched, without hooks for all modules; False where this torch cannot
+    tell."""
+    module = torch.nn.Module
+    return (_is_torchs(_call_impl) and getattr(module, "_call_impl", None) is _call_impl and module.__call__ is _wrapped_call_impl
+            and not has_global_hooks())
+
+
+def _is_torchs(method: Any) -> bool:
+    return getattr(method, "__module__", None) == "torch.nn.modules.module"
 
 
 def process_group(name: str) -> dist.ProcessGroup:

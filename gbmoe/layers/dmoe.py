@@ -13,7 +13,7 @@ import torch
 
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
 from gbmoe._define_operator import is_watched, may_be_one_node
-from gbmoe._torch_names import has_global_hooks
+from gbmoe._torch_names import calls_modules_alone
 from gbmoe.layers import token_counts
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
@@ -224,7 +224,7 @@ class dMoE(torch.nn.Module):
         if torch.compiler.is_compiling() or self.args.moe_expert_model_parallelism or type(self)._route is not _ROUTE \
                 or "_route" in self.__dict__ \
                 or not _is_called_as_is(router, LearnedRouter) or not _is_called_as_is(experts, ParallelDroplessMLP) \
-                or not _is_called_as_is(experts.mlp, GroupedExperts) or has_global_hooks():
+                or not _is_called_as_is(experts.mlp, GroupedExperts) or not calls_modules_alone():
             return None
         padding_mask_T = None if padding_mask is None else padding_mask.reshape(-1)
         before, after = router.call_before_experts(padding_mask_T), experts.mlp.call_after_router()
@@ -265,7 +265,6 @@ _METHODS: dict[type, tuple[str, ...]] = {
     LearnedRouter: ("forward", "_route"), ParallelDroplessMLP: ("forward",),
     GroupedExperts: ("forward", "compute", "weights_EFH", "_weights_EFH")}
 _ORIGINALS = {kind: tuple(getattr(kind, name) for name in methods) for kind, methods in _METHODS.items()}
-_CALL_IMPL = torch.nn.Module._call_impl
 
 
 def _is_called_as_is(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
@@ -273,7 +272,7 @@ def _is_called_as_is(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bo
     of, methods = module.__dict__, _METHODS[kind]
     return (type(module) is kind and of.keys().isdisjoint(methods)
             and tuple(map(getattr, itertools.repeat(kind), methods)) == _ORIGINALS[kind]
-            and kind.__call__ is torch.nn.Module._wrapped_call_impl and torch.nn.Module._call_impl is _CALL_IMPL
+            and kind.__call__ is torch.nn.Module.__call__
             and not (of["_forward_hooks"] or of["_forward_pre_hooks"] or of["_backward_hooks"] or of["_backward_pre_hooks"])
             and of.get("_compiled_call_impl") is None)
 
