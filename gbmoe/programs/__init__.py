@@ -4,8 +4,8 @@ A layer of few tokens waits for the host, and most of what the host does there d
 engines, tiles, layouts, which of two kernels. A kind of call has all that such decisions depend on: of every tensor the dtype, the device,
 the shape, the strides and the alignment, and every other argument. A kind that comes again is recorded: a mode of torch's dispatcher
 notes each operator, allocations among them, with the tensors that it takes and returns. From then on the same operators are called one
-after the other, on the tensors of the new call: by the extension (encoding.py), in which two launches are 2 us apart, or by Python
-(source.py). Torch allocates and frees memory where it did before, or frees it earlier.
+after the other, on the tensors of the new call: by the extension (encoding.py) or by Python (source.py).
+Torch allocates and frees memory where it did before, or frees it earlier.
 
 A function may be recorded if it decides by nothing else. A number of a tensor on a GPU cannot get to the host unseen: calls in which one
 does are not recorded. Nor are those that use tensors from elsewhere, as caches do, or get one on the host, next to those of a device.
@@ -43,6 +43,7 @@ def is_on(value: str | None) -> bool:
 
 
 IS_ON = is_on(os.environ.get("GBMOE_PROGRAMS"))
+
 
 class _Table:
     """The programs of the extension that differ in the kinds of tensors alone, by their numbers."""
