@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
 
 from gbmoe import _torch_names as names
+from gbmoe._checks import PLAIN
 from gbmoe._flop_counter import add_formula, hand_over
 from gbmoe.programs import Programs, is_seen_by_recordings_alone
 
@@ -134,7 +136,7 @@ def define(
             return operator(*inputs)
         if torch.is_grad_enabled() and names.any_requires_grad(*inputs):
             if function is not None:
-                return function.apply(*inputs, None)
+                return names.apply(function, *inputs, None)
             with names.below_autograd():
                 return direct(*inputs)
         return direct(*inputs)
@@ -206,14 +208,16 @@ def _is_watched(inputs: tuple) -> bool:
         return True
     # The dispatcher has to resolve lazily negated views. Gradients that autograd batches show no transform on the stack. Tensors of the
     # meta device have no values to compute with.
-    for t in inputs:  # a generator would be entered once for each
-        kind = type(t)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if t.is_neg() or t.is_meta or names.is_legacy_batchedtensor(t):
-                return True
-        elif isinstance(t, torch.Tensor):
+    tensors = [t for t in inputs if t is not None]
+    if not _PLAIN.issuperset(map(type, tensors)):
+        tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+        if not _PLAIN.issuperset(map(type, tensors)):
             return True
-    return False
+    return any(map(_is_neg, tensors)) or any(map(_is_meta, tensors)) or any(map(names.is_legacy_batchedtensor, tensors))
+
+
+# For map(), which calls them without Python between two tensors.
+_PLAIN, _is_neg, _is_meta = frozenset(PLAIN), torch.Tensor.is_neg, attrgetter("is_meta")
 
 
 def refuse_jit_tracing(what: str) -> None:

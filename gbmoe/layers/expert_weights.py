@@ -109,7 +109,8 @@ class ExpertWeights(ExpertModule):
 
     def active_lora(self) -> ExpertLora | None:
         """The active adapters of these experts, gbmoe's own and PEFT's, that are not merged."""
-        own = None if self.adapters is None else self.adapters.lora()
+        adapters: Any = self._modules.get("adapters")
+        own = None if adapters is None else adapters.lora()
         return own if not may_have_changes(self) else _with_changes_of_peft(self, own)
 
     def _weights_EFH(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -119,21 +120,20 @@ class ExpertWeights(ExpertModule):
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """w1, w2 and v1 in the shape in which they are parameters, local."""
-        parameters = self._parameters
+        return self._weight("w1"), self._weight("w2"), self._weight("v1") if self.args.mlp_type == "glu" else None
 
-        def local(name):
-            weight = parameters.get(name)
-            if type(weight) is not torch.nn.Parameter:  # a parametrization, pruning or fully_shard has put something in its place
-                weight = local_weight(_without_changes(self, name))
-            stacked = weight.dim() == 3
-            # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
-            expected = self.num_local_experts if stacked else self.rows
-            if weight.size(0) != expected:
-                require(False, "dMoE", name,
-                        lambda: f"{expected} {'matrices' if stacked else 'rows'} on this rank (fully_shard gathers them only when the"
-                        " module that it was given is called, not for a submodule)", weight.size(0))
-            return weight
-        return local("w1"), local("w2"), local("v1") if self.args.mlp_type == "glu" else None
+    def _weight(self, name: str) -> torch.Tensor:
+        weight: Any = self._parameters.get(name)
+        if type(weight) is not torch.nn.Parameter:  # a parametrization, pruning or fully_shard has put something in its place
+            weight = local_weight(_without_changes(self, name))
+        stacked = weight.dim() == 3
+        # Without this check a shard that fully_shard made could be viewed as a wrong number of experts, without an error.
+        expected = self.num_local_experts if stacked else self.rows
+        if weight.size(0) != expected:
+            require(False, "dMoE", name,
+                    lambda: f"{expected} {'matrices' if stacked else 'rows'} on this rank (fully_shard gathers them only when the"
+                    " module that it was given is called, not for a submodule)", weight.size(0))
+        return weight
 
     def biases(self) -> dict[str, Any]:
         """w1_bias, w2_bias and (glu) v1_bias, those that there are, local."""
@@ -300,10 +300,9 @@ class GroupedExperts(ExpertWeights):
         if activation is None or args.fp8_recipe is not None or args.moe_apply_probs_on_input or self.gradient_scale != 1 \
                 or self.active_lora() is not None:
             return None
-        w1, w2, v1 = self._weights()
-        biases = {"w1_bias": None, "w2_bias": None, "v1_bias": None, **self.biases()}
-        return ExpertsCall(w1, w2, v1, **biases, activation=activation, engine=args.engine,
-                           batch_invariant=args.batch_invariant, keep_gathered_rows=args.keep_gathered_rows)
+        biases = self.biases()
+        tensors = *self._weights(), biases.get("w1_bias"), biases.get("w2_bias"), biases.get("v1_bias")
+        return ExpertsCall(tensors, activation, args.engine, args.batch_invariant, args.keep_gathered_rows)
 
     def rows_before_weights(self):
         if activation_name(self.args.activation_fn) is None:

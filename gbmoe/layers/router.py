@@ -111,10 +111,13 @@ class LearnedRouter(torch.nn.Module):
 
     def call_before_experts(self, padding_mask_T: torch.Tensor | None) -> RouterCall | None:
         """What forward calls, for routed_experts; None where forward does more or something else."""
-        args, layer = self.args, self.layer
+        args, layer = self.args, self._modules.get("layer")
+        if type(layer) is not torch.nn.Linear:
+            return None
         weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
         if args.uniform_expert_assignment or args.moe_router_dtype == "bf16" or self._tape is not None \
-                or (self.training and args.moe_jitter_eps is not None) or not self._is_plain(weight, bias):
+                or (self.training and args.moe_jitter_eps is not None) \
+                or not _is_plain_linear(layer, weight, bias, args.moe_router_linear_bias):
             return None
         assert weight is not None  # of a plain layer
         if weight.size(0) != args.moe_num_experts:
@@ -128,7 +131,8 @@ class LearnedRouter(torch.nn.Module):
             function = args.router_function
         normalize = None if function is not None else args.moe_normalize_expert_weights or None
         scores_dtype = torch.float32 if args.moe_router_dtype == "fp32" else None
-        return RouterCall(weight, bias, expert_bias, padding_mask_T, args.moe_top_k, normalize, function, engine, scores_dtype)
+        tensors = weight, bias, expert_bias, padding_mask_T
+        return RouterCall(tensors, args.moe_top_k, normalize, function, engine, scores_dtype)
 
     def _is_plain(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
         return _is_plain_linear(self.layer, weight, bias, self.args.moe_router_linear_bias)

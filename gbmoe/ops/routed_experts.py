@@ -35,12 +35,10 @@ from gbmoe.weight_layout import MEGABLOCKS
 
 
 class RouterCall(NamedTuple):
-    """What route_tokens is called with; see there."""
+    """What route_tokens is called with; see there. `tensors` are weight [E,H], bias [E] or None, expert_bias [E] or None, and padding_mask
+    [T] or None."""
 
-    weight_EH: torch.Tensor
-    bias_E: torch.Tensor | None
-    expert_bias_E: torch.Tensor | None
-    padding_mask_T: torch.Tensor | None
+    tensors: tuple[torch.Tensor | None, ...]
     top_k: int
     normalize: float | None
     function: RouterFunction | None
@@ -49,15 +47,10 @@ class RouterCall(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """What expert_mlp is called with; see there. Each weight is [E,F,H] or [E*F,H]. The activation has a kernel, and is given by its
-    name."""
+    """What expert_mlp is called with; see there. `tensors` are w1, w2 and v1, the last one None without a gate, each [E,F,H] or
+    [E*F,H], and w1_bias, w2_bias and v1_bias, or None. The activation has a kernel, and is given by its name."""
 
-    w1: torch.Tensor
-    w2: torch.Tensor
-    v1: torch.Tensor | None
-    w1_bias: torch.Tensor | None
-    w2_bias: torch.Tensor | None
-    v1_bias: torch.Tensor | None
+    tensors: tuple[torch.Tensor | None, ...]
     activation: str
     engine: str
     batch_invariant: bool
@@ -80,12 +73,13 @@ def routed_experts(x: torch.Tensor, router: RouterCall, of_experts: ExpertsCall)
     Raises:
         TypeError, ValueError: as route_tokens and expert_mlp do.
     """
-    tensors = (x, *router[:4], *of_experts[:6])
+    w1, _, v1, *_ = of_experts.tensors
+    tensors = (x, *router.tensors, *of_experts.tensors)
     save = torch.is_grad_enabled() and names.any_requires_grad(*tensors)
-    keep_rows = save and of_experts.keep_gathered_rows and names.any_requires_grad(of_experts.w1, of_experts.v1)
-    options = (*router[4:], *of_experts[6:9], save, keep_rows)
+    keep_rows = save and of_experts.keep_gathered_rows and names.any_requires_grad(w1, v1)
+    options = (*router[1:], *of_experts[1:4], save, keep_rows)
     if save:
-        return RoutedExperts(*_RoutedExperts.apply(options, x, *tensors))
+        return RoutedExperts(*names.apply(_RoutedExperts, options, x, *tensors))
     return RoutedExperts(*_computed(tensors, options)[0])
 
 
@@ -158,11 +152,12 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     @without_autocast
     def backward(ctx, grad_out, grad_scores_TE, grad_logsumexp_T, *_):
-        grads = grad_out, grad_scores_TE, grad_logsumexp_T
-        if all(grad is None for grad in grads):
+        if grad_out is None and grad_scores_TE is None and grad_logsumexp_T is None:
             return (None,) * 13
-        inputs = [*grads, *ctx.saved_tensors, (*ctx.options, ctx.needs_input_grad)]
-        unseen = is_unseen(inputs[3], *inputs)
+        tensors = [grad_out, grad_scores_TE, grad_logsumexp_T, *ctx.saved_tensors]
+        unseen = is_unseen(tensors[3], *tensors)
+        inputs = [*tensors, (*ctx.options, ctx.needs_input_grad)]
+        del tensors
         if torch.is_grad_enabled() or (not unseen and is_watched(*inputs)):
             return _gradients(inputs, by_operators=True)
         ctx.maybe_clear_saved_tensors()

@@ -192,8 +192,16 @@ def _precision() -> str:
 
 def _split(inputs: list) -> tuple[list[torch.Tensor], tuple]:
     """(the tensors, all else, with the type of tensors in their places)."""
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    return tensors, tuple([torch.Tensor if isinstance(value, torch.Tensor) else value for value in inputs])
+    tensors: list[torch.Tensor] = []
+    others: list[Any] = []
+    tensor = torch.Tensor
+    for value in inputs:
+        if value is not None and isinstance(value, tensor):
+            tensors.append(value)
+            others.append(tensor)
+        else:
+            others.append(value)
+    return tensors, tuple(others)
 
 
 def kind_of(inputs: Sequence[Any]) -> tuple:

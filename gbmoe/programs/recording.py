@@ -14,29 +14,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gbmoe import _torch_names as names
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """`recordings` are those that this thread is in, the innermost one last."""
+
+    recordings: tuple[Recording, ...] = ()
 
 
-def _recordings() -> list[Recording]:
-    """Those that this thread is in, the innermost one last."""
-    return _thread.__dict__.setdefault("recordings", [])
+_thread = _Thread()
 
 
 def is_seen_by_recordings_alone() -> bool:
     """Whether all modes of torch's dispatcher are recordings. Operators that run inside of one are called as if there were no mode: their
     launches are what is recorded."""
-    depth = len(_recordings())
+    depth = len(_thread.recordings)
     return depth > 0 and names.len_torch_dispatch_stack() == depth
 
 
 def is_recording() -> bool:
     """Whether this thread is in a function that is being recorded."""
-    return bool(_recordings())
+    return bool(_thread.recordings)
 
 
 def refuse(problem: str) -> None:
     """Called by a function that is being recorded: there can be no program of this kind of call. Without effect elsewhere."""
-    for recording in _recordings():
+    for recording in _thread.recordings:
         recording.problem = problem
 
 
@@ -188,12 +190,12 @@ def _reuse_memory(statements: list[Statement], returned: Sequence[str]) -> None:
 def record(function: Callable[[list], Any], inputs: list) -> tuple[Any, Recorded | None]:
     """(function(inputs), what it did for inputs of their kind, or None where that cannot be said)."""
     recording = Recording(inputs)
-    _recordings().append(recording)
+    outer, _thread.recordings = _thread.recordings, (*_thread.recordings, recording)
     try:
         with recording:
             results = function(inputs)
     finally:
-        _recordings().pop()
+        _thread.recordings = outer
     return results, recording.recorded(results)
 
 

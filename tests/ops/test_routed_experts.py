@@ -27,29 +27,31 @@ def inputs(device="cpu", dtype=torch.float32, glu=True, biases=False, function=N
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     x = draw(3, 7, H)
-    router = RouterCall(draw(E, H), draw(E) if biases else None, draw(E, dtype=torch.float32) if expert_bias else None,
-                        (torch.arange(21, device=device) % 4 == 0) if padding else None, K, None if function else 1, function, None, None)
+    router = RouterCall((draw(E, H), draw(E) if biases else None, draw(E, dtype=torch.float32) if expert_bias else None,
+                         (torch.arange(21, device=device) % 4 == 0) if padding else None), K, None if function else 1, function, None, None)
     w1, w2, v1 = (draw(E * F, H) / 4 if flat else draw(E, F, H) / 4 for _ in range(3))
-    of_experts = ExpertsCall(w1, w2, v1 if glu else None, draw(E, F) if biases else None, draw(E, H) if biases else None,
-                             draw(E, F) if biases and glu else None, "silu", "auto", False, False)
+    of_experts = ExpertsCall((w1, w2, v1 if glu else None, draw(E, F) if biases else None, draw(E, H) if biases else None,
+                              draw(E, F) if biases and glu else None), "silu", "auto", False, False)
     return x, router, of_experts
 
 
 def three_calls(x, router, of_experts):
     x_TH = x.reshape(-1, x.size(-1))
-    routing = route_tokens(x_TH, router.weight_EH, router.top_k, normalize=router.normalize, bias=router.bias_E, function=router.function,
-                           expert_bias=router.expert_bias_E, padding_mask=router.padding_mask_T, scores_dtype=router.scores_dtype)
+    weight_EH, bias_E, expert_bias_E, padding_mask_T = router.tensors
+    routing = route_tokens(x_TH, weight_EH, router.top_k, normalize=router.normalize, bias=bias_E, function=router.function,
+                           expert_bias=expert_bias_E, padding_mask=padding_mask_T, scores_dtype=router.scores_dtype)
     plan = gbmoe.RoutingPlan.from_experts(routing.experts_TK, E, check="none")
     # The experts' own view of x, as their module makes one.
     rows_TH = x.reshape(-1, x.size(-1))
-    w1, w2, v1 = (w if w is None else w.view(E, F, H) for w in of_experts[:3])
+    w1, w2, v1 = (w if w is None else w.view(E, F, H) for w in of_experts.tensors[:3])
+    w1_bias, w2_bias, v1_bias = of_experts.tensors[3:]
     out_TH = expert_mlp(rows_TH, plan, w1, w2, v1, weights_TK=routing.weights_TK, activation=of_experts.activation,
-                        w1_bias=of_experts.w1_bias, w2_bias=of_experts.w2_bias, v1_bias=of_experts.v1_bias)
+                        w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias)
     return out_TH.view(x.shape), routing.scores_TE, routing.logsumexp_T, routing.experts_TK, plan.counts_E
 
 
 def leaves_of(x, router, of_experts):
-    tensors = (x, router.weight_EH, router.bias_E, *of_experts[:6])
+    tensors = (x, *router.tensors[:2], *of_experts.tensors)
     return [t for t in tensors if t is not None]
 
 
@@ -92,7 +94,7 @@ def test_one_call_has_the_bits_of_three(device, case):
 
 def test_engines_that_decide_by_more_than_the_kind_are_not_recorded():
     x, router, of_experts = inputs(biases=True)
-    arguments = [x, *router[:4], *of_experts[:6], (*router[4:], *of_experts[6:9], True, False)]
+    arguments = [x, *router.tensors, *of_experts.tensors, (*router[1:], *of_experts[1:4], True, False)]
     results, program = recording.record(module._forward, list(arguments))  # the CPU's engine reads sizes
     assert program is None
     assert_same(results[0], module._forward(arguments)[0])

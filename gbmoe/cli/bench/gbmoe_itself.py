@@ -20,13 +20,14 @@ class DroplessLayer(Layer):
     def __init__(self, moe: torch.nn.Module, weights: Weights):
         super().__init__()
         self.moe, self.router = moe, moe.router
+        self.takes_rows = isinstance(moe, dMoE)  # MegaBlocks' takes [sl, bs, H]
         moe.router.layer.weight = torch.nn.Parameter(weights.router_EH)
         self.experts, self.shape_EFH = moe.experts.mlp, weights.w1_EFH.shape
         for name in ("w1", "w2", *(["v1"] if weights.glu else ())):
             setattr(self.experts, name, torch.nn.Parameter(getattr(weights, f"{name}_EFH").flatten(0, 1)))
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self.moe(x_TH.unsqueeze(1)).squeeze(1)
+        return self.moe(x_TH) if self.takes_rows else self.moe(x_TH.unsqueeze(1)).squeeze(1)
 
     def weight_gradients(self) -> dict[str, torch.Tensor]:
         experts = {name: parameter.grad.view(self.shape_EFH) for name, parameter in self.experts.named_parameters()}
