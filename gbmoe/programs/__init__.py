@@ -1,6 +1,6 @@
 """Programs: what an operator launches for one kind of call, recorded once and run from then on without the Python that chose it.
 
-A layer of few tokens waits for the host, and most of what the host does there decides what is decided in the same way in every step:
+A layer of few tokens is host-bound, and most of what the host does there decides what is decided in the same way in every step:
 engines, tiles, layouts, which of two kernels. A kind of call has all that such decisions depend on: of every tensor the dtype, the device,
 the shape, the strides and the alignment, and every other argument. A kind that comes again is recorded: a mode of torch's dispatcher
 notes each operator, allocations among them, with the tensors that it takes and returns. From then on the same operators are called one
