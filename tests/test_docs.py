@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from gbmoe import Arguments
 from gbmoe.cli import main
@@ -54,6 +55,26 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run([python(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_the_recipe_of_a_cuda_graph_computes_what_eager_steps_do():
+    """On every other machine the page runs without a graph."""
+    page = ROOT / "docs" / "recipes.md"
+    shared, recipe = blocks(page, "python")[0], next(code for code in blocks(page, "python") if "CUDAGraph" in code)
+    names = {}
+    exec(shared + recipe, names)
+    layer, optimizer, x, loss = (names[name] for name in ("layer", "optimizer", "x", "loss"))
+    written = [*layer.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    before = [tensor.detach().clone() for tensor in written]
+    x.normal_()
+    names["graph"].replay()
+    replayed = [loss.clone(), *(tensor.detach().clone() for tensor in written)]
+    for tensor, value in zip(written, before):
+        tensor.detach().copy_(value)
+    eager = [names["step"](), *written]
+    assert not any(torch.equal(a, b) for a, b in zip(before, written) if a.dim() > 1)
+    assert all(torch.equal(a, b) for a, b in zip(replayed, eager))
 
 
 def options(*command):

@@ -13,7 +13,7 @@ from gbmoe.problem import known
 
 class TorchGrouped(Engine):
     """torch.nn.functional.grouped_mm: bfloat16 only, where it has kernels (compute capability 9 and 10). Elsewhere it loops over the
-    groups, and waits for the host."""
+    groups, with a host wait."""
 
     name = "torch"
     decides_by_kind = True

@@ -300,6 +300,12 @@ class Arguments:
         return torch.bfloat16 if self.bf16 else torch.get_default_dtype()
 
 
+def require_arguments(args: Any, caller: str) -> None:
+    """Raise a TypeError that names what makes Arguments of another library's, unless `args` are Arguments."""
+    require(isinstance(args, Arguments), caller, "args", "gbmoe.Arguments (gbmoe.layers.from_megatron(args) makes them of MegaBlocks'"
+            " Arguments, and of Megatron's)", f"{type(args).__module__}.{type(args).__qualname__}", TypeError)
+
+
 def from_megatron(megatron_args: Any) -> Arguments:
     """Arguments from Megatron-LM's parsed arguments, Megatron-Core's TransformerConfig, or any object with attributes of their names, of
     MegaBlocks' names (those of the fields of Arguments), or of both. A field of which the object says nothing keeps its default.

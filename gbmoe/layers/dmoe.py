@@ -16,7 +16,7 @@ from gbmoe._checks import FLOATING, PLAIN, autocast_enabled, require, require_te
 from gbmoe._define_operator import is_watched, may_be_one_node
 from gbmoe._torch_names import calls_modules_alone, is_any_autocast_enabled
 from gbmoe.layers import token_counts
-from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.arguments import Arguments, require_arguments
 from gbmoe.layers.expert_parallelism import Prepared, parallel_experts, prepare
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts, make_experts
 from gbmoe.layers.kept import Source
@@ -47,6 +47,7 @@ class ParallelDroplessMLP(ExpertModule):
 
     def __init__(self, args: Arguments):
         super().__init__()
+        require_arguments(args, "ParallelDroplessMLP")
         self.args, self._source = args, Source()
         self.num_experts, self.top_k = args.moe_num_experts, args.moe_top_k
         self._prepared = prepare(args)
@@ -131,7 +132,10 @@ class dMoE(torch.nn.Module):
     for (jitter, z-loss, normalised weights, uniform assignment) is left to such a module. It is not given them.
 
     Args:
-        args: see Arguments.
+        args: see Arguments. gbmoe.layers.from_megatron makes them of MegaBlocks' Arguments, and of Megatron's.
+
+    Raises:
+        TypeError: for arguments of another library.
 
     Example:
         >>> layer = dMoE(Arguments(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4,
@@ -156,6 +160,7 @@ class dMoE(torch.nn.Module):
 
     def __init__(self, args: Arguments):
         super().__init__()
+        require_arguments(args, "dMoE")
         self.args = args
         self.router: torch.nn.Module = LearnedRouter(args)
         self.experts: Any = self._init_experts_mlp(args)

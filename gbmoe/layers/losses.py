@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe._checks import autocast_enabled, require
 from gbmoe.layers import load_balancing_terms
-from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.arguments import Arguments, require_arguments
 from gbmoe.layers.kept import Kept
 from gbmoe.layers.routed import Routed
 
@@ -94,7 +94,9 @@ def batched_load_balancing_loss(args: Arguments, group: dist.ProcessGroup | None
             "seq_aux_loss" lacks the layers' ids. On all ranks, where for "global_aux_loss" they ran layers with other numbers of experts,
             or in another order; on a GPU possibly in the next call, as no host waits for it.
         RuntimeError: where the collective fails; it names the ranks that are missing.
+        TypeError: for arguments of another library.
     """
+    require_arguments(args, "batched_load_balancing_loss")
     kind = args.moe_router_load_balancing_type
     if args.moe_loss_weight == 0 or kind == "none":
         return 0.0
@@ -193,7 +195,9 @@ def batched_router_zloss(args: Arguments) -> torch.Tensor | int:
     Raises:
         ValueError: where no router ran, and where gradients are enabled but were not when one ran that is to be trained, as under the
             reentrant torch.utils.checkpoint.
+        TypeError: for arguments of another library.
     """
+    require_arguments(args, "batched_router_zloss")
     if args.moe_zloss_weight == 0:
         warnings.warn("batched_router_zloss was called, but moe_zloss_weight is 0", stacklevel=2)
         return 0

@@ -15,7 +15,7 @@ import torch
 from gbmoe import _torch_names, engines
 from gbmoe._checks import PLAIN, autocast_enabled, require
 from gbmoe.launch.router import kernels_take
-from gbmoe.layers.arguments import Arguments
+from gbmoe.layers.arguments import Arguments, require_arguments
 from gbmoe.layers.kept import Source
 from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.ops.route_operator import Routing, route
@@ -54,6 +54,7 @@ class LearnedRouter(torch.nn.Module):
 
     def __init__(self, args: Arguments):
         super().__init__()
+        require_arguments(args, "LearnedRouter")
         experts, top_k, p = args.moe_num_experts, args.moe_top_k, args.moe_normalize_expert_weights or None
         function = args.router_function
         plain = function.is_softmax_topk and not args.moe_router_enable_expert_bias

@@ -1,4 +1,5 @@
-"""expert_path: which engine computes a call of expert_mlp, what it copies, and why any of it is composed of separate kernels.
+"""expert_path: which engine computes a call of expert_mlp, whether the host waits for the device in it, what it copies, and why any of it
+is composed of separate kernels.
 
 Shape suffixes: T tokens, E experts, H hidden, F ffn hidden.
 """
@@ -29,10 +30,13 @@ class ExpertPath(NamedTuple):
         engine: the name of the engine, or of the two or more that share the layer's products.
         reasons: why forward is not one fused kernel for each product that reads the weights where they lie; one sentence each. Empty
             where it is.
+        host_waits: whether the host waits for the device in forward, because the engine reads the sizes of the groups on the host and
+            the plan has them on the device alone. Once they have been read, the plan keeps them, and backward does not wait.
     """
 
     engine: str
     reasons: tuple[str, ...]
+    host_waits: bool
 
 
 def expert_path(
@@ -55,6 +59,8 @@ def expert_path(
         >>> path = expert_path(x, plan, w1, w2)
         >>> path.engine, path.reasons[0]
         ('reference', 'no engine with kernels of its own runs on cpu')
+        >>> path.host_waits  # on a CPU there is no device to wait for
+        False
     """
     gate, down, up = matrices(layout, w1_EFH, w2_EFH, v1_EFH, "expert_path")
     check_arguments(x_TH, plan, gate, down, up, None)
@@ -63,10 +69,14 @@ def expert_path(
     if fp8_recipe is not None:
         engine = engines.float8(fp8_recipe, engine)
     on_host = x_TH.device.type == "cpu" or plan.has_host_sizes
-    kind = (x_TH.device, computed_dtype(x_TH), plan.num_rows, tuple(gate.shape), on_host)
-    experts = engines.resolve(engine, *kind, batch_invariant).engine
+    call = (x_TH.device, computed_dtype(x_TH), plan.num_rows, tuple(gate.shape))
+    resolved = engines.resolve(engine, *call, on_host, batch_invariant)
+    host_waits = resolved.needs_host_sizes and not on_host
+    if host_waits:  # after it the sizes are on the host, which may decide between engines that take them there
+        resolved = engines.resolve(engine, *call, True, batch_invariant)
+    experts = resolved.engine
     assert experts is not None
-    reasons = list(_of_choice(experts, engine, *kind))
+    reasons = list(_of_choice(experts, engine, *call, on_host))
     if weights_on == "input":
         reasons.append("router weights on the input: rows are gathered and weighed before the experts, and summed after them, apart")
     name = activation_name(activation)
@@ -74,7 +84,7 @@ def expert_path(
         reasons.append("the activation has no kernel: it is called between products, with rows that are gathered first")
     reasons += of_weights(experts, layout, w1_EFH, w2_EFH, v1_EFH, name, plan.num_rows,
                           w1_bias is not None or v1_bias is not None, w2_bias is not None)
-    return ExpertPath(" and ".join(_names(experts)), tuple(reasons))
+    return ExpertPath(" and ".join(_names(experts)), tuple(reasons), host_waits)
 
 
 def of_weights(experts: Engine, layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, activation: str | None,

@@ -277,7 +277,7 @@ def test_float32_is_taken_where_tf32_is_allowed(float32_products):
 
 @pytest.mark.gpu
 def test_a_step_is_one_cuda_graph_and_is_replayed_with_other_sizes():
-    """Nothing waits for the host, and the sizes are read when the graph is replayed."""
+    """There is no host wait, and the sizes are read when the graph is replayed."""
     reason = ENGINE.unavailable(torch.device("cuda"))
     if reason is not None:
         pytest.skip(f"tensor_core: {reason}")

@@ -9,8 +9,9 @@ import types
 import pytest
 import torch
 
+import gbmoe
 from gbmoe.float8 import Float8BlockScaling
-from gbmoe.layers import Arguments, from_megatron
+from gbmoe.layers import Arguments, LearnedRouter, ParallelDroplessMLP, from_megatron
 
 # Names and defaults of megablocks 0.10.0's Arguments, in its order; None where the default is no plain value.
 MEGABLOCKS = dict(
@@ -99,6 +100,24 @@ def test_from_megatron_took_megatrons_fp8_recipe_for_gbmoes():
     assert from_megatron(types.SimpleNamespace(**fields, fp8_recipe="delayed")).fp8_recipe is None
     recipe = Float8BlockScaling()
     assert from_megatron(types.SimpleNamespace(**fields, fp8_recipe=recipe)).fp8_recipe is recipe
+
+
+class MegaBlocksArguments(types.SimpleNamespace):
+    """Has MegaBlocks' fields, and none that gbmoe adds."""
+
+
+@pytest.mark.parametrize("taker", [gbmoe.dMoE, ParallelDroplessMLP, LearnedRouter, gbmoe.batched_load_balancing_loss,
+                                   gbmoe.batched_router_zloss], ids=lambda taker: taker.__name__)
+def test_arguments_of_another_library_failed_in_an_attribute_of_ours(taker):
+    """dMoE(megablocks_args): AttributeError: 'Arguments' object has no attribute 'router_function'"""
+    args = MegaBlocksArguments(**MEGABLOCKS | {"hidden_size": 8, "ffn_hidden_size": 8, "fp16": False}, mlp_impl="grouped", device="cpu")
+    with pytest.raises(TypeError) as raised:
+        taker(args)
+    for said in (f"{taker.__name__}: args: expected gbmoe.Arguments", "gbmoe.layers.from_megatron(args)",
+                 f"got {__name__}.MegaBlocksArguments"):
+        assert said in str(raised.value)
+    made = from_megatron(args)  # what the message says helps
+    assert {name: getattr(made, name) for name in MEGABLOCKS} == {name: getattr(args, name) for name in MEGABLOCKS}
 
 
 @pytest.mark.parametrize("make, message", [

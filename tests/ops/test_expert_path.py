@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gbmoe
 from gbmoe import RoutingPlan, WeightLayout, engines, expert_path
@@ -15,6 +16,7 @@ from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.ops.expert_path import of_weights
 from gbmoe.slot_map import SlotMap
+from gbmoe.testing import cuda_graphs
 
 EXPERTS, FFN, HIDDEN = 4, 32, 64
 EVERY_LAYOUT = [WeightLayout(*of) for of in itertools.product(("separate", "gate_first", "up_first", "interleaved"), *[(False, True)] * 2)]
@@ -98,6 +100,37 @@ def test_reasons_name_the_device_the_activation_and_the_weights():
                     w1.to("meta"), w2.to("meta"), layout=layout)
     with pytest.raises(ValueError, match="hopper.*runs on CUDA"):
         expert_path(x, plan, w1, w2, layout=layout, engine="hopper")
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_whether_the_host_waits_had_to_be_known_by_heart():
+    """An engine's name was all that was said of it. Tensors without memory stand for a GPU's."""
+    with FakeTensorMode():
+        x, w = torch.empty(6, HIDDEN, device="cuda"), torch.empty(EXPERTS, FFN, HIDDEN, device="cuda")
+        plan = RoutingPlan.from_experts(torch.empty(6, 2, dtype=torch.int64, device="cuda"), num_experts=EXPERTS, check="none")
+        assert expert_path(x, plan, w, w, engine="reference").host_waits
+    x, w, on_host = torch.empty(6, HIDDEN), torch.empty(EXPERTS, FFN, HIDDEN), torch.zeros(6, 2, dtype=torch.int64)
+    assert not expert_path(x, RoutingPlan.from_experts(on_host, num_experts=EXPERTS), w, w).host_waits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine, dtype", [("auto", torch.bfloat16), ("auto", torch.float32), ("cublas_loop", torch.bfloat16),
+                                           ("cublas_grouped", torch.bfloat16), ("reference", torch.float16)])
+def test_the_host_waits_where_it_is_said_to(engine, dtype):
+    """And the plan keeps the sizes, so that the second call does not wait."""
+    x, w = torch.randn(64, HIDDEN, device="cuda", dtype=dtype), torch.randn(EXPERTS, FFN, HIDDEN, device="cuda", dtype=dtype)
+    ids_TK = torch.randint(EXPERTS, (64, 2), device="cuda")
+    gbmoe.expert_mlp(x, RoutingPlan.from_experts(ids_TK, num_experts=EXPERTS), w, w, engine=engine)  # loads and compiles what it needs
+    for plan in [RoutingPlan.from_experts(ids_TK, num_experts=EXPERTS)] * 2:
+        said = expert_path(x, plan, w, w, engine=engine).host_waits
+        try:
+            with cuda_graphs.no_host_wait():
+                gbmoe.expert_mlp(x, plan, w, w, engine=engine)
+            waited = False
+        except RuntimeError:
+            waited = True
+            plan.host_sizes()
+        assert waited == said
 
 
 def test_auto_passes_over_engines_with_a_reason_and_products_may_differ(monkeypatch):
