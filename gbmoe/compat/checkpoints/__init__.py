@@ -59,7 +59,7 @@ ask nothing.
     refused.py              model types that are refused, and what each needs
     recognise.py            the layout and the sizes of a layer, and what of it does not fit
     tensor_conversion.py    what becomes of each tensor
-    state_dicts.py          to_megablocks, to_transformers, to_framework
+    convert_state_dicts.py  to_megablocks, to_transformers, to_framework
     arguments_of_config.py  config.json to Arguments, and the file that keeps them
     convert_files.py        convert_checkpoint
     files.py                safetensors files and their index, one tensor at a time
@@ -67,8 +67,8 @@ ask nothing.
 
 from gbmoe.compat.checkpoints.arguments_of_config import read_arguments
 from gbmoe.compat.checkpoints.convert_files import convert_checkpoint
+from gbmoe.compat.checkpoints.convert_state_dicts import to_framework, to_megablocks, to_transformers
 from gbmoe.compat.checkpoints.recognise import BrokenCheckpoint
-from gbmoe.compat.checkpoints.state_dicts import to_framework, to_megablocks, to_transformers
 from gbmoe.compat.checkpoints.tensor_conversion import EXPERT_LAYOUTS, LAYOUTS
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Opens every page of the built site in headless Chromium at three widths, and names what does not fit: page, width and element.
 
-    scripts/check_pages.py [docs/_build/html]
+    scripts/check_page_widths.py [docs/_build/html]
 
 No page may be wider than the window, at any width. On a desktop no code block and no table may be wider than the column either: a line
 that is cut at the column's edge is not read. On a tablet or a phone they scroll inside themselves, because a wrapped line of code or
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = faults(parser.parse_args(arguments).site)
     except NothingToLookWith as reason:
-        print(f"check_pages.py: {reason}", file=sys.stderr)
+        print(f"check_page_widths.py: {reason}", file=sys.stderr)
         return 2
     print(*found, f"{len(found)} faults of form", sep="\n")
     return 1 if found else 0

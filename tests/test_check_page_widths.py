@@ -1,6 +1,6 @@
-"""scripts/check_pages.py on pages that are too wide: each of them passed a build of the site.
+"""scripts/check_page_widths.py on pages that are too wide: each of them passed a build of the site.
 
-    pytest tests/test_check_pages.py
+    pytest tests/test_check_page_widths.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-import check_pages
+import check_page_widths
 
 LINE = "x = " + "1 + " * 100
 
@@ -36,10 +36,10 @@ def test_a_line_that_is_cut_at_the_columns_edge_is_named(site, capsys):
     """31 of 45 code blocks were."""
     pytest.importorskip("playwright")
     try:
-        check_pages.chromium()
-    except check_pages.NothingToLookWith as reason:
+        check_page_widths.chromium()
+    except check_page_widths.NothingToLookWith as reason:
         pytest.skip(str(reason))
-    assert check_pages.main([str(site)]) == 1
+    assert check_page_widths.main([str(site)]) == 1
     *found, last = capsys.readouterr().out.splitlines()
     where = {tuple(line.split(" (")[0].split(".html, ")) for line in found}
     assert where == {("page", "phone"), ("page", "tablet"), ("page", "desktop"), ("code", "desktop"), ("table", "desktop"),
@@ -48,10 +48,10 @@ def test_a_line_that_is_cut_at_the_columns_edge_is_named(site, capsys):
 
 
 def test_without_chromium_or_pages_the_status_is_not_that_of_pages_that_fit(site, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(check_pages, "PROGRAMS", ("no-such-program",))
+    monkeypatch.setattr(check_page_widths, "PROGRAMS", ("no-such-program",))
     monkeypatch.delenv("CI", raising=False)
     pytest.importorskip("playwright")
-    assert check_pages.main([str(site)]) == 2
-    assert check_pages.main([str(tmp_path / "nothing")]) == 2
+    assert check_page_widths.main([str(site)]) == 2
+    assert check_page_widths.main([str(tmp_path / "nothing")]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "apt-get install chromium" in first and "scripts/docs.sh" in second
