@@ -99,7 +99,8 @@ class WeightLayout:
             return w1_bias, v1_bias
         if self.gate_up == "interleaved":
             return w1_bias[:, ::2], w1_bias[:, 1::2]
-        first, second = w1_bias.chunk(2, dim=1)
+        half = w1_bias.size(1) // 2  # two slices: a program has no name for the list that chunk() returns
+        first, second = w1_bias[:, :half], w1_bias[:, half:]
         return (first, second) if self.gate_up == "gate_first" else (second, first)
 
     def joined(self, gate_EF: torch.Tensor, up_EF: torch.Tensor) -> torch.Tensor:

@@ -126,5 +126,6 @@ class LowRankPass:
             return b_ERG, None
         if self._columns == "interleaved":
             return b_ERG[..., ::2], b_ERG[..., 1::2]
-        first, second = b_ERG.chunk(2, dim=2)
+        half = b_ERG.size(2) // 2  # two slices: a program has no name for the list that chunk() returns
+        first, second = b_ERG[:, :, :half], b_ERG[:, :, half:]
         return (first, second) if self._columns == "gate_first" else (second, first)
