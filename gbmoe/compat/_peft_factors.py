@@ -72,7 +72,7 @@ def register_with_peft() -> None:
     if version in peft.TESTED:
         peft.register()
     else:
-        warnings.warn(f"gbmoe.compat.transformers: peft {version} was not tested ({', '.join(peft.TESTED)} was): it makes the changed"
+        warnings.warn(f"gbmoe.compat.transformers: peft {version} was not tested ({' or '.join(peft.TESTED)} was): it makes the changed"
                       " weights of experts once in each forward, which gbmoe does not read", stacklevel=3)
 
 

@@ -1,4 +1,4 @@
-"""PEFT 0.21.2: LoRA on parameters of experts (LoraConfig.target_parameters) without changed weights.
+"""PEFT 0.21.0 and 0.21.2: LoRA on parameters of experts (LoraConfig.target_parameters) without changed weights.
 
     import gbmoe.compat.peft
     gbmoe.compat.peft.register()
@@ -29,7 +29,7 @@ from gbmoe.lora_of_peft import Change, attached
 __all__ = ["register"]
 
 _ADAPTER = "gbmoe.compat.peft"
-TESTED = ("0.21.2",)
+TESTED = ("0.21.0", "0.21.2")
 
 
 def register() -> None:
@@ -38,7 +38,7 @@ def register() -> None:
     It concerns experts of transformers models with experts_implementation="gbmoe", and gbmoe.dMoE with one_matrix_per_expert.
 
     Raises:
-        ImportError: for another release than 0.21.2, and where the function has other parameters.
+        ImportError: for another release than these, and where the function has other parameters.
     """
     require_release(_ADAPTER, "peft", TESTED)
     from peft.tuners.lora.layer import ParamWrapper
