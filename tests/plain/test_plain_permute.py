@@ -39,3 +39,10 @@ def test_padded_scatter_and_its_backward_are_what_autograd_says():
     torch.testing.assert_close(plain_permute.padded_scatter(y.detach(), plan.slot_map, weights=weights.detach()), out.detach())
     got = plain_permute.padded_scatter_backward(grad, y.detach(), plan.slot_map, weights=weights.detach())
     torch.testing.assert_close(got, (grad_y, grad_weights))
+
+
+def test_columns_outside_their_range_have_no_row():
+    row, columns = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0, 2], [-1, 1]])
+    offsets, counts = torch.tensor([5, 10]), torch.tensor([2, 2])
+    row_of_slot, slot_of_row = plain_permute.map_slots(row.int(), columns_TK=columns.int(), counts_T=counts, pad_offsets_E=offsets, rows=14)
+    assert row_of_slot.tolist() == [[5, -1], [-1, 13]] and (slot_of_row == 0).nonzero().flatten().tolist() == [5, 13]
