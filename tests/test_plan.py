@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather
+from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather, padded_scatter
 from gbmoe.launch import availability
 from gbmoe.testing import cuda_graphs, exact_inputs
 
@@ -253,7 +253,8 @@ def test_a_plan_made_by_hand_must_have_the_shapes_that_kernels_trust(changes, wo
     for name, value in changes.items():
         setattr(changed, name, value)
     w = torch.ones(3, 4, 8)
-    for operator in (lambda: padded_gather(torch.ones(3, 8), changed), lambda: expert_mlp(torch.ones(3, 8), changed, w, w)):
+    for operator in (lambda: padded_gather(torch.ones(3, 8), changed), lambda: padded_scatter(torch.ones(8, 8), changed),
+                     lambda: expert_mlp(torch.ones(3, 8), changed, w, w)):
         with pytest.raises((TypeError, ValueError), match="RoutingPlan: " + words):
             operator()
 
