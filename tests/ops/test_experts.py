@@ -589,6 +589,7 @@ GOOD = dict(x_TH=torch.zeros(T, H), plan=PLAN, w1_EFH=torch.zeros(E, FFN, H), w2
     (dict(w2_EFH=torch.zeros(E, FFN, H).half()), "w2: expected the dtype of x, torch.float32, got torch.float16"),
     (dict(weights_TK=torch.zeros(T, 3)), "weights: expected shape \\[6, 2\\], one a slot, got \\[6, 3\\]"),
     (dict(weights_TK=torch.zeros(T, 3), weights_on="input"), "weights: expected shape \\[6, 2\\], one a slot, got \\[6, 3\\]"),
+    (dict(v1_EFH=torch.zeros(E, H), layout=gbmoe.WeightLayout(up_transposed=True)), "v1: expected 3 dimensions, got \\[3, 8\\]"),
     (dict(x_TH=torch.zeros(T, H, dtype=torch.int8)), "x: expected dtype .*, got torch.int8"),
     (dict(w2_EFH=torch.zeros(E, FFN, H, device="meta")), "w2: expected device cpu, got meta"),
     (dict(activation="softmax"), "activation: expected a callable or one of silu, .* got 'softmax'"),
