@@ -541,11 +541,13 @@ def test_the_scale_of_the_weights_gradients_reaches_no_other_gradient(device, dt
 def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)
-    out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
-                                             tensors["w1"], tensors["w2"], tensors["v1"], None, None, None, "silu", "auto", False,
-                                             False, False, 1.0, "separate")
+    others = (None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), tensors["w1"], tensors["w2"], tensors["v1"], None, None,
+              None, "silu", "auto", False, False, False, 1.0, "separate")
+    out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], *others)
     assert len(saved) == 6 and all(tensor.numel() == 0 for tensor in saved)
     torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
+    with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is needed, got False"):
+        torch.ops.gbmoe.expert_mlp(tensors["x"].requires_grad_(), *others)
 
 
 def test_autocast(device):
