@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather
+from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather, padded_scatter
 from gbmoe.launch import availability
 from gbmoe.testing import cuda_graphs, exact_inputs
 
@@ -127,6 +127,11 @@ def test_counts_of_a_plan_share_no_memory(device):
     assert plan.padded_counts_E.tolist() == [3, 2] and plan.offsets_E1.tolist() == [0, 3, 5]
 
 
+def test_unchecked_counts_take_no_rows_that_are_not_there(device):
+    plan = RoutingPlan.from_counts(torch.tensor([2, -3, 1, 2**40, 5], device=device), 6, check="none")
+    assert plan.counts_E.tolist() == [2, 0, 1, 3, 0] and plan.slot_of_row_P.tolist() == list(range(6))
+
+
 @pytest.mark.parametrize("bad, words", [
     (dict(num_rows=-1), "num_rows: expected at least 0, got -1"),
     (dict(check="maybe"), "check: expected auto, wait, device or none, got 'maybe'"),
@@ -160,6 +165,8 @@ def test_counts_of_a_wrong_kind(bad, error, words):
     (dict(experts_TK=torch.tensor([[-2, 1]]), num_experts=2), "got ids from -2 to 1"),
     (dict(experts_TK=torch.zeros(2, 2, dtype=torch.int64), num_experts=2, check="maybe"),
      "check: expected auto, wait, device or none, got 'maybe'"),
+    (dict(experts_TK=torch.tensor([[0, 1, 2]]), num_experts=3, align=2**30),
+     "experts: expected at most 2147483647 padded rows \\(rows are int32\\), got 3221225472"),
 ])
 def test_bad_arguments(bad, words):
     with pytest.raises((TypeError, ValueError), match=words):
@@ -233,6 +240,7 @@ PLAN = RoutingPlan.from_experts(torch.tensor([[0, 1], [1, 2], [2, 0]]), 3, align
     (dict(counts_E=PLAN.counts_E[:2]), "counts_E: expected 3 entries, got 2"),
     (dict(offsets_E1=PLAN.offsets_E1[:3]), "offsets_E1: expected 4 entries, got 3"),
     (dict(num_experts=4), "counts_E: expected 4 entries, got 3"),
+    (dict(num_experts=0), "num_experts: expected an int of at least 1, got 0"),
     (dict(align=0), "align: expected an int of at least 1, got 0"),
 ])
 def test_a_plan_made_by_hand_must_have_the_shapes_that_kernels_trust(changes, words):
@@ -245,7 +253,8 @@ def test_a_plan_made_by_hand_must_have_the_shapes_that_kernels_trust(changes, wo
     for name, value in changes.items():
         setattr(changed, name, value)
     w = torch.ones(3, 4, 8)
-    for operator in (lambda: padded_gather(torch.ones(3, 8), changed), lambda: expert_mlp(torch.ones(3, 8), changed, w, w)):
+    for operator in (lambda: padded_gather(torch.ones(3, 8), changed), lambda: padded_scatter(torch.ones(8, 8), changed),
+                     lambda: expert_mlp(torch.ones(3, 8), changed, w, w)):
         with pytest.raises((TypeError, ValueError), match="RoutingPlan: " + words):
             operator()
 
@@ -341,6 +350,16 @@ def test_a_graph_took_a_plans_old_sizes_after_an_assignment():
 
     torch.testing.assert_close(changed(plan, x), expert_mlp(x, other, w, w))
     assert plan.host_sizes().tolist() == [1, 3]
+
+
+def test_a_plan_says_whether_its_sizes_are_on_the_host():
+    built = RoutingPlan.from_experts(torch.tensor([[1, 0], [1, -1]]), 3)
+    assert not built.has_host_sizes and not built.first_rows(3).has_host_sizes
+    assert built.first_rows(3, built.padded_counts_E.long()).has_host_sizes
+    here, elsewhere = (RoutingPlan.from_counts(torch.tensor([3, 2]), 9, device=of) for of in ("cpu", "meta"))
+    assert elsewhere.has_host_sizes and elsewhere.host_sizes().tolist() == [3, 2]
+    for name in ("row_of_slot_TK", "slot_of_row_P", "counts_E", "offsets_E1", "padded_counts_E"):
+        assert getattr(elsewhere, name).is_meta and getattr(elsewhere, name).shape == getattr(here, name).shape, name
 
 
 def test_only_plans_that_are_built_say_that_they_pad_nothing():

@@ -88,3 +88,11 @@ def test_a_ragged_map_reads_each_slot_s_own_column(device):
                          torch.autograd.grad(expected.square().sum() + (x[token_P] * weights[token_P, expert_P, None]).square().sum(),
                                              (y, weights, x))):
         assert torch.equal(got, want)
+
+
+def test_columns_outside_their_range_have_no_row(device):
+    row, columns, counts, offsets = (torch.tensor(values, dtype=torch.int32, device=device)
+                                     for values in ([[0, 1], [2, 3]], [[0, 2], [-1, 1]], [2, 2], [5, 10]))
+    slots = permute.make_slot_map(row, rows=14, columns_TK=columns, counts_T=counts, pad_offsets_E=offsets)
+    assert slots.row_of_slot_TK.tolist() == [[5, -1], [-1, 13]]
+    assert (slots.slot_of_row_P == 0).nonzero().flatten().tolist() == [5, 13]

@@ -74,6 +74,13 @@ def test_a_router_without_a_gradient_is_named_once(field, value, off):
             LearnedRouter(Arguments(**{**fields, **change}))
 
 
+def test_the_warning_of_constant_weights_names_the_line_that_makes_the_layer():
+    router_module._warn_of_constant_weights.cache_clear()
+    with pytest.warns(UserWarning, match="all weights are the same") as caught:
+        gbmoe.dMoE(Arguments(hidden_size=16, moe_num_experts=8, fp16=False, device="cpu", moe_normalize_expert_weights=1))
+    assert caught[0].filename == __file__
+
+
 def test_normalising_by_0_means_off_and_was_refused():
     layer, x = router(moe_top_k=2, moe_normalize_expert_weights=0), torch.randn(5, 16)
     assert layer.args.moe_normalize_expert_weights is None

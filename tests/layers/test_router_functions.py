@@ -122,9 +122,13 @@ def test_the_dtypes_of_logits_and_weights(layer_dtype, router_dtype, scores_dtyp
     scores, weights, ids = layer(torch.ones(3, 16, dtype=layer_dtype))
     assert ids.tolist() == 3 * [[0 if rounded else 1]]
     assert scores.dtype == weights.dtype == (scores_dtype or layer_dtype)
+    before_experts = layer.call_before_experts(None)  # as one node with the experts
+    assert rounded if before_experts is None else before_experts.scores_dtype == scores_dtype
     weights.sum().backward()
     assert layer.layer.weight.grad.dtype == layer_dtype
     assert not linear_bias or (layer.layer.bias.grad.dtype == layer_dtype and bool(layer.layer.bias.grad.any()))
+    layer.layer.register_forward_hook(lambda *_: None)  # so that it is called
+    assert layer(torch.ones(3, 16, dtype=layer_dtype))[0].dtype == (scores_dtype if router_dtype == "fp32" else layer_dtype)
 
 
 def test_a_linear_bias_is_a_parameter_of_the_routers_layer():

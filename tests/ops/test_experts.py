@@ -541,11 +541,13 @@ def test_the_scale_of_the_weights_gradients_reaches_no_other_gradient(device, dt
 def test_no_gradient_saves_nothing(device):
     tensors, ids, _ = inputs(torch.float32, device)
     plan = RoutingPlan.from_experts(ids, 5)
-    out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(),
-                                             tensors["w1"], tensors["w2"], tensors["v1"], None, None, None, "silu", "auto", False,
-                                             False, False, 1.0, "separate")
+    others = (None, plan.row_of_slot_TK, plan.slot_of_row_P, plan.host_sizes(), tensors["w1"], tensors["w2"], tensors["v1"], None, None,
+              None, "silu", "auto", False, False, False, 1.0, "separate")
+    out, *saved = torch.ops.gbmoe.expert_mlp(tensors["x"], *others)
     assert len(saved) == 6 and all(tensor.numel() == 0 for tensor in saved)
     torch.testing.assert_close(out, loop(ids, F.silu, **{**tensors, "weights": torch.ones_like(tensors["weights"])}))
+    with pytest.raises(ValueError, match="expert_mlp: save: expected True where a gradient is needed, got False"):
+        torch.ops.gbmoe.expert_mlp(tensors["x"].requires_grad_(), *others)
 
 
 def test_autocast(device):
@@ -588,6 +590,10 @@ GOOD = dict(x_TH=torch.zeros(T, H), plan=PLAN, w1_EFH=torch.zeros(E, FFN, H), w2
     (dict(w1_EFH=torch.zeros(E * FFN, H)), "w1: expected 3 dimensions, got \\[48, 8\\]"),
     (dict(w2_EFH=torch.zeros(E, FFN, H).half()), "w2: expected the dtype of x, torch.float32, got torch.float16"),
     (dict(weights_TK=torch.zeros(T, 3)), "weights: expected shape \\[6, 2\\], one a slot, got \\[6, 3\\]"),
+    (dict(weights_TK=torch.zeros(T, 3), weights_on="input"), "weights: expected shape \\[6, 2\\], one a slot, got \\[6, 3\\]"),
+    (dict(v1_EFH=torch.zeros(E, H), layout=gbmoe.WeightLayout(up_transposed=True)), "v1: expected 3 dimensions, got \\[3, 8\\]"),
+    (dict(x_TH=torch.zeros(T, H, dtype=torch.int8)), "x: expected dtype .*, got torch.int8"),
+    (dict(w2_EFH=torch.zeros(E, FFN, H, device="meta")), "w2: expected device cpu, got meta"),
     (dict(activation="softmax"), "activation: expected a callable or one of silu, .* got 'softmax'"),
 ])
 def test_bad_arguments(change, words):

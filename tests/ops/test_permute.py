@@ -1,5 +1,6 @@
 """padded_gather and padded_scatter: forward and gradients, in every dtype, on poisoned memory."""
 
+import itertools
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,18 @@ def test_opcheck(device):
                           (x, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, None, None, False))
     torch.library.opcheck(torch.ops.gbmoe.padded_scatter.default, (y, plan.row_of_slot_TK, plan.slot_of_row_P, None, None, weights))
     torch.library.opcheck(torch.ops.gbmoe.routing_plan.default, (torch.randint(4, (20, 2), device=device), 4, 8, "device"))
+
+
+@pytest.mark.parametrize("with_y, with_weights, need_rows", list(itertools.product((False, True), repeat=3)))
+def test_a_scatters_gradient_has_the_shapes_of_its_fake(device, with_y, with_weights, need_rows):
+    plan = make_plan(20, 4, 2, device, align=4)
+    tensors = [torch.randn(20, 8, device=device), torch.randn(plan.num_rows, 8, device=device) if with_y else None, *plan.slot_map,
+               torch.rand(20, 2, device=device) if with_weights else None]
+    shapes = []
+    for of in (device, "meta"):
+        there = [None if t is None else t.to(of) for t in tensors]
+        shapes.append([t.shape for t in torch.ops.gbmoe.padded_scatter_backward(*there, need_rows)])
+    assert shapes[0] == shapes[1] and bool(shapes[0][0].numel()) == need_rows
 
 
 def test_repeats_give_the_same_bits(device):

@@ -380,3 +380,10 @@ def test_a_gradient_in_another_dtype_than_the_scores(device, shape, scores_dtype
     assert result.dtype == dtype
     tolerance = (1e-5 if dtype == torch.float32 else 1e-3) * (float(exact.abs().max()) if tokens else 1.0)
     torch.testing.assert_close(result.double(), exact, rtol=torch.finfo(dtype).eps, atol=tolerance)
+
+
+def test_the_gradient_of_logits_has_the_dtype_of_its_fake(device):
+    scores, ids = torch.rand(5, 4, device=device), torch.tensor([[0, 1]] * 5, device=device)
+    for of in (device, "meta"):
+        got = route_backward(scores.to(of), ids.to(of), None, scores.to(of), None, None, softmax_topk_code(None), True, torch.bfloat16)
+        assert got.dtype == torch.bfloat16 and got.shape == scores.shape

@@ -248,7 +248,9 @@ def test_repeats_give_the_same_bits(device):
 
 @pytest.mark.parametrize("arguments, words", [
     ((torch.zeros(3), torch.zeros(2, 3), 1), r"x: expected 2 dimensions, got \[3\]"),
+    ((torch.zeros(3, 4, dtype=torch.int8), torch.zeros(2, 4), 1), "x: expected dtype .*, got torch.int8"),
     ((torch.zeros(3, 4), torch.zeros(2, 4, dtype=torch.int8), 1), "weight: expected dtype .*, got torch.int8"),
+    ((torch.zeros(3, 4), torch.zeros(2, 4, device="meta"), 1), "weight: expected device cpu, got meta"),
     ((torch.zeros(3, 4), torch.zeros(2, 3), 1), r"weight: expected size\(1\) == 4, got 3"),
     ((torch.zeros(3, 4), torch.zeros(2, 4), 3), "top_k: expected an int, 1 to 2, the number of experts, got 3"),
 ])

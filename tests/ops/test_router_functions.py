@@ -151,6 +151,12 @@ def test_gradcheck(name):
                                             if t.is_floating_point()], logits)
 
 
+@pytest.mark.parametrize("p", [0.5, 2.0, 3.0, math.inf])
+def test_gradcheck_of_an_epsilon_with_any_norm(p):
+    function = RouterFunction("sigmoid", normalize=p, epsilon=0.1)
+    torch.autograd.gradcheck(lambda x: route(x, 3, function=function).weights_TK, draw(3, 6, dtype=torch.float64).requires_grad_())
+
+
 @pytest.mark.parametrize("function", [RouterFunction(), RouterFunction(normalize=1), RouterFunction(normalize=3.0),
                                       RouterFunction(pre_softmax=False)], ids=str)
 def test_a_softmax_and_the_highest_are_a_case_of_it_with_the_same_results(device, function):

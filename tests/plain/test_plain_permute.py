@@ -5,6 +5,7 @@ import torch
 
 from gbmoe import RoutingPlan
 from gbmoe.plain import plain_permute
+from gbmoe.slot_map import SlotMap
 from gbmoe.testing import exact_inputs
 from tests.conftest import FLOATS, dtype_id
 
@@ -39,3 +40,17 @@ def test_padded_scatter_and_its_backward_are_what_autograd_says():
     torch.testing.assert_close(plain_permute.padded_scatter(y.detach(), plan.slot_map, weights=weights.detach()), out.detach())
     got = plain_permute.padded_scatter_backward(grad, y.detach(), plan.slot_map, weights=weights.detach())
     torch.testing.assert_close(got, (grad_y, grad_weights))
+
+
+@pytest.mark.parametrize("tokens, rows", [(1, 1), (1, 2), (2, 1)])
+def test_one_token_or_one_row(tokens, rows):
+    """Neither is none."""
+    x, row_of_slot, slot_of_row = torch.ones(tokens, 3), torch.full((tokens, 1), -1).int(), torch.full((rows,), -2).int()
+    row_of_slot[-1], slot_of_row[0] = 0, tokens - 1
+    assert plain_permute.padded_gather(x, SlotMap(row_of_slot, slot_of_row))[0].sum(1).tolist() == [3, 0][:rows]
+
+
+def test_no_rows_give_weights_no_gradient():
+    slots = SlotMap(torch.full((4, 2), -1).int(), torch.empty(0, dtype=torch.int32))
+    grad_y, grad_weights = plain_permute.padded_scatter_backward(torch.ones(4, 3), torch.empty(0, 3), slots, weights=torch.ones(4, 2))
+    assert grad_y.shape == (0, 3) and not bool(grad_weights.any())
