@@ -127,7 +127,7 @@ class Config:
         if name in WITH_TEXT_CONFIG:
             self._take_text_config(WITH_TEXT_CONFIG[name])
         if self.name in REFUSED:
-            raise ValueError(f"{path}: model_type: no dMoE computes {self.name!r}: it needs {'; '.join(REFUSED[self.name])}")
+            raise ValueError(f"{path}: model_type: {self.name!r} is refused: it needs {'; '.join(REFUSED[self.name])}")
         if self.name not in MODEL_TYPES:
             raise ValueError(one_line(f"{path}: model_type: expected one of {', '.join(MODEL_TYPES)}, got {self.name!r}: whether a"
                                       " dMoE computes its layers is not known (gbmoe.compat.checkpoints.to_megablocks and"
