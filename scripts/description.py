@@ -11,7 +11,7 @@ from pathlib import Path
 
 # The address of the repository's pages once it has one, without a slash at its end: "https://github.com/OWNER/gbmoe".
 REPOSITORY = ""
-# What is to be read before a link: code, in which brackets mean something else. Then a link or picture; a link's text may hold code.
+# Code comes first, because brackets in it are no link. Then a link, whose text may hold code, or a picture.
 _CODE_OR_LINK = re.compile(r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<picture>!?)\[(?P<text>(?:`[^`\n]*`|[^\[\]])*)\]\((?P<target>[^()\s]+)\)",
                            re.MULTILINE | re.DOTALL)
 

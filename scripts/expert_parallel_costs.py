@@ -219,7 +219,7 @@ class Cost:
 
     @property
     def others(self) -> float:
-        """The seconds besides the GEMMs and the weights of shadows: moving rows, waiting, planning."""
+        """The seconds of everything but the GEMMs and the weights of shadows: moving rows, waiting, planning."""
         return self.seconds - self.products - self.weights
 
 

@@ -4,10 +4,10 @@
     PYTHONPATH=GBMOE/scripts:GBMOE torchrun --nproc_per_node 2 -m pytest -p gbmoe_in_megatrons_tests \\
         ./tests/unit_tests/transformer/moe
 
-GBMOE is a checkout of gbmoe. It wants the environment that scripts/test_frameworks.sh makes, with click, requests and nvidia-ml-py.
+GBMOE is a checkout of gbmoe. It needs the environment that scripts/test_frameworks.sh makes, with click, requests and nvidia-ml-py.
 
 Without TransformerEngine its specifications become Megatron's local ones, and tests that are skipped below 1.9.0 run. Without a GPU what
-tests put on one is on the CPU, and nccl is gloo.
+tests put on one is on the CPU, and gloo replaces nccl.
 """
 
 import contextlib

@@ -130,7 +130,7 @@ class Case:
         return out_TH
 
     def part(self, tensor_EFH: torch.Tensor, rank: int) -> torch.Tensor:
-        """What of an expert's tensor is on a rank."""
+        """The part of an expert's tensor that is on a rank."""
         mine = tensor_EFH.view(self.groups, -1, self.ffn, self.hidden)[rank % self.groups]
         return mine.chunk(self.shards, 1)[rank // self.groups]
 

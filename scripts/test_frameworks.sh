@@ -4,7 +4,7 @@
 #
 #   scripts/test_frameworks.sh [FOLDER]      the environments' folder (default: .venv-frameworks), kept for the next time
 #
-# Megatron-Core wants Python 3.12 or newer (GBMOE_PYTHON_MEGATRON names one; default: python3.12), and is left out where there is none.
+# Megatron-Core needs Python 3.12 or newer (GBMOE_PYTHON_MEGATRON names one; default: python3.12), and is left out where there is none.
 # The packages are installed without what they require, which excludes what the others require, and with what their experts import.
 set -euo pipefail
 root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

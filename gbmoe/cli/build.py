@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     that make no sense."""
     asked = " ".join(arguments.arch or [])
     try:
-        # Before a compiler is looked for: a node that has none, and a filled cache, lacks nothing.
+        # Asked before a compiler is looked for: a node without one, but with a filled cache, lacks nothing.
         ready = _ready(architectures.listed(asked, "--arch") if asked else None)
     except CompileError as error:
         return _fail(error, 2 if asked else 1)
@@ -86,7 +86,7 @@ def _build(torch_build: Torch, nvcc: Nvcc, chosen: list[str], count: int | None)
     if given_up is not None and build.whole(target):
         print(f"nothing to do: {target} is there")
         return 0
-    cache.compile_into(target, nvcc, torch_build, chosen, jobs(count), given_up, f"{target} is not whole", _tell, _tell)
+    cache.compile_into(target, nvcc, torch_build, chosen, jobs(count), given_up, f"{target} is incomplete", _tell, _tell)
     print(f"{target}, {target.stat().st_size / 1e6:.0f} MB")
     return 0
 

@@ -1,7 +1,7 @@
 """`gbmoe convert`: MoE layers of a safetensors checkpoint in another layout.
 
-gbmoe/compat/checkpoints/__init__.py says what the layouts are, and models.py in that folder of which models a dMoE computes the
-layers.
+gbmoe/compat/checkpoints/__init__.py says what the layouts are, and models.py in that folder has the models whose layers a
+dMoE computes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert the checkpoint. Return 2 where it cannot be converted or written, and 1 without the package that it takes. The reason is
+    """Convert the checkpoint. Return 2 where it cannot be converted or written, and 1 without the package that it needs. The reason is
     printed, and nothing of TARGET is left behind."""
     if arguments.experts and arguments.to != "transformers":
         print("gbmoe convert: --experts goes with --to transformers", file=sys.stderr)

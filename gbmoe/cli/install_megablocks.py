@@ -44,7 +44,7 @@ In Python, before the first import of megablocks:
     gbmoe.compat.megablocks.register()"""
 _WHY_CHECK_COMPLAINS = """\
 `pip check` says the following from now on, and ends with status 1. MegaBlocks pins what its CUDA extension was made with, and requires
-Triton for kernels of its own. Here the extension is not compiled, and gbmoe takes the kernels' place, so that other versions do:"""
+Triton for kernels of its own. Here the extension is not compiled, and gbmoe takes the kernels' place, so other versions work, too:"""
 
 
 class _Failed(Exception):
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     python = shutil.which(arguments.python)
     if python is None:
         return _fail(f"--python: expected a Python interpreter, found no program {arguments.python}", 2)
-    python = os.path.abspath(python)  # and not what it links to, which is outside the environment
+    python = os.path.abspath(python)  # not what it links to, which is outside the environment
     try:
         with sigterm_unwinds():
             absent, installed = _look(python)

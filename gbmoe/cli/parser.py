@@ -7,7 +7,7 @@ A command's module has add_arguments(parser) and run(arguments), which returns t
 |---|---|
 | 0 | all is right; also of `gbmoe` without a command, which lists them |
 | 1 | something is wrong with gbmoe, or with what is installed, on this machine; or results are wrong or missing |
-| 2 | the call is: arguments, devices and files that are missing, broken or in the way; a line on stderr says what is wrong |
+| 2 | something is wrong with the call: arguments, or devices and files that are missing, broken or in the way; a line on stderr says what |
 | 130 | Ctrl-C: processes that the command started are ended, files that are not complete are removed |
 | 141 | nobody reads the output any more |
 """
@@ -26,11 +26,11 @@ from gbmoe.extension.loader import AHEAD_OF_TIME
 
 _COMMANDS = {
     "info": (info, "versions, device, extension, and each engine or the reason why it cannot run"),
-    "build": (build, "compile the CUDA extension into the cache, where nvcc is; needs no GPU"),
+    "build": (build, "compile the CUDA extension into the cache; needs nvcc and no GPU"),
     "verify": (verify, "every operator and engine against float64, in under a minute"),
     "bench": (bench, "time layers, products and permutations, each verified first"),
     "convert": (convert, "MoE layers of a safetensors checkpoint from MegaBlocks' layout to transformers', or back"),
-    "transformers": (transformers, "the PYTHONPATH by which programs that nobody edits take gbmoe for transformers' experts"),
+    "transformers": (transformers, "the PYTHONPATH with which unedited programs compute transformers' experts with gbmoe"),
     "install-megablocks": (install_megablocks, "MegaBlocks 0.10.0 in this environment, whose torch stays as it is"),
 }
 _EXAMPLES = """\

@@ -58,7 +58,7 @@ class StatusLine:
 
     def _draw(self, text: str) -> None:
         if self._on_terminal() and text != self._shown:
-            # First, so that after an interruption of what follows the line is known to be there.
+            # Noted first: an interruption of what follows must not hide that the line is there.
             self._shown, self._width = text, max(self._width, len(text))
             sys.stderr.write(f"\r{text.ljust(self._width)}" + ("" if text else "\r"))
             sys.stderr.flush()

@@ -60,7 +60,7 @@ def sigterm_unwinds() -> Iterator[None]:
 
 
 def say_interrupted(command: str) -> None:
-    """Say so in one line, among several ranks on the first alone."""
+    """Say so in one line; where there are ranks, only the first one does."""
     if is_first_rank():
         print(f"{command}: interrupted", file=sys.stderr, flush=True)
 
@@ -74,7 +74,7 @@ def end_waiting_rank() -> None:
     writer.setblocking(False)  # set_wakeup_fd requires it
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-    def watch(writer: socket.socket) -> None:  # which is passed on to be kept open
+    def watch(writer: socket.socket) -> None:  # this reference keeps it open
         while reader.recv(1)[0] != signal.SIGINT:
             pass
         time.sleep(_UNWINDING_S)

@@ -10,7 +10,7 @@ from gbmoe._importable import is_importable
 
 
 def has_frames() -> bool:
-    """Whether tables are drawn with frames: then they are three characters wider a column, and one, otherwise two between columns."""
+    """Whether tables are drawn with frames, which take three characters a column and one more; without, two lie between columns."""
     return sys.stdout.isatty() and is_importable("rich")
 
 

@@ -1,4 +1,4 @@
-"""`gbmoe transformers`: how a program that nobody edits takes gbmoe for the experts of transformers' models."""
+"""`gbmoe transformers`: how unedited programs compute the experts of transformers' models with gbmoe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = """\
 export PYTHONPATH=$(python -m gbmoe transformers)                # then: trl sft ..., axolotl train ..., llamafactory-cli train ...
 PYTHONPATH=$(python -m gbmoe transformers) torchrun --nproc-per-node 8 train.py
 GBMOE_TRANSFORMERS=gbmoe_float8 python train.py                  # with that PYTHONPATH: products of rows in float8
-GBMOE_TRANSFORMERS=off python train.py                           # and this one as before
+GBMOE_TRANSFORMERS=off python train.py                           # with it, this program as before
 """
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the folder for PYTHONPATH, before what is set. Status 1 where transformers is not installed."""
+    """Print PYTHONPATH with the folder put first. Status 1 where transformers is not installed."""
     if find_spec("transformers") is None:
         print("gbmoe transformers: transformers is not installed here: pip install 'gbmoe[transformers]'", file=sys.stderr)
         return 1

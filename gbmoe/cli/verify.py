@@ -1,7 +1,7 @@
-"""`gbmoe verify`: every operator and every engine of this machine against float64, in seconds.
+"""`gbmoe verify`: every operator and every engine of this machine against float64, in under a minute.
 
 A row of the table is one operator, engine and dtype over all its cases. An error is a norm over all cases together, because the few
-numbers of a small case have no statistics of their own. The limits are those of gbmoe/testing/accuracy.py. Free memory is filled with
+elements of a small case have no statistics of their own. The limits are those of gbmoe/testing/accuracy.py. Free memory is filled with
 NaN before each call, so that a value which is read before it is written shows up.
 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden, P padded rows.

@@ -15,9 +15,9 @@ __all__ = ["Status", "answer", "load", "loaded", "source_folder", "status"]
 
 
 def answer(name: str, *arguments):
-    """What an operator of the extension answers that returns a number or a bool, not tensors.
+    """Call an operator of the extension that returns a number or a bool, not tensors.
 
-    torch.jit.trace records every call of an operator and takes none that returns those. A thread of its own is not traced.
+    torch.jit.trace records every call of an operator and fails for these results. Another thread is not traced.
     """
     operator = getattr(torch.ops.gbmoe_cuda, name)
     if not torch.jit.is_tracing():  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ def _prefix(cuda_major: int) -> str:
 
 
 def path_for(cuda_major: int, architectures: list[str]) -> Path:
-    """The path of the object of these sources for `architectures`, be it compiled already or not."""
+    """The path of the object of these sources for `architectures`, whether it is compiled already or not."""
     return _folder() / f"{_prefix(cuda_major)}{'_'.join(sorted(set(architectures), key=key))}.so"
 
 

@@ -41,8 +41,8 @@ for path in sys.argv[1:]:
             break
         time.sleep(0.05)
 """
-# The compiler says itself that it is there, before it begins: its number cannot be lost between its start and the build's end. The pipe
-# is its standard input until then, so that it is not left open in a process that is not known.
+# The compiler's own process announces its number before it begins, so that no end of the build can come in between. Until then the pipe
+# is its standard input, so that no unannounced process keeps it open.
 _ANNOUNCED = 'echo "+$$" >&0; exec "$@" </dev/null'
 
 

@@ -56,7 +56,8 @@ def why_passed_over(path: Path) -> str | None:
 
 
 def usable() -> list[Compiled]:
-    """The objects of these sources that this torch can load, be there a GPU or not: ahead of time, then in the cache."""
+    """The objects of these sources that this torch can load, with a GPU or without: the one compiled ahead of time, then those of the
+    cache."""
     facts = None if why_passed_over(AHEAD_OF_TIME) else build.read_facts(AHEAD_OF_TIME)
     ahead = [Compiled(AHEAD_OF_TIME, facts.architectures)] if facts else []
     return ahead + cache.compiled(Torch.imported().cuda_major)
@@ -112,7 +113,7 @@ def _lacking(one: Compiled, devices: tuple[str, ...]) -> str | None:
 
 
 def _build_command(devices: tuple[str, ...]) -> str:
-    return f"where nvcc is: python -m gbmoe build --arch {' '.join(devices)}"
+    return f"on a machine with nvcc: python -m gbmoe build --arch {' '.join(devices)}"
 
 
 def _remedy(error: Exception, devices: tuple[str, ...]) -> str | None:
@@ -222,7 +223,7 @@ def _without_device() -> Status:
     ready = [f"{one.path} is built for {', '.join(one.architectures)}" for one in usable()]
     if AHEAD_OF_TIME.exists():
         ready += [fault for fault in [why_passed_over(AHEAD_OF_TIME)] if fault]
-    remedy = None if ready else "python -m gbmoe build --arch 9.0 (or that of your GPUs) compiles for other nodes where nvcc is"
+    remedy = None if ready else "on a machine with nvcc python -m gbmoe build --arch 9.0 (or that of your GPUs) compiles for other nodes"
     return Status(False, None, "; ".join([f"no CUDA device: {why}", *ready]), remedy)
 
 

@@ -2,7 +2,7 @@
 
 Every function here is pure: from shapes, dtypes and a Device (device.py: multiprocessors, bytes of the L2, compute capability) to a
 named configuration, without a tensor, so that it is tested on a CPU. Engines and operators hand the configuration down to the launches
-(csrc/), which refuse one that they have no instance for. To tune gbmoe for another GPU, change the files here, one for each question:
+(csrc/), which refuse one that they have no instance for. To tune gbmoe for another GPU, change these files:
 
     engine_order.py         which engines "auto" tries
     groups_of_few_rows.py   when kernels for groups of few rows serve
@@ -14,6 +14,6 @@ named configuration, without a tensor, so that it is tested on a CPU. Engines an
     router_kernels.py       how a warp's lanes share a token's logits
     permute.py              how threads share the gather, and CTAs the sort of a plan
 
-The constants were fitted on an H200, most of them on an H100 as well, in November 2026. On other GPUs what stands for waves of tiles, time
-or cached bytes is scaled by what Device says, which was reckoned and not measured. docs/notes/ has the figures.
+The constants were fitted on an H200, most of them on an H100 as well. On other GPUs what stands for waves of tiles, time or cached bytes
+is scaled by what Device says, which was reckoned and not measured. docs/notes/ has the figures.
 """

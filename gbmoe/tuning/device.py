@@ -11,7 +11,7 @@ A constant in this folder stands for a quantity that another GPU has more or les
     Device.l2_power_of_two  a length stands for bytes: what a wave reads, or a group's
                             weights, next to what the L2 holds
 
-On an H100 and an H200 each gives the constant itself: there it was measured. On any other GPU it is reckoned, not measured.
+On an H100 and an H200, where constants were measured, each gives the constant itself. On any other GPU it is reckoned.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-# FLOP that the tensor cores of one multiprocessor do in a cycle with dense operands of 16 bits, by compute capability, after
-# NVIDIA's data sheets. They know no clock, nor a card whose tensor cores are slowed down (H20). A later one counts as the last
-# that is here.
+# FLOP that the tensor cores of one multiprocessor do in a cycle with dense operands of 16 bits, by compute capability, from
+# NVIDIA's data sheets. They do not tell clocks, nor of a card whose tensor cores are slowed down (H20). A later capability counts as
+# the last one here.
 _FLOPS_A_CYCLE = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 7): 2048, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192,
                   (11, 0): 8192, (12, 0): 1024}
 
@@ -61,7 +61,7 @@ class Device(NamedTuple):
 
     @property
     def l2_power_of_two(self) -> int:
-        """The largest power of two of bytes that the L2 holds. An H100's 50 MiB and an H200's 60 are both 32, and want the same
+        """The largest power of two of bytes that the L2 holds. An H100's 50 MiB and an H200's 60 are both 32, and need the same
         choices."""
         return 1 << max(0, self.l2_bytes.bit_length() - 1)
 

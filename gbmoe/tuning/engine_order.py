@@ -30,7 +30,7 @@ _HALF_OR_SINGLE = (torch.float16, torch.float32)
 _LONGER_THAN_A_LAUNCH = 2.5e9  # FLOP of a group from which a loop over cublasGemmEx is faster than cuBLAS' grouped GEMM
 
 # The first row that takes a product counts. gbmoe's Hopper kernels are the fastest nearly everywhere. A loop over cublasGemmEx is
-# ahead with few very large groups, next to whose GEMMs its launches are short, and is taken where the sizes are on the host
+# faster with few very large groups, next to whose GEMMs its launches are short, and is taken where the sizes are on the host
 # anyway. For smaller groups torch's persistent kernel is faster in bfloat16, and cuBLAS' grouped GEMM where torch has none
 # (docs/notes/cublas-grouped-speed.md, cublas-loop-of-large-groups.md).
 #
@@ -49,9 +49,9 @@ _ORDER = (
 )
 # torch's bfloat16 kernels leave the sizes on the device too, and multiply with wgmma on Hopper and with tcgen05.mma on
 # data-centre Blackwell (compute capability 10), where mma.sync is slower: measured on Hopper (docs/notes/tensor-core-speed.md),
-# and decided by NVIDIA's documentation for Blackwell (docs/engines.md). So does cuBLAS' loop there, in every dtype, and is taken
-# where it does not have to wait. Where groups have so few rows that reading the weights is what takes time, tensor_core has
-# kernels for that, and stays ahead.
+# and decided by NVIDIA's documentation for Blackwell (docs/engines.md). cuBLAS' loop uses tcgen05.mma there too, in every dtype, and is
+# taken where it does not have to wait. Where groups have so few rows that reading the weights takes most of the time, tensor_core
+# has kernels for that, and stays first.
 _TORCH_BEFORE_TENSOR_CORE = (9, 10)
 _TCGEN05 = 10
 
@@ -74,8 +74,7 @@ def engine_order(problem: Problem, device: Device | None) -> tuple[str, ...]:
                  and (problem.sizes_on_host or not rule.sizes_on_host)
                  and rule.k_grouped in (None, problem.k_grouped)
                  and (rule.at_least_flops_a_group == 0 or is_long(rule.at_least_flops_a_group)))
-    # How many rows there are is asked only where it matters: numbers of rows with different answers share no graph of
-    # torch.compile's.
+    # The number of rows is asked for only where it matters: torch.compile makes a graph of its own for each answer.
     if generation in _TORCH_BEFORE_TENSOR_CORE and problem.dtype == torch.bfloat16 and (
             generation != _TCGEN05 or not known(groups_of_few_rows.few_rows(problem.rows, problem.groups))):
         order = _moved_ahead("torch", order)

@@ -2,9 +2,9 @@
 the activation's gradient is computed.
 
 Gathering inside a GEMM saves writing and reading [P,H], which takes time proportional to H. It costs a part of the GEMM's speed,
-which is time proportional to H F. So it pays up to some F, which goes by the ratio of the tensor cores' speed to the memory's: not
-by the number of multiprocessors, to which both are proportional as DeepGEMM reckons them. An H100 and an H200, of which one has
-1.4 times the other's memory bandwidth, want the same F. Device has no bandwidth, and nothing here depends on it.
+which is time proportional to H F. So it pays up to some F, which depends on the ratio of the tensor cores' speed to the memory's, not
+on the number of multiprocessors, to which both are proportional as DeepGEMM reckons them. The same F is best on an H100 and on an
+H200, whose memory is faster.
 
 H is hidden, F ffn hidden, P padded rows.
 """
@@ -24,9 +24,9 @@ _IN_UP_IN_PAIRS = 2048        # pairs of CTAs, which load rows by TMA (docs/note
 _IN_DOWN_BACKWARD = 256       # the GEMM then cannot fuse the activation's gradient
 _IN_WEIGHT_GRADIENT = 512     # two GEMMs read what one gather has written, and each is slower where it gathers
 _IN_TWO_GRADIENTS = 1024      # one GEMM for both, whose tiles always form pairs (docs/notes/gather-two-gradients.md)
-# A GEMM that gathers stores gradients in lines of 32 bytes; where groups have fewer rows, the stores are what takes time.
+# A GEMM that gathers stores gradients in lines of 32 bytes; where groups have fewer rows, the stores take most of the time.
 _ROWS_FOR_TWO_GRADIENTS = 256
-# From sums of so many terms on the GEMM hides the activation's gradient (docs/notes/activation-gradient-epilogue.md).
+# The GEMM hides the activation's gradient in sums of at least so many terms (docs/notes/activation-gradient-epilogue.md).
 _TERMS_THAT_HIDE_ACTIVATION = 1536
 _MOST_TOKEN_BYTES = 1 << 36   # single CTAs count the tokens' vectors of 16 bytes in 32 bits
 

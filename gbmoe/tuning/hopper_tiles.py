@@ -91,7 +91,7 @@ class GemmConfig:
 
 def _pays_in_pairs(size: int, tile: int) -> bool:
     """Whether CTAs whose tiles are neighbours along a side of `size` should form clusters of two: if the number of tiles is even,
-    or so large (15) that the one without a partner costs less than sharing saves."""
+    or so large that the one without a partner costs less than sharing saves."""
     tiles = ceil_div(size, tile)
     return tiles % 2 == 0 or tiles >= 15
 
@@ -129,13 +129,13 @@ def _fills_more_in_square_tiles(device: Device, rows: int, groups: int, columns:
 def rows_gemm(device: Device, rows: int, groups: int, inner: int, columns: int, *, splits: bool = True) -> GemmConfig:
     """The configuration of out[rows of e] = a[rows of e] @ b[e]; where two products are summed, `inner` counts the terms of both.
 
-    Ping-pong hides the epilogue of a tile, which counts where sums have at most 4,096 terms (docs/notes/hopper-pingpong.md). A
-    tile counter keeps what CTAs read at the same time close together, so that the L2 still has it. Short GEMMs do not
-    get back the time of its schedule (schedule-tile-counter.md).
+    Ping-pong hides the epilogue of a tile, which matters where sums are not long (docs/notes/hopper-pingpong.md). A tile
+    counter keeps what CTAs read at the same time close together, so that the L2 still has it. Short GEMMs do not get back the
+    time of its schedule (schedule-tile-counter.md).
 
     Where the last CTAs to finish have few tiles, splitting sums along K helps; with many waves of tiles there is nothing to gain.
-    Ping-pong kernels cannot split: for sums of 2,048 terms and more they are only taken where tiles are some waves, or no sum may
-    be split; for longer sums than 4,096 terms only where no sum may be split.
+    Ping-pong kernels cannot split: for longer sums they are only taken where tiles are some waves, or no sum may be split; for the
+    longest only where no sum may be split.
 
     splits: whether sums may be split along K. If not, a row's sum is one sequence of k-blocks, whatever other rows there are.
     """
@@ -184,10 +184,10 @@ def up_gemm(device: Device, rows: int, inner: int, ffn: int, glu: bool, *, gathe
     some of them may have no token, for which TMA takes longer (docs/notes/gather-lines-by-tma.md); `along_f`: weights are
     contiguous along F, which only pairs of CTAs read.
 
-    In a GLU half of a tile's columns are w1's and half are v1's. Where b is far larger than the L2 (64 tiles along N and more) a
-    short last panel would read all of b for few rows, at the speed of memory: panels of equal height avoid it
-    (docs/notes/hopper-panel-height.md). With up to six tiles along N low panels are faster (memory-traffic.md). A tile counter pays for two
-    waves of sums of 2,048 terms and more, and for shorter ones in large GEMMs (schedule-tile-counter.md).
+    In a GLU half of a tile's columns are w1's and half are v1's. Where b is far larger than the L2, a short last
+    panel would read all of b for few rows, at the speed of memory: panels of equal height avoid it
+    (docs/notes/hopper-panel-height.md). With few tiles along N low panels are faster (memory-traffic.md). A tile counter pays
+    for two waves of long sums, and for shorter sums in large GEMMs (schedule-tile-counter.md).
     """
     tiles_n = ceil_div(ffn, _up_tile(glu))
     many = tiles_n * FITTED_ON.l2_power_of_two >= 64 * device.l2_power_of_two
@@ -219,8 +219,7 @@ def down_backward_gemm(device: Device, ffn: int) -> GemmConfig:
     """The configuration of dz @ w2[e].T with the activation's gradient next to its main loop.
 
     Narrow tiles in clusters of two leave room for a fourth stage. That is worth more here than wide tiles without clusters and
-    with three stages. With four wide tiles along N low panels pay; with narrow tiles and six wide ones they do not
-    (docs/notes/memory-traffic.md).
+    with three stages. For which shapes low panels pay was measured (docs/notes/memory-traffic.md).
     """
     config = _tile_along_n(ffn)
     if ffn % (2 * NARROW) == 0 and config.cluster_n == 1:
@@ -248,7 +247,7 @@ def biased_rows_gemm(device: Device, rows: int, groups: int, inner: int, columns
 def weight_gradient_gemm(device: Device, rows: int, groups: int, features: int, columns: int, *, gathered: bool,
                          padded: bool = False, two: bool = False) -> GemmConfig:
     """The configuration of out[e] = a[rows of e].T @ b[rows of e], [features,columns] for each group; `gathered`: b's rows are
-    read from the tokens, and the kernel computes out[e].T, with `two` of two a side by side; `padded` as in up_gemm.
+    read from the tokens, and the kernel computes out[e].T, with `two` of two a next to each other; `padded` as in up_gemm.
 
     CTAs take the longest sums first, from a counter, and where groups have many rows the sums that would end last are split: into
     more parts where there are few waves of tiles (docs/notes/schedule-split-k.md).

@@ -7,8 +7,8 @@ import functools
 from gbmoe.tuning.device import Device
 
 # Where a token's row is written to several slots, each thread copies two vectors (of 16 bytes, if these divide the row) of rows
-# that have at most this many vectors, and four of longer rows. Measured on an H200 from 128 to 896 vectors; it is about what one
-# thread does.
+# that have at most this many vectors, and four of longer rows (docs/notes/gather-write-streams.md). The number of
+# multiprocessors does not matter for it.
 SHORT_ROW = 256
 
 

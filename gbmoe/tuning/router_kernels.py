@@ -1,12 +1,13 @@
 """Which of the router's kernels computes a call: the one in the first row of a table that takes the call.
 
 A call is E experts, K slots a token and the dtype of the logits. A softmax and top-k has tables of its own, and any other
-function one more. There are few rows, because every kernel is a tenth of a megabyte: calls that no known model makes take a
-neighbour's. A row says how a token's logits are spread over the lanes of a warp: with fewer lanes each lane sorts more logits,
-with more lanes they exchange more. More lanes than a row has are slower (docs/notes/router-longer-lists.md). Numbers of
-experts that vectors do not divide have rows of their own, without vectors. The last row of a table takes every call that is left.
+function has one more. There are few rows, because every kernel makes the extension larger (docs/notes/router-object-size.md):
+calls that no known model makes take a neighbour's. A row says how a token's logits are spread over the lanes of a warp: with
+fewer lanes each lane sorts more logits, with more lanes they exchange more. More lanes than a row has are slower
+(docs/notes/router-longer-lists.md). Numbers of experts that vectors do not divide have rows of their own, without vectors. The
+last row of a table takes every call that is left.
 
-A row says what one warp does, which no number of multiprocessors changes: it was measured on an H200, and is the same on every GPU.
+A row says what one warp does, so that it is the same for any number of multiprocessors. It was measured on an H200.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def _with_powers(table: tuple[_Row, ...]) -> tuple[_Row, ...]:
     return tuple(row.with_powers for row in table if row.with_powers is not None)
 
 
-# Sorted lists are used up to the number of experts from which, as measured, a warp that ranks candidates is faster. With float32
-# logits, whose brief keys must be checked, that number is smaller, unless there are many slots.
+# Sorted lists are used up to the number of experts from which, as measured, a warp that ranks candidates is faster (docs/notes/
+# router-sorted-lists.md, router-longer-lists.md). With float32 logits, whose brief keys must be checked (router-float32-keys.md), that
+# number is smaller, unless there are many slots.
 #
 # Logits in bfloat16: the calls that models make. Where no row takes a call, or one that does would leave more than half of its
 # places unused, the table of any logits has it.
@@ -190,7 +192,7 @@ def any_function(experts: int, slots: int) -> RouterConfig:
 
 @functools.lru_cache(maxsize=1024)
 def any_function_backward(experts: int) -> RouterConfig:
-    """The kernel of the gradient of any RouterFunction: its lanes, whose shared memory holds as many numbers as there are, and its
+    """The kernel of the gradient of any RouterFunction: its lanes, which keep all logits of a token in shared memory, and its
     vectors."""
     vector = 4 if experts % 4 == 0 else 1
     lanes = 8 if experts <= 256 else 16 if experts <= 512 and vector == 4 else 32

@@ -19,7 +19,7 @@ set -u
 installed=$("${python[@]}" scripts/slurm/installed_gbmoe.py) || installed=''
 if [[ $installed == compiled:* ]]; then
   echo "== gbmoe is the installed one, compiled with its kernels, in ${installed#compiled:}"
-  export GBMOE_CHECKOUT=$root  # whose benchmarks/ no wheel has
+  export GBMOE_CHECKOUT=$root  # a wheel has no benchmarks/
 else
   export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 fi

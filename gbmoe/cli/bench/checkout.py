@@ -1,4 +1,4 @@
-"""Where the rest of `gbmoe bench` is: a checkout has it in the folder benchmarks/, next to the folder of this package; a wheel has not.
+"""Where the rest of `gbmoe bench` is: a checkout has it in the folder benchmarks/, next to this package's folder; a wheel has none of it.
 
 benchmarks/ has the suites of known results, the rivals and measurements that only these need, and merge, plot and report. GBMOE_CHECKOUT
 names the checkout of a package that is installed elsewhere.

@@ -45,7 +45,7 @@ def _shape(text: str) -> MoeCase:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a run, and the names of what a checkout has."""
+    """Declare the options of a run, and the names of the commands that a checkout has."""
     add_options(parser, SUITES)
     commands = parser.add_subparsers(metavar=" | ".join(checkout.COMMANDS))
     for name in checkout.COMMANDS:
@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser, suites: Mapping[str, Suite]) ->
     parser.add_argument("--suite", choices=list(dict.fromkeys((*suites, *checkout.SUITES))), help=summaries)
     parser.add_argument("--shape", type=_shape, action="append", default=[], metavar=_OF_A_SHAPE,
                         help="a layer of yours, a GLU or a plain MLP, in place of those of a suite"
-                        f" ({_that_take_shapes(suites)}; default: {OF_SHAPES}); as often as wanted, and not scaled down on a CPU")
+                        f" ({_that_take_shapes(suites)}; default: {OF_SHAPES}); may be repeated; is not scaled down on a CPU")
     parser.add_argument("--device", type=device_argument, help="cpu or cuda (default: cuda where there is a device);"
                         " suites made for CUDA run on a CPU only when it is asked for, with scaled-down shapes")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on CUDA and for suite float8, fp32 on the CPU")
@@ -85,14 +85,14 @@ def add_options(parser: argparse.ArgumentParser, suites: Mapping[str, Suite]) ->
                         help=f"some of {', '.join(rivals.RIVALS)} (default: all that belong to the suite)")
     parser.add_argument("--baseline", metavar="NAME",
                         help="the baseline of speed-ups: a rival, or gbmoe-ENGINE (default: the suite's)")
-    parser.add_argument("--memory-limit", type=float, metavar="GiB", help="of device memory for each measurement")
+    parser.add_argument("--memory-limit", type=float, metavar="GiB", help="the device memory that a measurement may take")
     parser.add_argument("--timing", choices=(SUSTAINED, BURSTS),
-                        help=f"{SUSTAINED}: each implementation in a process of its own, in turns, half a second of work before half a"
-                        f" second that is timed, three rounds, with the energy where nvidia-ml-py is installed; {BURSTS}: some calls"
-                        f" apart, each with a cold L2 cache (default: {SUSTAINED} on CUDA for suites of layers and products)")
+                        help=f"{SUSTAINED}: each implementation in a process of its own, in turns: half a second of work, then half a"
+                        f" second that is timed, in three rounds, with the energy where nvidia-ml-py is installed; {BURSTS}: single"
+                        f" calls, each with a cold L2 cache (default: {SUSTAINED} on CUDA for suites of layers and products)")
     parser.add_argument("--quick", action="store_true", help="a fifth of the repetitions, or of the time")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS",
-                        help="how long a rival may take for one measurement, and a rank wait for the others (default: 300)")
+                        help="how long a rival may take for one measurement, and how long a rank waits for the others (default: 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine, the versions and all rows to FILE")
 
 
@@ -147,7 +147,7 @@ def _problem(arguments: argparse.Namespace, suites: Mapping[str, Suite]) -> str 
 
 
 def _impossible(arguments: argparse.Namespace, suite: Suite) -> str | None:
-    """Why what is to run cannot, or its file cannot be written."""
+    """Why the run is not possible, or why its file cannot be written."""
     for option in suite.processes.refused:
         if getattr(arguments, option) is not None:
             return f"--{option.replace('_', '-')}: suite {arguments.suite} takes none"
@@ -162,7 +162,7 @@ def _that_take_shapes(suites: Mapping[str, Suite]) -> str:
 
 
 def _nobody(choice: Choice, configurations: Sequence[Configuration]) -> str | None:
-    """Which of --shape, or whether the whole suite, is computed by nobody who takes part."""
+    """What is wrong where nothing that takes part computes one of --shape, or anything of the suite."""
     measured = {measurement.case for configuration in configurations for measurement in configuration.measurements}
     for shape in choice.shapes:
         if shape not in measured:
@@ -172,7 +172,7 @@ def _nobody(choice: Choice, configurations: Sequence[Configuration]) -> str | No
 
 
 def timed(timing: str) -> str:
-    """How rows are timed, as words that follow a verb."""
+    """How rows are timed, in words that follow "timed"."""
     return f"in {timing}" if timing == BURSTS else timing
 
 
@@ -187,8 +187,7 @@ def _choice(arguments: argparse.Namespace, suite: Suite, listing: bool) -> Choic
     if not listing:
         device = suite.processes.device(device)
     dtype = DTYPES[arguments.dtype or suite.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    # Of one that is given twice the same.
-    shapes = tuple(dict.fromkeys(arguments.shape))
+    shapes = tuple(dict.fromkeys(arguments.shape))  # each once
     return Choice(device, dtype, arguments.engines, _rivals(arguments, suite), arguments.memory_limit, shapes)
 
 
@@ -214,7 +213,7 @@ class Run:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """While all processes of the run are there, each with few threads."""
+        """In this context all processes of the run are there, each with few threads."""
         with few_threads(self.choice.device), self.suite.processes.joined(self.choice.device, self.arguments.timeout):
             yield
 
@@ -224,7 +223,7 @@ class Run:
             return self.measure(self.configurations, self.arguments.json)
 
     def measure(self, chosen: Sequence[Configuration], path: Path | None) -> int:
-        """Measure some configurations, write the file and print; returns the exit status. Where its processes are together."""
+        """Measure some configurations, write the file and print; returns the exit status. To be called in together()."""
         arguments, suite, processes = self.arguments, self.suite, self.suite.processes
         conditions = Conditions(self.choice.device, self.choice.dtype, QUICK if arguments.quick else THOROUGH, timing=self.timing)
         limits, limit_rows = self._limits(conditions)
@@ -258,10 +257,10 @@ class Run:
         return self.suite.processes.runner(conditions, self.arguments.quick, self.arguments.timeout)
 
     def _limits(self, conditions: Conditions) -> tuple[Limits, list[dict]]:
-        """Timed as the rows are: among ranks, on all of them at once."""
+        """The limits and their rows, timed as all rows are; where there are ranks, on all at once."""
         if conditions.timing == BURSTS:
             return measure_limits(conditions, lambda limit: measure(limit, conditions))
-        with self._runner(conditions) as runner:  # whose processes end before others begin
+        with self._runner(conditions) as runner:  # its processes end before others begin
             return measure_limits(conditions, lambda limit: runner.run(Configuration(limit.setting, (limit,)))[0])
 
     def _rivals_without_a_row(self) -> dict[str, str]:

@@ -53,7 +53,7 @@ def dropless_layer(case: MoeCase, weights: Weights, mlp_impl: str = "gbmoe", eng
 
 
 def grouped_product(engine: str, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], trans_a: bool) -> Prepared:
-    """gbmoe's product, with the sizes on the host or the device as the engine wants them."""
+    """gbmoe's product, with the sizes on the host or the device as the engine needs them."""
     on_host = engine in engines.ENGINES and engines.ENGINES[engine].needs_host_sizes
     sizes_E = torch.tensor(sizes, dtype=torch.int64, device="cpu" if on_host else a.device)
     return Prepared(partial(engines.product, a, b, sizes_E, trans_a=trans_a, engine=engine))

@@ -4,9 +4,9 @@
      "runs": [{machine, versions, clocks, extension, limits, dtype, seed, time, what was left out, ...}],
      "rows": [{..., "run": which of the runs}]}
 
-Of a row only fields that are known are written: one that is absent is null. Numbers that were measured or derived have six significant
-digits, far more than two runs have in common; counts are whole. Rivals are "peers" here, as they were called when there were no other
-peers, so that files of all versions can be joined.
+Only a row's known fields are written: one that is absent is null. Numbers that were measured or derived have six significant
+digits, far more than two runs have in common; counts are whole. Rivals are "peers" here, as they were first called, so
+that files of all versions can be joined.
 
 The rows of a file are timed in one way, sustained or in bursts ("timing"; those of older files have none and are bursts), and no page,
 picture or joined file compares the two.
@@ -28,8 +28,8 @@ from gbmoe.cli.bench.measurements.measurement import SEED
 from gbmoe.cli.bench.running.verify_and_time import BURSTS, SUSTAINED, Conditions
 from gbmoe.cli.describe_system import describe_clocks, describe_extension, describe_machine, describe_versions
 
-# Of numbers that were measured or derived. In this mode of rounding a number that is rounded again, to fewer digits, is what it would be
-# without the first: pages do not depend on whether their rows were in a file.
+# For numbers that were measured or derived. After this mode of rounding, rounding to fewer digits gives what it gives without it: pages
+# do not depend on whether their rows were in a file.
 _SIX_DIGITS = decimal.Context(prec=6, rounding=decimal.ROUND_05UP)
 
 

@@ -91,8 +91,8 @@ def _layers_of_shapes(choice: Choice) -> list[Measurement]:
 
 @dataclass(frozen=True)
 class Suite:
-    """What `--suite` names: what it measures, which rivals belong to it, what speed-ups are over, and how it is timed on CUDA, unless
-    something else is asked; `timings` are the ways in which it can be."""
+    """What `--suite` names: what it measures, which rivals belong to it, what speed-ups refer to, and how it is timed on CUDA by
+    default; `timings` are all ways in which it can be."""
     summary: str
     measurements: Callable[[Choice], list[Measurement]]
     rivals: tuple[str, ...]
@@ -102,13 +102,13 @@ class Suite:
     processes: OneProcess = OneProcess()
     timing_on_cuda: str = SUSTAINED
     timings: tuple[str, ...] = (BURSTS, SUSTAINED)
-    dtype: str | None = None  # unless another one is asked for
+    dtype: str | None = None  # the default
     # Whether it can measure a user's own layers, and whether it has no others.
     takes_shapes: bool = False
     of_shapes_alone: bool = False
 
     def timing(self, device: torch.device) -> str:
-        """How it is timed unless something else is asked: on a CPU in bursts, where it can be."""
+        """How it is timed by default: on a CPU in bursts, where it can be."""
         return self.timing_on_cuda if device.type == "cuda" else self.timings[0]
 
     def configurations(self, choice: Choice) -> list[Configuration]:

@@ -141,7 +141,7 @@ _COLUMNS = (
     ("peak GiB", ">", "extra_peak_bytes", lambda row: f"{row['extra_peak_bytes'] / 2**30:.3f}"),
     ("J", ">", "joules", joules),
 )
-# What is left out, in this order, where not all of it fits; and what is then broken into lines.
+# Columns that are left out, in this order, where not all fit, and columns whose cells are then broken into lines.
 _EXPENDABLE = ("bound_by", "joules", "extra_peak_bytes", "speedup", "of_limit")
 _FOLDED = ("case", "computation", "by")
 _NARROWEST = 8  # of what is broken into lines

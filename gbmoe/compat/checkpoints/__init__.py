@@ -1,4 +1,4 @@
-"""MoE layers in checkpoints: from one layout to another, bit for bit. Between are MegaBlocks' names, which gbmoe.dMoE has.
+"""MoE layers in checkpoints, converted from one layout to another bit for bit, by way of MegaBlocks', which gbmoe.dMoE has.
 
 A layer's names begin with any prefix (model.layers.0.mlp., transformer.blocks.0.ffn., none), which stays as it is:
 
@@ -27,8 +27,8 @@ have a tensor for each expert: save_pretrained writes these by default, and publ
     "input_linear"  input_linear.weight [E,2F,H], output_linear.weight [E,H,F]: the fused
                     ones under Granite's names
 
-All can be read and written, but from_pretrained does not load all. A model type loads "fused" and at most one of the others, and gives
-experts under other names random values. models.py has the list, and convert_checkpoint refuses to write what the model type in
+All can be read and written. A model type loads "fused" and at most one of the others; from_pretrained gives experts under other names
+random values. models.py has the list, and convert_checkpoint refuses to write what the model type in
 config.json does not load.
 
 Layouts of training frameworks, with the whole tensors of all ranks:
@@ -50,7 +50,7 @@ one rank's part of an expert-parallel model looks like a smaller layer.
 
 Names and shapes do not tell what a layer computes. That is in config.json: convert_checkpoint derives from it the gbmoe.Arguments
 with which a dMoE computes the layers, and refuses what no dMoE computes. The functions for state dicts see no config.json and
-ask nothing.
+check none of this.
 
     layouts.py              names, shapes and places of matrices in each layout
     model_types.py          how a model type is described

@@ -25,14 +25,14 @@ from gbmoe.layers.expert_parallel_options import FLAT_NAMES
 from gbmoe.ops.activations import ClampedSilu
 
 ARGUMENTS_FILE = "gbmoe_arguments.json"
-# The activations by the names that the file has, and how one writes them.
+# Activations by their names in the file: the function, and its Python expression.
 _ACTIVATIONS: dict[str, tuple[Any, str]] = {
     "silu": (F.silu, "torch.nn.functional.silu"),
     "gelu": (F.gelu, "torch.nn.functional.gelu"),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), 'functools.partial(torch.nn.functional.gelu, approximate="tanh")'),
     "relu": (F.relu, "torch.nn.functional.relu"),
 }
-# By the names of safetensors' headers.
+# Keys: the names in safetensors' headers.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 # Tensors that not every layer has, in words, and the fields of Arguments with which a dMoE has them.
 _WITH = {EXPERT_BIAS: ("a bias for the choice of experts", "moe_router_enable_expert_bias"),
@@ -127,11 +127,11 @@ class Config:
         if name in WITH_TEXT_CONFIG:
             self._take_text_config(WITH_TEXT_CONFIG[name])
         if self.name in REFUSED:
-            raise ValueError(f"{path}: model_type: {self.name!r} is no dMoE: it needs {'; '.join(REFUSED[self.name])}")
+            raise ValueError(f"{path}: model_type: {self.name!r} is refused: it needs {'; '.join(REFUSED[self.name])}")
         if self.name not in MODEL_TYPES:
             raise ValueError(one_line(f"{path}: model_type: expected one of {', '.join(MODEL_TYPES)}, got {self.name!r}: whether a"
                                       " dMoE computes its layers is not known (gbmoe.compat.checkpoints.to_megablocks and"
-                                      " to_transformers convert a state dict without asking)"))
+                                      " to_transformers convert a state dict without this check)"))
         self.model_type = MODEL_TYPES[self.name]
         self._refuse()
         kind = self.model_type
@@ -236,7 +236,7 @@ class Config:
                 value = value.argument if self._field(value.field) == value.equals else default[name]
             if isinstance(value, Field):
                 field, value = value.name, self._field(value.name)
-                if value is None:  # with which the model fails, while an argument of None has a meaning of its own
+                if value is None:  # the model fails with it, while an argument of None has a meaning of its own
                     raise BrokenCheckpoint(f"{self.path}: {field}: expected a value, got null")
             if value != default[name]:
                 values[name] = value
@@ -248,7 +248,7 @@ class Config:
     def _count(self, *names: str, least: int = 1, lists: bool = False) -> int:
         """The value of the field, or of one of its synonyms; with `lists` it may be a list with this value for each layer.
 
-        Raises ValueError where layers have different values, and BrokenCheckpoint for what is no number.
+        Raises ValueError where layers have different values, and BrokenCheckpoint for a value that is no number.
         """
         values = [self.values[name] for name in names if name in self.values] or [self._field(names[0])]
         if lists:

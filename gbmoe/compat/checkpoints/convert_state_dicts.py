@@ -12,7 +12,7 @@ from gbmoe.compat.checkpoints.tensor_conversion import plan
 def to_megablocks(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dict with its MoE layers in MegaBlocks' layout, for gbmoe.dMoE and for MegaBlocks.
 
-    Whether a dMoE computes what the model computes is not asked, see convert_checkpoint.
+    Whether a dMoE computes what the model computes is not checked here; convert_checkpoint does so.
 
     Args:
         state_dict: of a model or of one MoE block in any layout of gbmoe.compat.checkpoints, with whole tensors, not one rank's; any

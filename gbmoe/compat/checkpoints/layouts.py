@@ -85,7 +85,7 @@ class Matrices:
         return [*([experts] if self.stacked == "experts" else []), *((hidden, rows) if transposed else (rows, hidden))]
 
     def sizes_of_down(self, shape: list[int], experts: int) -> tuple[int, int]:
-        """(F, H) of a down matrix's shape; zeros where it has another rank."""
+        """(F, H) of a down matrix's shape; zeros where it has another number of dimensions."""
         if len(shape) != (3 if self.stacked == "experts" else 2):
             return 0, 0
         ffn, hidden = shape[:-3:-1] if self.places.down_transposed else shape[-2:]

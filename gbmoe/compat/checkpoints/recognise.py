@@ -100,8 +100,8 @@ class FoundLayer:
         return [f"{name}: the layout to write has no name for it" for name in names]
 
     def _likeness(self, experts: Matrices) -> tuple[int, bool, int]:
-        """How much speaks for experts in this layout: matrices under its names, then whether the first one has the rows that the one
-        after the activation has (only their shapes tell transposed ones under the same names), then biases under its names."""
+        """How well this layout of experts fits: how many matrices have its names, then whether the first one has the rows that the one
+        after the activation has (only their shapes tell transposed ones under the same names), then how many biases have its names."""
         named = [name for name in self._tensors if experts.matches(name)]
         biases = sum(name in experts.bias_names for name in named)
         down = self._shape(experts.down.format(0))
@@ -135,7 +135,7 @@ class FoundLayer:
         return sum(name in self._tensors for name, _ in shared.tensors(gated=True))
 
     def _experts_and_hidden(self) -> tuple[int, int]:
-        """By the router; zeros where it has another rank, which is a fault."""
+        """Both sizes, from the router; zeros where that has another number of dimensions, which is a fault."""
         layout = self.others[ROUTER]
         shape, dimensions = self._shape(layout.name(ROUTER)), layout.shape(ROUTER, 1, 1)
         if len(shape) != len(dimensions):
@@ -150,7 +150,7 @@ class FoundLayer:
         return experts, hidden
 
     def _is_gated(self, ffn: int) -> bool:
-        """By a name that only experts with a gate have or, where there is none, by the number of rows."""
+        """Whether experts have a gate: some name tells, or else the number of rows."""
         plain = self.experts.plain
         if plain is None:
             return True

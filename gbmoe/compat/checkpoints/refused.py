@@ -7,8 +7,8 @@ from collections.abc import Mapping
 _UNCOMPARED = "to be compared with transformers first"
 _NAMES = "other names: this model type's experts, router or shared expert have names of their own"
 
-# Whatever the fields of config.json are. When one of these needs is met, it goes out of the lines below; a line that is then empty
-# becomes an entry of MODEL_TYPES, with the conditions that remain.
+# Refused with any config.json. A need that has been met is taken out of its line; a line that is then empty becomes an entry of
+# MODEL_TYPES, with the conditions that remain.
 REFUSED: Mapping[str, tuple[str, ...]] = {
     "afmoe": (_UNCOMPARED,),
     "aria_text": (_UNCOMPARED, _NAMES),

@@ -24,7 +24,7 @@ EXPERT_LAYOUTS = tuple(EXPERTS)
 # The largest header that readers of safetensors accept, and a number of bytes that every tensor exceeds in the header.
 MOST_HEADER_BYTES, _FEWEST_BYTES_A_TENSOR = 100_000_000, 64
 FAULTS_SHOWN = 10
-# What is in a layer; one of transformers' Granite has no module of experts, but a router with a name as MegaBlocks'.
+# Names inside a layer. transformers' Granite has no module of experts; its router has the name of MegaBlocks'.
 _IN_A_LAYER = re.compile(r"((?:.*?\.)?)(?:(?:routed_)?experts\..+|router\.layer\.weight)")
 
 

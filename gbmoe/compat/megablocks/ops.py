@@ -1,7 +1,7 @@
 """megablocks.ops by name and signature, on gbmoe's operators: CPU and CUDA, every floating dtype, deterministic.
 
-As in MegaBlocks are the meaning of all arguments, and the one host wait of padded_gather. Different are the following: sums are kept
-in float32 and rounded once, gradients have the dtype of their input, rows that nothing writes are zero, and wrong arguments raise
+All arguments mean what they do in MegaBlocks, and padded_gather has the same one host wait. This differs: sums are kept in
+float32 and rounded once, gradients have the dtype of their input, rows that nothing writes are zero, and wrong arguments raise
 TypeError or ValueError with the argument, what was expected and what came. The values of indices and bins are checked on the CPU. On a
 device that would need a host wait; entries outside their range then have no row.
 

@@ -21,7 +21,7 @@ _QUICK = (activations.quick_gelu, fused_bias_geglu.quick_gelu)
 _NAMES = {activations.squared_relu: "relu_squared", activations.fast_gelu: "gelu_tanh"}
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 
-# Fields that change what experts compute or keep: the values that gbmoe's experts have, and why there are no others.
+# Fields that change what experts compute or keep: the values that gbmoe's experts take, and why they take no others.
 _FIELDS: dict[str, tuple[tuple, str]] = {
     "fp4": ((None, False), "there is no fp4 on the GPUs that gbmoe has kernels for"),
     "fp8_param": ((None, False), "parameters stay in params_dtype and are quantised when they are read"),

@@ -23,8 +23,8 @@ class GroupedExperts(TEGroupedMLP):
     """TEGroupedMLP by its parameters, state dict, checkpoints and gradients; the products are gbmoe's.
 
     linear_fc1.weight0 to weight{E-1} are [2F,H] with the gate first, or [F,H], linear_fc2's [H,F]; with `single_grouped_weight` there is
-    one weight [E,2F,H] each. They are read, and main_grads written, wherever DDP puts them: see gbmoe.expert_mlp for which engines take the
-    matrices of many parameters so.
+    one weight [E,2F,H] each. They are read, and main_grads written, wherever DDP puts them: gbmoe.expert_mlp says which engines can
+    do so.
 
     It builds itself from what an ExpertsBuilder is given; functools.partial adds the keywords.
 
@@ -32,7 +32,7 @@ class GroupedExperts(TEGroupedMLP):
         num_local_experts, config, pg_collection, name: as Megatron's builders get them.
         submodules: none; there are no modules in it to be replaced.
         engine: of the products, see gbmoe.engines.
-        single_grouped_weight: None: as config.moe_single_grouped_weight says, which wants TransformerEngine.
+        single_grouped_weight: None: as config.moe_single_grouped_weight says, which needs TransformerEngine.
         fp8_recipe: None: as config.fp8 says.
 
     Raises:
@@ -74,7 +74,7 @@ class GroupedExperts(TEGroupedMLP):
             output_buffer, grad_input_buffer: None.
         """
         for argument, value in (("output_buffer", output_buffer), ("grad_input_buffer", grad_input_buffer)):
-            require(value is None, ADAPTER, argument, "None (NCCL-EP without copies wants TransformerEngine's fused experts)", value)
+            require(value is None, ADAPTER, argument, "None (NCCL-EP without copies needs TransformerEngine's fused experts)", value)
         x_RH = permuted_local_hidden_states
         probs_R: torch.Tensor | None = permuted_probs.reshape(-1)
         if self.config.moe_apply_probs_on_input:
@@ -101,7 +101,7 @@ class GroupedExperts(TEGroupedMLP):
             whole = all(main is not None or not each.needs_gradient for each, main in zip(linears, mains))
             return WeightGradientSink(*mains, hand_back=any(each.hands_back for each in linears)) if whole else None
         places = [each.later() if each.needs_gradient else None for each in linears]
-        # One that has the same places goes on: backward_dw may come between a call and its backward.
+        # A sink with the same places is used again: backward_dw may come between a call and its backward.
         for sink, of in self._sinks:
             if [_place(each) for each in places] == of:
                 return sink

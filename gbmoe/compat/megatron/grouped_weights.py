@@ -23,7 +23,7 @@ from gbmoe.stacked_weights import stacked
 class GroupedWeights(torch.nn.Module):
     """weight0 [O,I], weight1, ..., or with `single` one weight [E,O,I]; biases likewise. Calling it returns them.
 
-    It computes nothing. It is called all the same, because Megatron waits for gathered parameters in hooks that run before a module is.
+    It computes nothing. It is called all the same, because Megatron waits for gathered parameters in hooks that run before a module does.
     """
 
     def __init__(self, experts: int, rows: int, columns: int, *, config: Any, init_method: Callable, partition_dim: int, pg_collection: Any,
@@ -34,7 +34,7 @@ class GroupedWeights(torch.nn.Module):
         self.use_bias, self.single_grouped_weight = config.add_bias_linear, single
         self.single_grouped_bias = single and config.add_bias_linear
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = config.gradient_accumulation_fusion, deferred
-        # And these are what Megatron-Bridge asks a module of whose class it knows nothing, to load and export its weights (AutoMapping).
+        # Megatron-Bridge asks any module whose class it does not know for these, to load and export its weights (AutoMapping).
         self.config, self.tensor_model_parallel, self.partition_dim = config, True, partition_dim
         self._groups = pg_collection
         self._hooks_of_gradients: list[Callable] = []
@@ -78,7 +78,7 @@ class GroupedWeights(torch.nn.Module):
             _initialize_affine_weight_gpu(matrix_OI, init_method, self.partition_dim, is_expert=True)
 
     def _named(self, name: str) -> list[Any]:
-        """The parameters called so, with one for each expert or one for all."""
+        """The parameters of this name: one for each expert, or one for all."""
         names = [name] if self.single_grouped_weight else [f"{name}{e}" for e in range(self.num_gemms)]
         return [getattr(self, each) for each in names]
 
@@ -88,7 +88,7 @@ class GroupedWeights(torch.nn.Module):
         return list(parameters[0].unbind(0)) if self.single_grouped_weight else parameters
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        # What moves a module to a device or casts it moves each parameter for itself; afterwards they lie in one buffer again.
+        # What moves a module to a device or casts it moves each parameter by itself; afterwards they lie in one buffer again.
         super()._apply(fn, recurse)
         if not self.single_grouped_weight:
             for name in ("weight", "bias")[: 1 + self.use_bias]:

@@ -28,7 +28,7 @@ _ROUTER = {name: getattr(functions, name) for name in
 def install(*, experts: bool = True, permutation: bool = True, router: bool = True, **options: Any) -> None:
     """Let Megatron-Core take gbmoe's experts and functions, in this process. Calling it again changes the options of experts alone.
 
-    It is to be called before the configuration and the specifications are made: the former asks whether there is a fused permutation.
+    Call it before the configuration and the specifications are made: the configuration asks whether there is a fused permutation.
 
     Args:
         experts: with moe_grouped_gemm, layers that are specified with Megatron's own modules or with TransformerEngine's have
@@ -46,7 +46,7 @@ def install(*, experts: bool = True, permutation: bool = True, router: bool = Tr
                 setattr(extension, name, function)
                 setattr(moe_utils, name, function)
             _claim_version(version)
-            moe_utils.HAVE_TE = True  # which moe_utils asks before it calls one of these functions, and for nothing else
+            moe_utils.HAVE_TE = True  # moe_utils reads it before it calls one of these functions, and nowhere else
 
 
 def _claim_version(version: str) -> None:

@@ -21,7 +21,7 @@ from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
 
-# Fields with which tokens have other numbers of experts than moe_router_topk, or rows go other ways.
+# Fields with which a token may have more or fewer experts than moe_router_topk, or rows travel in other ways.
 _FIELDS = {"moe_pad_expert_input_to_capacity": "no expert is padded", "moe_router_padding_for_quantization": "no expert is padded",
            "moe_expert_rank_capacity_factor": "no rank drops rows", "moe_apply_probs_on_input": "results are weighed",
            "overlap_moe_expert_parallel_comm": "dispatch, experts and combine are one call",

@@ -17,7 +17,7 @@ class GbmoeMoELayer(MoELayer):
     """A MoELayer with GroupedExperts whose token dispatcher is left out.
 
     Raises:
-        ValueError, TypeError: for other experts, and for fields of the configuration with which rows go other ways (Megakernel).
+        ValueError, TypeError: for other experts, and for fields of the configuration with which rows travel in other ways (Megakernel).
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -25,7 +25,7 @@ class GbmoeMoELayer(MoELayer):
         require(not self.shared_expert_overlap, ADAPTER, "moe_shared_expert_overlap", "False (it runs within the dispatcher's steps)", True)
         require(self.config.cuda_graph_impl == "none" or not self.config.cuda_graph_modules, ADAPTER, "cuda_graph_modules",
                 "none (the layer is not captured in parts)", self.config.cuda_graph_modules)
-        # Megatron computes shared experts before latent projections, this layer adds them after those.
+        # Megatron computes shared experts before latent projections; this layer adds them afterwards.
         self.megakernel = build_megakernel_backend(config=self.config, ep_group=self.ep_group, routed_experts=self.experts,
                                                    shared_experts=None, num_local_experts=self.num_local_experts)
 

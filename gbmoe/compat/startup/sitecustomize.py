@@ -1,5 +1,5 @@
-"""Makes gbmoe the default of transformers' experts in programs that nobody edits: Python runs this file at its start where its folder is
-on PYTHONPATH (`python -m gbmoe transformers` prints the line to set).
+"""Makes gbmoe the default of transformers' experts in unedited programs: Python runs this file when it starts, if its folder is on
+PYTHONPATH (`python -m gbmoe transformers` prints the line to set).
 
 It loads nothing until a program imports what transformers' models are made of. GBMOE_TRANSFORMERS=gbmoe_float8 computes their products of
 rows in float8; =off leaves everything as it is. A sitecustomize that this one hides is run as well.
@@ -12,8 +12,8 @@ import os
 import sys
 import warnings
 
-# Every model imports it. When it has run, the modules that `register` imports have, too: each of them is imported in the middle of others,
-# in an order that depends on what the program imports first.
+# Every model imports it. After it the modules that `register` imports are complete, in whatever order the program
+# imports them.
 _AFTER = "transformers.modeling_utils"
 _CHOICES = ("gbmoe", "gbmoe_float8", "off")
 _CHOSEN = os.environ.get("GBMOE_TRANSFORMERS") or "gbmoe"

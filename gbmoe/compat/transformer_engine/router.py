@@ -38,8 +38,8 @@ def fused_topk_with_score_function(
     Args:
         logits: [..., E], bfloat16, float16, float32 or float64; all dimensions but the last are tokens. probs have its shape and dtype.
         topk: 1 to E.
-        use_pre_softmax: True: probs are softmax scores over all experts. False: the softmax over the chosen logits. It says nothing of
-            other scores.
+        use_pre_softmax: True: probs are softmax scores over all experts. False: the softmax over the chosen logits. It has no
+            effect on other scores.
         num_groups, group_topk: experts are chosen from the group_topk best of num_groups groups of adjacent experts; a group is worth the
             sum of its topk // group_topk best. A group_topk of None or 0 takes experts from all groups.
         scaling_factor: what probs are multiplied by; None for 1.

@@ -19,7 +19,7 @@ from gbmoe.testing import accuracy, oracle
 from gbmoe.testing.exact_inputs import generator
 from gbmoe.testing.moe_shapes import MoeCase
 
-# The most rows (besides each group's first and last) and the most columns that are compared with the oracle.
+# The most rows (in addition to each group's first and last) and the most columns that are compared with the oracle.
 _SAMPLED_ROWS, _SAMPLED_COLUMNS = 512, 64
 # In skewed products the group of rank r has a share of rows proportional to 1 / r to this power.
 _SKEW = 0.5

@@ -56,7 +56,7 @@ class Subject(ABC):
         """Compare a result with the oracle. Raises ValueError where the result is not finite."""
 
     def forget_oracle(self) -> None:  # noqa: B027  (most keep none)
-        """Free what `check` kept, for the next who is compared with the same."""
+        """Free the results that `check` kept for the next implementation."""
 
     def bytes_moved(self) -> int | None:
         """The fewest bytes that a call must read and write; None where bytes do not matter for it."""
@@ -67,7 +67,7 @@ class Subject(ABC):
         return {}
 
     def further(self, seconds: float) -> dict:
-        """Further fields of the row, which are measured after its time, of so many seconds."""
+        """Further fields of the row, which are measured after its time, `seconds`."""
         return {}
 
 

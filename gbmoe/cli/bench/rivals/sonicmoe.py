@@ -73,7 +73,7 @@ class SonicMoe(Rival):
         if reason is None:
             known = inspect.signature(importlib.import_module(_MODULE).moe_TC_softmax_topk_layer).parameters
             if not set(known) >= _ARGUMENTS:
-                reason = f"sonic-moe 0.1.2 or newer is wanted, whose layer takes {' and '.join(sorted(_ARGUMENTS))}"
+                reason = f"expected sonic-moe 0.1.2 or newer, whose layer takes {' and '.join(sorted(_ARGUMENTS))}"
         return reason
 
     def about(self):

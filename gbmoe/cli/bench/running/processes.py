@@ -19,7 +19,7 @@ IN_TURNS, IN_TURNS_QUICK = Sustained(0.5, 3), Sustained(0.1, 3)
 class OneProcess:
     """A run in this process, which starts others for rivals and for those that take turns."""
 
-    # Options that it does not take.
+    # Options that such a run does not take.
     refused: tuple[str, ...] = ()
 
     def problem(self, suite: str, device: torch.device) -> str | None:
@@ -35,15 +35,15 @@ class OneProcess:
         return device
 
     def joined(self, device: torch.device, timeout: float) -> AbstractContextManager:
-        """While all of them are there."""
+        """A context in which all processes of the run are there."""
         return nullcontext()
 
     def agreed(self, value: Any) -> Any:
-        """The first process' value."""
+        """The value that the first process has."""
         return value
 
     def about(self) -> dict:
-        """What the run says of them."""
+        """What the result file says about the processes."""
         return {}
 
     def why_no_energy(self, device: torch.device) -> str | None:

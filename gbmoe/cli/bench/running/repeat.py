@@ -1,7 +1,7 @@
 """Repeat a subject's call without a pause, and say how long a call took: what both sustained timers do.
 
 Between two calls, and between those that do not count and those that do, nothing waits for the device. A clock says when the device
-got to a place in its work: a GPU's by events, a CPU's by time.perf_counter, a test's as it likes.
+reached a place in its work: a GPU's by events, a CPU's by time.perf_counter, a test's as it likes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Sustained:
 
 
 class Clock(Protocol):
-    """When a device gets to a place in its work."""
+    """Says when a device reaches a place in its work."""
 
     def mark(self) -> Any:
-        """A place after all work that has been given to the device."""
+        """Mark the end of all work that the device has been given."""
 
     def wait(self) -> None:
-        """Until the device has done it all."""
+        """Wait until the device has done all its work."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that the device has passed."""
+        """The time between two marks, which the device has passed."""
 
 
 class HostClock:
@@ -95,7 +95,7 @@ def repeat(subject: Subject, clock: Clock, *, before: int, timed: int) -> Repeat
         subject.reset()
         for place, step in enumerate(steps):
             step()
-            # Marks cost the host some us: of single steps the last one alone is needed.
+            # Marks cost the host some us: where a call has one step, only the last mark is needed.
             if len(steps) > 1 or (call == timed - 1 and place == len(steps) - 1):
                 marks.append(clock.mark())
     clock.wait()

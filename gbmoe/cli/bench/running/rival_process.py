@@ -202,7 +202,7 @@ def _serve(connection: Connection, log: str, rival: str, address: str | None) ->
     threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    checkout.benchmarks()  # whose measurements may be asked for
+    checkout.benchmarks()  # its measurements may be asked for
     if address is not None:
         rivals.RIVALS[rival] = address
     while True:
@@ -228,7 +228,7 @@ class _Ready:
     """What is resident in this process between its turns: weights and inputs, and no result of a call."""
 
     subject: Subject | None = None
-    calls = 2  # with which the next turn begins
+    calls = 2  # what the next turn begins with
     counter: EnergyCounter | None = None
 
 
@@ -242,7 +242,7 @@ def _make_ready(rival: str, measurement: Measurement, conditions: Conditions) ->
             return row, None
         try:
             subject.forget_oracle()
-            row["extra_peak_bytes"] = extra_peak_bytes(measurement, subject, device)  # which calls once more
+            row["extra_peak_bytes"] = extra_peak_bytes(measurement, subject, device)  # this calls once more
             moved = subject.bytes_moved()
             _leave_between_turns(subject, device)
         except Exception as error:
@@ -266,7 +266,7 @@ def _take_turn(rival: str, device: torch.device, seconds: float) -> Turn | dict:
 
 
 def _leave_between_turns(subject: Subject, device: torch.device) -> None:
-    """Hand back the memory that only a call needs: the others' processes want it for theirs."""
+    """Hand back the memory that only a call needs: other processes need it for their calls."""
     subject.reset()
     if device.type == "cuda" and not is_lost(device):
         torch.cuda.synchronize(device)

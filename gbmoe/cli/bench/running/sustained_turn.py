@@ -12,7 +12,7 @@ from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.energy import EnergyCounter
 from gbmoe.cli.bench.running.repeat import Clock, repeat
 
-# Beyond what counts, so that a device whose clock rises meanwhile is not asked again.
+# More calls than are needed, because a device's clock may rise meanwhile.
 _MORE = 1.1
 _FASTER_THAN_ANY = 1e-7
 _MOST_CALLS = 1_000_000
@@ -32,9 +32,9 @@ def take_turn(subject: Subject, clock: Clock, seconds: float, calls: int = 2, co
     """Call the subject for at least `seconds` and, directly after that, for at least `seconds` that are timed.
 
     Args:
-        calls: of each of both, to begin with. Where they do not last long enough all is done again with more of them; what the turn
-            says it took is where the next one may begin.
-        now: the host's clock, by which the counter's samples are.
+        calls: how many untimed and how many timed calls to begin with. Where they take less than `seconds`, all is done again with
+            more; the next turn may begin with Turn.calls.
+        now: the host's clock, which times the counter's samples.
     """
     while True:
         with nullcontext() if counter is None else counter:

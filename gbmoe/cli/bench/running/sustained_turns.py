@@ -1,8 +1,8 @@
 """Run configurations timed sustained: every implementation resident in a process of its own, one at a time in turns.
 
-All that compete are ready (imported, compiled, verified, and called once more) before the first is timed. Then there are rounds, in an
-order that is rotated from one to the next; in each every implementation works for some time and, directly after that, for as long
-timed (turn.py). A row's time is the median of its rounds'. Between turns a process keeps weights and inputs alone.
+All that compete are ready (imported, compiled, verified, and called once more) before the first is timed. In each of the
+rounds that follow, whose order rotates, every implementation works for some time and then, without a pause, as long again, timed
+(sustained_turn.py). A row's time is the median of its rounds'. Between turns a process keeps only weights and inputs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ProcessRunner:
             "joules": statistics.median(joules) if joules else None}
 
     def _worker(self, measurement: Measurement) -> Worker | None:
-        """The process of an implementation; None of a rival that cannot be used."""
+        """The process of an implementation; None for a rival that cannot be used."""
         by, rival = measurement.by, measurement.implementation
         if by not in self._workers and rival not in self.rivals_left_out:
             worker = Worker(by, self.conditions, self.timeout)
@@ -117,7 +117,7 @@ class ProcessRunner:
 
 
 def _naming_whose_memory(row: dict, resident: Sequence[_Contestant]) -> dict:
-    """The row; where it ran out of memory with who it was, and who else was resident."""
+    """The row. Where memory ran out, its problem names whose row it is, and who else was resident."""
     if row["outcome"] == OUT_OF_MEMORY:
         others = ", ".join(contestant.measurement.by for contestant in resident) or "nobody"
         row["problem"] = f"{row['by']}: {row['problem']} (also resident: {others})"

@@ -96,7 +96,7 @@ def test_its_first_release_is_left_out_by_name(sonicmoe, monkeypatch):
     rival = rivals.load("sonicmoe")
     assert rival.unavailable(CPU) is None
     monkeypatch.setattr(sonicmoe, "moe_TC_softmax_topk_layer", lambda x, router_w, w1, b1, w2, b2, K, stream_id: None)
-    assert rival.unavailable(CPU) == ("sonic-moe 0.1.2 or newer is wanted, whose layer takes concat_layout and is_softmax_over_topk")
+    assert rival.unavailable(CPU) == ("expected sonic-moe 0.1.2 or newer, whose layer takes concat_layout and is_softmax_over_topk")
 
 
 @pytest.mark.parametrize("change, words", [(dict(mlp_type="mlp"), "has no plain MLP"), (dict(ffn=44), "multiples of 8, not 32 and 44")])
