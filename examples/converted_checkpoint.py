@@ -1,6 +1,6 @@
 """Convert a checkpoint of transformers to MegaBlocks' layout, load a layer of it into gbmoe.dMoE, and compare the outputs.
 
-    pip install 'gbmoe[transformers]'
+    pip install '.[transformers]'    # in a checkout of gbmoe
     python examples/converted_checkpoint.py      # makes a small Mixtral of its own, in a temporary folder
 
 `python -m gbmoe convert SOURCE TARGET --to megablocks` does the same on the command line.

@@ -1,6 +1,6 @@
 """Fine-tune a Mixture-of-Experts model of Hugging Face transformers with gbmoe's experts.
 
-    pip install 'gbmoe[transformers]'
+    pip install '.[transformers]'    # in a checkout of gbmoe
     python examples/transformers_finetuning.py                       # a small Qwen3-MoE with random weights, on any machine
     python examples/transformers_finetuning.py --model Qwen/Qwen3-30B-A3B --text book.txt --length 512
     python examples/transformers_finetuning.py --lora 16             # adapters of the experts; needs 'gbmoe[training]'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,8 +22,30 @@ from gbmoe.problem import Problem, allows_tf32, known
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.engine_order import engine_order
 
-ENGINES: dict[str, Engine] = {e.name: e for e in (
-    Hopper(), HopperBatchInvariant(), TensorCore(), TensorCoreBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(), Reference())}
+
+class _Table(dict[str, Engine]):
+    """Engines by their names. What was resolved is forgotten when one is put in or taken out: an engine that is mended and put in again is
+    the one that computes."""
+
+    def __setitem__(self, name: str, engine: Engine) -> None:
+        require(isinstance(engine, Engine), "ENGINES", name, "an instance of gbmoe.engines.base.Engine", repr(engine), TypeError)
+        require(getattr(engine, "name", None) == name, "ENGINES", name, f"an engine whose name is {name!r}",
+                repr(getattr(engine, "name", None)))
+        super().__setitem__(name, engine)
+        forget()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        forget()
+
+    # By the two above.
+    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+
+_OWN = (Hopper(), HopperBatchInvariant(), TensorCore(), TensorCoreBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(),
+        Reference())
+ENGINES: dict[str, Engine] = _Table({engine.name: engine for engine in _OWN})
 
 # The engines that give a row the same bits whatever other rows there are, by the engines that they stand for.
 BATCH_INVARIANT: dict[str, str] = {Hopper.name: HopperBatchInvariant.name, TensorCore.name: TensorCoreBatchInvariant.name}

@@ -10,6 +10,7 @@ import gbmoe
 from gbmoe import _define_operator, engines
 from gbmoe.engines import choice
 from gbmoe.engines.base import Engine
+from gbmoe.engines.reference import Reference
 from gbmoe.engines.resolved import ByKind, Resolved
 from gbmoe.layers import Arguments
 from gbmoe.ops.plan_sizes import sizes_and_engine
@@ -191,3 +192,33 @@ def test_threads_share_a_table():
     for thread in threads:
         thread.join()
     assert not wrong and len(table) <= 7
+
+
+class Wrong(Reference):
+    name = "of_a_program"
+
+    def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
+        return super().gmm(a, b, sizes, trans_a, trans_b, out, accumulate) + 1
+
+
+class Mended(Reference):
+    name = "of_a_program"
+
+
+def test_an_engine_that_was_replaced_under_its_name_went_on_computing(monkeypatch):
+    a, b, sizes = torch.randn(6, 8), torch.randn(2, 8, 4), torch.tensor([2, 4])
+    right = gbmoe.gmm(a, b, sizes)
+    monkeypatch.setitem(engines.ENGINES, "of_a_program", Wrong())
+    assert not torch.equal(gbmoe.gmm(a, b, sizes, engine="of_a_program"), right)
+    engines.ENGINES.update(of_a_program=Mended())
+    assert torch.equal(gbmoe.gmm(a, b, sizes, engine="of_a_program"), right)
+    del engines.ENGINES["of_a_program"]
+    with pytest.raises(ValueError, match="of_a_program"):
+        gbmoe.gmm(a, b, sizes, engine="of_a_program")
+
+
+@pytest.mark.parametrize("engine, problem", [(Mended(), "an engine whose name is 'other', got 'of_a_program'"), ("reference", "Engine")])
+def test_engines_without_the_name_that_they_are_put_in_under_were_taken(engine, problem):
+    with pytest.raises((TypeError, ValueError), match=problem):
+        engines.ENGINES["other"] = engine
+    assert "other" not in engines.ENGINES
