@@ -96,7 +96,11 @@ class ParallelDroplessMLP(ExpertModule):
 
     def finish(self, x, out, scores, top_experts, counts_E, *, padding_mask=None, cu_seqlens=None):
         """What forward returns, made of the experts' sums in the shape of x and of how many tokens each expert got."""
-        training, args, bias = self.training, self.args, self._parameters.get("bias")
+        training, args = self.training, self.args
+        try:
+            bias = self._parameters["bias"]  # found in less time than as an attribute
+        except KeyError:  # a parametrization or pruning has taken it out
+            bias = self.bias
         if training and self.tokens_per_expert is not None:
             token_counts.add(counts_E, self.tokens_per_expert)
         if training and args.has_load_balancing_loss:

@@ -655,3 +655,25 @@ def test_a_step_asked_again_what_it_knew(backward, most, programs):
     finally:
         sys.setprofile(None)
     assert 0 < len(called) <= most, collections.Counter(called).most_common(20)
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("way", ["parametrization", "pruning"])
+def test_a_bias_that_is_computed_was_left_out(way, return_bias):
+    """It is then no parameter of that name."""
+    layer, _ = make(bias=True, return_bias=return_bias)
+    x = torch.randn(5, 1, SIZES["hidden_size"])
+    torch.nn.init.normal_(layer.experts.bias)
+
+    def out():
+        found = layer(x)
+        return sum(found) if return_bias else found
+
+    bias, before = layer.experts.bias.detach().clone(), out()
+    if way == "parametrization":
+        torch.nn.utils.parametrize.register_parametrization(layer.experts, "bias", torch.nn.ReLU())
+        expected = before - bias + bias.relu()
+    else:
+        torch.nn.utils.prune.custom_from_mask(layer.experts, "bias", bias > 0)
+        expected = before - bias + bias * (bias > 0)
+    torch.testing.assert_close(out(), expected)
