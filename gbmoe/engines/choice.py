@@ -42,6 +42,10 @@ class _Table(dict[str, Engine]):
     pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
+    def __ior__(self, others):  # type: ignore[misc]
+        self.update(others)
+        return self
+
 
 _OWN = (Hopper(), HopperBatchInvariant(), TensorCore(), TensorCoreBatchInvariant(), CublasLoop(), CublasGrouped(), TorchGrouped(),
         Reference())

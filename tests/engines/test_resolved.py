@@ -212,6 +212,9 @@ def test_an_engine_that_was_replaced_under_its_name_went_on_computing(monkeypatc
     assert not torch.equal(gbmoe.gmm(a, b, sizes, engine="of_a_program"), right)
     engines.ENGINES.update(of_a_program=Mended())
     assert torch.equal(gbmoe.gmm(a, b, sizes, engine="of_a_program"), right)
+    table = engines.ENGINES
+    table |= {"of_a_program": Wrong()}
+    assert table is engines.ENGINES and not torch.equal(gbmoe.gmm(a, b, sizes, engine="of_a_program"), right)
     del engines.ENGINES["of_a_program"]
     with pytest.raises(ValueError, match="of_a_program"):
         gbmoe.gmm(a, b, sizes, engine="of_a_program")
