@@ -1,8 +1,8 @@
 """routed_experts: a router, the plan of its choice and the experts, as one autograd node, whose launches are one program.
 
 It computes what route_tokens, RoutingPlan.from_experts and expert_mlp do one after the other, with the same kernels. A layer of few tokens
-is host-bound: each of the three takes longer on the host than on the device, where arguments are checked, and a node of Python is called in
-backward. Here arguments are checked when a kind of call comes for the first time.
+is host-bound: each of the three takes longer on the host, where arguments are checked and a node of Python is called in backward, than on
+the device. Here arguments are checked when a kind of call comes for the first time.
 
 Shape suffixes: T tokens, K slots a token (top-k), E experts, H hidden, F ffn hidden. x, its gradient and the result have H elements in
 their last dimension and T in the others together; experts' weights are [E,F,H] or [E*F,H].
