@@ -155,6 +155,13 @@ class Layer:
             w2_bias=leaves.get("w2 bias"), v1_bias=leaves.get("v1 bias"), weights_on=case.weights_on)
         return out, routing.experts_TK
 
+    def waits(self, ids_TK: torch.Tensor) -> bool:
+        """Whether the host waits for the device in a forward, which no CUDA graph can record."""
+        case, plan = self.case, gbmoe.RoutingPlan.from_experts(ids_TK, self.case.experts)
+        w1_bias, w2_bias, v1_bias = self.biases
+        return gbmoe.expert_path(self.x_TH, plan, self.w1, self.w2, self.v1, layout=case.layout, activation=case.activation,
+                                 weights_on=case.weights_on, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias).host_waits
+
     def exact(self, leaves: dict[str, torch.Tensor], ids_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The output of plain PyTorch in `dtype`, for these ids."""
         case = self.case
@@ -304,7 +311,7 @@ def problems(case: Case, device: torch.device) -> list[str]:
     halves = [layer.computed(leaves, rows=rows, given=ids_TK[rows])[0] for rows in (slice(0, half), slice(half, None))]
     compare("two batches", all_of(torch.cat(halves), leaves), expected, yardstick)
     if device.type == "cuda":
-        wrong += _elsewhere(layer, leaves, out_TH)
+        wrong += _elsewhere(layer, leaves)
     return wrong
 
 
@@ -317,12 +324,12 @@ def _refuses(engine: str, layer: Layer) -> bool:
     return refusals.get(engine) is not None
 
 
-def _elsewhere(layer: Layer, leaves: dict[str, torch.Tensor], out_TH: torch.Tensor) -> list[str]:
+def _elsewhere(layer: Layer, leaves: dict[str, torch.Tensor]) -> list[str]:
     """A CUDA graph, another stream and two threads have the same bits."""
     wrong, found = [], []
     case = layer.case
     with torch.no_grad():
-        alone = layer.computed(leaves)[0]
+        alone, ids_TK = layer.computed(leaves)
 
         def again():
             with torch.no_grad():
@@ -338,8 +345,7 @@ def _elsewhere(layer: Layer, leaves: dict[str, torch.Tensor], out_TH: torch.Tens
             thread.start()
         for thread in threads:
             thread.join()
-        if case.tokens and not gbmoe.expert_path(layer.x_TH, layer.w1, layer.w2, layer.v1, layout=case.layout,
-                                                 activation=case.activation).engine.startswith("cublas"):
+        if case.tokens and not layer.waits(ids_TK):
             graph, captured = cuda_graphs.captured(again)
             graph.replay()
             found.append(("a CUDA graph", captured))
