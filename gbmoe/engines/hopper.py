@@ -7,7 +7,6 @@ of 64 columns.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -203,8 +202,7 @@ _HOPPER = Hopper()
 def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> gathering.LayerConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
     if rows.are_gathered or rows.tokens_TH is None:
-        config = gathering.layer_config(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
-        return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
+        return gathering.layer_config_of_gathered(rows.rows_PH().size(1), ffn, glu, activation)
     padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
     return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
 

@@ -19,7 +19,7 @@ from gbmoe.plain import plain_permute, plain_plan
 from gbmoe.slot_map import SlotMap
 
 HEADER_NUMBERS = 4  # N
-DIGEST = 1          # the number of a header that is the same on all ranks where they make the same pass
+TOKENS, DIGEST, NEEDS = range(3)  # of a header; the digest is the same on all ranks where they make the same pass
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class ParallelDroplessMLP(ExpertModule):
         """
         x_TH = x.reshape(-1, x.size(-1))
         if self.args.moe_expert_model_parallelism:
-            out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile, self._prepared)
+            counts = self.training and (self.tokens_per_expert is not None or self.args.has_load_balancing_loss)
+            out_TH, counts_E = parallel_experts(self.mlp, x_TH, top_experts, expert_weights, self.args, meanwhile, self._prepared, counts)
         else:
             # The router's ids are in range by construction.
             plan = RoutingPlan.from_experts(top_experts, self.num_experts, check="none")
@@ -95,7 +96,8 @@ class ParallelDroplessMLP(ExpertModule):
         return self.finish(x, out, scores, top_experts, counts_E, padding_mask=padding_mask, cu_seqlens=cu_seqlens)
 
     def finish(self, x, out, scores, top_experts, counts_E, *, padding_mask=None, cu_seqlens=None):
-        """What forward returns, made of the experts' sums in the shape of x and of how many tokens each expert got."""
+        """What forward returns, made of the experts' sums in the shape of x and of how many tokens each expert got, which it reads in
+        training alone."""
         training, args = self.training, self.args
         try:
             bias = self._parameters["bias"]  # found in less time than as an attribute

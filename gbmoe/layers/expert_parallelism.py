@@ -148,7 +148,7 @@ def _why_exchange(args, where: Placement) -> str | None:
 
 def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
                      args: Arguments, meanwhile: Callable[[], None] | None = None, prepared: Prepared = UNPREPARED,
-                     ) -> tuple[torch.Tensor, torch.Tensor]:
+                     counts: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the layer with experts spread over args.expert_parallel_group; mirrors ParallelMLP.parallel_forward_once.
 
     Ranks of one node that map each other's memory pull rows from it and push sums back; others exchange them. The host waits for the
@@ -156,12 +156,12 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     may start work for the device. `prepared` is what `prepare` returned for the layer.
 
     Returns:
-        out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
+        out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens; without `counts` it may be None.
     """
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
     if maps_memory(experts, x_TH, weights_TK, args, where, prepared):
-        counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E
+        counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E if counts else None
         return _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, prepared.layer), counts_E
     if prepared.maps and not torch.compiler.is_compiling():
         peer_memory.agree_to_exchange(args.expert_parallel_group, x_TH.device, prepared.layer)

@@ -108,7 +108,7 @@ class Arrival:
         self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
         self._pulls_ahead, self._rows_here, self._needs = pulls_ahead, 0, needs
         self._ahead_PH: torch.Tensor | None = None
-        self._offsets_E1: torch.Tensor | None = None  # on the host, where the host waits for them
+        self._numbers_on_host: torch.Tensor | None = None  # headers and offsets, where the host waits for them
         tokens, bounded = ids_TK.size(0), where.rows is not None
         # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
         kind = ids_TK.size(1), x_TH.size(1), x_TH.dtype, where.shards, where.exact
@@ -173,32 +173,33 @@ class Arrival:
         """
         if self._on_host is None:
             return self._bounded()
-        ranks, memory = self._memory.ranks, self._memory
-        headers_WN, offsets_E1 = self._numbers()
-        most = int(headers_WN[:, 0].max())
+        memory = self._memory
+        headers_WN, rows = self._numbers()
+        most = max(header[peers.TOKENS] for header in headers_WN)
         if most > memory.capacity(self._layers):  # all ranks see the same maximum, and begin again together
             memory.make_room(self._layers, most)
             self._begin()
-            headers_WN, offsets_E1 = self._numbers()
-        self._offsets_E1, self._rows_here = offsets_E1, int(offsets_E1[-1])
-        self._tokens_W = headers_WN[:, 0].tolist()
-        needs = Joint.of_bits(functools.reduce(operator.or_, headers_WN[:, 2].tolist()))
+            headers_WN, rows = self._numbers()
+        self._rows_here = rows
+        self._tokens_W = [header[peers.TOKENS] for header in headers_WN]
+        needs = Joint.of_bits(functools.reduce(operator.or_, (header[peers.NEEDS] for header in headers_WN)))
         slots = sum(self._tokens_W) * self._ids_TK.size(1)
         # Of what this pass has, and not of the memory's capacity: a pass that is repeated has as many rows.
         most_rows = padded_rows(slots, self._where.experts_per_rank, self._plan.align)
-        assert len(self._tokens_W) == ranks
-        return self._arrived(min(most_rows, self._together(self._rows_here)), self._tokens_W, needs)
+        return self._arrived(min(most_rows, self._together(rows)), self._tokens_W, needs)
 
-    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The headers of all ranks and this rank's offsets, on the host, once the headers are of one pass."""
+    def _numbers(self) -> tuple[list[list[int]], int]:
+        """The headers of all ranks and the number of this rank's rows, once the headers are of one pass. Lists of Python's: each number
+        that is read from a tensor takes the host as long as a launch."""
         assert self._on_host is not None
-        ranks = self._memory.ranks
-        numbers = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
+        N = peers.HEADER_NUMBERS
+        self._numbers_on_host = self._on_host.wait(self._where.group, self._memory.board.look, self._memory.board.fail)
         self._memory.board.check()  # before the header of a rank that has left the pass is read
-        headers_WN = numbers[: ranks * peers.HEADER_NUMBERS].view(ranks, peers.HEADER_NUMBERS)
-        if len(set(headers_WN[:, peers.DIGEST].tolist())) > 1:
+        numbers = self._numbers_on_host.tolist()
+        headers_WN = [numbers[N * rank : N * rank + N] for rank in range(self._memory.ranks)]
+        if any(header[peers.DIGEST] != headers_WN[0][peers.DIGEST] for header in headers_WN):
             self._memory.refuse()
-        return headers_WN, numbers[ranks * peers.HEADER_NUMBERS :]
+        return headers_WN, numbers[-1]
 
     def _bounded(self) -> Arrived:
         layout, where, report = self._regions.layout, self._where, self._memory.report
@@ -229,8 +230,8 @@ class Arrival:
         x_TH, rows, sizes_E = self._x_TH, self._slots.num_rows, self._plan.padded_counts_E
         on_host = x_TH.device.type == "cpu"
         resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, on_host)
-        if resolved.needs_host_sizes and self._offsets_E1 is not None:
-            sizes_E = self._offsets_E1.diff().long()
+        if resolved.needs_host_sizes and self._numbers_on_host is not None:
+            sizes_E = self._numbers_on_host[self._memory.ranks * peers.HEADER_NUMBERS :].diff().long()
             if not on_host:
                 resolved = engines.resolve(engine, x_TH.device, x_TH.dtype, rows, w1_EFH.shape, True)
         assert resolved.engine is not None

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe._define_operator import without_autocast
+from gbmoe import _torch_names as names
+from gbmoe._define_operator import may_be_transformed, without_autocast
 from gbmoe.engines.base import Engine
 from gbmoe.ops import expert_forward_backward
 from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
@@ -80,7 +81,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         call = _Call(activation, experts, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
                      keep_weights=save and arrived.needs.x and keep_weights)
         x_TH = pass_agreement.joined(x_TH, save and not any(need))
-        return _PeerExperts.apply(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows)
+        inputs = x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows
+        return _PeerExperts.apply(*inputs) if may_be_transformed() else names.apply(_PeerExperts, *inputs)
 
 
 @dataclass(frozen=True)

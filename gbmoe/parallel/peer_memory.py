@@ -37,6 +37,9 @@ from gbmoe.parallel.regions import Layout, Regions
 MOST_RANKS = 64  # kMostPeers of csrc/peer/memory.cuh
 # The most ranks of a node with which backward's tokens and sums travel by the copy engines; peer_transport.py says why.
 RANKS_WITH_COPY_ENGINES = 4
+# And the least bytes of a rank's tokens for which they do. Copies need a stream of their own, barriers and events, which take the host
+# longer than fewer bytes are on their way.
+BYTES_FOR_COPY_ENGINES = 8 << 20
 
 
 def _symmetric_memory() -> Any:
@@ -83,6 +86,7 @@ class PeerMemory:
         self._allocation: _Allocation | None = None
         self._kept: list[_Allocation] = []  # those that CUDA graphs have captured, and which have become too small since
         self._streams = torch.get_device_module(device)
+        self._index = device if device.index is None else device.index  # an int, of which torch takes no time to make one
         # The end of the last pass. In a graph it is external: replays wait for the pass before them, and are waited for.
         self._used: Any = torch.cuda.Event(external=True) if device.type == "cuda" else torch.cpu.Event()
         self._used.record(self.stream())
@@ -102,7 +106,7 @@ class PeerMemory:
 
     def stream(self) -> Any:
         """The current stream of the memory's device."""
-        return self._streams.current_stream(self.device)
+        return self._streams.current_stream(self._index)
 
     def _capturing(self) -> bool:
         return self._captures if self._in_pass else capturing(self.device)

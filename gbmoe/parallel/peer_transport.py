@@ -49,7 +49,7 @@ class PeerTransport(Transport):
         self._coming: _TokensOnTheirWay | None = None
         self._going: _SumsOnTheirWay | None = None
         self._dx_factor: float | None = None
-        self._gives_weights = False
+        self._gives_weights = self._by_copy_engines = False
 
     def rows(self) -> GatheredRows:
         rows, self._rows = self._rows, None
@@ -67,7 +67,7 @@ class PeerTransport(Transport):
 
     def gradient_rows(self) -> GatheredRows:
         memory, arrived, own, tokens = self._memory, self._arrived, self._arrived.regions.own, self._x_TH.size(0)
-        again = arrived.needs.x_again
+        again, self._by_copy_engines = arrived.needs.x_again, _by_copy_engines(arrived)
         if again and self._by_copy_engines:
             self._coming = _TokensOnTheirWay(memory, arrived, self._x_TH, self._pulls_again)
         grad_TH, self._grad_TH = self._grad_TH, None
@@ -120,10 +120,6 @@ class PeerTransport(Transport):
                                      self._where.experts_per_rank, dweights_TK)
         return dx_TH, dweights_TK
 
-    @property
-    def _by_copy_engines(self) -> bool:
-        return self._memory.ranks <= peer_memory.RANKS_WITH_COPY_ENGINES
-
     def _pulled(self, region: str) -> GatheredRows:
         return pull_rows(self._arrived.regions.peers[region], self._arrived.slots, self._x_TH, self._memory.rank)
 
@@ -162,7 +158,16 @@ def sum_of_ranks(arrived: Arrived, x_TH: torch.Tensor, ids_TK: torch.Tensor, wei
 
 # Up to peer_memory.RANKS_WITH_COPY_ENGINES ranks, copy engines copy whole matrices of tokens while backward's GEMMs run. The GEMMs need
 # all multiprocessors, and copy engines none. But copy engines also copy the rows that are not needed here: with eight slots a token
-# these are hardly any of another rank's rows where there are two ranks, but a third of them where there are eight.
+# these are hardly any of another rank's rows where there are two ranks, but a third of them where there are eight. Short passes, which
+# wait for the host, leave them out.
+
+
+def _by_copy_engines(arrived: Arrived) -> bool:
+    """Whether backward of this pass uses them. All ranks have the same numbers of tokens here, whatever became of their layouts."""
+    layout = arrived.regions.layout
+    token_bytes = layout.hidden * layout.dtype.itemsize
+    return (layout.ranks <= peer_memory.RANKS_WITH_COPY_ENGINES
+            and peer_memory.rounded_up(max(arrived.tokens_W)) * token_bytes >= peer_memory.BYTES_FOR_COPY_ENGINES)
 
 
 class _TokensOnTheirWay:

@@ -12,7 +12,7 @@ H is hidden, F ffn hidden, P padded rows.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gbmoe.problem import known
 from gbmoe.tuning import hopper_tiles
@@ -75,3 +75,10 @@ def layer_config(hidden: int, ffn: int, glu: bool, activation: str, token_bytes:
         gather_two_weight_gradients=reachable and not padded and ffn <= _IN_TWO_GRADIENTS,
         fuse_activation_gradient=hidden >= _TERMS_THAT_HIDE_ACTIVATION,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_config_of_gathered(hidden: int, ffn: int, glu: bool, activation: str) -> LayerConfig:
+    """layer_config of rows that lie gathered in memory: no GEMM gathers them."""
+    return replace(layer_config(hidden, ffn, glu, activation, 0, False), gather_up=False, gather_down_backward=False,
+                   gather_weight_gradient=False, gather_two_weight_gradients=False)

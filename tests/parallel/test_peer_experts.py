@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp, extension
-from gbmoe.parallel import Placement, arrival, check_overflow, peer_experts, peer_memory
+from gbmoe.parallel import Placement, arrival, check_overflow, peer_experts, peer_memory, peer_transport
 from gbmoe.parallel.peer_transport import sum_of_ranks
 from gbmoe.testing import cuda_graphs, mapped_files
 from tests.forked_python import spawn
@@ -276,6 +276,30 @@ def more_ranks_than_whole_matrices_are_copied_for(rank, world):
 
 
 @case
+def passes_of_few_tokens_have_the_bits_of_those_of_many(rank, world):
+    """Copy engines bring and take the rows of many tokens in backward, and kernels those of few. The rank with the most tokens decides for
+    all: one that decided by its own would wait in other barriers than the others."""
+    layer = Layer(rank, world, [90, 4])
+    by_copies = layer.run()
+    token_bytes = layer.x[rank].size(1) * layer.x[rank].element_size()
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_transport, "_SumsOnTheirWay", lambda *_: made.append(rank))
+        patch.setattr(peer_memory, "BYTES_FOR_COPY_ENGINES", 128 * token_bytes + 1)  # 90 tokens have the room of 128
+        by_kernels = layer.run()
+    assert not made
+    layer.check(by_kernels)
+    for name, tensor in by_copies.items():
+        assert torch.equal(tensor, by_kernels[name]), name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "BYTES_FOR_COPY_ENGINES", 128 * token_bytes)
+        used, uses = [], peer_transport._SumsOnTheirWay
+        patch.setattr(peer_transport, "_SumsOnTheirWay", lambda *arguments: used.append(rank) or uses(*arguments))
+        layer.check(layer.run())
+    assert used
+
+
+@case
 def rows_are_pulled_while_the_host_waits_for_their_number(rank, world):
     """As many as are expected, and all of them again where there are more."""
     memory = peer_memory.of_group(None, device(rank))
@@ -391,6 +415,7 @@ def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
 def worker(rank, world, device_type, names, store, results):
     global DEVICE_TYPE
     DEVICE_TYPE, options = device_type, {}
+    peer_memory.BYTES_FOR_COPY_ENGINES = 0  # tests have few tokens, and copy engines are for many
     if device_type == "cuda":
         torch.cuda.set_device(rank)
         options["device_id"] = device(rank)
