@@ -18,6 +18,7 @@ import torch
 from gbmoe import _torch_names as names
 from gbmoe._define_operator import may_be_transformed, without_autocast
 from gbmoe.engines.base import Engine
+from gbmoe.engines.in_programs import in_programs
 from gbmoe.ops import expert_forward_backward
 from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
 from gbmoe.parallel import pass_agreement
@@ -117,7 +118,7 @@ class _PeerExperts(torch.autograd.Function):
         rows_PH = transport.keep_rows() if call.keep_rows else None
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
         out_TH, h_PF, g_PF = expert_forward_backward.forward(
-            transport, call.experts, weights, sizes_E, call.activation, call.save)
+            transport, in_programs(call.experts, x_TH), weights, sizes_E, call.activation, call.save)
         if call.save:
             if pass_agreement.saved_tensors_are_packed():
                 arrived = arrived.with_own_capacity()
@@ -151,5 +152,5 @@ class _PeerExperts(torch.autograd.Function):
             del rows_PH, grad_TH
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
             computed = expert_forward_backward.backward(
-                transport, call.experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
+                transport, in_programs(call.experts, x_TH), weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
         return *(gradient if needed else None for gradient, needed in zip(computed[:5], own)), *[None] * 5

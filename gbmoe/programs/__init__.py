@@ -60,8 +60,8 @@ class Programs:
     of tensors, None and constants.
 
     Args:
-        function: decides by the kind of call alone, and changes no tensor but those that it allocates. No two results, and no result and
-            input, are in the same memory.
+        function: decides by the kind of call alone. No result is in the memory of an input, and two are in the same memory only where they
+            are one tensor. It may write to inputs.
         name: in tracebacks.
         most: kinds of call that are kept; the one that has been there longest makes room.
     """

@@ -8,7 +8,8 @@ import torch
 from gbmoe import Arguments, clear_load_balancing_loss, dMoE
 
 
-@pytest.mark.parametrize("device, thousands", [pytest.param("cpu", 1, marks=pytest.mark.slow), pytest.param("cuda", 10, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device, thousands", [pytest.param("cpu", 1, marks=pytest.mark.slow),
+                                               pytest.param("cuda", 10, marks=pytest.mark.gpu)])
 def test_thousands_of_steps_of_changing_shapes_leave_nothing(device, thousands):
     layer = dMoE(Arguments(hidden_size=16, ffn_hidden_size=24, moe_num_experts=4, moe_top_k=2, mlp_type="glu", bias=False, fp16=False,
                            bf16=True, device=device))
