@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from gbmoe import launch
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe._define_operator import may_be_batched, may_be_transformed
 from gbmoe.weight_layout import WeightLayout
@@ -137,32 +138,48 @@ def joined_operands(adapters: Sequence[LoraFactors], dtype: torch.dtype) -> tupl
 
 def _operands(factors: LoraFactors, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(a [E,R,K], b [E,R,N])."""
-    b, scale = factors.b, factors.scale
-    # PEFT keeps b as [N, r * E]: of such strides one copy is made here, instead of one in each product.
-    readable = b.stride(2) == 1 or b.stride(1) == 1
-    if torch.compiler.is_compiling() or may_be_transformed():
-        b = (b if scale == 1 else b * scale).to(dtype)
-        b = b if readable else b.contiguous()
-    elif scale != 1 or b.dtype != dtype or not readable:
-        b = _Scaled.apply(b, scale, dtype, torch.preserve_format if readable else torch.contiguous_format)
     padding = -factors.a.size(1) % _RANK_ALIGNMENT
-    a_ERK, b_ERN = factors.a.to(dtype), b.transpose(1, 2)
+    a_ERK, b_ERN = _operand(factors.a, 1, dtype), _operand(factors.b, factors.scale, dtype).transpose(1, 2)
     return (a_ERK, b_ERN) if padding == 0 else (F.pad(a_ERK, (0, 0, 0, padding)), F.pad(b_ERN, (0, 0, 0, padding)))
 
 
+def _operand(factor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """factor * scale in `dtype`, contiguous along one of its last two dimensions, as products read it: PEFT's b [N, r * E] is not, and is
+    copied here once."""
+    readable = factor.stride(2) == 1 or factor.stride(1) == 1
+    if torch.compiler.is_compiling() or may_be_transformed():
+        factor = (factor if scale == 1 else factor * scale).to(dtype)
+        return factor if readable else factor.contiguous()
+    if scale == 1 and factor.dtype == dtype and readable:
+        return factor
+    return _Scaled.apply(factor, scale, dtype, torch.preserve_format if readable else torch.contiguous_format)
+
+
 class _Scaled(torch.autograd.Function):
-    """b * scale in another dtype and format, by one kernel where these operators would be three."""
+    """factor * scale in another dtype and format, by one kernel where these operators would be three. Its gradient lies as the factor
+    does, so that autograd need not copy it into a parameter's order."""
 
     @staticmethod
-    def forward(ctx, b, scale, dtype, memory_format):
-        ctx.scale, ctx.dtype = scale, b.dtype
-        return torch.mul(b, scale, out=torch.empty_like(b, dtype=dtype, memory_format=memory_format))
+    def forward(ctx, factor, scale, dtype, memory_format):
+        ctx.scale, ctx.dtype, ctx.strides = scale, factor.dtype, _strides_of_copy(factor)
+        return launch.copy_scaled(factor, scale, torch.empty_like(factor, dtype=dtype, memory_format=memory_format))
 
     @staticmethod
     def backward(ctx, grad):
         if may_be_batched(grad):
             return (grad * ctx.scale).to(ctx.dtype), None, None, None
-        return torch.mul(grad, ctx.scale, out=torch.empty_like(grad, dtype=ctx.dtype)), None, None, None
+        made = torch.empty_strided(grad.shape, ctx.strides, dtype=ctx.dtype, device=grad.device)
+        return launch.copy_scaled(grad, ctx.scale, made), None, None, None
+
+
+def _strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those of `tensor` if its elements follow one another, in whatever order of its dimensions, otherwise those of a contiguous one."""
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != elements:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
+        elements *= size
+    return tensor.stride()
 
 
 def _joined(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -47,7 +47,8 @@ struct Arguments {
   // begin at second_n, else INT_MAX, and tiled_n is second_n + size_n.
   int tiled_n, second_n;
   int size_m;              // M, k-grouped
-  int k_blocks;            // of one pair of operands, m-grouped
+  // m-grouped: those of the first pair of operands, and of all pairs, which is 0 until the launch where each has k_blocks.
+  int k_blocks, sum_k_blocks;
   int operand_pairs;       // that are summed
   int panel_tiles;         // the most tiles along M that are walked before the next along N
   // A group's tiles are divided evenly among its panels, rounded up; otherwise all panels but the last have panel_tiles.

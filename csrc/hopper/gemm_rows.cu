@@ -48,7 +48,7 @@ bool hopper_built() {
 }
 
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
-// group has all rows. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
+// group has all rows; a2 has an inner dimension of its own. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
     std::vector<int64_t> tiling, std::optional<Tensor> workspace,
@@ -59,16 +59,12 @@ void hopper_rows(
   const Balancing balancing{workspace, splitting_of(splitting)};
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiles);
   args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
-  args.operand_pairs = a2 ? 2 : 1;
   args.out[0] = out.data_ptr();
   const int box_b = trans_b ? box_of_b(static_cast<int>(tiles.tile_n)) : kBoxContiguousMN;
   TensorMaps maps{};
   maps.a[0] = map_of_a(a, tiles);
   maps.b[0] = tensor_map(b, box_b);
-  if (a2) {
-    maps.a[1] = map_of_a(*a2, tiles);
-    maps.b[1] = tensor_map(*b2, box_b);
-  }
+  set_second_pair("hopper_rows", maps, args, a2, b2, trans_b ? 2 : 1, !trans_b, out.size(1), tiles);
   const bool to_float = out.scalar_type() == ScalarType::Float;  // a router's logits, which are not rounded
   if (to_float && !(trans_b && tiles.is(kSquareTileN, 1, 1))) tiles.refuse("hopper_rows in fp32");
   maps.out[0] = tensor_map(out, kBoxOut);
@@ -79,10 +75,11 @@ void hopper_rows(
   });
 }
 
-// out[rows of e] = a[rows of e] @ b[e] + bias[e], whose sum is rounded once; b [E,K,N], or [E,N,K] with trans_b, bias [E,N]
+// out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]) + bias[e], whose sum is rounded once; operands as in hopper_rows,
+// bias [E,N]
 void hopper_rows_biased(
-    Tensor a, Tensor b, Tensor bias, Tensor sizes, bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace,
-    std::vector<double> splitting, Tensor out) {
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor bias, Tensor sizes, bool trans_b,
+    std::vector<int64_t> tiling, std::optional<Tensor> workspace, std::vector<double> splitting, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
@@ -94,6 +91,7 @@ void hopper_rows_biased(
   TensorMaps maps{};
   maps.a[0] = map_of_a(a, tiles);
   maps.b[0] = tensor_map(b, trans_b ? box_of_b(kWideTileN) : kBoxContiguousMN);
+  set_second_pair("hopper_rows_biased", maps, args, a2, b2, trans_b ? 2 : 1, !trans_b, out.size(1), tiles);
   maps.out[0] = tensor_map(out, kBoxOut);
   const Balancing balancing{workspace, splitting_of(splitting)};
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_rows_biased", {
@@ -106,9 +104,10 @@ GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
 GBMOE_OPERATOR(hopper_rows,
                "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
                "workspace, float[] splitting, Tensor(b!) out) -> ()");
-GBMOE_OPERATOR(hopper_rows_biased,
-               "(Tensor a, Tensor b, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, Tensor(a!)? workspace, float[] splitting, "
-               "Tensor(b!) out) -> ()");
+GBMOE_OPERATOR(
+    hopper_rows_biased,
+    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, Tensor(a!)? workspace, "
+    "float[] splitting, Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(hopper_rows_gathered,
                "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) out) -> ()");
 

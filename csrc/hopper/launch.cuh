@@ -50,6 +50,29 @@ inline CUtensorMap map_of_a(const Tensor& a, const Tiling& tiling) {
   return tensor_map(a, tiling.cluster_n == 2 ? kTileM / 2 : kTileM);
 }
 
+// A second pair of operands, whose product is added to the first one's before the sum is rounded: a2 [P,K2] and b2, [E,N,K2] where `k` is
+// 2, or [E,K2,N] where it is 1, contiguous along N where b is. args has the first pair's k-blocks. K2 is a length of its own: TMA fills
+// what lies beyond it with zeros.
+inline void set_second_pair(
+    const char* name, TensorMaps& maps, Arguments& args, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2, int k,
+    bool along_n, int64_t columns, const Tiling& tiling) {
+  STD_TORCH_CHECK(a2.has_value() == b2.has_value(), name, ": expected a2 and b2, or neither");
+  if (!a2) return;
+  STD_TORCH_CHECK(a2->dim() == 2 && a2->size(0) == args.rows, name, ": expected a2 with ", args.rows, " rows, got ", a2->size(0));
+  const bool fits = b2->dim() == 3 && b2->size(0) == args.groups && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;
+  STD_TORCH_CHECK(
+      fits, name, ": expected b2 with ", args.groups, " groups, ", columns, " columns and a2's inner dimension of ", a2->size(1),
+      ", got [", b2->size(0), ",", b2->size(1), ",", b2->size(b2->dim() - 1), "]");
+  STD_TORCH_CHECK(
+      b2->stride(along_n ? 3 - k : k) == 1, name, ": expected b2 contiguous along ", along_n ? "N" : "K", ", as b is");
+  args.operand_pairs = 2;
+  args.sum_k_blocks = args.k_blocks + ceil_div(static_cast<int>(a2->size(1)), kBlockK);
+  const bool transposed = along_n == (k == 2);
+  const int box = along_n ? kBoxContiguousMN : box_of_b(static_cast<int>(tiling.tile_n));
+  maps.a[1] = map_of_a(*a2, tiling);
+  maps.b[1] = tensor_map(*b2, box, kLineBytes, kTwoLines, transposed);
+}
+
 // Makes the GEMM's balanced schedule in this workspace, ahead of the launch.
 template <typename Traits>
 void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, int ctas, cudaStream_t stream) {
@@ -63,7 +86,7 @@ void balance(Arguments& args, const Tensor& bytes, const Splitting& splitting, i
   shape.tiles_n = ceil_div(args.tiled_n, Traits::kOutputTileN * Traits::kClusterN);
   shape.tiles_m = ceil_div(args.size_m, kTileM * Traits::kClusterM);
   shape.tile_rows = kTileM * Traits::kClusterM;
-  shape.k_blocks = args.k_blocks * args.operand_pairs;
+  shape.k_blocks = args.sum_k_blocks;
   shape.clusters = ctas / Traits::kClusterSize;
   shape.entries = Traits::kSplitK ? workspace.entries / Traits::kClusterSize : 0;
   shape.counters = max_entries(ctas) * kConsumerWarps;
@@ -85,6 +108,7 @@ template <typename Settings> void launch(const TensorMaps& maps, Arguments args,
   using Traits = GemmTraits<Settings>;
   constexpr uint32_t kSharedBytes = SharedMemory<Traits>::kBytes;
   const int ctas = multiprocessors(on.get_device_index()) / Traits::kClusterSize * Traits::kClusterSize;
+  if (args.sum_k_blocks == 0) args.sum_k_blocks = args.k_blocks * args.operand_pairs;
   if (balancing.workspace) balance<Traits>(args, *balancing.workspace, balancing.splitting, ctas, current_stream(on));
   else args.most_ahead = 0;  // the counter that it needs lies in the workspace
   allow_dynamic_shared_memory<grouped_gemm_kernel<Traits>>(on.get_device_index());

@@ -35,7 +35,7 @@ template <typename Traits> struct TileScheduler {
   // The next tile, as CTA 0 of the cluster sees it; its group is -1 after the last.
   __device__ Tile next() {
     Tile tile{};
-    tile.k_blocks = args.k_blocks * args.operand_pairs;
+    tile.k_blocks = args.sum_k_blocks;
     int item = take_item();
     if (!kGroupedK && args.schedule) item = split_tail(item, tile);
     if (item < first_item) base = -32, first_item = next_row = next_item = 0;

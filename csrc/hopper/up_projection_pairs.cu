@@ -1,5 +1,5 @@
-// The first GEMM of a gated expert whose gate and up lie column by column in one tensor, with its activation: pairs = x @ w[e].T + bias[e],
-// [P,2F], column 2 * j of which is h and 2 * j + 1 is g; a = act(h) * g, [P,F].
+// The first GEMM of a gated expert whose gate and up lie column by column in one tensor, with its activation:
+// pairs = x @ w[e].T (+ a2 @ b2[e].T) + bias[e], [P,2F], column 2 * j of which is h and 2 * j + 1 is g; a = act(h) * g, [P,F].
 
 #include "launch.cuh"
 
@@ -16,10 +16,11 @@ void launch_pairs(const TensorMaps& maps, const Arguments& args, const Tiling& t
 
 }  // namespace
 
-// w [E,2F,H], contiguous along 2F; pairs are written if they are given. bias [E,2F]
+// w [E,2F,H], and b2 [E,2F,K2], contiguous along 2F; pairs are written if they are given. bias [E,2F]
 void hopper_up_pairs(
-    Tensor x, Tensor w, std::optional<Tensor> bias, Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling,
-    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> pairs) {
+    Tensor x, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> bias, Tensor sizes,
+    std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a,
+    std::optional<Tensor> pairs) {
   const OnDevice current(x);
   STD_TORCH_CHECK(contiguous_along_n(w), "hopper_up_pairs: expected w contiguous along F");
   const Tiling tiles = tiling_of(tiling);
@@ -32,6 +33,7 @@ void hopper_up_pairs(
   TensorMaps maps{};
   maps.a[0] = map_of_a(x, tiles);
   maps.b[0] = weight_map(w, kWideTileN);
+  set_second_pair("hopper_up_pairs", maps, args, a2, b2, 2, true, w.size(1), tiles);
   maps.out[0] = tensor_map(a, kBoxOut);
   args.out[0] = a.data_ptr();
   if (pairs) {
@@ -44,8 +46,9 @@ void hopper_up_pairs(
   });
 }
 
-GBMOE_OPERATOR(hopper_up_pairs,
-               "(Tensor x, Tensor w, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, Tensor(a!)? workspace, "
-               "Tensor(b!) a, Tensor(c!)? pairs) -> ()");
+GBMOE_OPERATOR(
+    hopper_up_pairs,
+    "(Tensor x, Tensor w, Tensor? a2, Tensor? b2, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, Tensor(a!)? "
+    "workspace, Tensor(b!) a, Tensor(c!)? pairs) -> ()");
 
 }  // namespace gbmoe

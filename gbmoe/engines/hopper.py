@@ -14,6 +14,7 @@ from gbmoe import extension, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
+from gbmoe.engines.lora_products import LowRank
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.launch import availability
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
@@ -73,7 +74,8 @@ class Hopper(OwnKernels):
         if a2 is None and (self.batch_invariant or unrounded) and tensor_core_tiles.few_low_tiles(device, rows, groups, columns):
             tensor_core.launch_rows(tensor_core_tiles.rows_gemm(device, rows, groups, columns), a, b, None, None, sizes, trans_b, out)
             return
-        inner = a.size(1) * (1 if a2 is None else 2)
+        # A pair of low rank is a k-block or two, which does not change what tiles are the fastest.
+        inner = a.size(1) if a2 is None or 2 * a2.size(1) < a.size(1) else a.size(1) + a2.size(1)
         if unrounded:
             config = hopper_tiles.unrounded_rows_gemm(device, rows, inner, columns)
         else:
@@ -101,14 +103,18 @@ class Hopper(OwnKernels):
         x.forget()
         return result
 
-    def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save):
+    def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save, low=None):
         w, along_f = rows_or_columns_in_place(w_EGH)
-        composes = self.has_few_rows(x.num_rows, w_EGH.size(0)) and not (self.batch_invariant and bias_EG is not None)
+        adds = bias_EG is not None or low is not None
+        composes = self.has_few_rows(x.num_rows, w_EGH.size(0)) and not (self.batch_invariant and adds)
         if composes or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
-            return super().up_pairs(x, w_EGH, bias_EG, sizes_E, activation, save)
-        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save)
+            arguments = x, w_EGH, bias_EG, sizes_E, activation, save
+            return super().up_pairs(*arguments) if low is None else super().up_pairs_low_rank(*arguments, low)
+        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, *_second_pair(low, True))
         x.forget()
         return result
+
+    up_pairs_low_rank = up_pairs
 
     def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
         along_f = not self.copies(w1_EFH, v1_EFH) and bool(lies_transposed(w1_EFH))
@@ -133,6 +139,19 @@ class Hopper(OwnKernels):
         b, is_transposed = self.readable(b)
         return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b != is_transposed, splits=not self.batch_invariant)
 
+    def product_low_rank(self, a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN):
+        # With few rows it is composed, which other rows must not decide, as in biased_product.
+        if self.has_few_rows(a.size(0), b.size(0)) and not self.batch_invariant:
+            return super().product_low_rank(a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN)
+        b, is_transposed = self.readable(b)
+        trans_b = trans_b != is_transposed
+        b2 = launch.with_aligned_rows(b_ERN.transpose(1, 2) if trans_b else b_ERN)
+        if bias_EN is not None:
+            return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b, not self.batch_invariant, aligned(rows_PR), b2)
+        out_PN = a.new_empty(a.size(0), b_ERN.size(2))
+        self.rows_gemm(aligned(a), b, aligned(rows_PR), b2, sizes_E, trans_b, out_PN)
+        return out_PN
+
     def down(self, a_PF, w2_EFH, sizes_E):
         if self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):
             return HOPPER_FEW_ROWS.down(a_PF, w2_EFH, sizes_E)
@@ -141,25 +160,37 @@ class Hopper(OwnKernels):
     def gathers_before_up(self, ffn, activation, token_bytes):
         return not gathering.always_gathers_in_up(ffn, activation, token_bytes)
 
-    def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation):
+    def down_backward(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low=None):
         config = _config(dz, w2_EFH.size(1), g_PF is not None, activation)
         w2, along_f = rows_or_columns_in_place(w2_EFH)
-        if config.gather_down_backward and not along_f:
+        if config.gather_down_backward and not along_f and low is None:
             d_PF = rows_gemm_gathered(aligned(dz.tokens_TH), dz.slots.slot_of_row_P, dz.slots.top_k, w2, sizes_E)
             a_PF, dg_PF, dweights_TK = launch.activate_backward(h_PF, g_PF, d_PF, dz.slots.slot_of_row_P, weights_TK, activation)
             return a_PF, d_PF, dg_PF, dweights_TK, (d_PF, dg_PF)
         if config.fuse_activation_gradient:
             a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
                 aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, h_PF, g_PF, dz.slots.slot_of_row_P, weights_TK,
-                activation)
+                activation, *_second_pair(low, along_f))
             return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
-        return super().down_backward(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation)
+        arguments = dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation
+        return super().down_backward(*arguments) if low is None else super().down_backward_low_rank(*arguments, low)
 
-    def down_backward_pairs(self, dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation):
+    down_backward_low_rank = down_backward
+
+    def down_backward_pairs(self, dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low=None):
         w2, along_f = rows_or_columns_in_place(w2_EFH)
         if along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
-            return super().down_backward_pairs(dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation)
-        return down_backward_pairs_gemm(aligned(dz.rows_PH()), w2, sizes_E, pairs_PG, dz.slots.slot_of_row_P, weights_TK, activation)
+            arguments = dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation
+            return super().down_backward_pairs(*arguments) if low is None else super().down_backward_pairs_low_rank(*arguments, low)
+        return down_backward_pairs_gemm(aligned(dz.rows_PH()), w2, sizes_E, pairs_PG, dz.slots.slot_of_row_P, weights_TK, activation,
+                                        *_second_pair(low, False))
+
+    down_backward_pairs_low_rank = down_backward_pairs
+
+    def up_backward_low_rank(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low):
+        if v1_EFH is not None:
+            return super().up_backward_low_rank(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low)  # a third pair, which is added in memory
+        return self.product_low_rank(dh_PF, w1_EFH, None, sizes_E, False, low.rows_PR, low.b_ERN)
 
     def weight_gradient(self, left_PF, rows, sizes_E, out_EFH=None):
         gathers = _config(rows, left_PF.size(1)).gather_weight_gradient and (out_EFH is None or has_aligned_rows(out_EFH))
@@ -195,6 +226,9 @@ class HopperBatchInvariant(Hopper):
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         return _HOPPER.up_backward(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E)
 
+    def up_backward_low_rank(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low):
+        return _HOPPER.up_backward_low_rank(dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low)
+
 
 _HOPPER = Hopper()
 
@@ -207,6 +241,15 @@ def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "
     return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
 
 
+def _second_pair(low: LowRank | None, along_n: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(a2 [P,R], b2 [E,N,R]), b2 contiguous along N or along R as the first pair's weights are: where it is not, it is copied, which
+    costs less than a product of its own. (None, None) of None."""
+    if low is None:
+        return None, None
+    b2 = launch.with_aligned_rows(low.b_ERN if along_n else low.b_ERN.transpose(1, 2))
+    return aligned(low.rows_PR), b2.transpose(1, 2) if along_n else b2
+
+
 def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
     """Whether experts' rows are padded, as far as the numbers of rows and slots tell: a plan with padding has more rows than slots unless
     the caller has dropped as many slots. It decides about speed alone."""
@@ -216,7 +259,9 @@ def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) ->
 # ------------------------------------------------------------------------------------------------------------- the kernels
 #
 # Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], contiguous along H, or where it
-# says so along F; their rows, and those of their gradients, may lie further apart. Sizes are integers [E], on the host or the device.
+# says so along F; their rows, and those of their gradients, may lie further apart. a2 [P,R] and b2, which is as the weights with R for
+# their inner dimension, are a second pair of operands, whose product is added before the sum is rounded. Sizes are integers [E], on the
+# host or the device.
 # slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k, and takes zeros where a row has no slot.
 
 
@@ -242,7 +287,7 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
         torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
-def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save):
+def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=None):
     """Engine.up_pairs of gathered rows and weights that lie contiguous along F."""
     a_PF = x_PH.new_empty(x_PH.size(0), w_EGH.size(1) // 2)
     pairs_PG = x_PH.new_empty(x_PH.size(0), w_EGH.size(1)) if save else None
@@ -250,18 +295,18 @@ def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save):
                                   along_f=True)
     sizes = device_sizes(sizes, x_PH.device)
     torch.ops.gbmoe_cuda.hopper_up_pairs(
-        x_PH, w_EGH, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation), config.tiling,
-        workspace(x_PH, sizes, config), a_PF, pairs_PG)
+        x_PH, w_EGH, a2, b2, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation),
+        config.tiling, workspace(x_PH, sizes, config), a_PF, pairs_PG)
     return a_PF, pairs_PG
 
 
-def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits):
+def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits, a2=None, b2=None):
     """out[rows of e] = a[rows of e] @ b[e] + bias[e], rounded once. `splits`: whether sums may be cut along K."""
     out = a.new_empty(a.size(0), bias_EN.size(1))
     config = hopper_tiles.biased_rows_gemm(Device.of(a.device), a.size(0), b.size(0), a.size(1), out.size(1), splits=splits)
     sizes = device_sizes(sizes, a.device)
-    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, aligned(bias_EN), sizes, trans_b, config.tiling, workspace(a, sizes, config),
-                                            config.split.splitting, out)
+    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, a2, b2, aligned(bias_EN), sizes, trans_b, config.tiling,
+                                            workspace(a, sizes, config), config.split.splitting, out)
     return out
 
 
@@ -297,7 +342,7 @@ def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x
     return out_EFH, out2_EFH
 
 
-def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation):
+def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_TK, activation, a2=None, b2=None):
     """Engine.down_backward without its last result, for gathered rows dz [P,H], where d is rounded to their dtype in between; weights have
     any floating dtype."""
     a_PF, dh_PF = torch.empty_like(h_PF), torch.empty_like(h_PF)
@@ -305,18 +350,18 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
     weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, h_PF)
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
+        dz_PH, w2_EFH, a2, b2, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
 
-def down_backward_pairs_gemm(dz_PH, w2_EFH, sizes, pairs_PG, slot_of_row_P, weights_TK, activation):
+def down_backward_pairs_gemm(dz_PH, w2_EFH, sizes, pairs_PG, slot_of_row_P, weights_TK, activation, a2, b2):
     """Engine.down_backward_pairs for gathered rows dz [P,H] and w2 that lies contiguous along H; otherwise as down_backward_gemm."""
     a_PF, dpairs_PG = pairs_PG.new_empty(pairs_PG.size(0), pairs_PG.size(1) // 2), torch.empty_like(pairs_PG)
     weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, a_PF)
     config = hopper_tiles.down_backward_pairs_gemm(Device.of(a_PF.device), a_PF.size(1))
     torch.ops.gbmoe_cuda.hopper_down_backward_pairs(
-        dz_PH, w2_EFH, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
+        dz_PH, w2_EFH, a2, b2, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dpairs_PG, dots_CP, dweights_TK)
     return a_PF, dpairs_PG, dweights_TK
 

@@ -26,7 +26,7 @@ class LowRank(NamedTuple):
 
 class LowRankProducts:
     """A part of Engine, which has the other methods. Here the second product is added to the first in memory, after that is rounded. An
-    engine that adds it before overrides these."""
+    engine whose GEMM sums both overrides these."""
 
     product: Any
     biased_product: Any

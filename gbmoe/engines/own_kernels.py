@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe import launch
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
@@ -87,7 +88,7 @@ class OwnKernels(Engine):
             self.weight_gradient_gemm(a, b, sizes, product, False)
         else:
             self.rows_gemm(a, b, None, None, sizes, trans_b, product)
-        return out.add_(product) if accumulate else product
+        return launch.add_to_rows(out, product) if accumulate else product
 
     def linear(self, x, weight):
         """Without a tensor of sizes, which would be one kernel more in each call; and without padding in the kernels for few rows."""

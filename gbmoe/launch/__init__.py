@@ -2,7 +2,8 @@
 otherwise computes in plain PyTorch (gbmoe/plain/). No autograd. The kernels are in csrc/.
 
 availability.py says whether they are loaded. permute.py, activation.py, quantize.py, router.py and peers.py are rooms as csrc/ has
-them; the functions of the first three are here under their names. Launches of GEMMs are with their engines (gbmoe/engines/).
+them; the functions of the first three are here under their names, as are those of sums_and_copies.py. Launches of GEMMs are with their
+engines (gbmoe/engines/).
 """
 
 from gbmoe.launch.activation import (
@@ -23,10 +24,12 @@ from gbmoe.launch.quantize import (
     quantize_weights,
     quantize_weights_both_ways,
 )
+from gbmoe.launch.sums_and_copies import add_to_rows, copy_scaled, with_aligned_rows
 
 __all__ = [
     "activate", "activate_backward", "activate_backward_k_blocks", "activate_backward_scaled", "activate_pairs",
-    "activate_pairs_backward", "clear_rows_without_slot",
+    "activate_pairs_backward", "add_to_rows", "clear_rows_without_slot", "copy_scaled",
     "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks", "quantize_k_blocks", "quantize_rows",
     "quantize_weights", "quantize_weights_both_ways", "scatter", "scatter_backward",
+    "with_aligned_rows",
 ]

@@ -7,14 +7,14 @@
 with each expert's factors, the scale in B1 and B2. Gate and up share A1 and have columns of B1 each. What is kept for backward is t; s is
 computed again from a, which backward has with the router's weights in it.
 
-The engine adds the second products to the first (LowRankProducts), and computes the small ones by its grouped GEMM.
+The engine adds the second products to the first (LowRankProducts; Hopper's in one GEMM), and computes the small ones by its grouped GEMM.
 
 Bytes of memory that this costs, with 2 bytes an element and without matrices of R columns, of a GLU:
 
     t, s, u, v                          2PH, 2PF, 2PH, 4PF
     dA2, s again, dB2, dB1, dA1         2PF, 2PF, 2PH, 4PF, 2PH
     second products, added in memory    8 for each element, 4 where the engine's GEMM adds in place: of h and g 16PF, y 8PH, d 8PF, dx 8PH
-                                        0 where they are added before the first is rounded
+                                        0 where one GEMM sums both: on Hopper all, but dx of a gate and up that lie apart, and few rows
 
 Shape suffixes: E experts, H hidden, F ffn hidden, G columns of gate and up, P padded rows of the plan, R ranks.
 """

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import gbmoe
-from gbmoe import ExpertLora, LoraFactors, WeightLayout, engines
+from gbmoe import ExpertLora, LoraFactors, WeightLayout, engines, programs
 from gbmoe.engines.reference import Reference
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
@@ -191,6 +191,44 @@ def test_float32_factors_of_bfloat16_experts_have_float32_gradients(device):
     with torch.autocast("cpu", torch.bfloat16):
         cast = gbmoe.expert_mlp(x, plan, w1, w2, v1, lora=lora)
     assert torch.equal(cast, half)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 2, 0)], ids=["ENR", "ERN", "NRE"])
+def test_gradients_of_factors_that_are_cast_were_copied_into_a_parameters_order(device, order):
+    """PEFT keeps b as [N, r * E]: autograd takes a gradient that lies like its parameter, and copies another."""
+    x, plan, w1, w2, v1, lora, leaves = frozen_layer(experts=4, tokens=20)
+    x, w1, w2, v1, *leaves = (t.detach().to(device).requires_grad_(t.requires_grad) for t in (x, w1, w2, v1, *leaves))
+    plan, back = gbmoe.RoutingPlan.from_experts(plan.row_of_slot_TK.to(device) % 4, 4), [order.index(dim) for dim in range(3)]
+    kept = [leaf.detach().permute(order).contiguous().requires_grad_() for leaf in leaves]
+
+    def gradients(factors, wanted):
+        exact_inputs.poison(device)
+        lora = ExpertLora(**{name: LoraFactors(*factors[2 * n:2 * n + 2], 2.0) for n, name in enumerate(("w1", "v1", "w2"))})
+        args = [t.detach().bfloat16() for t in (x, w1, w2, v1)]
+        return torch.autograd.grad(gbmoe.expert_mlp(args[0], plan, *args[1:], lora=lora).float().sum(), wanted)
+
+    expected, found = gradients(leaves, leaves), gradients([leaf.permute(back) for leaf in kept], kept)
+    for ours, plain, leaf in zip(found, expected, kept):
+        assert ours.stride() == leaf.stride() and ours.dtype == torch.float32
+        torch.testing.assert_close(ours.permute(back), plain, rtol=0.02, atol=float(plain.abs().max()) / 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [SEPARATE, PAIRED], ids=lambda layout: layout.code)
+def test_steps_with_adapters_were_no_programs_of_the_extension(monkeypatch, layout):
+    """What was added in memory was an operator with a Scalar, which no program can call."""
+    made = []
+
+    class Spied(programs.Encoded):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(arguments[4])
+
+    monkeypatch.setattr(programs, "Encoded", Spied)
+    programs.forget_all()
+    for _ in range(3):
+        check(layout, torch.device("cuda"), torch.bfloat16, frozen=("w1", "w2", "v1"))
+    assert {name for name in made if "low_rank" in name} == {"expert_mlp_low_rank", "expert_mlp_low_rank_backward"}
 
 
 def test_adapters_that_change_nothing_gave_other_bits():
