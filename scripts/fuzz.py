@@ -320,8 +320,11 @@ def _refuses(engine: str, layer: Layer) -> bool:
     if engines.availability(layer.device)[engine] is not None:
         return True
     on_host = engines.ENGINES[engine].needs_host_sizes or layer.device.type == "cpu"
-    refusals = engines.refusals(layer.device, case.dtype, case.tokens * case.top_k, (case.experts, case.ffn, case.hidden), on_host)
-    return refusals.get(engine) is not None
+    try:
+        engines.resolve(engine, layer.device, case.dtype, case.tokens * case.top_k, (case.experts, case.ffn, case.hidden), on_host)
+    except ValueError:
+        return True
+    return False
 
 
 def _elsewhere(layer: Layer, leaves: dict[str, torch.Tensor]) -> list[str]:
