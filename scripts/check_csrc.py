@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from check_wheel import unstable_symbols
+
 from gbmoe.extension import build
 from gbmoe.extension.jobs import jobs
 
@@ -107,8 +109,7 @@ def wrong_symbols(unit: Path) -> list[str]:
     """Symbols that an object must not need, or why it has none."""
     printed = subprocess.run(["nm", "-u", str(unit)], capture_output=True, text=True, check=True).stdout
     symbols = [line.split()[-1] for line in printed.splitlines()]
-    forbidden = ("Py", "_Py", "_ZN2at", "_ZN3c10", "_ZN5torch", "_ZNK2at", "_ZNK3c10")
-    return [symbol for symbol in symbols if symbol.startswith(forbidden)] if symbols else ["it needs no symbol at all"]
+    return unstable_symbols(symbols) if symbols else ["it needs no symbol at all"]
 
 
 class Compiler:

@@ -21,8 +21,11 @@ LARGEST = 100_000_000  # bytes; what package indexes take
 # What the extension may need: torch and its cuBLAS, which torch brings, and what every manylinux system has.
 _NEEDED = re.compile(r"lib(torch_cuda|torch_cpu|c10)\.so|libcublas\.so\.\d+|lib(stdc\+\+\.so\.6|gcc_s\.so\.1|c\.so\.6|m\.so\.6|dl\.so\.2"
                      r"|pthread\.so\.0|rt\.so\.1)|ld-linux-[\w-]+\.so\.\d")
-# C++ functions of torch, whose ABI changes from release to release. The stable ABI has C functions alone.
-_UNSTABLE = re.compile(r"_ZN[KVRO]*(2at|3c10|5torch|6caffe2)|_ZT[ISV]N(2at|3c10|5torch|6caffe2)")
+# The C++ symbols that an object may need: those of the C++ library, unless made for a type of torch's, and those of csrc/, whose files need
+# one another. Torch's own change from release to release; its stable ABI has C functions alone.
+_CPP_LIBRARY = re.compile(r"_Z(T[VTIS]|GV)?[NVKROP]*(S[taiosd]|9__gnu_cxx|10__cxxabiv1)|_Z(n[wa]|d[la])|_ZT[IS]P?K?[a-z]$")
+_OF_CSRC = re.compile(r"_Z(T[VTIS]|GV)?[NVKROP]*5gbmoe")
+_OF_TORCH = re.compile(r"(?<!\d)(2at|3c10|5torch|6caffe2)")
 _LINK = re.compile(r"\]\((?!\w+:)[^)]*\)")
 _LOAD = """
 import sys, torch
@@ -51,9 +54,18 @@ def wrong_libraries(needed: list[str], cuda_major: str) -> list[str]:
     return wrong if cublas in needed else [*wrong, f"expected the extension to need {cublas}, it needs {', '.join(needed)}"]
 
 
+def unstable_symbols(undefined: list[str]) -> list[str]:
+    """Those of the undefined symbols that would tie an object to one release of torch, of Python or of another C++ library."""
+    def is_cpp_library(name: str) -> bool:
+        return bool(_CPP_LIBRARY.match(name)) and not _OF_TORCH.search(name)
+
+    return [name for name in undefined if name.startswith(("Py", "_Py"))
+            or (name.startswith("_Z") and not (_OF_CSRC.match(name) or is_cpp_library(name)))]
+
+
 def wrong_symbols(undefined: list[str], platform: str) -> list[str]:
-    """What is wrong with the symbols that the extension takes from elsewhere: torch's C++, or a glibc newer than the platform's."""
-    wrong = [f"{name} is not in torch's stable ABI" for name in undefined if _UNSTABLE.match(name)]
+    """What is wrong with the symbols that the extension takes from elsewhere: no stable ABI, or a glibc newer than the platform's."""
+    wrong = [f"{name} is not in torch's stable ABI" for name in unstable_symbols(undefined)]
     glibc = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", platform)
     if glibc:
         oldest = (int(glibc[1]), int(glibc[2]))

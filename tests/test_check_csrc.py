@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "check_csrc.py"
 
 @pytest.fixture(scope="module")
 def check():
+    sys.path.append(str(SCRIPT.parent))  # for check_wheel, next to it
     spec = importlib.util.spec_from_file_location("check_csrc", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
@@ -79,3 +80,30 @@ def test_symbols_of_python_and_of_torchs_c_plus_plus_are_found(check, tmp_path):
     (tmp_path / "none.c").write_text("int nothing;\n")
     subprocess.run([compiler, "-c", str(tmp_path / "none.c"), "-o", str(tmp_path / "none.o")], check=True)
     assert check.wrong_symbols(tmp_path / "none.o") == ["it needs no symbol at all"]
+
+
+def test_types_and_qualified_functions_of_torch_passed_as_the_stable_abi(check, tmp_path):
+    """Only the beginnings of five kinds of names were refused. What csrc/ needs of the C++ library and of its own files is let through."""
+    if shutil.which("g++") is None or shutil.which("nm") is None:
+        pytest.skip("needs g++ and nm")
+    source, unit = tmp_path / "wrong.cpp", tmp_path / "wrong.o"
+    source.write_text("""
+#include <sstream>
+#include <stdexcept>
+#include <vector>
+namespace c10 { struct Error { virtual ~Error(); }; struct List { int size() const&; }; }
+namespace torch { struct Library { int size() const; }; }
+namespace cutlass { int version(); }
+namespace gbmoe { int own(const c10::List&); }
+int of_torch(const c10::List&);
+template <> std::vector<c10::List>::vector(const std::vector<c10::List>&);
+int call(const c10::List& l, const torch::Library& m, const std::vector<c10::List>& v) {
+  try { std::stringstream text; text << l.size() << m.size() << cutlass::version() << gbmoe::own(l) << of_torch(l);
+        if (std::vector<c10::List>(v).size()) throw c10::Error();
+        throw std::runtime_error(text.str()); } catch (const c10::Error&) { return 1; }
+}
+""")
+    subprocess.run(["g++", "-std=c++17", "-O0", "-fPIC", "-c", str(source), "-o", str(unit)], check=True)
+    assert sorted(check.wrong_symbols(unit)) == sorted([
+        "_ZN3c105ErrorD1Ev", "_ZTIN3c105ErrorE", "_ZTVN3c105ErrorE", "_ZNKR3c104List4sizeEv", "_ZNK5torch7Library4sizeEv",
+        "_ZN7cutlass7versionEv", "_Z8of_torchRKN3c104ListE", "_ZNSt6vectorIN3c104ListESaIS1_EEC1ERKS3_"])

@@ -137,8 +137,8 @@ def test_libraries_other_than_torch_and_cublas_are_refused():
 
 
 @pytest.mark.parametrize("symbol", ["_ZN3c104cuda20CUDACachingAllocator9allocatorE", "_ZNK2at10TensorBase4sizeEl",
-                                    "_ZN5torch7Library4_defEv", "_ZTIN3c105ErrorE"])
-def test_torch_s_cpp_functions_are_refused(symbol):
+                                    "_ZN5torch7Library4_defEv", "_ZTIN3c105ErrorE", "PyObject_Call"])
+def test_functions_of_torchs_cpp_and_of_python_are_refused(symbol):
     assert check_wheel.wrong_symbols(["aoti_torch_get_dim", symbol, "malloc@GLIBC_2.2.5"], PLATFORM) == \
         [f"{symbol} is not in torch's stable ABI"]
 

@@ -44,8 +44,8 @@ class GatingActivation:
 class ClampedSilu(GatingActivation):
     """y * sigmoid(alpha * y) with y = min(h, limit), times min(max(g, -gate_limit), gate_limit) + gate_offset.
 
-    DeepSeek-V4, GLM-5 and Hunyuan-4 clamp both branches; gpt-oss and MiniMax-M3 have alpha = 1.702 and an offset of 1 besides. Where a
-    branch is clamped its gradient is 0, as that of torch.clamp is.
+    DeepSeek-V4, GLM-5 and Hunyuan-4 clamp both branches; gpt-oss and MiniMax-M3 have alpha = 1.702 and an offset of 1 besides. Beyond a
+    limit a branch's gradient is 0; at the limit it is that below it, as torch.clamp's is up to torch 2.13 (0 from 2.14 on).
 
     Raises:
         ValueError: for an alpha or an offset that is not finite, and for a limit that is not above 0.

@@ -301,8 +301,7 @@ def experts_gradients(inputs: list, sink: WeightGradientSink | None = None) -> t
     of_forward = Saved(saved[11], saved[12] if saved[12].dim() == 2 else None)
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad, saved[13] if saved[13].dim() == 2 else None)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
-    saved.clear()
-    del x, weights, w1, w2, v1, matrices, parameters, kept  # copies that autocast made of weights are held by nothing else
+    del saved, x, weights, w1, w2, v1, matrices, parameters, kept  # copies that autocast made of weights are held by nothing else
     scale = scale if wanted.w1 or wanted.w2 or wanted.v1 or wanted.any_bias else 1.0
     return expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients, scale)
 

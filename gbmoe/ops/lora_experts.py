@@ -113,8 +113,7 @@ def _gradients(inputs: list) -> tuple[torch.Tensor | None, ...]:
     of_forward = Saved(h, g if g.dim() == 2 else None)
     transport = local_transport(x, row_of_slot, slot_of_row, weights, grad)
     experts = engines.for_experts(engine, x, slot_of_row.size(0), matrices[0], sizes)
-    saved.clear()
-    del x, weights, w1, w2, v1, matrices, h, g, t  # copies that autocast made of weights are held by nothing else
+    del saved, x, weights, w1, w2, v1, matrices, h, g, t  # copies that autocast made of weights are held by nothing else
     of_parameters = expert_forward_backward.backward(transport, experts, of_pass, sizes, activation, of_forward, wanted, gradients)
     return *of_parameters, *low_rank.gradients_in_order()
 

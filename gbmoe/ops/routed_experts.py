@@ -170,9 +170,8 @@ def _gradients(inputs: list, by_operators: bool = False) -> tuple[torch.Tensor |
     grad_out, grad_scores_TE, grad_logsumexp_T, *saved, options = inputs
     x, weight_EH, padding_mask_T, kept_TE, experts_TK, weights_TK, *tables, w1, w2, v1, b1, b2, bv, h, g, rows = saved
     of_forward = [b1, b2, bv, h, g, rows]
-    del h, g, rows
+    del saved, h, g, rows
     inputs.clear()
-    saved.clear()
     of_scores, code, dtypes, num_experts, activation, resolved, (_, _, need_x, need_weight, need_bias, _, _, *need_parameters) = options
     need_router, x_TH = need_x or need_weight or need_bias, x.reshape(-1, x.size(-1))
     dx_TH: torch.Tensor | None = None

@@ -62,14 +62,19 @@ def _plain_gate(g, slope):
     return torch.ones_like(g) if slope else g
 
 
+def _clamped(x, low, high):
+    """x.clamp(low, high), whose slope is 1 at the limits, as it is in the kernels. That of torch's clamp is 0 there from torch 2.14 on."""
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 def _clamped_silu(alpha, limit, gate_limit, gate_offset):
     def value(x, slope):
-        y = x.clamp(max=limit)
+        y = _clamped(x, -math.inf, limit)
         s = torch.sigmoid(alpha * y)
         return torch.where(x <= limit, s + alpha * (y * s) * torch.sigmoid(-alpha * y), 0) if slope else y * s
 
     def gate(g, slope):
-        return (g.abs() <= gate_limit).to(g.dtype) if slope else g.clamp(-gate_limit, gate_limit) + gate_offset
+        return (g.abs() <= gate_limit).to(g.dtype) if slope else _clamped(g, -gate_limit, gate_limit) + gate_offset
 
     return value, gate
 

@@ -2,6 +2,7 @@
 activations from one end of each dtype's range to the other."""
 
 import ctypes
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+import gbmoe
 from gbmoe import extension, launch
 from gbmoe._accumulate_dtype import accumulate_dtype
 from gbmoe.plain import plain_activation
@@ -18,9 +20,27 @@ from tests.conftest import FLOATS, dtype_id
 
 HERE = Path(__file__).parent
 STAND_INS = HERE.parent / "engines" / "emulated_gpu"
+
+
+class Clamp(torch.autograd.Function):
+    """torch.clamp; at the limits the slope is 1, which torch's is up to torch 2.13 alone."""
+    @staticmethod
+    def forward(ctx, x, low, high):
+        ctx.inside = (x >= low) & (x <= high)
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.where(ctx.inside, grad, 0), None, None
+
+
+def quick_silu(y):
+    return y * torch.sigmoid(1.702 * y)
+
+
 # By code: what torch makes of x, and of the gate.
 CONSTANTS = {
-    "clamped_silu 1.702 7.0 6.0 1.0": (lambda x: x.clamp(max=7) * torch.sigmoid(1.702 * x.clamp(max=7)), lambda g: g.clamp(-6, 6) + 1),
+    "clamped_silu 1.702 7.0 6.0 1.0": (lambda x: quick_silu(Clamp.apply(x, -math.inf, 7)), lambda g: Clamp.apply(g, -6, 6) + 1),
     "situ 4.0 inf 8.0 0.0": (lambda x: 4 * torch.tanh(x / 4) * torch.sigmoid(x), lambda g: 8 * torch.tanh(g / 8)),
 }
 FUNCTIONS = {**oracle.ACTIVATIONS, **{code: value for code, (value, _) in CONSTANTS.items()}}
@@ -44,10 +64,10 @@ def formulas(tmp_path_factory):
 
 
 def points(dtype):
-    """Numbers of both signs and all magnitudes of a dtype, densely where activations bend."""
+    """Numbers of both signs and all magnitudes of a dtype, densely where activations bend, and the limits of clamps."""
     info = torch.finfo(dtype)
     magnitudes = torch.cat([torch.from_numpy(numpy.geomspace(info.tiny, info.max / 2, 1500)), torch.linspace(0.01, 25, 800).double(),
-                            torch.tensor([0.0, info.max], dtype=torch.float64)])
+                            torch.tensor([0.0, 6.0, 7.0, info.max], dtype=torch.float64)])
     return torch.cat([magnitudes, -magnitudes]).to(dtype)
 
 
@@ -164,3 +184,26 @@ def test_gates(formulas, activation):
         torch.testing.assert_close(one, exact.detach())
     for one in (got, of_plain_activation(g, True)):
         torch.testing.assert_close(one, slope)
+
+
+def test_the_clamped_silu_had_no_slope_at_its_limits_with_torch_2_14(monkeypatch):
+    """Where autograd differentiates it: torch 2.14's clamp has none there, and the kernels have that below the limit, with every torch."""
+    class Clamp214(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, low, high):
+            ctx.inside = (x > low) & (x < high)
+            return torch.minimum(torch.maximum(x, x.new_tensor(low)), x.new_tensor(high))
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.where(ctx.inside, grad, 0), None, None
+
+    monkeypatch.setattr(torch.Tensor, "clamp", lambda x, min=-math.inf, max=math.inf: Clamp214.apply(x, min, max))
+    activation = gbmoe.ClampedSilu(1.702, 7, 6, 1)
+    value, gate = plain_activation.functions(activation.code)
+    h, g = (torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in ([7, 7, 8, 3.0, math.nan], [6, -6, 6, 9, 1.0]))
+    got_h, got_g = torch.autograd.grad(activation(h, g).sum(), (h, g))
+    with torch.no_grad():
+        torch.testing.assert_close(got_h, value(h, True) * gate(g, False), rtol=1e-12, atol=0)
+        torch.testing.assert_close(got_g, value(h, False) * gate(g, True), rtol=1e-12, atol=0, equal_nan=True)
+    assert got_h[:2].all() and got_g[:2].all()
