@@ -87,6 +87,24 @@ def test_without_a_compiler_the_scripts_say_so_and_install_without_kernels(envir
     assert ("NO CUDA KERNELS" in done.stdout and done.stdout.endswith("GBMOE_BUILD=0\n")) == installed
 
 
+def test_ci_installs_each_extra_once(environment, tmp_path):
+    (tmp_path / "an environment" / "bin" / "python").write_text('#!/usr/bin/env bash\n[[ $* != *-e* ]] || echo "${!#}"\n')
+    root = checkout(tmp_path)
+
+    def installed(extras, **more):
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", "source scripts/setup_env.sh; echo \"[${GBMOE_INSTALLED-unset}]\""], cwd=root,
+                              text=True, env={**environment, **more, "extras": extras}, stdout=subprocess.PIPE, check=True)
+        *said, variable = done.stdout.splitlines()
+        assert variable == "[unset]"  # what the script runs, installs again
+        return [line.removeprefix(str(root)) for line in said if line.startswith(str(root))]
+
+    ci = {"GBMOE_INSTALLED": str(tmp_path / "installed")}
+    assert installed("lint", **ci) == ["[cli,plot,test,lint]"]
+    assert installed("", **ci) == installed("lint", **ci) == []
+    assert installed("lint,docs", **ci) == ["[cli,plot,test,lint,docs]"]
+    assert installed("docs", **ci) == [] and installed("docs") == ["[cli,plot,test,docs]"]
+
+
 @pytest.mark.parametrize("cores, gpu_gib, expected", [(2, None, 3), (64, None, 65), (16, 139, 10), (16, 79, 6), (4, 79, 4), (16, 8, 1)])
 def test_processes_of_tests_are_as_many_as_a_gpu_has_memory_for(cores, gpu_gib, expected):
     processes = runpy.run_path(str(SCRIPTS / "test_processes.py"))["processes"]
