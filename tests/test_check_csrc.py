@@ -51,7 +51,8 @@ def test_sums_in_local_memory_are_spilled_though_nothing_is_stored_as_a_spill(ch
 
 def test_kernels_of_several_architectures_are_told_apart(check):
     of_each = {"8.0": ("80", 200), "9.0": ("90a", 220), "12.0": ("120", 240)}
-    text = "".join(printed((name_of(), 0, 0, registers, ""), (name_of(memory=1), 0, 0, 4, ""), code=code) for code, registers in of_each.values())
+    text = "".join(printed((name_of(), 0, 0, registers, ""), (name_of(memory=1), 0, 0, 4, ""), code=code)
+                   for code, registers in of_each.values())
     assert check.parse(text) == {name: [check.Kernel(name_of(), registers, 0, 0)] for name, (_, registers) in of_each.items()}
 
 

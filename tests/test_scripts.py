@@ -92,8 +92,8 @@ def test_ci_installs_each_extra_once(environment, tmp_path):
     root = checkout(tmp_path)
 
     def installed(extras, **more):
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", "source scripts/setup_env.sh; echo \"[${GBMOE_INSTALLED-unset}]\""], cwd=root,
-                              text=True, env={**environment, **more, "extras": extras}, stdout=subprocess.PIPE, check=True)
+        command = ["bash", "-euo", "pipefail", "-c", 'source scripts/setup_env.sh; echo "[${GBMOE_INSTALLED-unset}]"']
+        done = subprocess.run(command, cwd=root, text=True, env={**environment, **more, "extras": extras}, stdout=subprocess.PIPE, check=True)
         *said, variable = done.stdout.splitlines()
         assert variable == "[unset]"  # what the script runs, installs again
         return [line.removeprefix(str(root)) for line in said if line.startswith(str(root))]
