@@ -93,7 +93,8 @@ def test_ci_installs_each_extra_once(environment, tmp_path):
 
     def installed(extras, **more):
         command = ["bash", "-euo", "pipefail", "-c", 'source scripts/setup_env.sh; echo "[${GBMOE_INSTALLED-unset}]"']
-        done = subprocess.run(command, cwd=root, text=True, env={**environment, **more, "extras": extras}, stdout=subprocess.PIPE, check=True)
+        done = subprocess.run(command, cwd=root, env={**environment, **more, "extras": extras}, stdout=subprocess.PIPE, text=True,
+                              check=True)
         *said, variable = done.stdout.splitlines()
         assert variable == "[unset]"  # what the script runs, installs again
         return [line.removeprefix(str(root)) for line in said if line.startswith(str(root))]
