@@ -5,6 +5,7 @@
 #   GBMOE_PYTHON   interpreter to make .venv with (default: python3, 3.10 or newer)
 #   GBMOE_BUILD    1: compile the CUDA extension or fail, 0: leave it out (default: compile it where there is an nvcc that fits torch)
 #   GBMOE_TORCH    torch to install, e.g. "torch==2.11.0" (default: torch==2.13.0, whose build for this platform may support CUDA)
+#   GBMOE_INSTALLED   a file of extras, one a line, that are installed and are not installed again; .ci/run sets it
 #
 # A script that sources this may set $extras to further optional dependencies of pyproject.toml, separated by commas.
 
@@ -27,16 +28,21 @@ else
   fi
 fi
 
-# torch is installed now, so the extension is compiled ahead of time if it is built for CUDA and there is an nvcc that fits. Without one
-# pip would refuse; gbmoe is then installed without kernels. With -e changes to the checkout take effect.
-"$python" -m pip install -q 'setuptools>=77' wheel
-if plan=$(cd "$root" && "$python" -m gbmoe.extension.install); then
-  say "installing gbmoe ($("$python" -c 'import torch; print("torch", torch.__version__)')): $plan"
-elif [[ ${GBMOE_BUILD:-} || ${GBMOE_REQUIRE_EXTENSION:-} == 1 ]]; then
-  say "gbmoe cannot be installed as asked for: $plan"
-  exit 1
-else
-  say "NO CUDA KERNELS will be installed: $plan; afterwards run this again, or: python -m gbmoe build"
-  export GBMOE_BUILD=0
+extras=cli,plot,test${extras:+,$extras}
+if [[ -z ${GBMOE_INSTALLED:-} ]] || tr , '\n' <<<"$extras" | grep -vxFf <(cat "$GBMOE_INSTALLED" 2>/dev/null) >/dev/null; then
+  # torch is installed now, so the extension is compiled ahead of time if it is built for CUDA and there is an nvcc that fits. Without one
+  # pip would refuse; gbmoe is then installed without kernels. With -e changes to the checkout take effect.
+  "$python" -m pip install -q 'setuptools>=77' wheel
+  if plan=$(cd "$root" && "$python" -m gbmoe.extension.install); then
+    say "installing gbmoe ($("$python" -c 'import torch; print("torch", torch.__version__)')): $plan"
+  elif [[ ${GBMOE_BUILD:-} || ${GBMOE_REQUIRE_EXTENSION:-} == 1 ]]; then
+    say "gbmoe cannot be installed as asked for: $plan"
+    exit 1
+  else
+    say "NO CUDA KERNELS will be installed: $plan; afterwards run this again, or: python -m gbmoe build"
+    export GBMOE_BUILD=0
+  fi
+  "$python" -m pip install -q --no-build-isolation -e "${root}[$extras]"
+  [[ -z ${GBMOE_INSTALLED:-} ]] || tr , '\n' <<<"$extras" >>"$GBMOE_INSTALLED"
 fi
-"$python" -m pip install -q --no-build-isolation -e "${root}[cli,plot,test${extras:+,$extras}]"
+unset GBMOE_INSTALLED  # tests that run these scripts install what they install

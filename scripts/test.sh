@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh            all but those marked `slow`: long trainings, Slurm's jobs, many groups of ranks, kernels that are emulated
 #   scripts/test.sh --slow     those that are marked `slow`
+#   scripts/test.sh --all      both
 #   scripts/test.sh ARG...     arguments go to pytest, which then leaves nothing out: scripts/test.sh tests/test_slurm.py
 #
 # Tests are distributed to one process more than there are cores, or to as many as a GPU has memory for (scripts/test_processes.py); -n 0
@@ -21,6 +22,9 @@ unset PYTHONDONTWRITEBYTECODE  # which images of containers set: hundreds of pro
 if [[ $# == 1 && $1 == --slow ]]; then
   say "tests: those marked slow"
   set -- -m slow
+elif [[ $# == 1 && $1 == --all ]]; then
+  say "tests: all"
+  shift
 elif (($#)); then
   say "tests: pytest $*"
 else

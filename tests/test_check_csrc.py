@@ -29,9 +29,9 @@ def name_of(element="13__nv_bfloat16", tile=(128, 256, 64, 64, 4, 3), memory=0):
             "Lb1EEEvNS0_9ArgumentsE")
 
 
-def printed(*kernels):
+def printed(*kernels, code="86"):
     return "ptxas info    : 0 bytes gmem\n" + "".join(
-        f"ptxas info    : Compiling entry function '{name}' for 'sm_86'\nptxas info    : Function properties for {name}\n"
+        f"ptxas info    : Compiling entry function '{name}' for 'sm_{code}'\nptxas info    : Function properties for {name}\n"
         f"    {stack} bytes stack frame, {spilled} bytes spill stores, {spilled} bytes spill loads\n"
         f"ptxas info    : Used {registers} registers, used 1 barriers{smem}\nptxas info    : Compile time = 1.000 ms\n"
         for name, stack, spilled, registers, smem in kernels)
@@ -40,13 +40,27 @@ def printed(*kernels):
 def test_stubs_are_left_out_and_do_not_hide_the_kernel_behind_them(check):
     large, small = name_of(memory=1), name_of()
     kernels = check.parse(printed((large, 0, 0, 4, ""), (small, 0, 0, 240, ", 560 bytes smem")))
-    assert kernels == [check.Kernel(small, 240, 0, 560)]
+    assert kernels == {"8.6": [check.Kernel(small, 240, 0, 560)]}
+    kernels = kernels["8.6"]
     assert (kernels[0].threads, kernels[0].ctas, kernels[0].shared_bytes) == (256, 1, (4 * 24 << 10) + 560 + 1024)
 
 
 def test_sums_in_local_memory_are_spilled_though_nothing_is_stored_as_a_spill(check):
-    (kernel,) = check.parse(printed((name_of(), 512, 0, 200, "")))
+    (kernel,) = check.parse(printed((name_of(), 512, 0, 200, "")))["8.6"]
     assert list(kernel.faults("8.0")) == ["512 bytes are spilled"]
+
+
+def test_kernels_of_several_architectures_are_told_apart(check):
+    of_each = {"8.0": ("80", 200), "9.0": ("90a", 220), "12.0": ("120", 240)}
+    text = "".join(printed((name_of(), 0, 0, registers, ""), (name_of(memory=1), 0, 0, 4, ""), code=code)
+                   for code, registers in of_each.values())
+    assert check.parse(text) == {name: [check.Kernel(name_of(), registers, 0, 0)] for name, (_, registers) in of_each.items()}
+
+
+def test_what_ci_leaves_out_is_of_a_generation_that_it_compiles_for(check):
+    """8.0 has the instances for little shared memory, too (has_instances of csrc/tensor_core/traits.cuh)."""
+    left_out = check._SHARED_KIB.keys() - check._OF_CI
+    assert left_out == {"8.6", "8.9"} and "8.0" in check._OF_CI and set(check._OF_CI) <= check._SHARED_KIB.keys()
 
 
 @pytest.mark.parametrize("kernel, architecture, words", [

@@ -581,9 +581,11 @@ def waiting_plan(x, weights, w1, w2, v1, ids):
     return gbmoe.expert_mlp(x, plan, w1, w2, v1, weights_TK=weights)
 
 
+# Of an engine only counts whether it takes sizes on the host.
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, on_host", [("hopper", False), ("torch", False), ("cublas_loop", True), ("reference", True)])
-@pytest.mark.parametrize("function", [fused, composed, products, waiting_plan])
+@pytest.mark.parametrize("function, engine, on_host", [
+    *((function, *engine) for function in (fused, products) for engine in (("hopper", False), ("cublas_loop", True))),
+    *((function, *engine) for function in (composed, waiting_plan) for engine in (("torch", False), ("reference", True)))])
 def test_cuda_graphs_were_given_sizes_on_the_host(monkeypatch, function, engine, on_host):
     """Inductor makes CUDA graphs of all that is not tagged. Their recording failed ("not allocated in pool"): memory of the host is
     in no pool. Recorded, they would have repeated the sizes of that call for every other."""

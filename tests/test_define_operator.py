@@ -398,10 +398,12 @@ def own_operators():
     return {name for name in names if name.startswith("gbmoe::")}
 
 
+# bfloat16 takes the way of float16, whose calls CI makes as well, but for float8's; a cast that copies nothing is float32's and float64's.
 @pytest.mark.parametrize("dtype, tokens, top_k", [
     (torch.float16, TOKENS, TOP_K),
-    *(pytest.param(dtype, *sizes, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)
-      for sizes in ((TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K))),
+    *(pytest.param(torch.float32, *sizes, marks=pytest.mark.slow) for sizes in (
+        (TOKENS, TOP_K), (1, TOP_K), (TOKENS, EXPERTS), (0, TOP_K))),
+    *(pytest.param(torch.bfloat16, *sizes, marks=pytest.mark.slow) for sizes in ((1, EXPERTS), (0, TOP_K))),
     pytest.param(torch.float64, TOKENS, TOP_K, marks=pytest.mark.slow)], ids=str)
 def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
     """A compiler that plans memory relies on the fakes, by which each result has a storage of its own and of its own size."""
@@ -430,8 +432,13 @@ def test_a_result_was_part_of_a_larger_storage(device, dtype, tokens, top_k):
 @pytest.mark.parametrize("dtype", [torch.float16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (
     torch.bfloat16, torch.float32, torch.float64))], ids=str)
 def test_opcheck_of_every_operator(dtype):
-    """Schemas, fakes and the registration of gradients; what AOT makes of the operators, their own tests check."""
-    for name, arguments in calls("cpu", dtype, 5, TOP_K):
+    """Schemas, fakes and the registration of gradients; what AOT makes of the operators, their own tests check. bfloat16 takes the way of
+    float16 but for float8's."""
+    chosen = list(calls("cpu", dtype, 5, TOP_K))
+    if dtype == torch.bfloat16:
+        chosen = [(name, arguments) for name, arguments in chosen if any(isinstance(a, str) and a == "float8_block" for a in arguments)]
+        assert len(chosen) == 4
+    for name, arguments in chosen:
         checks = ["test_autograd_registration", "test_faketensor"]
         if not name.startswith("scaled_gmm"):  # torch's check of schemas multiplies each argument, which it cannot in float8
             checks.append("test_schema")

@@ -57,7 +57,18 @@ def test_every_case_can_be_asked_whether_it_waits(fuzz, device):
     ask()
 
 
+@pytest.fixture
+def first_failure():
+    """The case that fails is reported as it was drawn: looking for a smaller one takes ten times as long."""
+    before = hypothesis.settings.get_current_profile_name()
+    hypothesis.settings.register_profile("first failure", phases=[hypothesis.Phase.generate])
+    hypothesis.settings.load_profile("first failure")
+    yield
+    hypothesis.settings.load_profile(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("first_failure")
 @pytest.mark.parametrize("fault", ["a gradient", "the choice", "the order of tokens"])
 def test_it_finds_what_is_wrong(fuzz, fault, monkeypatch):
     right_experts, right_router = gbmoe.expert_mlp, gbmoe.ops.route_tokens

@@ -87,6 +87,33 @@ def test_without_a_compiler_the_scripts_say_so_and_install_without_kernels(envir
     assert ("NO CUDA KERNELS" in done.stdout and done.stdout.endswith("GBMOE_BUILD=0\n")) == installed
 
 
+def test_ci_installs_each_extra_once(environment, tmp_path):
+    (tmp_path / "an environment" / "bin" / "python").write_text('#!/usr/bin/env bash\n[[ $* != *-e* ]] || echo "${!#}"\n')
+    root = checkout(tmp_path)
+
+    def installed(extras, **more):
+        command = ["bash", "-euo", "pipefail", "-c", 'source scripts/setup_env.sh; echo "[${GBMOE_INSTALLED-unset}]"']
+        done = subprocess.run(command, cwd=root, env={**environment, **more, "extras": extras}, stdout=subprocess.PIPE, text=True,
+                              check=True)
+        *said, variable = done.stdout.splitlines()
+        assert variable == "[unset]"  # what the script runs, installs again
+        return [line.removeprefix(str(root)) for line in said if line.startswith(str(root))]
+
+    ci = {"GBMOE_INSTALLED": str(tmp_path / "installed")}
+    assert installed("lint", **ci) == ["[cli,plot,test,lint]"]
+    assert installed("", **ci) == installed("lint", **ci) == []
+    assert installed("lint,docs", **ci) == ["[cli,plot,test,lint,docs]"]
+    assert installed("docs", **ci) == [] and installed("docs") == ["[cli,plot,test,docs]"]
+
+
+@pytest.mark.parametrize("given, selected", [([], "-m not slow"), (["--slow"], "-m slow"), (["--all"], ""), (["--all", "x"], "--all x")])
+def test_the_tests_of_ci_are_those_of_the_test_command_and_the_slow_ones(given, selected, environment, tmp_path):
+    python = '#!/usr/bin/env bash\ncase "$*" in *test_processes.py) echo 2 ;; "-m pytest"*) echo "pytest: ${*:3}" ;; esac\n'
+    (tmp_path / "an environment" / "bin" / "python").write_text(python)
+    done = subprocess.run([checkout(tmp_path) / "scripts" / "test.sh", *given], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"pytest: -n 2 --dist loadgroup {selected}".rstrip()
+
+
 @pytest.mark.parametrize("cores, gpu_gib, expected", [(2, None, 3), (64, None, 65), (16, 139, 10), (16, 79, 6), (4, 79, 4), (16, 8, 1)])
 def test_processes_of_tests_are_as_many_as_a_gpu_has_memory_for(cores, gpu_gib, expected):
     processes = runpy.run_path(str(SCRIPTS / "test_processes.py"))["processes"]

@@ -37,7 +37,7 @@ python=({python})
 """
 TASKS = 2
 BENCH = "--quick --rivals bmm"
-STEPS = 200
+STEPS = 120
 TRAINING = ("--steps", STEPS, "--layers", 2, "--experts", 4, "--hidden", 64, "--heads", 2, "--ffn", 64,
             "--length", 64, "--batch", 4, "--warmup", 4, "--eval-every", 10, "--eval-windows", 8, "--log-every", 1)
 

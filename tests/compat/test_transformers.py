@@ -682,7 +682,7 @@ def test_a_program_that_nobody_edits_takes_it(value, expected, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('the hidden one')")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])}
     environment |= {} if value is None else {"GBMOE_TRANSFORMERS": value}
-    path = subprocess.run([sys.executable, "-m", "gbmoe", "transformers"], env=environment, capture_output=True, text=True, check=True)
+    path = subprocess.run([python(), "-m", "gbmoe", "transformers"], env=environment, capture_output=True, text=True, check=True)
     environment["PYTHONPATH"] = path.stdout.splitlines()[-1]
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -725,10 +725,16 @@ def test_modules_that_will_not_call_it_are_named():
 STARTUP = Path(adapter.__file__).parent / "startup"
 
 
-def run_at_startup(program, *folders, value="gbmoe"):
+RUN_THE_STARTUP_FILE = f"""
+with open({str(STARTUP / "sitecustomize.py")!r}) as file:
+    exec(file.read(), {{"__name__": "sitecustomize", "__file__": file.name}})
+"""
+
+
+def run_at_startup(program, *folders, value="gbmoe", interpreter=sys.executable):
     """Standard output and error of a program with these folders on PYTHONPATH."""
     environment = {**os.environ, "GBMOE_TRANSFORMERS": value, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(STARTUP.parents[2])])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run([interpreter, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr
 
@@ -740,16 +746,18 @@ def run_at_startup(program, *folders, value="gbmoe"):
 def test_it_is_taken_whatever_the_program_imports_first(first):
     """Imports that began with the models' base class, or with float8, were in the middle of a circle when the adapter imported them; and
     a look for the module lost the hook."""
-    out, error = run_at_startup(f"""{first}
+    out, error = run_at_startup(f"""{RUN_THE_STARTUP_FILE}
+{first}
 import transformers.modeling_utils, transformers.integrations.moe as moe
-print(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__, "gbmoe" in moe.ALL_EXPERTS_FUNCTIONS)""", STARTUP)
+print(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__, "gbmoe" in moe.ALL_EXPERTS_FUNCTIONS)""", STARTUP, interpreter=python("torch"))
     assert out == "gbmoe.compat.transformers True" and "does not compute" not in error
 
 
 @pytest.mark.slow
 def test_an_unknown_choice_leaves_transformers_as_it_is_and_says_so():
-    out, error = run_at_startup("""import transformers.modeling_utils, transformers.integrations.moe as moe
-print(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__)""", STARTUP, value="0")
+    out, error = run_at_startup(f"""{RUN_THE_STARTUP_FILE}
+import transformers.modeling_utils, transformers.integrations.moe as moe
+print(moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"].__module__)""", STARTUP, value="0", interpreter=python("torch"))
     assert out == "transformers.integrations.moe"
     assert "GBMOE_TRANSFORMERS: expected one of gbmoe, gbmoe_float8, off, got '0'" in error
 

@@ -26,10 +26,10 @@ def few_pixels(monkeypatch):
 
 @pytest.fixture(scope="module")
 def scaling(tmp_path_factory):
-    """A file of the scaling suite with a rival that is faster on the larger half, one that crashed and one that is not
+    """A file of the ends of the scaling suite's sweeps with a rival that is faster on the larger half, one that crashed and one that is not
     made for it."""
     rows = []
-    for case in dict.fromkeys(case for sweep in moe_shapes.SCALING_CASES.values() for case in sweep):
+    for case in dict.fromkeys(case for sweep in moe_shapes.SCALING_CASES.values() for case in (sweep[0], sweep[-1])):
         for computation in ("forward", "forward+backward"):
             seconds = case.slots * 1e-8
             rows += [layer_row(case, "gbmoe-auto", seconds, computation, speedup=2.0),
