@@ -118,8 +118,8 @@ def activation_name(activation: str | Callable, more_modules: dict[type, tuple[s
     `more_modules`: classes that count too, with their names and the forward methods that the kernels stand for.
     """
     if isinstance(activation, str):
-        require(activation in plain_activation.ACTIVATIONS, "expert_mlp", "activation",
-                f"a callable or one of {', '.join(plain_activation.ACTIVATIONS)}", repr(activation))
+        if activation not in plain_activation.ACTIVATIONS:
+            require(False, "expert_mlp", "activation", f"a callable or one of {', '.join(plain_activation.ACTIVATIONS)}", repr(activation))
         return activation
     if isinstance(activation, GatingActivation):
         return activation.code
@@ -147,7 +147,6 @@ def activation_name(activation: str | Callable, more_modules: dict[type, tuple[s
 
 def _is_hooked(module: torch.nn.Module) -> bool:
     """True where calling the module would call more than its forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-             modules._global_forward_hooks, modules._global_forward_pre_hooks, modules._global_backward_hooks,
-             modules._global_backward_pre_hooks)
-    return any(len(of) > 0 for of in hooks)
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+                or modules._global_forward_hooks or modules._global_forward_pre_hooks or modules._global_backward_hooks
+                or modules._global_backward_pre_hooks)

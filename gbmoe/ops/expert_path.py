@@ -17,7 +17,7 @@ from gbmoe.engines.base import Engine
 from gbmoe.engines.own_kernels import OwnKernels
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops.activations import activation_name
-from gbmoe.ops.experts import check_arguments, check_biases, matrices
+from gbmoe.ops.expert_arguments import check_arguments, check_biases, matrices
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.plan import RoutingPlan
 from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
@@ -64,7 +64,7 @@ def expert_path(
     """
     gate, down, up = matrices(layout, w1_EFH, w2_EFH, v1_EFH, "expert_path")
     check_arguments(x_TH, plan, gate, down, up, None)
-    check_biases(x_TH, gate, v1_EFH, (w1_bias, w2_bias, v1_bias), layout)
+    check_biases(x_TH, gate.shape, v1_EFH, (w1_bias, w2_bias, v1_bias), layout)
     require(not x_TH.is_meta, "expert_path", "x", "a tensor on a device that computes", "one on meta")
     if fp8_recipe is not None:
         engine = engines.float8(fp8_recipe, engine)

@@ -10,13 +10,13 @@ computes the activation again; it computes the router weights' gradient from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from gbmoe import engines
-from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
+from gbmoe._checks import require
 from gbmoe._define_operator import define, is_batched, may_be_transformed, positions, without_autocast
 from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
@@ -24,6 +24,7 @@ from gbmoe.lora_factors import ExpertLora
 from gbmoe.ops import expert_forward_backward, flops, saved_for_backward
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.composed_experts import composed_experts
+from gbmoe.ops.expert_arguments import check_biases, checked_shape
 from gbmoe.ops.expert_forward_backward import Gradients, Saved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
@@ -31,7 +32,7 @@ from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
 from gbmoe.ops.local_transport import local_transport
 from gbmoe.ops.lora_experts import low_rank_experts
 from gbmoe.ops.pass_weights import is_paired, weights_of_pass
-from gbmoe.ops.permute import check_plan, check_slot_scalars, gather_slots, padded_scatter
+from gbmoe.ops.permute import gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
 from gbmoe.plan import RoutingPlan
 from gbmoe.programs import Programs
@@ -118,7 +119,7 @@ def expert_mlp(
         if weights_on == "between":
             require(w2_bias is None, "expert_mlp", "w2_bias", "None where weights are on what is between the products", "a tensor")
         elif weights_TK is not None:
-            check_arguments(x_TH, plan, *matrices(layout, w1_EFH, w2_EFH, v1_EFH), weights_TK)
+            checked_shape(x_TH, plan, layout, w1_EFH, w2_EFH, v1_EFH, weights_TK)
             rows_PH = gather_slots(x_TH.to(computed_dtype(x_TH)), plan.slot_map, scale=weights_TK)[0]
             of_rows = RoutingPlan.from_counts(plan.padded_counts_E, plan.num_rows, device=rows_PH.device, check="none")
             y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
@@ -127,11 +128,10 @@ def expert_mlp(
                               gradient_sink=gradient_sink, lora=lora)
             return padded_scatter(y_PH, plan)
     w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
-    w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
-    check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
+    shape_EFH = checked_shape(x_TH, plan, layout, w1, w2, v1, weights_TK)
     biases = (w1_bias, w2_bias, v1_bias)
     if w1_bias is not None or w2_bias is not None or v1_bias is not None:
-        check_biases(x_TH, w1_EFH, v1, biases, layout)
+        check_biases(x_TH, shape_EFH, v1, biases, layout)
     if lora is not None and not (isinstance(lora, ExpertLora) and lora.is_empty):
         for argument, given in (("fp8_recipe", fp8_recipe), ("gradient_sink", gradient_sink)):
             require(given is None, "expert_mlp", argument, "None with lora", given)
@@ -140,7 +140,7 @@ def expert_mlp(
     if fp8_recipe is not None:
         require(not batch_invariant, "expert_mlp", "batch_invariant", "False with fp8_recipe", batch_invariant)
         engine = engines.float8(fp8_recipe, engine)
-    sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH, engine, batch_invariant)
+    sizes, resolved = sizes_and_engine(plan, x_TH, shape_EFH, engine, batch_invariant)
     name = activation_name(activation)
     scale = weight_gradient_scale
     if gradient_sink is not None:
@@ -183,58 +183,6 @@ def experts_inputs(x_TH: torch.Tensor, plan: RoutingPlan, weights_TK: torch.Tens
         keep_rows = row_of_slot_TK is not None and resolved.gathers_before_up(w1_EFH.size(1), activation, token_bytes)
     return (x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes_E, *weights, *biases, activation, resolved, save, keep_rows,
             keep_weights, scale, layout.code)
-
-
-def matrices(layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, function: str = "expert_mlp",
-             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """layout.matrices of an operator's arguments, whose shapes are those that callers write. Raises TypeError or ValueError where they
-    cannot be of this layout; what is left is for check_arguments."""
-    if layout is MEGABLOCKS:
-        return w1, w2, v1
-    if not isinstance(layout, WeightLayout):
-        require(False, function, "layout", "a gbmoe.WeightLayout", repr(layout), TypeError)
-    for argument, weight in (("w1", w1), ("w2", w2), ("v1", v1)):
-        if weight is not None or argument != "v1":
-            require_tensor(weight, function, argument, rank=3)
-    layout.check(function, w1, v1)
-    return layout.matrices(w1, w2, v1)
-
-
-def check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK) -> None:
-    """Raise TypeError or ValueError for what expert_mlp does not take."""
-    check_plan(plan, "expert_mlp")
-    device = plan.row_of_slot_TK.device
-    autocast = autocast_enabled(device.type)
-    require_tensor(x_TH, "expert_mlp", "x", rank=2, dtypes=FLOATING, device=device)
-    if x_TH.size(0) != plan.num_tokens:
-        require(False, "expert_mlp", "x", lambda: f"{plan.num_tokens} rows, as in the plan", x_TH.size(0))
-    require_tensor(w1_EFH, "expert_mlp", "w1", rank=3, dtypes=FLOATING, device=device)
-    expected = [plan.num_experts, w1_EFH.size(1), x_TH.size(1)]
-    for argument, weight in (("w1", w1_EFH), ("w2", w2_EFH), ("v1", v1_EFH)):
-        if weight is None and argument == "v1":
-            continue
-        if argument != "w1":  # whose shape is known
-            require_tensor(weight, "expert_mlp", argument, rank=3, dtypes=FLOATING, device=device)
-        if list(weight.shape) != expected:
-            require(False, "expert_mlp", argument, lambda: f"shape [E,F,H] == {expected}", list(weight.shape))
-        if not autocast and weight.dtype != x_TH.dtype:
-            require(False, "expert_mlp", argument, f"the dtype of x, {x_TH.dtype}", weight.dtype, TypeError)
-    if weights_TK is not None:
-        check_slot_scalars(weights_TK, "expert_mlp", "weights", plan)
-
-
-def check_biases(x_TH: torch.Tensor, w1_EFH: torch.Tensor, v1: torch.Tensor | None, biases: Sequence[torch.Tensor | None],
-                 layout: WeightLayout) -> None:
-    """Raise TypeError or ValueError for biases of w1, w2 and v1 that expert_mlp does not take; the weights are checked."""
-    experts, ffn, hidden = w1_EFH.shape
-    for name, bias, columns in zip(("w1_bias", "w2_bias", "v1_bias"), biases, (2 * ffn if layout.is_combined else ffn, hidden, ffn)):
-        if bias is None:
-            continue
-        require(name != "v1_bias" or v1 is not None, "expert_mlp", name, "None without v1", "a tensor")
-        require_tensor(bias, "expert_mlp", name, rank=2, dtypes=FLOATING, device=x_TH.device)
-        require(list(bias.shape) == [experts, columns], "expert_mlp", name, f"shape {[experts, columns]}", list(bias.shape))
-        if not autocast_enabled(x_TH.device.type):
-            require(bias.dtype == x_TH.dtype, "expert_mlp", name, f"the dtype of x, {x_TH.dtype}", bias.dtype, TypeError)
 
 
 # ------------------------------------------------------------------------------------------------------------ operator

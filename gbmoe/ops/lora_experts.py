@@ -43,7 +43,7 @@ def low_rank_experts(
     operands = low_rank_operands(lora, layout, w1_EFH, v1_EFH is not None, computed_dtype(x_TH), "expert_mlp")
     name = activation_name(activation)
     require(name is not None, "expert_mlp", "activation", "one that has a kernel, with lora", activation)
-    sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH, engine, batch_invariant)
+    sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH.shape, engine, batch_invariant)
     row_of_slot_TK = None if plan.is_in_expert_order else plan.row_of_slot_TK
     leaves = with_scaled_gradients(scale, w1, w2, v1, *biases, *operands, one_operator=True)
     records = torch.is_grad_enabled() or torch.jit.is_tracing()  # type: ignore[attr-defined]

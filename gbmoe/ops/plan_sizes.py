@@ -5,6 +5,8 @@ Shape suffixes: T tokens, E experts, H hidden, F ffn hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from gbmoe import engines
@@ -15,17 +17,17 @@ from gbmoe.plan import RoutingPlan
 
 def plan_sizes(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str) -> torch.Tensor:
     """The plan's rows per expert: on the host, at the cost of one wait for each plan, if the engine needs them there, or on the device."""
-    return sizes_and_engine(plan, x_TH, w_EFH, engine)[0]
+    return sizes_and_engine(plan, x_TH, w_EFH.shape, engine)[0]
 
 
-def sizes_and_engine(plan: RoutingPlan, x_TH: torch.Tensor, w_EFH: torch.Tensor, engine: str, batch_invariant: bool = False,
+def sizes_and_engine(plan: RoutingPlan, x_TH: torch.Tensor, shape_EFH: Sequence[int], engine: str, batch_invariant: bool = False,
                      ) -> tuple[torch.Tensor, Resolved]:
     """(plan_sizes, the engine of a layer that has its sizes there). Raises ValueError where `engine` cannot compute the layer."""
     device = x_TH.device
     if x_TH.is_meta:
         return plan.padded_counts_E, Resolved(engines.batch_invariant(engine, device) if batch_invariant else engine, None)
     dtype, on_cpu = computed_dtype(x_TH), device.type == "cpu"
-    rows, shape_EFH = plan.num_rows, tuple(w_EFH.shape)
+    rows, shape_EFH = plan.num_rows, tuple(shape_EFH)
     # While torch traces, sizes are tensors; the choice of an engine is made for those of the trace.
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         rows, shape_EFH = int(rows), tuple(map(int, shape_EFH))

@@ -17,9 +17,8 @@ import torch
 from gbmoe import _torch_names as names, programs
 from gbmoe._define_operator import is_profiled, is_unseen, is_watched, without_autocast
 from gbmoe.engines.resolved import decides_by_kind
+from gbmoe.ops.expert_arguments import check_arguments, check_biases
 from gbmoe.ops.experts import (
-    check_arguments,
-    check_biases,
     experts_gradients,
     experts_gradients_by_operator,
     experts_inputs,
@@ -103,8 +102,8 @@ def _forward(inputs: list) -> tuple[tuple, tuple]:
     scores_TE, weights_TK, experts_TK, logsumexp_T, logits_TE = (router_operator if profiled else router_kernel)(*routing)
     plan = RoutingPlan.from_experts(experts_TK, num_experts, check="none")  # these ids are in range
     check_arguments(x_TH, plan, w1, w2, v1, weights_TK)
-    check_biases(x_TH, w1, v1, biases, MEGABLOCKS)
-    sizes_E, resolved = sizes_and_engine(plan, x_TH, w1, engine, batch_invariant)
+    check_biases(x_TH, w1.shape, v1, biases, MEGABLOCKS)
+    sizes_E, resolved = sizes_and_engine(plan, x_TH, w1.shape, engine, batch_invariant)
     if not decides_by_kind(resolved):
         programs.refuse("the engine decides by more than the kind of call")
     arguments = experts_inputs(x_TH, plan, weights_TK, weights, tuple(biases), activation, sizes_E, resolved, save=save,

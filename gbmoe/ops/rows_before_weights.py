@@ -11,7 +11,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gbmoe.ops.activations import activation_name
-from gbmoe.ops.experts import backward_operator, check_arguments, forward_operator
+from gbmoe.ops.expert_arguments import check_arguments
+from gbmoe.ops.experts import backward_operator, forward_operator
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.plan_sizes import sizes_and_engine
@@ -61,6 +62,6 @@ def rows_before_weights(x_TH: torch.Tensor, plan: RoutingPlan, weights_T1: torch
     v1_EFH = None if v1_EFH is None else v1_EFH.to(computed_dtype(v1_EFH))
     # In a Function's forward needs_input_grad says nothing of no_grad.
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TH, weights_T1, w1_EFH, w2_EFH, v1_EFH))
-    sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH, engine)
+    sizes, resolved = sizes_and_engine(plan, x_TH, w1_EFH.shape, engine)
     return _RowsBeforeWeights.apply(x_TH, weights_T1, plan.row_of_slot_TK, plan.slot_of_row_P, sizes, w1_EFH, w2_EFH, v1_EFH,
                                     activation_name(activation), resolved, scale, save)
