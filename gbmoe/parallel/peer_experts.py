@@ -67,7 +67,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     records = torch.is_grad_enabled()
     need = [records and t is not None and t.requires_grad for t in (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)]
     reads_x = need[2] or need[4]  # the gradients of w1 and v1 are products of x
-    needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows)
+    needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows,
+                  packed=pass_agreement.saved_tensors_are_packed())
     with memory.passing():
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
@@ -120,7 +121,7 @@ class _PeerExperts(torch.autograd.Function):
         out_TH, h_PF, g_PF = expert_forward_backward.forward(
             transport, in_programs(call.experts, x_TH), weights, sizes_E, call.activation, call.save)
         if call.save:
-            if pass_agreement.saved_tensors_are_packed():
+            if arrived.needs.packed:
                 arrived = arrived.with_own_capacity()
             slots = arrived.slots
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PH, slots.row_of_slot_TK,
