@@ -173,7 +173,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def _copy_scaled(tensor: torch.Tensor, scale: float, to: torch.Tensor) -> torch.Tensor:
-    """launch.copy_scaled; where something watches, such as a mode of fake tensors, for which its kernel is none of torch's, torch's operator."""
+    """launch.copy_scaled, but torch's operator where something watches: the kernel has no fake."""
     return torch.mul(tensor, scale, out=to) if is_watched(tensor) else launch.copy_scaled(tensor, scale, to)
 
 
