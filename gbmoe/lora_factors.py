@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from gbmoe import launch
 from gbmoe._checks import FLOATING, require, require_tensor
-from gbmoe._define_operator import may_be_batched, may_be_transformed
+from gbmoe._define_operator import is_watched, may_be_batched, may_be_transformed
 from gbmoe.weight_layout import WeightLayout
 
 _RANK_ALIGNMENT = 8  # engines need rows of multiples of 16 bytes; further ranks are zeros
@@ -162,14 +162,19 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, factor, scale, dtype, memory_format):
         ctx.scale, ctx.dtype, ctx.strides = scale, factor.dtype, _strides_of_copy(factor)
-        return launch.copy_scaled(factor, scale, torch.empty_like(factor, dtype=dtype, memory_format=memory_format))
+        return _copy_scaled(factor, scale, torch.empty_like(factor, dtype=dtype, memory_format=memory_format))
 
     @staticmethod
     def backward(ctx, grad):
-        if may_be_batched(grad):
+        if may_be_batched(grad) or torch.is_grad_enabled():  # create_graph: what writes to an argument has no gradient of its own
             return (grad * ctx.scale).to(ctx.dtype), None, None, None
-        made = torch.empty_strided(grad.shape, ctx.strides, dtype=ctx.dtype, device=grad.device)
-        return launch.copy_scaled(grad, ctx.scale, made), None, None, None
+        made = grad.new_empty_strided(grad.shape, ctx.strides, dtype=ctx.dtype)
+        return _copy_scaled(grad, ctx.scale, made), None, None, None
+
+
+def _copy_scaled(tensor: torch.Tensor, scale: float, to: torch.Tensor) -> torch.Tensor:
+    """launch.copy_scaled, but torch's operator where something watches: the kernel has no fake."""
+    return torch.mul(tensor, scale, out=to) if is_watched(tensor) else launch.copy_scaled(tensor, scale, to)
 
 
 def _strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:

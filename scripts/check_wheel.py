@@ -25,7 +25,7 @@ _NEEDED = re.compile(r"lib(torch_cuda|torch_cpu|c10)\.so|libcublas\.so\.\d+|lib(
 # one another. Torch's own change from release to release; its stable ABI has C functions alone.
 _CPP_LIBRARY = re.compile(r"_Z(T[VTIS]|GV)?[NVKROP]*(S[taiosd]|9__gnu_cxx|10__cxxabiv1)|_Z(n[wa]|d[la])|_ZT[IS]P?K?[a-z]$")
 _OF_CSRC = re.compile(r"_Z(T[VTIS]|GV)?[NVKROP]*5gbmoe")
-_OF_TORCH = re.compile(r"(?<!\d)(2at|3c10|5torch|6caffe2)")
+_OF_TORCH = re.compile(r"(?<!\d)(2at(?!E)|3c10|5torch|6caffe2)")  # "2atE" ends the name of std::string::at
 _LINK = re.compile(r"\]\((?!\w+:)[^)]*\)")
 _LOAD = """
 import sys, torch

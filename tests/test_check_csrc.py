@@ -114,7 +114,7 @@ template <> std::vector<c10::List>::vector(const std::vector<c10::List>&);
 int call(const c10::List& l, const torch::Library& m, const std::vector<c10::List>& v) {
   try { std::stringstream text; text << l.size() << m.size() << cutlass::version() << gbmoe::own(l) << of_torch(l);
         if (std::vector<c10::List>(v).size()) throw c10::Error();
-        throw std::runtime_error(text.str()); } catch (const c10::Error&) { return 1; }
+        throw std::runtime_error(text.str().at(0) ? text.str() : std::string()); } catch (const c10::Error&) { return 1; }
 }
 """)
     subprocess.run(["g++", "-std=c++17", "-O0", "-fPIC", "-c", str(source), "-o", str(unit)], check=True)

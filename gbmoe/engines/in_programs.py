@@ -16,10 +16,10 @@ from gbmoe.programs import Programs
 from gbmoe.slot_map import SlotMap
 
 
-def in_programs(engine: Engine, like: torch.Tensor) -> Any:
-    """`engine`, or what does the same in programs where it decides by the kind of call and nothing has to see its launches on the device of
-    `like`; for the rest of one pass."""
-    return InPrograms(engine) if engine.decides_by_kind and is_unseen(like) else engine
+def in_programs(engine: Engine, x_TH: torch.Tensor, *weights: torch.Tensor | None) -> Any:
+    """`engine`, or what does the same in programs where it decides by the kind of call and nothing has to see its launches on the tokens'
+    device, nor takes them over as a subclass of tensors does that `weights` are of; for the rest of one pass."""
+    return InPrograms(engine) if engine.decides_by_kind and is_unseen(x_TH, *weights) else engine
 
 
 class InPrograms:

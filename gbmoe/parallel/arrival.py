@@ -43,12 +43,14 @@ class Joint:
         x, weights: gradients of tokens, and of router weights.
         experts: gradients of weights of experts.
         x_again: the rows of x once more, for gradients of w1 and v1.
+        packed: a layout for the tokens of this pass alone, because something takes saved tensors away. All ranks must have the same one.
     """
 
     x: bool = False
     weights: bool = False
     experts: bool = False
     x_again: bool = False
+    packed: bool = False
 
     @property
     def any(self) -> bool:
@@ -56,11 +58,11 @@ class Joint:
 
     def bits(self) -> int:
         """As the bits of an int: the bitwise or over the ranks is what any rank needs."""
-        return self.x | self.weights << 1 | self.experts << 2 | self.x_again << 3
+        return self.x | self.weights << 1 | self.experts << 2 | self.x_again << 3 | self.packed << 4
 
     @classmethod
     def of_bits(cls, bits: int) -> Joint:
-        return cls(*(bool(bits >> bit & 1) for bit in range(4)))
+        return cls(*(bool(bits >> bit & 1) for bit in range(5)))
 
 
 @dataclass(frozen=True)

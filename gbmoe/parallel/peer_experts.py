@@ -67,7 +67,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     records = torch.is_grad_enabled()
     need = [records and t is not None and t.requires_grad for t in (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)]
     reads_x = need[2] or need[4]  # the gradients of w1 and v1 are products of x
-    needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows)
+    needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows,
+                  packed=pass_agreement.saved_tensors_are_packed())
     with memory.passing():
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
@@ -117,10 +118,10 @@ class _PeerExperts(torch.autograd.Function):
         transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, rows=rows.pop())
         rows_PH = transport.keep_rows() if call.keep_rows else None
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
-        out_TH, h_PF, g_PF = expert_forward_backward.forward(
-            transport, in_programs(call.experts, x_TH), weights, sizes_E, call.activation, call.save)
+        experts = in_programs(call.experts, x_TH, w1_EFH, w2_EFH, v1_EFH)
+        out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, weights, sizes_E, call.activation, call.save)
         if call.save:
-            if pass_agreement.saved_tensors_are_packed():
+            if arrived.needs.packed:
                 arrived = arrived.with_own_capacity()
             slots = arrived.slots
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PH, slots.row_of_slot_TK,
@@ -139,6 +140,7 @@ class _PeerExperts(torch.autograd.Function):
         row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK = saved[9:13]
         weights = Weights(*saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[13:]) if kept_Y is not None})
         call, needs, own = ctx.call, ctx.needs, ctx.needs_input_grad
+        experts = in_programs(call.experts, x_TH, *saved[3:6])
         gradients = WeightGradients(MEGABLOCKS, *saved[3:6])
         ctx.maybe_clear_saved_tensors()
         saved.clear()
@@ -152,5 +154,5 @@ class _PeerExperts(torch.autograd.Function):
             del rows_PH, grad_TH
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
             computed = expert_forward_backward.backward(
-                transport, in_programs(call.experts, x_TH), weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
+                transport, experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
         return *(gradient if needed else None for gradient, needed in zip(computed[:5], own)), *[None] * 5

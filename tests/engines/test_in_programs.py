@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gbmoe import programs
+from gbmoe._define_operator import is_watched
 from gbmoe.engines import in_programs as module
 from gbmoe.engines.base import Engine, GatheredRows
 from gbmoe.engines.in_programs import InPrograms, in_programs
@@ -85,11 +86,22 @@ def test_every_call_has_the_results_of_the_engine(glu, are_gathered):
 def test_engines_that_read_numbers_or_are_watched_stay_as_they_are(monkeypatch):
     engine, x = EqualGroups(), torch.zeros(2, 2)
     assert in_programs(engine, x) is engine  # no CUDA
-    monkeypatch.setattr(module, "is_unseen", lambda like: True)
+    monkeypatch.setattr(module, "is_unseen", lambda *tensors: True)
     assert isinstance(in_programs(engine, x), InPrograms)
     monkeypatch.setattr(engine, "decides_by_kind", False)
     assert in_programs(engine, x) is engine
     assert InPrograms(engine).name == engine.name
+
+
+def test_weights_that_take_launches_over_were_given_to_kernels(monkeypatch):
+    """A tensor that wraps others has no memory of its own, and its kind is that of one that has."""
+    class Wrapper(torch.Tensor):
+        pass
+
+    engine, x, w = EqualGroups(), torch.zeros(2, 2), torch.zeros(2, 2, 2)
+    monkeypatch.setattr(module, "is_unseen", lambda *tensors: not is_watched(*tensors))  # on any device
+    assert isinstance(in_programs(engine, x, w, torch.nn.Parameter(w), None), InPrograms)
+    assert in_programs(engine, x, w, w.as_subclass(Wrapper), None) is engine
 
 
 @pytest.mark.gpu

@@ -5,11 +5,13 @@ Shape suffixes: T tokens, K slots a token, E experts, H hidden, F ffn hidden, G 
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gbmoe
-from gbmoe import ExpertLora, LoraFactors, WeightLayout, engines, programs
+from gbmoe import ExpertLora, LoraFactors, WeightLayout, engines, launch, programs
 from gbmoe.engines.reference import Reference
+from gbmoe.lora_factors import joined_operands
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from tests.conftest import assert_as_accurate_as, dtype_id
@@ -211,6 +213,27 @@ def test_gradients_of_factors_that_are_cast_were_copied_into_a_parameters_order(
     for ours, plain, leaf in zip(found, expected, kept):
         assert ours.stride() == leaf.stride() and ours.dtype == torch.float32
         torch.testing.assert_close(ours.permute(back), plain, rtol=0.02, atol=float(plain.abs().max()) / 100)
+
+
+def test_factors_that_are_cast_raised_under_create_graph(device):
+    x, w1, w2 = torch.randn(6, 16, device=device, dtype=torch.bfloat16), *torch.randn(2, 4, 32, 16, device=device, dtype=torch.bfloat16)
+    a, b = torch.randn(4, 2, 16, device=device, requires_grad=True), torch.randn(4, 32, 2, device=device, requires_grad=True)
+    out = gbmoe.grouped_mlp(x, torch.tensor([3, 0, 1, 2]), w1, w2, lora=ExpertLora(w1=LoraFactors(a, b, 2.0)))
+    first, again = (torch.autograd.grad(out.sum(), (a, b), create_graph=create, retain_graph=True) for create in (False, True))
+    assert all(map(torch.equal, first, again))
+    with pytest.raises(RuntimeError, match="differentiable once"):  # and not none, or those of other terms alone
+        torch.autograd.grad(again[0].sum(), b)
+
+
+def test_factors_that_are_cast_launched_kernels_on_fake_tensors(monkeypatch):
+    """Which have no memory: kernels that are no operators of gbmoe are for tensors that nothing watches."""
+    launched = []
+    monkeypatch.setattr(launch, "copy_scaled", lambda *arguments: launched.append(arguments))
+    with FakeTensorMode():
+        a, b = torch.empty(4, 8, 16, requires_grad=True), torch.empty(32, 8, 4, requires_grad=True)
+        a_ERK, b_ERN = joined_operands([LoraFactors(a, b.permute(2, 0, 1), 2.0)], torch.bfloat16)
+        (a_ERK.sum() + (b_ERN * torch.empty(4, 8, 32)).sum()).backward()
+        assert not launched and a.grad.shape == a.shape and b.grad.stride() == b.stride()
 
 
 @pytest.mark.gpu

@@ -267,6 +267,19 @@ def checkpointed(rank, world):
 
 
 @case
+def saved_tensors_are_packed_on_one_rank(rank, world):
+    """That rank's layout was one of its own in backward, and the others read and wrote other places of its memory."""
+    Layer(rank, world, [900]).run()  # so that there is more room than the next passes need
+    layer = Layer(rank, world, [60, 70])
+    expected, leaves = layer.run(), layer.leaves()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t) if rank == 0 else contextlib.nullcontext():
+        out = layer.forward(leaves)
+    out.backward(layer.grad[rank])
+    for name, t in leaves.items():
+        assert torch.equal(t.grad, expected[name]), name
+
+
+@case
 def more_ranks_than_whole_matrices_are_copied_for(rank, world):
     """As with eight ranks, kernels pull and push rows in backward too."""
     layer = Layer(rank, world, [90, 120])
