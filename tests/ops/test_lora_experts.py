@@ -17,7 +17,6 @@ from tests.ops.test_expert_biases import GPT_OSS, E, F, H, served
 from tests.test_weight_layout import LAYOUTS, ids
 
 SEPARATE, PAIRED = WeightLayout(), WeightLayout("interleaved", True)
-BASE = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")
 
 
 def factors(layout, device, gated, targets, rank, number=1):
