@@ -6,9 +6,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gbmoe
 from gbmoe import engines
+from gbmoe.launch import alignment
 from gbmoe.testing import accuracy, exact_inputs
 from tests import forked_python
 
@@ -20,6 +22,21 @@ GPU_BYTES_KEPT = 4 << 30  # of a process between tests, which scripts/test_proce
 
 def dtype_id(value):
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+def copied_weights(monkeypatch):
+    """A list to which the shapes of all weights go that an engine copies from now on."""
+    copied = []
+
+    def aligned(tensor):
+        if tensor.dim() == 3 and not (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+            copied.append(tuple(tensor.shape))
+        return original(tensor)
+
+    original = alignment.aligned
+    for module in (alignment, engines.base, engines.own_kernels, engines.hopper):
+        monkeypatch.setattr(module, "aligned", aligned)
+    return copied
 
 
 def pytest_configure(config):
@@ -98,6 +115,14 @@ def float32_products():
     before = matmul.fp32_precision
     yield lambda precision: setattr(matmul, "fp32_precision", precision)
     matmul.fp32_precision = before
+
+
+@pytest.fixture
+def group_of_one():
+    """This process is a default group by itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

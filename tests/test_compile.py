@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,8 +27,8 @@ from gbmoe.ops.gmm import grouped
 from gbmoe.router_function import RouterFunction, softmax_topk_code
 from gbmoe.testing import accuracy, cuda_graphs, exact_inputs
 from gbmoe.weight_layout import MEGABLOCKS
+from tests import rank_groups
 from tests.conftest import assert_as_accurate_as
-from tests.forked_python import spawn
 
 HIDDEN, FFN, EXPERTS, TOP_K = 32, 48, 4, 2
 
@@ -824,9 +822,8 @@ def test_cuda_graphs_read_the_batch_sizes_of_each_call(graphed, dtype):
 # --------------------------------------------------------------------------------------------------- expert parallelism
 
 
-def worker(rank, world, store, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def worker(rank, store, results):
+    rank_groups.join(rank, 2, store)
     for experts, numbers_of_tokens in ((4, (12, 7)), (1, (12,))):  # with one expert each rank has half of its rows
         layer, args = make(mlp_type="glu", bias=False, moe_num_experts=experts, moe_top_k=min(TOP_K, experts),
                            moe_expert_model_parallelism=True)
@@ -834,16 +831,12 @@ def worker(rank, world, store, results):
         for tokens in numbers_of_tokens:
             x = torch.randn(tokens, 1, HIDDEN, generator=exact_inputs.generator("cpu", rank))
             results[rank, experts, tokens] = run(layer, layer, args, x), run(layer, compiled, args, x)
-    dist.barrier()
-    dist.destroy_process_group()
+    rank_groups.leave()
 
 
 @pytest.mark.slow
 def test_expert_parallelism_is_one_graph(tmp_path):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        spawn(worker, (2, tmp_path / "store", results), nprocs=2)
-        results = dict(results)
+    results = rank_groups.shared_by_ranks(worker, 2, tmp_path)
     assert len(results) == 6
     for expected, compiled in results.values():
         torch.testing.assert_close(compiled, expected)

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gbmoe
 from gbmoe.layers import Arguments
-from tests.forked_python import spawn
+from tests import rank_groups
 
 pytestmark = pytest.mark.xdist_group("fsdp")  # one pair of processes serves all tests
 
@@ -161,31 +159,21 @@ def float32_router(units, mesh, device):
 
 
 def worker(rank, store, device_type, results):
-    torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    device = rank_groups.join(rank, WORLD, store, device_type)
     mesh = init_device_mesh(device_type, (WORLD,))
     for name, case in CASES.items():
         results[name, rank] = train(case, rank, mesh, device)
     for units in UNITS:
         results["float32 router", " ".join(units), rank] = float32_router(units, mesh, device)
     results["part alone", rank] = part_alone(mesh, device)
-    dist.barrier()
-    dist.destroy_process_group()
+    rank_groups.leave()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def sharded(request, tmp_path_factory):
     """(device type, what the processes found). One start for all cases: a start takes longer than the training."""
-    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs, this machine has {torch.cuda.device_count()}")
-    with mp.Manager() as manager:
-        results = manager.dict()
-        spawn(worker, (tmp_path_factory.mktemp("fsdp") / "store", request.param, results), nprocs=WORLD, device=request.param)
-        return request.param, dict(results)
+    folder = tmp_path_factory.mktemp("fsdp")
+    return request.param, rank_groups.shared_by_ranks(worker, WORLD, folder, request.param, device_type=request.param)
 
 
 def train_alone(case, device):

@@ -5,9 +5,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import gbmoe
-from gbmoe import WeightLayout, engines
-from gbmoe.launch import alignment
+from gbmoe import WeightLayout
 from gbmoe.testing import exact_inputs
+from tests.conftest import copied_weights
 
 E, F, H = 4, 48, 32
 
@@ -85,16 +85,7 @@ def test_megatrons_parameters_and_main_gradients(engine_on, monkeypatch):
     grad = exact_inputs.exact_values(60, H, dtype=dtype, device=device, seed=4)
     gradients = torch.autograd.grad(expected, whole, grad)
     before = [torch.stack(list(main)).detach() for main in (of_up, of_down)]
-    copied = []
-
-    def aligned(tensor):
-        if tensor.dim() == 3 and not (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
-            copied.append(tuple(tensor.shape))
-        return original(tensor)
-
-    original = alignment.aligned
-    for module in (alignment, engines.base, engines.own_kernels, engines.hopper):
-        monkeypatch.setattr(module, "aligned", aligned)
+    copied = copied_weights(monkeypatch)
     with torch.no_grad():
         sink = gbmoe.WeightGradientSink(*(gbmoe.stacked(main) for main in (of_up, of_down)), hand_back=True)
     got = gbmoe.expert_mlp(x, plan, gbmoe.stacked(up), gbmoe.stacked(down), layout=layout, engine=engine, gradient_sink=sink)

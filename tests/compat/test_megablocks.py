@@ -15,7 +15,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from gbmoe import Float8BlockScaling
@@ -24,9 +23,9 @@ from gbmoe.compat.megablocks import register
 from gbmoe.parallel import failures, host_copy
 from gbmoe.plan import RoutingPlan
 from gbmoe.testing import accuracy, exact_inputs
+from tests import rank_groups
 from tests.compat import MEGABLOCKS_NEEDS_A_GPU, in_a_fresh_process, skip_where_megablocks_needs_a_gpu
 from tests.conftest import assert_as_accurate_as, dtype_id
-from tests.forked_python import spawn
 
 if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("stk") is None:
     pytest.skip("MegaBlocks is not installed: python -m gbmoe install-megablocks", allow_module_level=True)
@@ -329,10 +328,10 @@ def test_compiles_without_a_graph_break(mlp_type):
 # --------------------------------------------------------------------------------------------------- expert parallelism
 
 
-def run_rank(rank, world, store, results):
+def run_rank(rank, store, world, results):
     """Every case on one rank."""
     register()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    rank_groups.join(rank, world, store)
 
     host_sizes = RoutingPlan.host_sizes
 
@@ -374,10 +373,7 @@ def parallel_inputs(world):
 def test_expert_parallelism_is_that_of_grouped_and_of_one_process(tmp_path):
     """Two gloo processes. The one host wait is for the counts to send and receive: a plan's sizes are not read back."""
     world = 2
-    with mp.Manager() as manager:
-        results = manager.dict()
-        spawn(run_rank, (world, tmp_path / "store", results), nprocs=world)
-        results = dict(results)
+    results = rank_groups.shared_by_ranks(run_rank, world, tmp_path, world)
     for mlp_type, experts in CASES:
         whole, args = make_parallel("gbmoe", False, mlp_type, experts)
         x = parallel_inputs(world).requires_grad_()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -117,10 +116,8 @@ def test_the_override_keeps_torchtitans_fields_and_takes_arguments(overridden):
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-    dist.destroy_process_group()
+def mesh(group_of_one):
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
 
 
 def test_shards_of_dtensors_get_gradients_that_are_dtensors(overridden, mesh):

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -28,8 +27,9 @@ import gbmoe
 from gbmoe import Float8BlockScaling, engines
 from gbmoe.compat import transformers as adapter
 from gbmoe.testing import accuracy, exact_inputs
+from tests import rank_groups
 from tests.conftest import FLOATS, assert_as_accurate_as, dtype_id
-from tests.forked_python import python, spawn
+from tests.forked_python import python
 
 transformers = pytest.importorskip("transformers", minversion="5.8", reason="needs transformers 5.8 or newer")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -486,7 +486,7 @@ def test_frozen_parameters_and_inference(device):
 
 def on_two_ranks(rank, store, results):
     """Every arrangement on this rank, against the whole model: the largest error of logits and of every gradient."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rank_groups.join(rank, 2, store)
     adapter.register()
     ids, mesh = token_ids(2, 11), dist.init_device_mesh("cpu", (2,))
     expected = forward_and_gradients(build("qwen3_moe"), "gbmoe", ids)
@@ -517,10 +517,7 @@ def on_two_ranks(rank, store, results):
 
 def test_expert_parallelism_and_fully_shard_give_what_one_process_gives(tmp_path):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="needs a transformers with it")
-    with mp.Manager() as manager:
-        results = manager.dict()
-        spawn(on_two_ranks, (tmp_path / "store", results), nprocs=2)
-        results = dict(results)
+    results = rank_groups.shared_by_ranks(on_two_ranks, 2, tmp_path)
     for rank in range(2):
         assert results[rank].keys() == {"all_reduce", "all_to_all", "fully_shard"}
         assert all(error < 1e-6 for error in results[rank].values()), results

@@ -5,8 +5,8 @@ import torch
 
 import gbmoe
 from gbmoe import WeightLayout, engines
-from gbmoe.launch import alignment
 from gbmoe.testing import exact_inputs
+from tests.conftest import copied_weights
 from tests.test_weight_layout import laid_out
 
 CUDA = torch.device("cuda")
@@ -64,16 +64,7 @@ def test_weights_of_transformers_are_read_in_place(layout, shape, monkeypatch):
     """By kernels of Hopper: no copy of any weight, forward and backward."""
     if engines.ENGINES["hopper"].unavailable(CUDA):
         pytest.skip("no Hopper")
-    copied = []
-
-    def aligned(tensor):
-        if tensor.dim() == 3 and not (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
-            copied.append(tuple(tensor.shape))
-        return original(tensor)
-
-    original = alignment.aligned
-    for module in (alignment, engines.base, engines.own_kernels, engines.hopper):
-        monkeypatch.setattr(module, "aligned", aligned)
+    copied = copied_weights(monkeypatch)
     gradients(shape, layout, "hopper")
     assert not copied
 

@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gbmoe
 from gbmoe.layers import Arguments, token_counts
 from gbmoe.testing import cuda_graphs, exact_inputs
-from tests.forked_python import spawn
+from tests import rank_groups
 
 HIDDEN = 16
 
@@ -338,7 +337,7 @@ WORLD = 2
 
 
 def worker(rank, store, results):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    rank_groups.join(rank, WORLD, store)
     for parallel in (False, True):
         model = torch.nn.Sequential(*(make(seed=seed, moe_num_experts=experts, moe_expert_model_parallelism=parallel)
                                       for seed, experts in ((1, 8), (2, 4))))
@@ -364,10 +363,7 @@ def worker(rank, store, results):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        spawn(worker, (tmp_path_factory.mktemp("ranks") / "store", shared), nprocs=WORLD)
-        return dict(shared)
+    return rank_groups.shared_by_ranks(worker, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.xdist_group("expert_bias")

@@ -5,12 +5,11 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.utils.prune
 
 import gbmoe
 from gbmoe.layers import Arguments
-from tests.forked_python import spawn
+from tests import rank_groups
 
 TOKENS, HIDDEN = 12, 16
 
@@ -31,8 +30,8 @@ def inputs(world):
 LAYERS = [(world, experts, mlp_type) for world, experts in ((2, 4), (2, 2), (4, 2), (2, 1)) for mlp_type in ("mlp", "glu")]
 
 
-def worker(rank, world, store, results):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def worker(rank, store, world, results):
+    rank_groups.join(rank, world, store)
     for case in LAYERS:
         if case[0] == world:
             results[case, rank] = one_rank(rank, *case)
@@ -55,10 +54,7 @@ def results_of(tmp_path_factory):
     """A function from the number of ranks to what each of them computed of every layer; they are started once."""
     @functools.cache
     def start(world):
-        with mp.Manager() as manager:
-            results = manager.dict()
-            spawn(worker, (world, tmp_path_factory.mktemp("ranks") / "store", results), nprocs=world)
-            return dict(results)
+        return rank_groups.shared_by_ranks(worker, world, tmp_path_factory.mktemp("ranks"), world)
 
     return start
 
@@ -102,13 +98,6 @@ class ScaledSilu(torch.nn.Module):
 
     def forward(self, x):
         return torch.nn.functional.silu(x) * self.factor
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.pairs

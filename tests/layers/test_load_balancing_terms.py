@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -14,8 +13,8 @@ import gbmoe
 from gbmoe.layers import Arguments, losses, same_layers
 from gbmoe.layers.losses import save_router_logsumexp
 from gbmoe.testing import cuda_graphs, exact_inputs
+from tests import rank_groups
 from tests.conftest import dtype_id
-from tests.forked_python import spawn
 
 HIDDEN, LENGTH, BATCH = 16, 6, 5
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_normalize_expert_weights=1)
@@ -357,7 +356,7 @@ WORLD = 2
 
 
 def worker(rank, store, results):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    rank_groups.join(rank, WORLD, store)
     for parallel in (False, True):
         layers = model(moe_router_load_balancing_type="global_aux_loss", moe_expert_model_parallelism=parallel, **SIGMOID)
         found = step(layers, rank, [])
@@ -421,10 +420,7 @@ def test_the_mean_over_ranks_is_the_loss_of_the_global_batch(results, parallel):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        spawn(worker, (tmp_path_factory.mktemp("ranks") / "store", shared), nprocs=WORLD)
-        return dict(shared)
+    return rank_groups.shared_by_ranks(worker, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 # ------------------------------------------------------------------------------------------------- the models' own code

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 import gbmoe
@@ -287,13 +286,9 @@ def test_experts_for_each_layer_are_named():
         of(NAMESPACE, num_experts=[8, 4])
 
 
-def test_the_group_must_be_that_of_the_expert_parallel_ranks():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="expert_parallel_group: expected the group of the expert_model_parallel_size == 2 .* of 1"):
-            of(expert_model_parallel_size=2)
-    finally:
-        dist.destroy_process_group()
+def test_the_group_must_be_that_of_the_expert_parallel_ranks(group_of_one):
+    with pytest.raises(ValueError, match="expert_parallel_group: expected the group of the expert_model_parallel_size == 2 .* of 1"):
+        of(expert_model_parallel_size=2)
 
 
 @pytest.mark.parametrize("pre_softmax", [False, True])

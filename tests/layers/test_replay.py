@@ -223,22 +223,24 @@ class Twice(torch.nn.Module):
         return self.moe(torch.tanh(self.moe(x)))
 
 
+def replayed(call, model, recorded, inputs):
+    """Gradients after the forwards of all inputs and then the backwards."""
+    model.zero_grad()
+    with gbmoe.replay_experts(model, recorded):
+        losses = [call(x).square().sum() for x in inputs]
+        for loss in losses:
+            loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layer_that_runs_twice_in_a_checkpoint(reentrant):
     model, inputs = Twice(gbmoe.dMoE(arguments())), [tokens(seed) for seed in range(2)]
     recorded = recorded_of(model, *inputs)
     assert len(recorded["moe"]) == 4
     moved(model)
-
-    def run(call):
-        model.zero_grad()
-        with gbmoe.replay_experts(model, recorded):
-            losses = [call(x).square().sum() for x in inputs]
-            for loss in losses:
-                loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    for one, other in zip(run(functools.partial(checkpoint, model, use_reentrant=reentrant)), run(model)):
+    checkpointed = functools.partial(checkpoint, model, use_reentrant=reentrant)
+    for one, other in zip(*(replayed(call, model, recorded, inputs) for call in (checkpointed, model))):
         assert torch.equal(one, other)
 
 
@@ -247,25 +249,16 @@ def test_nested_checkpoints_take_their_ids_or_are_refused(outer, inner):
     model, inputs = Model(), [tokens(seed) for seed in range(2)]
     recorded = recorded_of(model, *inputs)
     moved(model)
-
-    def run(call):
-        model.zero_grad()
-        with gbmoe.replay_experts(model, recorded):
-            losses = [call(x).square().sum() for x in inputs]
-            for loss in losses:
-                loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    expected = run(model)
+    expected = replayed(model, model, recorded, inputs)
     model.reentrant = inner
     nested = functools.partial(checkpoint, model, use_reentrant=outer)
     if outer or inner:
         refused = "replay_experts: layer blocks.*(in a reentrant checkpoint and|a reentrant checkpoint contains)"
         with pytest.raises(NotImplementedError, match=refused):
-            run(nested)
+            replayed(nested, model, recorded, inputs)
         assert all(module._tape is None for module in model.modules() if isinstance(module, gbmoe.dMoE))
     else:
-        for one, other in zip(run(nested), expected):
+        for one, other in zip(replayed(nested, model, recorded, inputs), expected):
             assert torch.equal(one, other)
 
 

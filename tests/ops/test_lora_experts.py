@@ -9,18 +9,16 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import gbmoe
-from gbmoe import ExpertLora, LoraFactors, WeightLayout, engines, launch, programs
+from gbmoe import ExpertLora, LoraFactors, WeightLayout, launch, programs
 from gbmoe.engines.reference import Reference
 from gbmoe.lora_factors import joined_operands
-from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
 from tests.conftest import assert_as_accurate_as, dtype_id
 from tests.ops import test_expert_biases as of_biases
-from tests.ops.test_expert_biases import GPT_OSS, E, F, H, K, T
+from tests.ops.test_expert_biases import GPT_OSS, E, F, H, served
 from tests.test_weight_layout import LAYOUTS, ids
 
 SEPARATE, PAIRED = WeightLayout(), WeightLayout("interleaved", True)
-BASE = ("x", "weights", "w1", "w2", "v1", "w1_bias", "w2_bias", "v1_bias")
 
 
 def factors(layout, device, gated, targets, rank, number=1):
@@ -103,15 +101,6 @@ def check(layout, device, dtype, engine="auto", activation=GPT_OSS, targets=("w1
     got = results(ours, leaves, grad_TH, dtype, frozen)
     for name, value in got.items():
         assert_as_accurate_as(value, baseline[name], exact[name], name, factor=3.0)
-
-
-def served(engine, dtype):
-    """Skips what an engine does not take."""
-    name, device = engine
-    reason = engines.ENGINES[name].refuses(Problem(device, dtype, T * K, E, H, F, False))
-    if reason:
-        pytest.skip(reason)
-    return name, device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_id)

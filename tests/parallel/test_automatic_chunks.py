@@ -40,18 +40,11 @@ def test_chunks_inside_a_node_cost_what_was_measured(chunks, measured):
     assert several / one == pytest.approx(measured, rel=0.1)
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 H100, H100_PCIE, B200 = Device(132, 50 << 20, (9, 0)), Device(114, 50 << 20, (9, 0)), Device(148, 126 << 20, (10, 0))
 
 
 @pytest.mark.parametrize("here, slowest, chunks", [(H100, H100, 4), (H100_PCIE, H100_PCIE, 8), (B200, B200, 1), (B200, H100_PCIE, 8)])
-def test_every_gpu_was_taken_for_an_h200(monkeypatch, group, here, slowest, chunks):
+def test_every_gpu_was_taken_for_an_h200(monkeypatch, group_of_one, here, slowest, chunks):
     """A rank on each of four hosts, whose GPUs may differ: all must choose the same number, by the slowest one."""
     rates = [int(device.flops(cost_model.Gpu().flops)) for device in (here, slowest)]
 
@@ -62,5 +55,5 @@ def test_every_gpu_was_taken_for_an_h200(monkeypatch, group, here, slowest, chun
     monkeypatch.setitem(automatic_chunks.SPEEDS, "cpu", automatic_chunks.SPEEDS["cuda"])
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: here))
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    where = replace(WHERE, group=group, experts=64, experts_per_rank=16)
+    where = replace(WHERE, group=dist.group.WORLD, experts=64, experts_per_rank=16)
     assert automatic_chunks.choose(where, 4096, 4096, 512, 8, 3, torch.bfloat16, torch.device("cpu")) == chunks

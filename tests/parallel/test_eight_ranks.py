@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.forked_python import spawn
+from tests import rank_groups
 from tests.parallel import test_exchange, test_training
 from tests.parallel.test_exchange import GLU, TOLERANCE, Case, chosen, experts_alone, inputs, make, run, shard_of, train
 
@@ -30,10 +30,8 @@ EXACT = Case(UNEVEN, dict(GLU, moe_num_experts=16, moe_top_k=4), dtype=torch.bfl
 
 
 def worker(rank, store, folder):
-    torch.set_num_threads(1)
     test_exchange.TRANSPORT = "exchange"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=8)
-    device = torch.device("cpu")
+    device = rank_groups.join(rank, 8, store)
     results = {name: train(case, device, None) for name, case in CASES.items()}
     parts = [part[rank] for part in chosen(EXACT, device)]
     results["exact"] = experts_alone(EXACT, device, *parts, moe_expert_model_parallelism=True, expert_parallel_exact=True)
@@ -44,16 +42,13 @@ def worker(rank, store, folder):
     results["fsdp"] = test_training.train(TRAINED, device, groups)
     results["resumed"] = test_training.save_and_load(SAVED, device, groups, folder / "checkpoint")
     torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    rank_groups.leave()
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """What each process found."""
-    folder = tmp_path_factory.mktemp("eight_ranks")
-    spawn(worker, (folder / "store", folder), nprocs=8)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(8)]
+    return rank_groups.files_of_ranks(worker, 8, tmp_path_factory.mktemp("eight_ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)

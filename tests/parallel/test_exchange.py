@@ -27,6 +27,7 @@ from gbmoe.parallel import (
     peer_memory,
     shadowing,
 )
+from tests import rank_groups
 from tests.forked_python import spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("exchange")]  # one start serves all tests
@@ -347,12 +348,8 @@ def refused(group, rank, changes):
 def worker(rank, store, device_type, transport, world, folder):
     global TRANSPORT
     TRANSPORT = transport
-    torch.set_num_threads(1)
     automatic_chunks.SPEEDS[device_type] = BALANCED
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    device = rank_groups.join(rank, world, store, device_type)
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
     group_of = {2: pairs[rank // 2], world: None}
     results, shadowed = {}, []
@@ -397,11 +394,8 @@ def ran(request, tmp_path_factory):
     """(device type, what each process found)."""
     device_type, transport = request.param.split(",")[0], "exchange" if request.param == "cuda" else "auto"
     world = 4 if device_type == "cpu" or torch.cuda.device_count() >= 4 else 2
-    if device_type == "cuda" and torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
-    folder = tmp_path_factory.mktemp("exchange")
-    spawn(worker, (folder / "store", device_type, transport, world, folder), nprocs=world, device=device_type)
-    return device_type, [torch.load(folder / f"{rank}.pt", map_location=device_type, weights_only=False) for rank in range(world)]
+    return device_type, rank_groups.files_of_ranks(worker, world, tmp_path_factory.mktemp("exchange"), device_type, transport, world,
+                                             device_type=device_type, map_location=device_type)
 
 
 def results_of(ran, what, name, case):

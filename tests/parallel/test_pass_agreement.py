@@ -2,7 +2,7 @@
 
 Four processes (gloo) run all cases at one start, over the four ranks as equals, and some of them as two nodes of two.
 
-Shape suffixes: T tokens, K slots a token, E experts, H hidden.
+Layers and tokens are those of test_peer_agreement.py. Here no rank maps memory.
 """
 
 import functools
@@ -13,72 +13,22 @@ from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe.layers import Arguments
-from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.parallel import peer_memory
-from tests.forked_python import spawn
+from tests import rank_groups
+from tests.parallel import test_peer_agreement as of_peers
+from tests.parallel.test_peer_agreement import EXPERTS, HIDDEN, compare, expected, mine, step
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("agreement")]  # one start serves all tests
 
-WORLD, EXPERTS, HIDDEN = 4, 8, 16
-TOKENS = (9, 0, 5, 14)
+WORLD = 4
 NODES = {"equals": None, "nodes": 2}
 
 
-def args(**changes):
-    fields = dict(hidden_size=HIDDEN, ffn_hidden_size=32, moe_num_experts=EXPERTS, moe_top_k=3, mlp_type="glu", bias=False, fp16=False,
-                  device="cpu", activation_fn=F.silu, moe_loss_weight=0, init_method=functools.partial(torch.nn.init.normal_, std=0.3))
-    return Arguments(**{**fields, **changes})
-
-
 def make(ranks_per_node, **changes):
-    torch.manual_seed(0)
-    return ParallelDroplessMLP(args(moe_expert_model_parallelism=True, expert_parallel_ranks_per_node=ranks_per_node, **changes))
-
-
-def drawn(tokens, seed=1):
-    """(x, ids, router weights, gradient) of all ranks' tokens, cut by rank."""
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(tokens)
-    x, grad = (torch.randn(total, HIDDEN, generator=generator) for _ in range(2))
-    ids = torch.rand(total, EXPERTS, generator=generator).topk(3).indices
-    weights = torch.rand(total, 3, generator=generator)
-    return [t.split(list(tokens)) for t in (x, ids, weights, grad)]
-
-
-def step(layer, rank, tokens=TOKENS, x_needs=True, weights_need=True, seed=1):
-    """One forward and backward of this rank's tokens: (out, dx, dweights, gradients of the parameters)."""
-    x, ids, weights, grad = (each[rank] for each in drawn(tokens, seed))
-    x, weights = x.clone().requires_grad_(x_needs), weights.clone().requires_grad_(weights_need)
-    layer.zero_grad()
-    out = layer(x, x.new_zeros(x.size(0), EXPERTS), weights, ids)
-    if out.requires_grad:
-        out.backward(grad)
-    module = getattr(layer, "_orig_mod", layer)
-    return out.detach(), x.grad, weights.grad, {name: p.grad for name, p in module.named_parameters()}
-
-
-def expected(rank, tokens=TOKENS, seed=1, **changes):
-    """What one process computes on the tokens of all ranks, cut to this rank's part. Gradients of experts are means over ranks."""
-    torch.manual_seed(0)
-    whole = ParallelDroplessMLP(args(**changes))
-    x, ids, weights, grad = (torch.cat(each) for each in drawn(tokens, seed))
-    x, weights = x.requires_grad_(), weights.requires_grad_()
-    out = whole(x, x.new_zeros(x.size(0), EXPERTS), weights, ids)
-    out.backward(grad)
-    cut = [t.split(list(tokens))[rank] for t in (out.detach(), x.grad, weights.grad)]
-    return *cut, {name: p.grad.chunk(WORLD)[rank] / WORLD for name, p in whole.named_parameters()}
-
-
-def compare(got, want):
-    """Every gradient that there is, against the one process's."""
-    for g, w in zip((*got[:3], *got[3].values()), (*want[:3], *want[3].values())):
-        if g is not None:
-            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+    return of_peers.make(expert_parallel_ranks_per_node=ranks_per_node, **changes)
 
 
 # --------------------------------------------------------------------------------------------------------- what may differ
@@ -203,7 +153,7 @@ def a_layer_left_out_once(rank, nodes):
 
 def autocast_on_one_rank(rank, nodes):
     layer = make(nodes)
-    x, ids, weights, _ = (each[rank] for each in drawn(TOKENS))
+    x, ids, weights, _ = mine(rank, of_peers.tokens_of_ranks())
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
         layer(x.bfloat16() if rank == 0 else x, x.new_zeros(x.size(0), EXPERTS), weights, ids)
 
@@ -224,8 +174,8 @@ def compiled_gradients_recorded_on_one_rank(rank, nodes):
 
 def checkpointed_on_one_rank(rank, nodes):
     layer = make(nodes)
-    x, ids, weights, grad = (each[rank] for each in drawn(TOKENS))
-    x = x.clone().requires_grad_()
+    x, ids, weights, grad = mine(rank, of_peers.tokens_of_ranks())
+    x = x.requires_grad_()
     call = functools.partial(checkpoint, layer, use_reentrant=False) if rank == 2 else layer
     call(x, x.new_zeros(x.size(0), EXPERTS), weights, ids).backward(grad)
 
@@ -265,8 +215,8 @@ ALL = [(case, name) for case in (*RIGHT, *WRONG) for name in NODES if name == "e
 
 
 def worker(rank, store, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    of_peers.WORLD = WORLD
+    rank_groups.join(rank, WORLD, store, timeout=timedelta(seconds=120))
     results = {}
     for case, name in ALL:
         nodes = NODES[name]
@@ -280,15 +230,12 @@ def worker(rank, store, folder):
             results[case.__name__, name] = f"{type(error).__name__}: {error}"
         compare(step(make(nodes), rank), expected(rank))  # the ranks go on together
     torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    rank_groups.leave()
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agreement")
-    spawn(worker, (folder / "store", folder), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return rank_groups.files_of_ranks(worker, WORLD, tmp_path_factory.mktemp("agreement"))
 
 
 def test_ranks_may_differ_in_what_is_nobody_elses(ran):

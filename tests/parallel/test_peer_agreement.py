@@ -6,7 +6,6 @@ One start of a number of processes serves all cases: on the CPU, where they map 
 Shape suffixes: T tokens, K slots a token, E experts, H hidden.
 """
 
-import contextlib
 import functools
 import gc
 import logging
@@ -15,12 +14,10 @@ import re
 import time
 import traceback
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +28,7 @@ from gbmoe.ops import expert_forward_backward
 from gbmoe.parallel import check_overflow, pass_agreement, peer_memory, peer_transport
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
-from tests.forked_python import spawn
+from tests import rank_groups
 
 pytestmark = pytest.mark.slow
 
@@ -674,19 +671,12 @@ def captured_forward(layer, rank):
 # -------------------------------------------------------------------------------------------------------------- processes
 
 
-def worker(rank, world, device_type, store, results):
+def worker(rank, store, world, device_type, results):
     global DEVICE_TYPE, WORLD
-    DEVICE_TYPE, WORLD, options = device_type, world, {}
-    peer_memory.BYTES_FOR_COPY_ENGINES = 0  # tests have few tokens, and copy engines are for many
+    DEVICE_TYPE, WORLD = device_type, world
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        options["device_id"] = torch.device("cuda", rank)
-    else:
-        torch.set_num_threads(1)
-        peer_memory.MAPPERS["cpu"] = lambda: mapped_files
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=60), **options)
+    rank_groups.join_and_map_memory(rank, world, store, device_type)
     for name, function in CASES.items():
         if device_type == "cpu" and name in GPUS_ALONE:
             continue
@@ -712,11 +702,8 @@ def results_of(tmp_path_factory):
     """A function from a type of device and a number of ranks to what each of them found; they are started once."""
     @functools.cache
     def start(device_type, world):
-        with mp.Manager() as manager:
-            results = manager.dict()
-            with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):  # whose case says why
-                spawn(worker, (world, device_type, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
-            return dict(results)
+        return rank_groups.shared_by_ranks(worker, world, tmp_path_factory.mktemp("store"), world, device_type, device_type=device_type,
+                                           may_fail=True)  # a case says why
 
     return start
 

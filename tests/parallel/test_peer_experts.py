@@ -6,24 +6,21 @@ One start of a number of processes serves all cases: each is a function of (rank
 Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
 """
 
-import contextlib
 import functools
 import os
 import traceback
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe import RoutingPlan, expert_mlp, extension
 from gbmoe.parallel import Placement, arrival, check_overflow, peer_experts, peer_memory, peer_transport
 from gbmoe.parallel.peer_transport import sum_of_ranks
-from gbmoe.testing import cuda_graphs, mapped_files
-from tests.forked_python import spawn
+from gbmoe.testing import cuda_graphs
+from tests import rank_groups
 
 CASES, OF_GPUS = {}, set()
 DEVICE_TYPE = "cuda"
@@ -425,18 +422,10 @@ def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
     check_overflow()
 
 
-def worker(rank, world, device_type, names, store, results):
+def worker(rank, store, world, device_type, names, results):
     global DEVICE_TYPE
-    DEVICE_TYPE, options = device_type, {}
-    peer_memory.BYTES_FOR_COPY_ENGINES = 0  # tests have few tokens, and copy engines are for many
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
-        options["device_id"] = device(rank)
-    else:
-        torch.set_num_threads(1)
-        peer_memory.MAPPERS["cpu"] = lambda: mapped_files
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=60), **options)
+    DEVICE_TYPE = device_type
+    rank_groups.join_and_map_memory(rank, world, store, device_type)
     for name in names:
         try:
             CASES[name](rank, world)
@@ -477,11 +466,8 @@ def results_of(tmp_path_factory):
     """A function from a type of device, a number of ranks and cases to what each rank found; they are started once."""
     @functools.cache
     def start(device_type, world, names):
-        with mp.Manager() as manager:
-            results = manager.dict()
-            with contextlib.suppress(mp.ProcessExitedException, mp.ProcessRaisedException):  # whose case says why
-                spawn(worker, (world, device_type, names, tmp_path_factory.mktemp("store") / "store", results), world, device_type)
-            return dict(results)
+        return rank_groups.shared_by_ranks(worker, world, tmp_path_factory.mktemp("store"), world, device_type, names,
+                                           device_type=device_type, may_fail=True)  # a case says why
 
     return start
 

@@ -17,7 +17,7 @@ import gbmoe
 from gbmoe.layers import Arguments
 from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.parallel import check_steps, combine, dispatch, separate_steps
-from tests.forked_python import spawn
+from tests import rank_groups
 
 WORLD, EXPERTS, HIDDEN, TOP_K = 2, 8, 16, 3
 # The tokens of each rank in each micro-batch.
@@ -223,27 +223,18 @@ def told_later(rank):
 
 
 def worker(rank, store, device_type, folder):
-    torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    device = rank_groups.join(rank, WORLD, store, device_type)
     found = {"compared": compared(rank, device), "needs": needed_on_some_ranks(rank, device)}
     check_steps()
     if device_type == "cpu":
         found["errors"], found["told later"] = errors(rank), told_later(rank)
     torch.save(found, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    rank_groups.leave()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def ran(request, tmp_path_factory):
-    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs, this machine has {torch.cuda.device_count()}")
-    folder = tmp_path_factory.mktemp("steps")
-    spawn(worker, (folder / "store", request.param, folder), nprocs=WORLD, device=request.param)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return rank_groups.files_of_ranks(worker, WORLD, tmp_path_factory.mktemp("steps"), request.param, device_type=request.param)
 
 
 def assert_same(got, expected):
@@ -292,13 +283,6 @@ class TestTwoRanks:
 
 
 # -------------------------------------------------------------------------------------------------------------- one rank
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 import gbmoe
 from gbmoe.layers import Arguments
 from gbmoe.parallel import training
-from tests.forked_python import spawn
+from tests import rank_groups
 
 pytestmark = pytest.mark.xdist_group("parallel_training")  # one start serves all tests
 
@@ -333,11 +333,7 @@ def factored(device):
 
 
 def worker(rank, store, device_type, folder):
-    torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    device = rank_groups.join(rank, WORLD, store, device_type)
     pairs, replicas = ([dist.new_group(ranks) for ranks in of] for of in (([0, 1], [2, 3]), ([0, 2], [1, 3])))
     groups = {2: pairs[rank // 2], "replicas": replicas[rank % 2], "mesh": init_device_mesh(device_type, (WORLD,))}
     results = {("train", name): train(case, device, groups) for name, case in TRAININGS.items()}
@@ -350,18 +346,14 @@ def worker(rank, store, device_type, folder):
     if device_type == "cpu":
         results["averaged"] = averaged(groups)
     torch.save(results, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    rank_groups.leave()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def ran(request, tmp_path_factory):
     """(device type, folder of the checkpoints, what each process found)."""
-    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs, this machine has {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("training")
-    spawn(worker, (folder / "store", request.param, folder), nprocs=WORLD, device=request.param)
-    return request.param, folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return request.param, folder, rank_groups.files_of_ranks(worker, WORLD, folder, request.param, device_type=request.param)
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -1,21 +1,12 @@
 """The timer of several ranks: the order is rotated, as much is done untimed as timed, and calls are whole."""
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.running.sustained_timer import time_in_turns
 from gbmoe.cli.bench.measurements.measurement import Subject
 from gbmoe.cli.bench.running.repeat import Sustained
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Named(Subject):
@@ -34,7 +25,7 @@ class Named(Subject):
     check = outputs
 
 
-def test_the_order_is_rotated_from_round_to_round(one_rank):
+def test_the_order_is_rotated_from_round_to_round(group_of_one):
     log = []
     time_in_turns([Named(name, log) for name in "abc"], CPU, Sustained(1e-9, 3))
     turns = [name for name, before in zip(log, ["reset", *log]) if name != "reset"]
@@ -43,7 +34,7 @@ def test_the_order_is_rotated_from_round_to_round(one_rank):
     assert "".join(runs) in ("abcabcbcacab", "abc" + "abc" + "bca" + "cab")
 
 
-def test_each_call_is_reset_and_its_steps_are_timed_apart(one_rank):
+def test_each_call_is_reset_and_its_steps_are_timed_apart(group_of_one):
     log = []
     (together, (first, second)), = time_in_turns([Named("a", log)], CPU, Sustained(1e-3, 2))
     assert log.count("reset") >= log.count("a") and together.repetitions * 2 <= log.count("a")
