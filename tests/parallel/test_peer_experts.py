@@ -6,6 +6,7 @@ One start of a number of processes serves all cases: each is a function of (rank
 Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
 """
 
+import contextlib
 import functools
 import os
 import traceback
