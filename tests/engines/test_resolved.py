@@ -132,7 +132,7 @@ def test_sizes_that_move_to_the_host_may_change_the_engine(monkeypatch, waits, p
     x_TH = SimpleNamespace(device=device, dtype=torch.float32, is_meta=False)
     there, here = SimpleNamespace(device=device), torch.tensor([2, 2])
     plan = SimpleNamespace(num_rows=4, has_host_sizes=False, padded_counts_E=there, host_sizes=lambda: here)
-    sizes_E, resolved = sizes_and_engine(plan, x_TH, torch.empty(2, 16, 8), "auto")
+    sizes_E, resolved = sizes_and_engine(plan, x_TH, (2, 16, 8), "auto")
     assert sizes_E is (here if waits else there) and resolved.engine is (on_host if waits else elsewhere)
     assert [args[5] for args in asked] == places
 
