@@ -94,14 +94,15 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
     return trip.sums([sums.wait() for sums in going]), plan.counts_E
 
 
-def check_arguments(function: str, x_TH, experts_TK, weights_TK) -> None:
+def check_arguments(function: str, x_TH, experts_TK, weights_TK, needs_weights: bool = True) -> None:
     """Raise TypeError or ValueError for what cannot travel. All later steps take what was checked here, or built here."""
     require_tensor(experts_TK, function, "experts", rank=2, dtypes=(torch.int32, torch.int64))
     require_tensor(x_TH, function, "x", rank=2, dtypes=FLOATING, device=experts_TK.device)
-    require_tensor(weights_TK, function, "weights", rank=2, dtypes=FLOATING, device=experts_TK.device)
+    if needs_weights or weights_TK is not None:
+        require_tensor(weights_TK, function, "weights", rank=2, dtypes=FLOATING, device=experts_TK.device)
     if x_TH.size(0) != experts_TK.size(0):
         require(False, function, "x", lambda: f"{experts_TK.size(0)} rows, as experts has", x_TH.size(0))
-    if weights_TK.shape != experts_TK.shape:
+    if weights_TK is not None and weights_TK.shape != experts_TK.shape:
         require(False, function, "weights", lambda: f"shape {list(experts_TK.shape)}, one a slot", list(weights_TK.shape))
 
 

@@ -23,6 +23,7 @@ from gbmoe.ops import expert_forward_backward
 from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
 from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
+from gbmoe.parallel.exchange import check_arguments
 from gbmoe.parallel.peer_memory import of_group
 from gbmoe.parallel.peer_transport import PeerTransport, pull_rows
 from gbmoe.parallel.placement import Placement
@@ -54,6 +55,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         keep_gathered_rows: keep the rows that forward pulls until backward, which then pulls one time less.
 
     Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came.
         ValueError: on all ranks, where they make passes of different layers, or in different ways; it says which ranks differ in what. For
             more tokens than fit, where rows are bounded; and in a later step for rows beyond the bound.
         RuntimeError: where ranks do not come, or have left a pass early; it names them.
@@ -62,6 +64,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         from gbmoe.parallel import uncompiled
         return uncompiled.peer_experts(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, activation, engine, where, meanwhile,
                                        gradient_scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=keep_gathered_rows)
+    check_arguments("peer_experts", x_TH, ids_TK, weights_TK, needs_weights=False)
     memory = of_group(where.group, x_TH.device, where.timeout_seconds)
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
     records = torch.is_grad_enabled()
