@@ -41,7 +41,8 @@ def environment(tmp_path) -> dict[str, str]:
 
 def checkout(folder: Path) -> Path:
     """The scripts in a checkout of their own, whose path has a space."""
-    shutil.copytree(SCRIPTS, folder / "a checkout" / "scripts")
+    # What other processes compile meanwhile comes and goes.
+    shutil.copytree(SCRIPTS, folder / "a checkout" / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     return folder / "a checkout"
 
 
