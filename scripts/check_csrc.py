@@ -10,7 +10,7 @@
    any tile gains. Kernels in TF32 may spill up to _TF32_SPILL bytes.
 3. The kernels for few rows, which their __launch_bounds__ make fit, spill no more than _FEW_ROWS_SPILL bytes on any of them.
 
-It needs nvcc and torch's headers, and takes some nine minutes with two cores, seven with --ci. The exit status is 1 if anything is wrong.
+It needs nvcc and torch's headers; --ci takes some 25 minutes of one core. The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
