@@ -69,7 +69,8 @@ def _rows(rows_PH: torch.Tensor, row_of_slot_TK: torch.Tensor, slot_of_row_P: to
     return GatheredRows(None, SlotMap(row_of_slot_TK, slot_of_row_P), rows_PH)
 
 
-# Each takes a list, which it empties, so that a tensor is free as soon as it has been used.
+# What is recorded, each a function of a list. Those that have rows to free after their first product empty it.
+
 
 def _run_up(inputs: list):
     rows_PH, row_of_slot_TK, slot_of_row_P, w1_EFH, v1_EFH, sizes_E, engine, activation, save = inputs
