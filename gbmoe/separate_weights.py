@@ -1,4 +1,8 @@
-"""Matrices of experts that are tensors of their own, anywhere in memory, as Megatron-Core's weight0 [2F,H], weight1, ...
+"""SeparateWeights: the weights of E experts that are tensors of their own, anywhere in memory, as one operand of kernels that read them
+where they lie.
+
+Megatron-Core's grouped linear layers have weight0 [2F,H], weight1, ... A kernel finds the matrix of expert e at the lowest address of all
+plus number[e] times a distance (csrc/places.cuh), so that one tensor map, or one pointer, serves all of them.
 
 Shape suffixes: E experts, R rows, C columns.
 """
@@ -6,6 +10,7 @@ Shape suffixes: E experts, R rows, C columns.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -13,54 +18,147 @@ import torch
 
 from gbmoe._checks import PLAIN, require, require_tensor
 
-StackOrList = torch.Tensor | Sequence[torch.Tensor]  # as callers give weights
+_MOST_PLACES = 256  # as csrc/places.cuh has it
+_MOST_DISTANCE = 2**20  # bytes: below the strides that a tensor map takes, and all larger distances are multiples of one that is smaller
+_MOST_NUMBER = 2**31 - 2  # coordinates of tensor maps are int32
+_VECTOR = 16  # bytes, at a multiple of which each matrix begins
 
 
 class SeparateWeights:
-    """E tensors [R,C] of one shape, dtype and device that are written to as a stack [E,R,C]: what a gradient sink asks of a tensor.
+    """E tensors [R,C] of one shape, dtype, device and strides as a stack [E,R,C], with what engines ask of a stack. None is copied.
 
-    No kernel writes to them in place: engines make the stack's gradient, which `add_` adds.
+    Attributes:
+        lowest: the tensor with the lowest address as [1,R,C], whose first stride is the distance, in elements; any one without a table.
+        numbers: how many distances after it each of the tensors begins; empty where no kernel can read them by a table, because they are
+            too many, too far apart, do not begin at multiples of 16 bytes, or have other strides than each other.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()):
-        self._tensors, self._views = tuple(tensors), views
-        self._first = self._viewed_of(self._tensors[0])
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = tuple(tensors)
+        self._views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+        first = self._tensors[0]
+        self.lowest = first.detach().unsqueeze(0)
+        self.numbers: tuple[int, ...] = ()
+        strides = first.stride()
+        if all(tensor.stride() == strides for tensor in self._tensors):
+            found = _table(tuple(tensor.data_ptr() for tensor in self._tensors), first.element_size())
+            if found is not None:
+                lowest, distance, self.numbers = found
+                self.lowest = torch.as_strided(self._tensors[lowest].detach(), (1, *first.shape), (distance, *strides))
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self._tensors), *self._first.shape))
+        return torch.Size((len(self._tensors), *self.lowest.shape[1:]))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._first.dtype
+        return self.lowest.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._first.device
+        return self.lowest.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor.requires_grad for tensor in self._tensors)
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
 
+    def dim(self) -> int:
+        return 3
+
     def stride(self, dim: int | None = None):
-        strides = (0, *self._first.stride())
-        return strides if dim is None else strides[dim]
+        return self.lowest.stride() if dim is None else self.lowest.stride(dim)
+
+    def element_size(self) -> int:
+        return self.lowest.element_size()
+
+    def data_ptr(self) -> int:
+        """The lowest address."""
+        return self.lowest.data_ptr()
+
+    def is_contiguous(self) -> bool:
+        return False
+
+    def contiguous(self) -> torch.Tensor:
+        """A stack [E,R,C], which is a copy."""
+        return torch.stack(self.matrices())
+
+    def matrices(self) -> list[torch.Tensor]:
+        """The tensors [R,C], as views of what this was made of."""
+        return [functools.reduce(lambda one, view: view(one), self._views, tensor.unsqueeze(0)).squeeze(0) for tensor in self._tensors]
 
     def transpose(self, one: int, other: int) -> SeparateWeights:
         assert 0 not in (one, other)
-        return SeparateWeights(self._tensors, (*self._views, lambda stack: stack.transpose(one, other)))
+        return self._viewed(lambda stack: stack.transpose(one, other))
 
     def __getitem__(self, index: tuple[slice, ...]) -> SeparateWeights:
         assert index[0] == slice(None)
-        return SeparateWeights(self._tensors, (*self._views, lambda stack: stack[index]))
+        return self._viewed(lambda stack: stack[index])
 
     def add_(self, stack: torch.Tensor, *, alpha: float = 1) -> SeparateWeights:
         """Add `alpha` times a stack [E,R,C] to the tensors."""
-        for tensor, added in zip(self._tensors, stack.unbind(0)):
-            self._viewed_of(tensor).add_(added, alpha=alpha)
+        for matrix, added in zip(self.matrices(), stack.unbind(0)):
+            matrix.add_(added, alpha=alpha)
         return self
 
-    def _viewed_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return functools.reduce(lambda one, view: view(one), self._views, tensor.unsqueeze(0)).squeeze(0)
+    def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> SeparateWeights:
+        return self._like(view(self.lowest), self.numbers, (*self._views, view))
+
+    def _like(self, lowest: torch.Tensor, numbers: tuple[int, ...], views: tuple) -> SeparateWeights:
+        made = object.__new__(SeparateWeights)
+        made._tensors, made._views, made.lowest, made.numbers = self._tensors, views, lowest, numbers
+        return made
+
+    def at_distance(self, distance: int) -> SeparateWeights:
+        """The same with numbers of a distance of which this one's is a multiple, in elements."""
+        lowest, times = self.lowest, self.lowest.stride(0) // distance
+        nearer = torch.as_strided(lowest, lowest.shape, (distance, *lowest.stride()[1:]))
+        return self._like(nearer, tuple(number * times for number in self.numbers), self._views)
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(addresses: tuple[int, ...], element: int) -> tuple[int, int, tuple[int, ...]] | None:
+    """(which is the lowest, the distance in elements, the numbers), or None where there is no table. It depends on its arguments alone, so
+    that what is kept is right wherever an optimizer or FSDP has put the tensors."""
+    if len(addresses) > _MOST_PLACES or any(address % _VECTOR for address in addresses):
+        return None
+    lowest = min(addresses)
+    distance = math.gcd(_MOST_DISTANCE, *(address - lowest for address in addresses))
+    numbers = tuple((address - lowest) // distance for address in addresses)
+    return (addresses.index(lowest), distance // element, numbers) if max(numbers) <= _MOST_NUMBER else None
+
+
+Stack = torch.Tensor | SeparateWeights
+StackOrList = torch.Tensor | Sequence[torch.Tensor]  # as callers give weights
+
+
+def with_one_table(one: Stack, two: Stack) -> tuple[Stack, Stack] | None:
+    """Both, as a launch takes them, whose kernel has one distance for all matrices and one table, of the first's numbers and perhaps the
+    second's; None where that is not possible, because strides differ or there are too many."""
+    if not isinstance(one, SeparateWeights) or not isinstance(two, SeparateWeights):
+        both = not isinstance(one, SeparateWeights) and not isinstance(two, SeparateWeights)
+        return (one, two) if both and one.stride() == two.stride() else None
+    if one.stride()[1:] != two.stride()[1:]:
+        return None
+    if one.stride(0) == two.stride(0) and one.numbers == two.numbers:
+        return one, two
+    distance = math.gcd(one.stride(0), two.stride(0))
+    one, two = one.at_distance(distance), two.at_distance(distance)
+    fits = len(one.numbers) + len(two.numbers) <= _MOST_PLACES and max(*one.numbers, *two.numbers) <= _MOST_NUMBER
+    return (one, two) if fits else None
+
+
+def in_memory(one: Stack, two: Stack | None = None) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+    """(tensor, second tensor, places) as operators of csrc/ take them, of one stack or of two that `with_one_table` has made."""
+    if not isinstance(one, SeparateWeights):
+        assert not isinstance(two, SeparateWeights)
+        return one, two, ()
+    if two is None:
+        return one.lowest, None, one.numbers
+    assert isinstance(two, SeparateWeights)
+    return one.lowest, two.lowest, one.numbers if one.numbers == two.numbers else one.numbers + two.numbers
 
 
 def require_alike(weights: Sequence[torch.Tensor], operator: str, argument: str) -> None:
@@ -87,6 +185,11 @@ def lists_of(operator: str, **weights: StackOrList | None) -> dict[str, tuple[to
                 require_tensor(weight, operator, f"{name}[{e}]", rank=2)
         require_alike(tensors, operator, name)
     return found
+
+
+def like_a_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor [E,R,C] with the dtype and device of the matrices, which needs a gradient if one of them does; not with their elements."""
+    return next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]).expand(len(tensors), -1, -1)
 
 
 def require_apart(tensors: Sequence[torch.Tensor], operator: str, argument: str) -> None:

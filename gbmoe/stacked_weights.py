@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from gbmoe._checks import PLAIN
-from gbmoe.separate_weights import StackOrList, lists_of, require_alike
+from gbmoe.separate_weights import require_alike
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -61,6 +61,7 @@ def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     # From the storage, because autograd takes a view of one of its inputs for a view of that input alone.
     view = torch.empty(0, dtype=first.dtype, device=first.device)
     return view.set_(first.untyped_storage(), begins[0], (len(weights), *first.shape), (distance, *first.stride()))
+<<<<<<< ours
 
 
 def stacks_of_lists(operator: str, w1: StackOrList, w2: StackOrList, v1: StackOrList | None,
@@ -70,3 +71,5 @@ def stacks_of_lists(operator: str, w1: StackOrList, w2: StackOrList, v1: StackOr
     lists = lists_of(operator, w1=w1, w2=w2, v1=v1)
     one, two, three = (stacked(lists[name]) if name in lists else w for name, w in (("w1", w1), ("w2", w2), ("v1", v1)))
     return one, two, three  # type: ignore[return-value]  # what is no list is for the operator's checks
+=======
+>>>>>>> theirs

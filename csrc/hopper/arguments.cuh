@@ -12,6 +12,7 @@
 #include "../activation_formulas.cuh"
 #include "../common.cuh"
 #include "../group_sizes.cuh"
+#include "../places.cuh"
 
 namespace gbmoe::hopper {
 
@@ -25,7 +26,8 @@ struct TensorMaps {
 
 // A group as the schedule of a k-grouped GEMM lists it in the workspace.
 struct alignas(16) ScheduledGroup {
-  int group, first_row, rows;
+  int group;               // the number of its matrix in the output (places.cuh)
+  int first_row, rows;
   int split;               // of its first tile, packed as in Tile
 };
 
@@ -82,6 +84,7 @@ struct Arguments {
   float* scales_out;       // [P, ceil(N / 128)]
   bool power_of_two;       // whether these scales are powers of two
   const void* bias;        // kBias: [E,N], or null
+  Places places;           // m-grouped: of both b; k-grouped: of the output
 };
 
 }  // namespace gbmoe::hopper

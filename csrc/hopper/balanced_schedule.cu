@@ -122,15 +122,16 @@ __device__ void schedule_k_grouped(const Arguments& args, const ScheduleShape& s
   for (int other = 0; other < args.groups; ++other) {
     place += length_of[other] > item || (length_of[other] == item && other < group);
   }
-  args.groups_by_length[place] = {group, row, rows, splits > 1 ? pack_split(splits, 0, entry) : 0};
+  args.groups_by_length[place] = {args.places.of(group), row, rows, splits > 1 ? pack_split(splits, 0, entry) : 0};
 }
 
 // k-grouped, with more groups than threads.
 __device__ void list_k_grouped(const Arguments& args) {
-  walk_groups(args, [&](int group, int row, int rows) { args.groups_by_length[group] = {group, row, rows, 0}; });
+  walk_groups(args, [&](int group, int row, int rows) { args.groups_by_length[group] = {args.places.of(group), row, rows, 0}; });
 }
 
-__global__ void __launch_bounds__(kMaxThreads) balanced_schedule_kernel(const Arguments args, const ScheduleShape shape) {
+__global__ void __launch_bounds__(kMaxThreads)
+    balanced_schedule_kernel(const __grid_constant__ Arguments args, const ScheduleShape shape) {
   for (int i = threadIdx.x; i < shape.counters; i += blockDim.x) args.arrivals[i] = 0;
   if (!shape.grouped_k) return schedule_m_grouped(args, shape);
   if (threadIdx.x == 0) *args.schedule = {0, INT_MAX, 0, 1};

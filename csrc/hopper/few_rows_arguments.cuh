@@ -4,6 +4,7 @@
 
 #include "../activation_formulas.cuh"
 #include "../group_sizes.cuh"
+#include "../places.cuh"
 #include "shared_memory.cuh"
 
 namespace gbmoe::hopper::few_rows {
@@ -35,6 +36,7 @@ struct Arguments {
   bool reads_early;  // weights and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
   int stages;
+  Places places;  // of both weights
 
   __host__ __device__ uint32_t row_tokens() const { return stages * kStageBytes; }
   __host__ __device__ uint32_t full_barriers() const { return row_tokens() + kRows * sizeof(int); }

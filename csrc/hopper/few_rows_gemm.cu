@@ -3,6 +3,7 @@
 #include "few_rows_gemm.cuh"
 
 #include "../operators.h"
+#include "../places_of.h"
 #include "device.cuh"
 #include "tensor_map.cuh"
 
@@ -26,7 +27,9 @@ few::Arguments arguments(const char* name, const Tensor& x, const std::optional<
 }
 
 // Memory is read a line at a time: with two at a time GEMMs were up to 8 % slower on an H200.
-CUtensorMap map_of_weights(const Tensor& weights, int lines) { return tensor_map(weights, lines, kLineBytes, kOneLine); }
+CUtensorMap map_of_weights(const Tensor& weights, int lines, const Places& places) {
+  return tensor_map(weights, lines, kLineBytes, kOneLine, false, &places);
+}
 
 // Shared memory of a multiprocessor, on which each CTA takes 1 KiB more than it asks for; and what a CTA may have.
 constexpr uint32_t kSharedBytes = 228 << 10, kOwnBytes = 1 << 10, kMostOfCta = 227 << 10;
@@ -69,14 +72,16 @@ template <typename T, bool kTransposed, EpilogueKind kEpilogue> void launch(
 }  // namespace
 
 // few_rows_gemm and few_rows_up, where a sum has the bits that hopper_rows gives it if it splits none
-void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
+void hopper_few_rows_gemm(
+    Tensor a, Tensor b, std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
   if (out.numel() == 0) return;
   const OnDevice current(a);
   few::Arguments args = arguments("hopper_few_rows_gemm", a, sizes, out);
   args.reads_early = reads_early;
+  args.places = places_of("hopper_few_rows_gemm", places, args.groups);
   few::Maps maps{};
   maps.rows = line_map(a, kOneLine);
-  maps.weights[0] = map_of_weights(b, trans_b ? few::kColumns : kBlockK);
+  maps.weights[0] = map_of_weights(b, trans_b ? few::kColumns : kBlockK, args.places);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_few_rows_gemm", {
     if (trans_b) launch<T, false, EpilogueKind::kStore>(maps, args, few::kColumns, a);
     else launch<T, true, EpilogueKind::kStore>(maps, args, few::kColumns, a);
@@ -84,8 +89,8 @@ void hopper_few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool 
 }
 
 void hopper_few_rows_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places,
+    Tensor sizes, std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   if (a.numel() == 0) return;
   const OnDevice current(x);
   few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);
@@ -97,20 +102,23 @@ void hopper_few_rows_up(
   args.out[1] = h ? h->data_ptr() : nullptr, args.out[2] = g ? g->data_ptr() : nullptr;
   args.next_begins_early = true;
   const int columns = v1 ? few::kColumns / 2 : few::kColumns;
+  args.places = places_of("hopper_few_rows_up", places, args.groups);
   few::Maps maps{};
   maps.rows = line_map(x, kOneLine);
-  maps.weights[0] = map_of_weights(w1, columns);
-  if (v1) maps.weights[1] = map_of_weights(*v1, columns);
+  maps.weights[0] = map_of_weights(w1, columns, args.places);
+  if (v1) maps.weights[1] = map_of_weights(*v1, columns, args.places);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_few_rows_up", {
     if (v1) launch<T, false, EpilogueKind::kGlu>(maps, args, columns, x);
     else launch<T, false, EpilogueKind::kActivation>(maps, args, columns, x);
   });
 }
 
-GBMOE_OPERATOR(hopper_few_rows_gemm,
-               "(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
-GBMOE_OPERATOR(hopper_few_rows_up,
-               "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, float[] activation, "
-               "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+GBMOE_OPERATOR(
+    hopper_few_rows_gemm,
+    "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(
+    hopper_few_rows_up,
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, int[] places, Tensor sizes, float[] activation, "
+    "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

@@ -26,6 +26,7 @@ namespace gbmoe::hopper::few_rows {
 template <bool kTransposed, bool kGlu>
 __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& args, uint32_t shared, int group, int n) {
   if (!elect_one()) return;
+  const int place = args.places.of(group), place_of_v1 = kGlu ? args.places.of(group, 1) : 0;
   PipelineState pipe;
 #pragma unroll 1
   for (int begin = 0; begin < args.size_k; begin += kStageK) {
@@ -37,9 +38,9 @@ __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& 
     for (int i = 0; i < blocks; ++i) {
       const uint32_t to = shared + pipe.stage * kStageBytes + i * kBlockBytes;
       const int k = begin + i * kBlockK;
-      if constexpr (kTransposed) tma_load(&maps.weights[0], full, to, n, k, group);
-      else tma_load(&maps.weights[0], full, to, k, n, group);
-      if constexpr (kGlu) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, k, n, group);
+      if constexpr (kTransposed) tma_load(&maps.weights[0], full, to, n, k, place);
+      else tma_load(&maps.weights[0], full, to, k, n, place);
+      if constexpr (kGlu) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, k, n, place_of_v1);
     }
     pipe.advance(args.stages);
   }

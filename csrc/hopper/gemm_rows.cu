@@ -18,11 +18,18 @@ void launch_rows(const hopper::TensorMaps& maps, const hopper::Arguments& args, 
   else tiling.refuse("hopper_rows");
 }
 
+// The map of b [E,K,N], or [E,N,K] with trans_b.
+CUtensorMap map_of_b(const Tensor& b, bool trans_b, int tile_n, const Places& places) {
+  using namespace hopper;
+  return tensor_map(b, trans_b ? box_of_b(tile_n) : kBoxContiguousMN, kLineBytes, kTwoLines, false, &places);
+}
+
 }  // namespace
 
 // hopper_rows with b [E,N,K] and a[r] = tokens[slot_of_row[r] / top_k], or zeros where slot_of_row[r] names no slot
 void hopper_rows_gathered(
-    Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, Tensor sizes, std::vector<int64_t> tiling, Tensor out) {
+    Tensor tokens, Tensor slot_of_row, int64_t top_k, Tensor b, std::vector<int64_t> places, Tensor sizes,
+    std::vector<int64_t> tiling, Tensor out) {
   using namespace hopper;
   const OnDevice current(tokens);
   const Tiling tiles = tiling_of(tiling);
@@ -31,7 +38,8 @@ void hopper_rows_gathered(
   args.out[0] = out.data_ptr();
   TensorMaps maps{};
   gather_from(maps, args, tokens, slot_of_row, top_k, tiles);
-  maps.b[0] = tensor_map(b, box_of_b(kWideTileN));
+  args.places = places_of("hopper_rows_gathered", places, args.groups);
+  maps.b[0] = map_of_b(b, true, kWideTileN, args.places);
   maps.out[0] = tensor_map(out, kBoxOut);
   GBMOE_DISPATCH_16_BIT(tokens.scalar_type(), "hopper_rows_gathered", {
     launch<GatheredRowsSettings<T>>(maps, args, {}, tokens);
@@ -48,10 +56,10 @@ bool hopper_built() {
 }
 
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
-// group has all rows; a2 has an inner dimension of its own. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
+// group has all rows; a2 has an inner dimension of its own; places are those of b, and of b2 where they name them. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
 void hopper_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-    std::vector<int64_t> tiling, std::optional<Tensor> workspace,
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places,
+    std::optional<Tensor> sizes, bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace,
     std::vector<double> splitting, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
@@ -60,10 +68,10 @@ void hopper_rows(
   Arguments args = arguments(sizes, out.size(0), out.size(1), tiles);
   args.k_blocks = ceil_div(static_cast<int>(a.size(1)), kBlockK);
   args.out[0] = out.data_ptr();
-  const int box_b = trans_b ? box_of_b(static_cast<int>(tiles.tile_n)) : kBoxContiguousMN;
+  args.places = places_of("hopper_rows", places, args.groups);
   TensorMaps maps{};
   maps.a[0] = map_of_a(a, tiles);
-  maps.b[0] = tensor_map(b, box_b);
+  maps.b[0] = map_of_b(b, trans_b, static_cast<int>(tiles.tile_n), args.places);
   set_second_pair("hopper_rows", maps, args, a2, b2, trans_b ? 2 : 1, !trans_b, out.size(1), tiles);
   const bool to_float = out.scalar_type() == ScalarType::Float;  // a router's logits, which are not rounded
   if (to_float && !(trans_b && tiles.is(kSquareTileN, 1, 1))) tiles.refuse("hopper_rows in fp32");
@@ -78,8 +86,8 @@ void hopper_rows(
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]) + bias[e], whose sum is rounded once; operands as in hopper_rows,
 // bias [E,N]
 void hopper_rows_biased(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, Tensor bias, Tensor sizes, bool trans_b,
-    std::vector<int64_t> tiling, std::optional<Tensor> workspace, std::vector<double> splitting, Tensor out) {
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor bias, Tensor sizes,
+    bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace, std::vector<double> splitting, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
@@ -90,7 +98,8 @@ void hopper_rows_biased(
   args.out[0] = out.data_ptr();
   TensorMaps maps{};
   maps.a[0] = map_of_a(a, tiles);
-  maps.b[0] = tensor_map(b, trans_b ? box_of_b(kWideTileN) : kBoxContiguousMN);
+  args.places = places_of("hopper_rows_biased", places, args.groups);
+  maps.b[0] = map_of_b(b, trans_b, kWideTileN, args.places);
   set_second_pair("hopper_rows_biased", maps, args, a2, b2, trans_b ? 2 : 1, !trans_b, out.size(1), tiles);
   maps.out[0] = tensor_map(out, kBoxOut);
   const Balancing balancing{workspace, splitting_of(splitting)};
@@ -102,13 +111,14 @@ void hopper_rows_biased(
 
 GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
 GBMOE_OPERATOR(hopper_rows,
-               "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
+               "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
                "workspace, float[] splitting, Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(
     hopper_rows_biased,
-    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, Tensor(a!)? workspace, "
-    "float[] splitting, Tensor(b!) out) -> ()");
+    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, Tensor(a!)? "
+    "workspace, float[] splitting, Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(hopper_rows_gathered,
-               "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) out) -> ()");
+               "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, int[] places, Tensor sizes, int[] tiling, Tensor(a!) out) "
+               "-> ()");
 
 }  // namespace gbmoe

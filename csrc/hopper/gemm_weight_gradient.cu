@@ -17,9 +17,10 @@ void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& arg
 
 }  // namespace
 
-// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32
-void hopper_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, Tensor workspace,
-                    std::vector<double> splitting, Tensor out) {
+// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32. `places` are those of out
+void hopper_weights(
+    Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, Tensor workspace, std::vector<double> splitting,
+    std::vector<int64_t> places, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
@@ -27,9 +28,10 @@ void hopper_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tilin
   Arguments args = arguments(sizes, a.size(0), out.size(2), tiles);
   args.size_m = static_cast<int>(out.size(1));
   TensorMaps maps{};
+  args.places = places_of("hopper_weights", places, args.groups);
   maps.a[0] = tensor_map(a, kBoxContiguousMN);
   maps.b[0] = tensor_map(b, kBoxContiguousMN);
-  maps.out[0] = tensor_map(out, kBoxOut);
+  maps.out[0] = tensor_map(out, kBoxOut, kLineBytes, kTwoLines, false, &args.places);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights", {
     if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiles, balancing, a);
     else launch_weights<T, EpilogueKind::kStore>(maps, args, tiles, balancing, a);
@@ -67,9 +69,10 @@ void hopper_weights_gathered(
   });
 }
 
-GBMOE_OPERATOR(hopper_weights,
-               "(Tensor a, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) workspace, float[] splitting, Tensor(b!) out) "
-               "-> ()");
+GBMOE_OPERATOR(
+    hopper_weights,
+    "(Tensor a, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) workspace, float[] splitting, int[] places, Tensor(b!) out) "
+    "-> ()");
 GBMOE_OPERATOR(hopper_weights_gathered,
                "(Tensor a, Tensor? a2, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int[] tiling, Tensor(a!) "
                "workspace, float[] splitting, Tensor(b!) out, Tensor(c!)? out2) -> ()");

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../operators.h"
+#include "../places_of.h"
 #include "balanced_schedule.cuh"
 #include "device.cuh"
 #include "grouped_gemm.cuh"
@@ -59,7 +60,10 @@ inline void set_second_pair(
   STD_TORCH_CHECK(a2.has_value() == b2.has_value(), name, ": expected a2 and b2, or neither");
   if (!a2) return;
   STD_TORCH_CHECK(a2->dim() == 2 && a2->size(0) == args.rows, name, ": expected a2 with ", args.rows, " rows, got ", a2->size(0));
-  const bool fits = b2->dim() == 3 && b2->size(0) == args.groups && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;
+  // A table holds b2 as well where it is a matrix of a list, as b is. A stack is no part of it.
+  const bool of_table = args.places.count > 0 && args.groups > 1 && b2->size(0) == 1;
+  if (!of_table) args.places.second = kStack;
+  const bool fits = b2->dim() == 3 && (of_table || b2->size(0) == args.groups) && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;
   STD_TORCH_CHECK(
       fits, name, ": expected b2 with ", args.groups, " groups, ", columns, " columns and a2's inner dimension of ", a2->size(1),
       ", got [", b2->size(0), ",", b2->size(1), ",", b2->size(b2->dim() - 1), "]");
@@ -70,7 +74,7 @@ inline void set_second_pair(
   const bool transposed = along_n == (k == 2);
   const int box = along_n ? kBoxContiguousMN : box_of_b(static_cast<int>(tiling.tile_n));
   maps.a[1] = map_of_a(*a2, tiling);
-  maps.b[1] = tensor_map(*b2, box, kLineBytes, kTwoLines, transposed);
+  maps.b[1] = tensor_map(*b2, box, kLineBytes, kTwoLines, transposed, of_table ? &args.places : nullptr);
 }
 
 // Makes the GEMM's balanced schedule in this workspace, ahead of the launch.

@@ -34,6 +34,8 @@ template <typename Traits> struct Producer {
       if (tile.group < 0) break;
       if (schedules && !kCopiesOfK) sender.send(shared);  // one ahead
       const int k_blocks = kGroupedK ? ceil_div(tile.rows, kBlockK) : tile.k_blocks;
+      // Where the group's matrices of both b are: looked up once a tile, so that the loop is no longer for it.
+      const int place = kGroupedK ? 0 : args.places.of(tile.group), place2 = kGroupedK ? 0 : args.places.of(tile.group, 1);
       typename Gather::Rows rows;
       if constexpr (kCopies && !kGroupedK) rows = Gather::rows_of_tile(args, tile);
       int slot = kCopiesOfK ? Gather::slot_in_k_block(args, tile, 0) : 0;
@@ -57,7 +59,7 @@ template <typename Traits> struct Producer {
               load_scaled(maps, tile, k / kBlockK, arrived, a, Shared::scales(shared, pipe.stage));
             } else {
               if constexpr (!Traits::kGatherA) load_a(maps, tile, rank, pair, k, arrived, a);
-              load_b(maps, tile, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, arrived, b);
+              load_b(maps, rank, pair, tile.n - (kGroupedK && pair ? args.second_n : 0), k, place, place2, arrived, b);
             }
           }
           if constexpr (kCopies) {
@@ -114,7 +116,7 @@ template <typename Traits> struct Producer {
   // b is loaded from column n on, in boxes: 64 columns each where N is contiguous, else half of the tile's columns each. CTAs that share
   // b load some of the boxes each, by multicast to both.
   static __device__ __forceinline__ void load_b(
-      const TensorMaps& maps, const Tile& tile, uint32_t rank, int pair, int n, int k, uint32_t arrived, uint32_t b) {
+      const TensorMaps& maps, uint32_t rank, int pair, int n, int k, int place, int place2, uint32_t arrived, uint32_t b) {
     constexpr bool kContiguousN = kGroupedK || Traits::kTransposedB;
     constexpr int kBoxes = kContiguousN ? Traits::kTileN / 64 : 2, kOwnBoxes = kBoxes / kClusterM;
     const int first = kClusterM > 1 ? rank * kOwnBoxes : 0;
@@ -124,9 +126,10 @@ template <typename Traits> struct Producer {
       constexpr int kBoxesOfOne = Traits::kGlu ? kBoxes / 2 : kBoxes;
       const int box = first + i, along_n = n + box % kBoxesOfOne * (Traits::kTileN / kBoxes);
       const uint32_t to = b + box * (kStageBytesB / kBoxes);
-      const CUtensorMap* map = &maps.b[Traits::kGlu ? box / kBoxesOfOne : pair];
+      const int number = Traits::kGlu ? box / kBoxesOfOne : pair;
+      const CUtensorMap* map = &maps.b[number];
       const int x = kContiguousN ? along_n : k, y = kContiguousN ? k : along_n;
-      const int z = kGroupedK ? 0 : tile.group;
+      const int z = kGroupedK ? 0 : number ? place2 : place;
       if constexpr (kClusterM > 1) tma_load_multicast(map, arrived, to, x, y, z, 0b11);
       else tma_load(map, arrived, to, x, y, z);
     }

@@ -5,6 +5,7 @@
 #include <cudaTypedefs.h>
 
 #include "../common.cuh"
+#include "../places.cuh"
 #include "traits.cuh"
 
 namespace gbmoe::hopper {
@@ -46,20 +47,26 @@ constexpr CUtensorMapL2promotion kTwoLines = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
 
 // The map of a tensor [groups, lines, width] (groups absent from a matrix) in boxes of `box_lines` lines of 128 bytes under the 128-byte
 // swizzle, or of another number of bytes without one. Lines are contiguous; lines and groups may lie any multiple of 16 bytes apart.
-// `promotion`: what the L2 cache reads from memory at a time; `transposed`: the tensor is [groups, width, lines].
+// `promotion`: what the L2 cache reads from memory at a time; `transposed`: the tensor is [groups, width, lines]; `places`: where the
+// matrices of a tensor [1, lines, width] are, whose stride is the distance. It may be less than a matrix.
 inline CUtensorMap tensor_map(
     const Tensor& tensor, int box_lines, uint32_t box_bytes = kLineBytes, CUtensorMapL2promotion promotion = kTwoLines,
-    bool transposed = false) {
+    bool transposed = false, const Places* places = nullptr) {
   const int64_t rank = tensor.dim(), along = rank - (transposed ? 2 : 1), across = rank - (transposed ? 1 : 2);
   const cuuint64_t bytes = tensor.element_size();
-  const cuuint64_t shape[3] = {static_cast<cuuint64_t>(tensor.size(along)), static_cast<cuuint64_t>(tensor.size(across)),
-                               static_cast<cuuint64_t>(rank == 3 ? tensor.size(0) : 1)};
+  const bool anywhere = places && places->count > 0;
+  const int64_t groups = anywhere ? int64_t{places->last()} + 1 : rank == 3 ? tensor.size(0) : 1;
+  const cuuint64_t shape[3] = {
+      static_cast<cuuint64_t>(tensor.size(along)), static_cast<cuuint64_t>(tensor.size(across)), static_cast<cuuint64_t>(groups)};
   // Of a single line or group the stride says nothing, and may be anything.
   const auto pitch = [&](int64_t dim, cuuint64_t packed) {
     return tensor.size(dim) > 1 ? static_cast<cuuint64_t>(tensor.stride(dim)) * bytes : packed;
   };
   const cuuint64_t line = pitch(across, shape[0] * bytes);
-  const cuuint64_t strides[2] = {line, rank == 3 ? pitch(0, line * shape[1]) : line * shape[1]};
+  const cuuint64_t distance = anywhere    ? static_cast<cuuint64_t>(tensor.stride(0)) * bytes
+                              : rank == 3 ? pitch(0, line * shape[1])
+                                          : line * shape[1];
+  const cuuint64_t strides[2] = {line, distance};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_bytes / bytes), static_cast<cuuint32_t>(box_lines), 1}, steps[3] = {1, 1, 1};
   return encoded(
       tensor, 3, shape, strides, box, steps, box_bytes == kLineBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -75,9 +82,9 @@ constexpr int box_of_b(int tile_n) { return tile_n / 2; }  // of b [N,K]
 inline bool contiguous_along_n(const Tensor& weights) { return weights.stride(2) != 1; }
 
 // The map of weights [E,N,K] that lie contiguous along K or along N, for tiles of `tile_n` columns.
-inline CUtensorMap weight_map(const Tensor& weights, int tile_n) {
-  return contiguous_along_n(weights) ? tensor_map(weights, kBoxContiguousMN, kLineBytes, kTwoLines, true)
-                                     : tensor_map(weights, box_of_b(tile_n));
+inline CUtensorMap weight_map(const Tensor& weights, int tile_n, const Places& places) {
+  return contiguous_along_n(weights) ? tensor_map(weights, kBoxContiguousMN, kLineBytes, kTwoLines, true, &places)
+                                     : tensor_map(weights, box_of_b(tile_n), kLineBytes, kTwoLines, false, &places);
 }
 
 // The map of a matrix [lines, width] in boxes of one line of 128 bytes under the 128-byte swizzle.

@@ -8,7 +8,7 @@ namespace gbmoe::hopper {
 
 // One tile, or one split of its sum over K.
 struct alignas(16) Tile {
-  int group;              // -1: there are no more tiles
+  int group;              // k-grouped: the number of its matrix in the output; -1: there are no more tiles
   int row;                // m-grouped: first row in a; k-grouped: first row that is summed over
   int rows;               // m-grouped: rows of the group from `row` on; k-grouped: rows that are summed over
   int m, n;               // first row and column of the result; n is this CTA's

@@ -18,8 +18,8 @@ void launch_pairs(const TensorMaps& maps, const Arguments& args, const Tiling& t
 
 // w [E,2F,H], and b2 [E,2F,K2], contiguous along 2F; pairs are written if they are given. bias [E,2F]
 void hopper_up_pairs(
-    Tensor x, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> bias, Tensor sizes,
-    std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a,
+    Tensor x, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, std::optional<Tensor> bias,
+    Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a,
     std::optional<Tensor> pairs) {
   const OnDevice current(x);
   STD_TORCH_CHECK(contiguous_along_n(w), "hopper_up_pairs: expected w contiguous along F");
@@ -32,7 +32,8 @@ void hopper_up_pairs(
   args.bias = bias ? bias->data_ptr() : nullptr;
   TensorMaps maps{};
   maps.a[0] = map_of_a(x, tiles);
-  maps.b[0] = weight_map(w, kWideTileN);
+  args.places = places_of("hopper_up_pairs", places, args.groups);
+  maps.b[0] = weight_map(w, kWideTileN, args.places);
   set_second_pair("hopper_up_pairs", maps, args, a2, b2, 2, true, w.size(1), tiles);
   maps.out[0] = tensor_map(a, kBoxOut);
   args.out[0] = a.data_ptr();
@@ -48,7 +49,7 @@ void hopper_up_pairs(
 
 GBMOE_OPERATOR(
     hopper_up_pairs,
-    "(Tensor x, Tensor w, Tensor? a2, Tensor? b2, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, Tensor(a!)? "
+    "(Tensor x, Tensor w, Tensor? a2, Tensor? b2, int[] places, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, Tensor(a!)? "
     "workspace, Tensor(b!) a, Tensor(c!)? pairs) -> ()");
 
 }  // namespace gbmoe

@@ -7,6 +7,7 @@
 #include "../activation_formulas.cuh"
 #include "../group_sizes.cuh"
 #include "../pitch.cuh"
+#include "../places.cuh"
 
 namespace gbmoe::tensor_core {
 
@@ -28,6 +29,7 @@ struct Arguments {
   // [P,N], or [E,M,N] k-grouped; under EpilogueKind::kActivation and kGlu a, h and g, of which h and g may be null.
   void* out[3];
   Pitch pitch_out;  // k-grouped
+  Places places;    // m-grouped of both b's, k-grouped of the output's matrices
 };
 
 }  // namespace gbmoe::tensor_core

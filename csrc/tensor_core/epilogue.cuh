@@ -47,7 +47,8 @@ template <typename Traits> class Epilogue {
     const int first_column = tile.n + warp / Traits::kWarpsM * (Traits::kGlu ? Traits::kWarpTileN / 2 : Traits::kWarpTileN);
     const int rows = Traits::kGroupedK ? args.size_m - tile.m : tile.rows;  // of the result from the tile's first on
     const int pitch = Traits::kGroupedK ? args.pitch_out.row : args.size_n;
-    const int64_t first_row = Traits::kGroupedK ? tile.m : tile.row, of_group = Traits::kGroupedK ? tile.group * args.pitch_out.group : 0;
+    const int64_t first_row = Traits::kGroupedK ? tile.m : tile.row,
+                  of_group = Traits::kGroupedK ? args.places.of(tile.group) * args.pitch_out.group : 0;
 #pragma unroll
     for (int i = 0; i < Traits::kFragmentsM; ++i) {
       const int row = warp_m + 16 * i + lane / 4;

@@ -4,6 +4,7 @@
 
 #include "../early_launch.cuh"
 #include "../operators.h"
+#include "../places_of.h"
 #include "few_rows.cuh"
 
 namespace gbmoe {
@@ -49,17 +50,26 @@ Arguments arguments(const char* name, const Tensor& x, const std::optional<Tenso
   return args;
 }
 
+// b, and a second one with the same strides.
+void set_b(
+    Arguments& args, const char* name, const Tensor& b, const std::optional<Tensor>& second, const std::vector<int64_t>& places) {
+  args.b[0] = b.data_ptr(), args.b[1] = pointer(second);
+  args.pitch_b = common_pitch(name, b, second);
+  args.places = places_of(name, places, args.groups);
+  if (args.places.count > 0) args.pitch_b.group = b.stride(0);
+}
+
 }  // namespace
 
 // The same as tensor_core_rows without a second pair, and as tensor_core_up, for groups of few rows; bf16 and fp16. Sums are made of parts.
 // With slot_of_row, x is [tokens,H], and row r that of token slot_of_row[r] / top_k, or zeros where that names none. With reads_early,
 // which needs b and sizes to have been complete before the kernel before this one began, they are read before that has ended. Without
 // sizes one group has all rows.
-void few_rows_gemm(Tensor a, Tensor b, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
+void few_rows_gemm(
+    Tensor a, Tensor b, std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments("few_rows_gemm", a, sizes, out);
-  args.b[0] = b.data_ptr();
-  args.pitch_b = pitch_of("few_rows_gemm", b);
+  set_b(args, "few_rows_gemm", b, std::nullopt, places);
   args.reads_early = reads_early;
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
     if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(args, a);
@@ -85,14 +95,13 @@ void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tenso
 }
 
 void few_rows_up(
-    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, Tensor sizes,
-    std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places,
+    Tensor sizes, std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Arguments args = arguments("few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
-  args.b[0] = w1.data_ptr(), args.b[1] = pointer(v1);
-  args.pitch_b = common_pitch("few_rows_up", w1, v1);
+  set_b(args, "few_rows_up", w1, v1, places);
   args.activation = activation_of(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
@@ -104,10 +113,12 @@ void few_rows_up(
   });
 }
 
-GBMOE_OPERATOR(few_rows_gemm, "(Tensor a, Tensor b, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(
+    few_rows_gemm, "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(few_rows_linear, "(Tensor x, Tensor weight, Tensor? sizes, Tensor(a!) out) -> ()");
-GBMOE_OPERATOR(few_rows_up,
-               "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, Tensor sizes, float[] activation, "
-               "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+GBMOE_OPERATOR(
+    few_rows_up,
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, int[] places, Tensor sizes, float[] activation, "
+    "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

@@ -22,6 +22,7 @@
 #include "../early_launch.cuh"
 #include "../group_sizes.cuh"
 #include "../pitch.cuh"
+#include "../places.cuh"
 #include "few_rows_store.cuh"
 #include "ptx.cuh"
 #include "traits.cuh"
@@ -52,6 +53,7 @@ struct Arguments {
   bool reads_early;  // b and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
   bool out_is_float;  // sums of warps that take turns: out has fp32, and they are not rounded
+  Places places;  // of both b's
 };
 
 struct Group { int number, first_row, rows; };
@@ -124,7 +126,7 @@ template <typename T, bool kGlu, bool kFewCtas = false, int kRuns = 2> struct KM
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) {
       const int number = n + (kGlu ? 0 : i * kColumns) + threadIdx.x % 32 / 4;
-      const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + group * args.pitch_b.group;
+      const T* matrix = static_cast<const T*>(args.b[kGlu ? i : 0]) + args.places.of(group, kGlu ? i : 0) * args.pitch_b.group;
       column[i] = matrix + static_cast<int64_t>(number < args.size_n ? number : 0) * args.pitch_b.row;
     }
   }
@@ -185,7 +187,7 @@ template <typename T> struct NMajorColumns {
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
     const int column = n + threadIdx.x % 32 / 4 * kColumns;
-    const T* matrix = static_cast<const T*>(args.b[0]) + group * args.pitch_b.group;
+    const T* matrix = static_cast<const T*>(args.b[0]) + args.places.of(group) * args.pitch_b.group;
     terms = matrix + (column < args.size_n ? column : 0);
   }
   __device__ __forceinline__ void load(const Arguments& args, int k, uint4 (&to)[kVectors]) const {

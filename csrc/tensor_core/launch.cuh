@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../operators.h"
+#include "../places_of.h"
 #include "grouped_gemm.cuh"
 
 namespace gbmoe::tensor_core {
@@ -42,9 +43,12 @@ inline void check_output(const char* name, const Tensor& out, ScalarType dtype) 
 inline void* pointer(const std::optional<Tensor>& tensor) { return tensor ? tensor->data_ptr() : nullptr; }
 
 // b [E,R,C], whose rows are contiguous, and a second one with the same strides.
-inline void set_b(Arguments& args, const char* name, const Tensor& b, const std::optional<Tensor>& second) {
+inline void set_b(
+    Arguments& args, const char* name, const Tensor& b, const std::optional<Tensor>& second, const std::vector<int64_t>& places) {
+  args.places = places_of(name, places, args.groups);
   args.b[0] = b.data_ptr(), args.b[1] = pointer(second);
   args.pitch_b = common_pitch(name, b, second);
+  if (args.places.count > 0) args.pitch_b.group = b.stride(0);
 }
 
 // The instances for a device: those for its shared memory, or for less where the code that it runs has no others (as code for 8.6 on a

@@ -140,15 +140,16 @@ template <typename Traits> class Producer {
     k_blocks_ = max(0, ceil_div(terms_, Traits::kBlockK) - 1);
     const T* a = static_cast<const T*>(args.a[pair_]);
     const T* b = static_cast<const T*>(args.b[Traits::kGlu ? 0 : pair_]);
-    const int64_t row = tile.row, group = tile.group, m = tile.m, n = tile.n;
+    const int64_t row = tile.row, m = tile.m, n = tile.n;
     if constexpr (Traits::kGroupedK) {
       a_.begin(a + row * args.size_m + m, nullptr, args.size_m, args.size_m - tile.m);
       b_.begin(b + row * args.size_n + n, nullptr, args.size_n, args.size_n - tile.n);
     } else {
       a_.begin(a + row * args.size_k, nullptr, args.size_k, tile.rows);
-      const int64_t corner = group * args.pitch_b.group + (Traits::kKMajorB ? n * args.pitch_b.row : n);
-      const T* second = Traits::kGlu ? static_cast<const T*>(args.b[1]) + corner : nullptr;
-      b_.begin(b + corner, second, stride_of_b(args), args.size_n - tile.n);
+      const int64_t corner = Traits::kKMajorB ? n * args.pitch_b.row : n;
+      const auto in_group = [&](int number) { return args.places.of(tile.group, number) * args.pitch_b.group + corner; };
+      const T* second = Traits::kGlu ? static_cast<const T*>(args.b[1]) + in_group(1) : nullptr;
+      b_.begin(b + in_group(pair_), second, stride_of_b(args), args.size_n - tile.n);
     }
   }
 

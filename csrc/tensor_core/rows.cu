@@ -41,8 +41,8 @@ bool tensor_core_built(int64_t device) { return tensor_core::memory_of(static_ca
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; bf16, fp16, or fp32, whose
 // operands are rounded to TF32; without sizes one group has all rows. out is of their dtype, or with trans_b and without a2 fp32
 void tensor_core_rows(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::optional<Tensor> sizes, bool trans_b,
-    std::vector<int64_t> tiling, Tensor out) {
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places,
+    std::optional<Tensor> sizes, bool trans_b, std::vector<int64_t> tiling, Tensor out) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const Tiling tiles = tiling_of(tiling);
@@ -53,7 +53,7 @@ void tensor_core_rows(
   args.size_k = static_cast<int>(a.size(1));
   args.operand_pairs = a2 ? 2 : 1;
   args.a[0] = a.data_ptr(), args.a[1] = pointer(a2);
-  set_b(args, "tensor_core_rows", b, b2);
+  set_b(args, "tensor_core_rows", b, b2, places);
   args.out[0] = out.data_ptr();
   GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_rows", {
     if (to_float) launch_rows<T, float, true>(args, tiles, a);
@@ -63,8 +63,9 @@ void tensor_core_rows(
 }
 
 GBMOE_OPERATOR_WITHOUT_TENSORS(tensor_core_built, "(int device) -> bool");
-GBMOE_OPERATOR(tensor_core_rows,
-               "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!) out) -> "
-               "()");
+GBMOE_OPERATOR(
+    tensor_core_rows,
+    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!) "
+    "out) -> ()");
 
 }  // namespace gbmoe

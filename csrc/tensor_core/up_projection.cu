@@ -31,8 +31,8 @@ void launch_up_family(const tensor_core::Arguments& args, const tensor_core::Til
 // h = x[rows of e] @ w1[e].T, a = act(h); with v1 g = x[rows of e] @ v1[e].T, a = act(h) * g; h and g are stored where they are given;
 // bf16 and fp16
 void tensor_core_up(
-    Tensor x, Tensor w1, std::optional<Tensor> v1, Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling,
-    Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    Tensor x, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places, Tensor sizes, std::vector<double> activation,
+    std::vector<int64_t> tiling, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tiling tiles = tiling_of(tiling);
@@ -40,7 +40,7 @@ void tensor_core_up(
   args.size_k = static_cast<int>(x.size(1));
   args.activation = activation_of(activation);
   args.a[0] = x.data_ptr();
-  set_b(args, "tensor_core_up", w1, v1);
+  set_b(args, "tensor_core_up", w1, v1, places);
   args.out[0] = a.data_ptr(), args.out[1] = pointer(h), args.out[2] = pointer(g);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "tensor_core_up", {
     if (v1) launch_up_family<T, EpilogueKind::kGlu>(args, tiles, x);
@@ -48,8 +48,9 @@ void tensor_core_up(
   });
 }
 
-GBMOE_OPERATOR(tensor_core_up,
-               "(Tensor x, Tensor w1, Tensor? v1, Tensor sizes, float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!)? "
-               "h, Tensor(c!)? g) -> ()");
+GBMOE_OPERATOR(
+    tensor_core_up,
+    "(Tensor x, Tensor w1, Tensor? v1, int[] places, Tensor sizes, float[] activation, int[] tiling, Tensor(a!) a, "
+    "Tensor(b!)? h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

@@ -16,7 +16,8 @@ void launch_weights(const tensor_core::Arguments& args, const tensor_core::Tilin
 }  // namespace
 
 // out[e] = a[rows of e].T @ b[rows of e], in their dtype; with `accumulate` it is added to out, which is fp32
-void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, bool accumulate, Tensor out) {
+void tensor_core_weights(
+    Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, bool accumulate, std::vector<int64_t> places, Tensor out) {
   using namespace tensor_core;
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const Tiling tiles = tiling_of(tiling);
@@ -26,6 +27,8 @@ void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> 
   args.b[0] = b.data_ptr();
   args.out[0] = out.data_ptr();
   args.pitch_out = pitch_of("tensor_core_weights", out);
+  args.places = places_of("tensor_core_weights", places, args.groups);
+  if (args.places.count > 0) args.pitch_out.group = out.stride(0);
   check_output("tensor_core_weights", out, accumulate ? ScalarType::Float : a.scalar_type());
   GBMOE_DISPATCH_TENSOR_CORE(a.scalar_type(), "tensor_core_weights", {
     if (accumulate) launch_weights<T, float, EpilogueKind::kAccumulate>(args, tiles, a);
@@ -33,6 +36,7 @@ void tensor_core_weights(Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> 
   });
 }
 
-GBMOE_OPERATOR(tensor_core_weights, "(Tensor a, Tensor b, Tensor sizes, int[] tiling, bool accumulate, Tensor(a!) out) -> ()");
+GBMOE_OPERATOR(
+    tensor_core_weights, "(Tensor a, Tensor b, Tensor sizes, int[] tiling, bool accumulate, int[] places, Tensor(a!) out) -> ()");
 
 }  // namespace gbmoe

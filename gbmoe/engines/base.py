@@ -1,8 +1,8 @@
 """What an engine is: one way to compute grouped GEMMs, and with them the experts of a layer.
 
 Shape suffixes of a grouped GEMM: M rows of all groups, E groups (experts), K inner, N columns. Of a layer: T tokens, K slots a token,
-H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones. Group e has sizes[e] consecutive
-rows. Rows after those of the last group belong to no group: they are not read, and in the result they are undefined.
+H hidden, F ffn hidden, G columns of pairs, 2F, P padded rows of the plan, Y bytes, B columns of ones, R ranks. Group e has sizes[e]
+consecutive rows. Rows after those of the last group belong to no group: they are not read, and in the result they are undefined.
 
     m-grouped:  out [M,N],    out[rows of e] = a[rows of e] @ b[e]
                 b [E,K,N], or [E,N,K] with trans_b
@@ -88,13 +88,21 @@ class Engine(LowRankProducts):
     Attributes:
         name: what `engine=` takes.
         needs_host_sizes: True if `gmm` reads the sizes on the host; given sizes on the device, it then waits for them.
+<<<<<<< ours
         decides_by_kind: True if what its methods launch depends on the kind of call alone, and on no number of a tensor or state of its own
             (gbmoe/programs/).
+=======
+        reads_separate_weights: whether weights may be gbmoe.separate_weights.SeparateWeights; other engines get a stack.
+>>>>>>> theirs
     """
 
     name: str
     needs_host_sizes: bool = False
+<<<<<<< ours
     decides_by_kind: bool = False
+=======
+    reads_separate_weights: bool = False
+>>>>>>> theirs
 
     def unavailable(self, device: torch.device) -> str | None:
         """None if this engine runs on `device`, otherwise the reason why not. Loads the extension if the engine needs it."""

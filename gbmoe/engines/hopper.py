@@ -1,27 +1,52 @@
 """Our own kernels for compute capability 9.0 (csrc/hopper/): sizes on the device, the activation inside the products.
 
-Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, C runs
-of 64 columns.
+Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, N
+columns, R ranks.
 """
 
 from __future__ import annotations
 
+<<<<<<< ours
 import functools
+=======
+from dataclasses import replace
+>>>>>>> theirs
 
 import torch
 
-from gbmoe import extension, launch
+from gbmoe import launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
+<<<<<<< ours
 from gbmoe.engines.lora_products import LowRank
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.launch import availability
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
+=======
+from gbmoe.engines.hopper_gemms import (
+    biased_rows_gemm,
+    down_backward_gemm,
+    down_backward_pairs_gemm,
+    is_padded,
+    launch_rows,
+    low_rank_rows_gemm,
+    rows_gemm_gathered,
+    two_weight_gradients_gemm_gathered,
+    up_gemm,
+    up_pairs_gemm,
+    weight_gradient_gemm_gathered,
+    workspace,
+)
+from gbmoe.engines.low_rank import LowRank
+from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
+from gbmoe.launch import availability
+from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
+from gbmoe.separate_weights import in_memory
+>>>>>>> theirs
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
-from gbmoe.tuning.hopper_tiles import GemmConfig
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # For which the first GEMM has instances that read weights contiguous along F, pairs of gate and up as well.
@@ -86,8 +111,9 @@ class Hopper(OwnKernels):
         assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
         sizes = device_sizes(sizes, a.device)
         config = hopper_tiles.weight_gradient_gemm(Device.of(a.device), a.size(0), *out.shape, gathered=False)
+        out, _, places = in_memory(out)
         torch.ops.gbmoe_cuda.hopper_weights(
-            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
+            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, places, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
@@ -199,6 +225,63 @@ class Hopper(OwnKernels):
         return weight_gradient_gemm_gathered(
             left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH)
 
+    # Adapters: the second product is added to the sums of the first before they are rounded, as one or few k-blocks more.
+
+    def _adds_low_rank_apart(self, rows, groups):
+        """Whether rows are so few that kernels which take no second pair compute the first product; these round, which rows of others must
+        not decide."""
+        return self.has_few_rows(rows, groups) and not self.batch_invariant
+
+    def product_low_rank(self, a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN):
+        if self._adds_low_rank_apart(a.size(0), b.size(0)):
+            return super().product_low_rank(a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN)
+        b, is_transposed = self.readable(b)
+        trans_b, low, splits = trans_b != is_transposed, LowRank(rows_PR, b_ERN), not self.batch_invariant
+        if bias_EN is None:
+            return low_rank_rows_gemm(aligned(a), b, None, None, sizes_E, trans_b, low, splits)
+        return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b, splits, low)
+
+    def up_low_rank(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low):
+        w1, v1, along_f = two_in_place(w1_EFH, v1_EFH)
+        fuses = w1_bias_EF is None and v1_bias_EF is None and (not along_f or activation.partition(" ")[0] in _UP_ALONG_F)
+        if not fuses or self._adds_low_rank_apart(x.num_rows, w1_EFH.size(0)):
+            return super().up_low_rank(x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low)
+        if along_f:
+            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+        result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save, low)
+        x.forget()
+        return result
+
+    def up_pairs_low_rank(self, x, w_EGH, bias_EG, sizes_E, activation, save, low):
+        w, along_f = rows_or_columns_in_place(w_EGH)
+        apart = self._adds_low_rank_apart(x.num_rows, w_EGH.size(0))
+        if apart or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
+            return super().up_pairs_low_rank(x, w_EGH, bias_EG, sizes_E, activation, save, low)
+        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, low)
+        x.forget()
+        return result
+
+    def down_backward_low_rank(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low):
+        if not _config(dz, w2_EFH.size(1), g_PF is not None, activation).fuse_activation_gradient:
+            return super().down_backward_low_rank(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low)
+        w2, along_f = rows_or_columns_in_place(w2_EFH)
+        a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
+            aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, h_PF, g_PF, dz.slots.slot_of_row_P, weights_TK,
+            activation, low)
+        return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
+
+    def down_backward_pairs_low_rank(self, dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low):
+        w2, along_f = rows_or_columns_in_place(w2_EFH)
+        if along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
+            return super().down_backward_pairs_low_rank(dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low)
+        return down_backward_pairs_gemm(
+            aligned(dz.rows_PH()), w2, sizes_E, pairs_PG, dz.slots.slot_of_row_P, weights_TK, activation, low)
+
+    def up_backward_low_rank(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low):
+        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
+        return low_rank_rows_gemm(
+            aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, low, splits=True)
+
     def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
         num_rows, ffn = left_PF.shape
         return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn)
@@ -236,6 +319,7 @@ _HOPPER = Hopper()
 def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> gathering.LayerConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
     if rows.are_gathered or rows.tokens_TH is None:
+<<<<<<< ours
         return gathering.layer_config_of_gathered(rows.rows_PH().size(1), ffn, glu, activation)
     padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
     return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
@@ -392,3 +476,9 @@ def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig
 @functools.lru_cache(maxsize=256)
 def _workspace_bytes(device: torch.device, groups: int, splits_per_sm: int) -> int:
     return extension.answer("hopper_workspace", torch.empty(0, dtype=torch.uint8, device=device), groups, splits_per_sm)
+=======
+        config = gathering.layer_config(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
+        return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
+    padded = is_padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
+    return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
+>>>>>>> theirs

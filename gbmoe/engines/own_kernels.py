@@ -13,6 +13,7 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
 from gbmoe.problem import Problem, known, result_shape
+from gbmoe.separate_weights import Stack, in_memory
 from gbmoe.tuning import groups_of_few_rows
 from gbmoe.tuning.device import Device
 
@@ -22,6 +23,7 @@ _MAX_SIZE = 2**31 - 2**10  # rows and columns are int32 in the kernels, and a ti
 class OwnKernels(Engine):
     """An engine of two GEMMs, m-grouped and k-grouped, that read the sizes on the device. A subclass defines both, and `refuses_dtype`."""
 
+    reads_separate_weights = True
     # Whether the products of forward give a row the same bits whatever other rows there are.
     batch_invariant = False
 
@@ -130,21 +132,23 @@ class FewRowsKernels:
     def __init__(self, prefix: str):
         self.prefix = prefix
 
-    def gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor) -> None:
+    def gemm(self, a: torch.Tensor, b: Stack, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor) -> None:
         """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of
         their dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows. RuntimeError for another
         dtype of out."""
-        self.op("gemm")(a, b, device_sizes(sizes, a.device), trans_b, False, out)
+        b, _, places = in_memory(b)
+        self.op("gemm")(a, b, places, device_sizes(sizes, a.device), trans_b, False, out)
 
-    def down(self, a_PF: torch.Tensor, w2_EFH: torch.Tensor, sizes_E: torch.Tensor) -> torch.Tensor:
+    def down(self, a_PF: torch.Tensor, w2_EFH: Stack, sizes_E: torch.Tensor) -> torch.Tensor:
         """Engine.down, [P,H], directly after `up`: the weights and sizes are read while that ends, unless they are copied here."""
         b_here, trans_b = rows_or_columns_in_place(w2_EFH)
         copied = b_here.data_ptr() != w2_EFH.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
         y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
-        self.op("gemm")(a_PF, b_here, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
+        b_here, _, places = in_memory(b_here)
+        self.op("gemm")(a_PF, b_here, places, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
         return y_PH
 
-    def up(self, x: GatheredRows, w1_EFH: torch.Tensor, v1_EFH: torch.Tensor | None, sizes: torch.Tensor, activation: str,
+    def up(self, x: GatheredRows, w1_EFH: Stack, v1_EFH: Stack | None, sizes: torch.Tensor, activation: str,
            save: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H] with aligned rows. Rows that are not gathered yet are read from
         their tokens."""
@@ -155,7 +159,8 @@ class FewRowsKernels:
         a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
         h_PF = torch.empty_like(a_PF) if save else None
         g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, rows.device),
+        w1, v1, places = in_memory(w1_EFH, v1_EFH)
+        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, places, device_sizes(sizes, rows.device),
                        plain_activation.kernel_arguments(activation), a_PF, h_PF, g_PF)
         x.forget()
         return a_PF, h_PF, g_PF

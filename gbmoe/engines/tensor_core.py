@@ -13,7 +13,11 @@ from gbmoe.engines.base import device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
 from gbmoe.launch import availability
 from gbmoe.launch.alignment import aligned, lies_transposed, two_in_place
+<<<<<<< ours
 from gbmoe.plain import plain_activation
+=======
+from gbmoe.separate_weights import in_memory
+>>>>>>> theirs
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.tensor_core_tiles import TensorCoreConfig
@@ -116,19 +120,22 @@ def up_gemm(x_PH, w1_EFH, v1_EFH, sizes, activation, save):
 
 def launch_up(config: TensorCoreConfig, x_PH, w1_EFH, v1_EFH, sizes, activation, a_PF, h_PF, g_PF) -> None:
     """up_gemm in a given configuration, into a, h and g; h and g may be None."""
+    w1, v1, places = in_memory(w1_EFH, v1_EFH)
     torch.ops.gbmoe_cuda.tensor_core_up(
-        x_PH, w1_EFH, v1_EFH, device_sizes(sizes, x_PH.device), plain_activation.kernel_arguments(activation),
-        config.tiling, a_PF, h_PF, g_PF)
+        x_PH, w1, v1, places, device_sizes(sizes, x_PH.device), plain_activation.kernel_arguments(activation), config.tiling, a_PF, h_PF,
+        g_PF)
 
 
 def launch_rows(config: TensorCoreConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """out[rows of e] = a[rows of e] @ b[e], with a2 and b2 + a2[rows of e] @ b2[e], in a given configuration. With trans_b and without a2
     out may be float32, to which nothing is rounded."""
+    b, b2, places = in_memory(b, b2)
     torch.ops.gbmoe_cuda.tensor_core_rows(
-        a, b, a2, b2, device_sizes(sizes, a.device), trans_b, config.tiling, out)
+        a, b, a2, b2, places, device_sizes(sizes, a.device), trans_b, config.tiling, out)
 
 
 def launch_weight_gradient(config: TensorCoreConfig, a, b, sizes, out, accumulate: bool = False) -> None:
     """out[e] = a[rows of e].T @ b[rows of e] in a given configuration; `accumulate` adds it to out, which is float32 then."""
+    out, _, places = in_memory(out)
     torch.ops.gbmoe_cuda.tensor_core_weights(
-        a, b, device_sizes(sizes, a.device), config.tiling, accumulate, out)
+        a, b, device_sizes(sizes, a.device), config.tiling, accumulate, places, out)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from gbmoe.separate_weights import SeparateWeights, Stack, with_one_table
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` if it is contiguous and starts at a multiple of 16 bytes, otherwise a copy that is and does."""
+
+def aligned(tensor: Stack) -> torch.Tensor:
+    """`tensor` if it is contiguous and starts at a multiple of 16 bytes, otherwise a copy that is and does; a copy of SeparateWeights."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def has_aligned_rows(matrices: torch.Tensor) -> bool:
+def has_aligned_rows(matrices: Stack) -> bool:
     """Whether the rows of a stack [E,R,C] are contiguous, and all of them start at multiples of 16 bytes, as TMA and copies of 16 bytes
     need it. They may lie further apart than they are long, but not overlap. Rows of contiguous matrices are multiples of 16 bytes: engines
     take no others."""
+    if isinstance(matrices, SeparateWeights):
+        return bool(matrices.numbers) and has_aligned_rows(matrices.lowest)
     if matrices.is_contiguous():
         return matrices.data_ptr() % 16 == 0
     experts, rows, columns = matrices.shape
@@ -25,13 +29,13 @@ def has_aligned_rows(matrices: torch.Tensor) -> bool:
             and (experts == 1 or (of_expert >= columns and of_expert % in_16_bytes == 0)))
 
 
-def lies_transposed(matrices: torch.Tensor) -> bool | None:
+def lies_transposed(matrices: Stack) -> bool | None:
     """False for a stack [E,R,C] whose rows our kernels read where they lie, True where they read its columns, and None where they read
     neither: rows_or_columns_in_place copies it."""
     return False if has_aligned_rows(matrices) else True if has_aligned_rows(matrices.transpose(1, 2)) else None
 
 
-def rows_or_columns_in_place(matrices: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def rows_or_columns_in_place(matrices: Stack) -> tuple[Stack, bool]:
     """(matrices, False) of a stack [E,R,C] whose rows our kernels read where they lie, or its transposed matrices [E,C,R] and True where
     they read its columns; otherwise a copy and False."""
     if matrices.is_contiguous() and matrices.data_ptr() % 16 == 0:  # asked in every product: one call less
@@ -42,12 +46,11 @@ def rows_or_columns_in_place(matrices: torch.Tensor) -> tuple[torch.Tensor, bool
     return (transposed, True) if has_aligned_rows(transposed) else (aligned(matrices), False)
 
 
-def two_in_place(one: torch.Tensor, two: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+def two_in_place(one: Stack, two: Stack | None) -> tuple[Stack, Stack | None, bool]:
     """rows_or_columns_in_place of two stacks of one shape, of which one kernel reads both in the same way: copies, if they differ."""
     one_here, is_transposed = rows_or_columns_in_place(one)
     if two is None:
         return one_here, None, is_transposed
     two_here, two_is_transposed = rows_or_columns_in_place(two)
-    if two_is_transposed != is_transposed or two_here.stride() != one_here.stride():
-        return aligned(one), aligned(two), False
-    return one_here, two_here, is_transposed
+    both = with_one_table(one_here, two_here) if two_is_transposed == is_transposed else None
+    return (aligned(one), aligned(two), False) if both is None else (*both, is_transposed)

@@ -17,7 +17,7 @@ import torch
 from gbmoe._checks import require, require_tensor
 from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import Engine, GatheredRows
-from gbmoe.separate_weights import SeparateWeights, StackOrList, lists_of, require_apart
+from gbmoe.separate_weights import SeparateWeights, Stack, StackOrList, lists_of, require_apart
 from gbmoe.weight_layout import WeightGradients, WeightLayout
 
 
@@ -26,8 +26,13 @@ class WeightGradientSink:
 
     Args:
         w1, w2, v1: float32, with the shape and the device of the parameter; None for a parameter without a gradient. Matrices whose rows
+<<<<<<< ours
             are not contiguous cost a copy. For parameters that are a matrix for each expert they are lists of E matrices, anywhere in
             memory. This also costs a copy, the gradient of the stack; gbmoe.stacked(main_grads) costs none where it is a view.
+=======
+            are not contiguous cost a copy. Those of a matrix for each expert are a list of E matrices, anywhere in memory, to which the
+            same engines add in place as read lists of weights.
+>>>>>>> theirs
         deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them. Until then x
             and the gradient of the result may not be changed in place.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
@@ -91,7 +96,7 @@ class WeightGradientSink:
             require(main.shape == parameter.shape and main.device == parameter.device, "expert_mlp", "gradient_sink",
                     f"for {name} {list(parameter.shape)} on {parameter.device}", f"{list(main.shape)} on {main.device}")
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Stack:
         main = self._main[name]
         assert main is not None, name  # `check` has seen it
         return main
@@ -107,13 +112,6 @@ def _of_unchanged(step: Callable[[], None], of: torch.Tensor, version: int) -> N
         raise RuntimeError(f"WeightGradientSink.compute: x, or the gradient of a result, {list(of.shape)}, was changed in place after"
                            " backward, and a gradient of weights is still to be made of it")
     step()
-
-
-def _add_to_each(experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, main: SeparateWeights, scale: float) -> None:
-    # In float32, so that nothing is rounded before it is added.
-    sums_EFH = torch.zeros(main.shape, dtype=torch.float32, device=main.device)
-    experts.add_weight_gradient(left_PF, rows, sizes_E, sums_EFH, scale)
-    main.add_(sums_EFH)
 
 
 class SunkGradients(WeightGradients):
@@ -132,9 +130,7 @@ class SunkGradients(WeightGradients):
 
     def write(self, name: str, experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
         of = rows.rows_PH() if rows.tokens_TH is None else rows.tokens_TH
-        main = self[name]
-        add = partial(_add_to_each, experts) if isinstance(main, SeparateWeights) else experts.add_weight_gradient
-        self._sink.add(partial(add, left_PF, rows, sizes_E, main, scale), of)
+        self._sink.add(partial(experts.add_weight_gradient, left_PF, rows, sizes_E, self[name], scale), of)
 
     def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         if not self._sink.hand_back:

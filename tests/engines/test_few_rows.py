@@ -64,7 +64,7 @@ def test_rows(few, dtype, trans_b):
             outs = [poisoned(rows + 5, columns, dtype=dtype, device=device) for _ in range(2 + (few is HOPPER_FEW_ROWS))]
             on_device = torch.tensor(sizes, dtype=(torch.int32, torch.int64)[number % 2], device=device)
             for reads_early, out in enumerate(outs[:2]):
-                few.op("gemm")(a, b, on_device, trans_b, bool(reads_early), out)
+                few.op("gemm")(a, b, (), on_device, trans_b, bool(reads_early), out)
             assert_as_accurate_as(outs[0][:rows], baseline.to(dtype), exact, f"{sizes} of {inner} x {columns}")
             if few is HOPPER_FEW_ROWS:
                 tensor_core.launch_rows(LOW, a, b, None, None, on_device, trans_b, outs[2])
@@ -332,7 +332,7 @@ def test_down_reads_early_what_it_does_not_copy(few, layout, monkeypatch):
     on_device = torch.tensor(sizes, device=device)
     expected = few.down(a, w2, on_device)
     early, name, kernel = [], f"{few.prefix}_gemm", few.op("gemm")
-    monkeypatch.setattr(torch.ops.gbmoe_cuda, name, lambda *args: (early.append(args[4]), kernel(*args))[1])
+    monkeypatch.setattr(torch.ops.gbmoe_cuda, name, lambda *args: (early.append(args[5]), kernel(*args))[1])
     if layout == "transposed":
         w2 = w2.transpose(1, 2).contiguous().transpose(1, 2)
     elif layout == "one element off":

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import gbmoe
-from gbmoe import WeightLayout
+from gbmoe import WeightLayout, engines
+from gbmoe.engines.base import Engine
+from gbmoe.launch import alignment
 from gbmoe.testing import exact_inputs
 from tests.scattered import scattered
 from tests.test_weight_layout import laid_out
@@ -13,6 +15,13 @@ E, F, H = 4, 48, 32
 MEGATRON = WeightLayout("gate_first", down_transposed=True)
 LAYOUTS = [MEGATRON, WeightLayout(), WeightLayout("interleaved", True), WeightLayout("separate", True, True)]
 ids = [layout.code.replace(" ", "-") for layout in LAYOUTS]
+
+
+@pytest.fixture
+def in_place(engine_on, monkeypatch):
+    """(engine, device), with an engine that gets the lists, also where its products make a copy of them."""
+    monkeypatch.setattr(Engine, "reads_separate_weights", True)
+    return engine_on
 
 
 def inputs(layout, device, dtype=torch.bfloat16, experts=E):
@@ -39,8 +48,8 @@ def expected_of(x, plan, weights, grad, **options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
-def test_lists_change_nothing(layout, engine_on):
-    engine, device = engine_on
+def test_lists_change_nothing(layout, in_place):
+    engine, device = in_place
     x, plan, weights, grad = inputs(layout, device)
     lists = as_parameters(weights)
     options = dict(layout=layout, engine=engine)
@@ -56,8 +65,8 @@ def test_lists_change_nothing(layout, engine_on):
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["", "deferred"])
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=ids[:3])
-def test_gradients_go_to_lists_of_main_gradients(layout, deferred, engine_on):
-    engine, device = engine_on
+def test_gradients_go_to_lists_of_main_gradients(layout, deferred, in_place):
+    engine, device = in_place
     x, plan, weights, grad = inputs(layout, device)
     lists = as_parameters(weights)
     before = [None if w is None else exact_inputs.exact_values(*w.shape, dtype=torch.float32, device=device, seed=5) for w in weights]
@@ -74,8 +83,8 @@ def test_gradients_go_to_lists_of_main_gradients(layout, deferred, engine_on):
     assert all(tensor.grad is not None for tensor in flat(lists))  # which only runs hooks
 
 
-def test_what_is_frozen_gets_no_gradient(engine_on):
-    engine, device = engine_on
+def test_what_is_frozen_gets_no_gradient(in_place):
+    engine, device = in_place
     x, plan, weights, grad = inputs(MEGATRON, device)
     w1, w2, _ = as_parameters(weights)
     w1[2].requires_grad_(False)
@@ -89,8 +98,8 @@ def test_what_is_frozen_gets_no_gradient(engine_on):
         assert not gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine).requires_grad
 
 
-def test_one_tensor_for_two_experts_gets_both_gradients(engine_on):
-    engine, device = engine_on
+def test_one_tensor_for_two_experts_gets_both_gradients(in_place):
+    engine, device = in_place
     x, plan, weights, grad = inputs(WeightLayout(), device)
     w1, w2, v1 = as_parameters(weights)
     w1[3] = w1[0]
@@ -98,6 +107,29 @@ def test_one_tensor_for_two_experts_gets_both_gradients(engine_on):
     _, _, of_each = expected_of(x, plan, weights, grad, engine=engine)
     gbmoe.expert_mlp(x, plan, w1, w2, v1, engine=engine).backward(grad)
     assert torch.equal(w1[0].grad, of_each[0] + of_each[3])
+
+
+def test_a_change_between_forward_and_backward_is_refused(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    with torch.no_grad():
+        w1[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(grad)
+
+
+def test_an_optimizer_may_move_the_parameters(in_place):
+    """What is known of an address is known of no tensor."""
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    first = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    w1[0].data, w1[1].data = w1[1].data, w1[0].data
+    swapped = (torch.stack([t.detach() for t in w1]), weights[1])
+    got = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    assert torch.equal(got, gbmoe.expert_mlp(x, plan, *swapped, layout=MEGATRON, engine=engine)) and not torch.equal(got, first)
 
 
 @pytest.mark.parametrize("options", [dict(activation=torch.nn.functional.mish), dict(weight_gradient_scale=0.3), dict(weights_on="input"),
@@ -151,3 +183,36 @@ def test_main_gradients_that_overlap_are_refused():
         gbmoe.WeightGradientSink(w2=[main, main])
     with pytest.raises(TypeError, match=r"WeightGradientSink: w2\[0\]: expected dtype float32"):
         gbmoe.WeightGradientSink(w2=[main.double(), main.double()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+def test_no_copy_is_made(layout, engine, monkeypatch):
+    device = torch.device("cuda")
+    if engines.ENGINES[engine].unavailable(device):
+        pytest.skip(engines.ENGINES[engine].unavailable(device))
+    x, plan, weights, grad = inputs(layout, device)
+    lists, copied, original = as_parameters(weights), [], alignment.aligned
+
+    def aligned(tensor):
+        if tensor.dim() == 3:
+            copied.append(tuple(tensor.shape))
+        return original(tensor)
+
+    for module in (alignment, engines.base, engines.own_kernels, engines.hopper, engines.tensor_core):
+        monkeypatch.setattr(module, "aligned", aligned)
+    monkeypatch.setattr(torch, "stack", lambda *_: pytest.fail("a stack"))
+    mains = [None if w is None else scattered(torch.zeros(w.shape, device=device)) for w in weights]
+    for sink in (None, gbmoe.WeightGradientSink(*mains)):
+        gbmoe.expert_mlp(x, plan, *lists, layout=layout, engine=engine, gradient_sink=sink).backward(grad)
+    assert not copied
+
+
+def test_gradients_that_autograd_batches_are_refused(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    with pytest.raises(ValueError, match="expert_mlp: w1: expected one tensor where autograd batches gradients"):
+        torch.autograd.grad(out, x, torch.stack([grad, grad]), is_grads_batched=True)

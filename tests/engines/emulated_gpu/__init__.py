@@ -12,7 +12,7 @@ import functools
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,13 +47,22 @@ class _Pitch(ctypes.Structure):
         return cls(stack.stride(-2), stack.stride(0) if stack.dim() == 3 else 0)
 
 
+class _Places(ctypes.Structure):
+    """Places, field by field."""
+    _fields_ = [("count", ctypes.c_int), ("second", ctypes.c_int), ("number", ctypes.c_int * 256)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], groups: int) -> _Places:
+        return cls(len(numbers), 0 if len(numbers) <= groups else groups, (ctypes.c_int * 256)(*numbers))
+
+
 class _Arguments(ctypes.Structure):
     """tensor_core::Arguments, field by field."""
     _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool),
                 *((name, ctypes.c_int) for name in (
                     "groups", "rows", "size_m", "size_n", "size_k", "operand_pairs", "panel_tiles")),
                 ("activation", _Activation), ("a", ctypes.c_void_p * 2), ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch),
-                ("out", ctypes.c_void_p * 3), ("pitch_out", _Pitch)]
+                ("out", ctypes.c_void_p * 3), ("pitch_out", _Pitch), ("places", _Places)]
 
 
 class _FewRowsArguments(ctypes.Structure):
@@ -62,7 +71,7 @@ class _FewRowsArguments(ctypes.Structure):
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
                 *((name, ctypes.c_int) for name in ("tokens", "top_k", "row_blocks", "size_n", "size_k")),
                 ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("activation", _Activation), ("out", ctypes.c_void_p * 3),
-                ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool)]
+                ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool), ("places", _Places)]
 
 
 class _Run(ctypes.Structure):
@@ -72,6 +81,7 @@ class _Run(ctypes.Structure):
                 ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
 
 
+<<<<<<< ours
 class Kernels:
     """The kernels, whose functions are compiled when they are first called, for each dtype alone: a few tests need few of the instances."""
 
@@ -102,6 +112,30 @@ class Kernels:
 def _end(tensor: torch.Tensor) -> int:
     """The address after the last element of a tensor with any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+=======
+def compile_kernels(folder: Path) -> ctypes.CDLL:
+    """Compile the kernels with their stand-ins in `folder`, and load them."""
+    source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
+    shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
+    for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh", "places.cuh"):
+        shutil.copy(extension.source_folder() / name, source / name)
+    for name, place in _STAND_INS.items():
+        shutil.copy(_HERE / name, source / place)
+    library = folder / "kernels.so"
+    options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+               "-fno-extern-tls-init",  # the shared memory needs no initialisation
+               "-U_FORTIFY_SOURCE"]     # longjmp leads to another stack
+    subprocess.run(["g++", *options, "-I", str(folder), "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)],
+                   check=True)
+    kernels = ctypes.CDLL(str(library))
+    kernels.failure.restype = ctypes.c_char_p
+    return kernels
+
+
+def _end(tensor: torch.Tensor, places: Sequence[int] = ()) -> int:
+    """The address behind the last element of a tensor with any strides, or of matrices at these places."""
+    last = max(places, default=0) * tensor.stride(0) + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+>>>>>>> theirs
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
@@ -122,33 +156,57 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
         return _Arguments(groups=1 if sizes is None else sizes.numel(), rows=rows, size_n=columns, panel_tiles=panel, **of_sizes,
                           **{"operand_pairs": 1, **fields})
 
+<<<<<<< ours
     def call(function, dtype, *leading, of, reads):
         library = kernels.library(function, _DTYPES.index(dtype))
+=======
+    def groups_of(sizes):
+        return 1 if sizes is None else sizes.numel()
+
+    def call(function, *leading, of, reads, places=()):
+>>>>>>> theirs
         begin = [t.data_ptr() for t in reads if t is not None]
-        end = [_end(t) for t in reads if t is not None]
+        end = [_end(t, places if t.dim() == 3 else ()) for t in reads if t is not None]
         run = _Run(ctas, late_copies, large_memory, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
         found = getattr(library, function)(*leading, ctypes.byref(of), ctypes.byref(run))
         assert found, "there is no such instance"
         assert library.failure() is None, library.failure().decode()
 
-    def rows(a, b, a2, b2, sizes, trans_b, tiling, out):
+    def rows(a, b, a2, b2, places, sizes, trans_b, tiling, out):
         tile_m, tile_n, panel = tiling
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
+<<<<<<< ours
                        b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out))
         call("rows", a.dtype, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
+=======
+                       b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out), places=_Places.of(places, groups_of(sizes)))
+        call(kernels.rows, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2),
+             places=places)
+>>>>>>> theirs
 
-    def weights(a, b, sizes, tiling, accumulate, out):
+    def weights(a, b, sizes, tiling, accumulate, places, out):
         tile_m, tile_n, panel = tiling
         of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out),
+<<<<<<< ours
                        pitch_out=_Pitch.of(out))
         call("weights", a.dtype, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
+=======
+                       pitch_out=_Pitch.of(out), places=_Places.of(places, groups_of(sizes)))
+        call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
+>>>>>>> theirs
 
-    def up(x, w1, v1, sizes, activation, tiling, a, h, g):
+    def up(x, w1, v1, places, sizes, activation, tiling, a, h, g):
         tile_m, tile_n, panel = tiling
         assert x.dtype == torch.bfloat16
         of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=_Activation.of(activation),
+<<<<<<< ours
                        a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g))
         call("up", x.dtype, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
+=======
+                       a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
+                       places=_Places.of(places, groups_of(sizes)))
+        call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1), places=places)
+>>>>>>> theirs
 
     def few_rows(x, sizes, result, **fields):
         groups = 1 if sizes is None else sizes.numel()
@@ -157,20 +215,32 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
         return _FewRowsArguments(groups=groups, rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1),
                                  size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **fields)
 
+<<<<<<< ours
     def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early)
         call("few_rows_gemm", a.dtype, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
+=======
+    def few_rows_gemm(a, b, places, sizes, trans_b, reads_early, out):
+        of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early,
+                      places=_Places.of(places, groups_of(sizes)))
+        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b), places=places)
+>>>>>>> theirs
 
     def few_rows_linear(x, weight, sizes, out):
         of = few_rows(x, sizes, out, b=_pointers(weight), pitch_b=_Pitch.of(weight), out=_pointers(out),
                       out_is_float=out.dtype == torch.float32)
         call("few_rows_linear", x.dtype, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
 
-    def few_rows_up(x, slot_of_row, top_k, w1, v1, sizes, activation, a, h, g):
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, places, sizes, activation, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
         of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
+<<<<<<< ours
                       activation=_Activation.of(activation), **slots)
         call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
+=======
+                      activation=_Activation.of(activation), places=_Places.of(places, groups_of(sizes)), **slots)
+        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1), places=places)
+>>>>>>> theirs
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")

@@ -1,0 +1,27 @@
+// Where the matrices of a stack [E,R,C] begin that do not follow each other at one distance, because they are tensors of their own.
+//
+// They are read and written as a stack is, by the address of one matrix and a distance: that of the matrix with the lowest address, and one
+// of which all others are multiples away. A table says which multiple, and the kernels take it where a stack's number of the group stands.
+// The table travels with the launch, so that a CUDA graph has a copy and nothing has to be kept alive.
+
+#pragma once
+
+#include <algorithm>
+
+namespace gbmoe {
+
+constexpr int kMostPlaces = 256, kStack = -1;
+
+struct Places {
+  int count;  // 0: the matrices follow each other
+  int second;  // where the numbers of a second tensor's matrices begin: 0 where they are those of the first; kStack where they follow each other
+  int number[kMostPlaces];
+
+  int last() const { return *std::max_element(number, number + count); }
+  // The number of a group's matrix, of the first tensor or of the second.
+  __device__ __forceinline__ int of(int group, int tensor = 0) const {
+    return count == 0 || (tensor && second == kStack) ? group : number[tensor * second + group];
+  }
+};
+
+}  // namespace gbmoe
