@@ -67,7 +67,7 @@ void launch_down_backward(
 }  // namespace
 
 // d = dz[rows of e] @ w2[e].T (+ a2[rows of e] @ b2[e].T) and what activate_backward makes of it; b2 [E,F,K2] is contiguous along F where
-// w2 is; dots: float32 [F / 64 rounded up, P], to work in, given where grad_weights is
+// w2 is; places are w2's; dots: float32 [F / 64 rounded up, P], to work in, given where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor sizes, Tensor h,
     std::optional<Tensor> g,    Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling, Tensor a,

@@ -67,6 +67,7 @@ void launch_up(
   } else {
     maps.a[0] = map_of_a(x, tiling);
   }
+  STD_TORCH_CHECK(!v1 || v1->size(0) == w1.size(0), "hopper_up: expected w1 and v1 both in the table of places, or neither");
   const bool along_f = contiguous_along_n(w1);
   STD_TORCH_CHECK(!v1 || contiguous_along_n(*v1) == along_f, "hopper_up: expected w1 and v1 contiguous along the same dimension");
   maps.b[0] = weight_map(w1, kWideTileN, args.places);
