@@ -14,7 +14,8 @@ constexpr int kMostPlaces = 256, kStack = -1;
 
 struct Places {
   int count;  // 0: the matrices follow each other
-  int second;  // where the numbers of a second tensor's matrices begin: 0 where they are those of the first; kStack where they follow each other
+  // Where the numbers of a second tensor's matrices begin: 0 where they are those of the first, kStack where it is a stack as any other.
+  int second;
   int number[kMostPlaces];
 
   int last() const { return *std::max_element(number, number + count); }

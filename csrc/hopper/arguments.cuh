@@ -84,7 +84,7 @@ struct Arguments {
   float* scales_out;       // [P, ceil(N / 128)]
   bool power_of_two;       // whether these scales are powers of two
   const void* bias;        // kBias: [E,N], or null
-  Places places;           // m-grouped: of both b; k-grouped: of the output
+  Places places;  // m-grouped: of both b; k-grouped: of the output
 };
 
 }  // namespace gbmoe::hopper

@@ -30,9 +30,10 @@ struct DownBackward {
   Tiling tiles;
 
   DownBackward(
-      const Tensor& dz, const Tensor& w2, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2,
-      const std::vector<int64_t>& places, const Tensor& sizes, const Tensor& h, const Tensor& slot_of_row, const std::optional<Tensor>& weights, const std::vector<double>& activation,
-      const std::vector<int64_t>& tiling, const Tensor& a, const Tensor& dh, const std::optional<Tensor>& dots)
+      const char* name, const Tensor& dz, const Tensor& w2, const std::optional<Tensor>& a2, const std::optional<Tensor>& b2,
+      const std::vector<int64_t>& places, const Tensor& sizes, const Tensor& h, const Tensor& slot_of_row,
+      const std::optional<Tensor>& weights, const std::vector<double>& activation, const std::vector<int64_t>& tiling,
+      const Tensor& a, const Tensor& dh, const std::optional<Tensor>& dots)
       : tiles(tiling_of(tiling)) {
     args = arguments(sizes, a.size(0), a.size(1), tiles);
     args.k_blocks = ceil_div(static_cast<int>(dz.size(1)), kBlockK);
@@ -45,9 +46,9 @@ struct DownBackward {
     args.out[0] = a.data_ptr();
     args.out[1] = dh.data_ptr();
     maps.a[0] = map_of_a(dz, tiles);
-    args.places = places_of("hopper_down_backward", places, args.groups);
+    args.places = places_of(name, places, args.groups);
     maps.b[0] = weight_map(w2, static_cast<int>(tiles.tile_n), args.places);
-    set_second_pair("hopper_down_backward", maps, args, a2, b2, 2, contiguous_along_n(w2), a.size(1), tiles);
+    set_second_pair(name, maps, args, a2, b2, 2, contiguous_along_n(w2), a.size(1), tiles);
     maps.out[0] = tensor_map(h, kBoxOut);
   }
 
@@ -70,10 +71,11 @@ void launch_down_backward(
 // w2 is; places are w2's; dots: float32 [F / 64 rounded up, P], to work in, given where grad_weights is
 void hopper_down_backward(
     Tensor dz, Tensor w2, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor sizes, Tensor h,
-    std::optional<Tensor> g,    Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling, Tensor a,
-    Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
+    std::optional<Tensor> g, Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation,
+    std::vector<int64_t> tiling, Tensor a, Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots,
+    std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
-  DownBackward of(dz, w2, a2, b2, places, sizes, h, slot_of_row, weights, activation, tiling, a, dh, dots);
+  DownBackward of("hopper_down_backward", dz, w2, a2, b2, places, sizes, h, slot_of_row, weights, activation, tiling, a, dh, dots);
   of.args.g = g ? g->data_ptr() : nullptr;
   of.args.out[2] = dg ? dg->data_ptr() : nullptr;
   if (g) of.maps.out[1] = tensor_map(*g, kBoxOut);
@@ -86,12 +88,12 @@ void hopper_down_backward(
 
 // The same of pairs [P,2F] of h and g, whose gradients are dpairs; for w2 that lies contiguous along H
 void hopper_down_backward_pairs(
-    Tensor dz, Tensor w2, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor sizes, Tensor pairs,
-    Tensor slot_of_row,    std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling, Tensor a, Tensor dpairs,
-    std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
+    Tensor dz, Tensor w2, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor sizes,
+    Tensor pairs, Tensor slot_of_row, std::optional<Tensor> weights, std::vector<double> activation, std::vector<int64_t> tiling,
+    Tensor a, Tensor dpairs, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   STD_TORCH_CHECK(!contiguous_along_n(w2), "hopper_down_backward_pairs: expected w2 contiguous along H");
-  const DownBackward of(dz, w2, a2, b2, places, sizes, pairs, slot_of_row, weights, activation, tiling, a, dpairs, dots);
+  const DownBackward of("hopper_down_backward_pairs", dz, w2, a2, b2, places, sizes, pairs, slot_of_row, weights, activation, tiling, a, dpairs, dots);
   STD_TORCH_CHECK(has_pairs(of.args.activation.kind), "hopper_down_backward_pairs: no kernel for this activation");
   GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward_pairs", { launch_pairs<T>(of.maps, of.args, of.tiles, dz); });
   of.sum(grad_weights, dz);
@@ -99,12 +101,14 @@ void hopper_down_backward_pairs(
 
 GBMOE_OPERATOR(
     hopper_down_backward,
-    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? weights, "
+    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? "
+    "weights, "
     "float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? "
     "grad_weights) -> ()");
 GBMOE_OPERATOR(
     hopper_down_backward_pairs,
-    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor pairs, Tensor slot_of_row, Tensor? weights, float[] "
+    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor pairs, Tensor slot_of_row, Tensor? "
+    "weights, float[] "
     "activation, int[] tiling, Tensor(a!) a, Tensor(b!) dpairs, Tensor(c!)? dots, Tensor(d!)? grad_weights) -> ()");
 
 }  // namespace gbmoe

@@ -86,8 +86,9 @@ void hopper_rows(
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]) + bias[e], whose sum is rounded once; operands as in hopper_rows,
 // bias [E,N]
 void hopper_rows_biased(
-    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor bias, Tensor sizes,
-    bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace, std::vector<double> splitting, Tensor out) {
+    Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, Tensor bias,
+    Tensor sizes, bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace, std::vector<double> splitting,
+    Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
@@ -110,15 +111,18 @@ void hopper_rows_biased(
 }
 
 GBMOE_OPERATOR_WITHOUT_TENSORS(hopper_built, "() -> bool");
-GBMOE_OPERATOR(hopper_rows,
-               "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
-               "workspace, float[] splitting, Tensor(b!) out) -> ()");
+GBMOE_OPERATOR(
+    hopper_rows,
+    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor? sizes, bool trans_b, int[] tiling, Tensor(a!)? "
+    "workspace, float[] splitting, Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(
     hopper_rows_biased,
-    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, Tensor(a!)? "
+    "(Tensor a, Tensor b, Tensor? a2, Tensor? b2, int[] places, Tensor bias, Tensor sizes, bool trans_b, int[] tiling, "
+    "Tensor(a!)? "
     "workspace, float[] splitting, Tensor(b!) out) -> ()");
-GBMOE_OPERATOR(hopper_rows_gathered,
-               "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, int[] places, Tensor sizes, int[] tiling, Tensor(a!) out) "
-               "-> ()");
+GBMOE_OPERATOR(
+    hopper_rows_gathered,
+    "(Tensor tokens, Tensor slot_of_row, int top_k, Tensor b, int[] places, Tensor sizes, int[] tiling, Tensor(a!) out) "
+    "-> ()");
 
 }  // namespace gbmoe

@@ -63,7 +63,8 @@ inline void set_second_pair(
   // A table holds b2 as well where it is a matrix of a list, as b is. A stack is no part of it.
   const bool of_table = args.places.count > 0 && args.groups > 1 && b2->size(0) == 1;
   if (!of_table) args.places.second = kStack;
-  const bool fits = b2->dim() == 3 && (of_table || b2->size(0) == args.groups) && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;
+  const bool fits =
+      b2->dim() == 3 && (of_table || b2->size(0) == args.groups) && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;
   STD_TORCH_CHECK(
       fits, name, ": expected b2 with ", args.groups, " groups, ", columns, " columns and a2's inner dimension of ", a2->size(1),
       ", got [", b2->size(0), ",", b2->size(1), ",", b2->size(b2->dim() - 1), "]");

@@ -14,8 +14,9 @@ void hopper_up_glu(
       x, slot_of_row, top_k, w1, &v1, places, sizes, activation, tiles, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
 }
 
-GBMOE_OPERATOR(hopper_up_glu,
-               "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, int[] places, Tensor sizes, float[] activation, int[] "
-               "tiling, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
+GBMOE_OPERATOR(
+    hopper_up_glu,
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor v1, int[] places, Tensor sizes, float[] activation, int[] "
+    "tiling, Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h, Tensor(d!)? g) -> ()");
 
 }  // namespace gbmoe

@@ -18,9 +18,9 @@ void launch_pairs(const TensorMaps& maps, const Arguments& args, const Tiling& t
 
 // w [E,2F,H], and b2 [E,2F,K2], contiguous along 2F; pairs are written if they are given. bias [E,2F]
 void hopper_up_pairs(
-    Tensor x, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places, std::optional<Tensor> bias,
-    Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a,
-    std::optional<Tensor> pairs) {
+    Tensor x, Tensor w, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places,
+    std::optional<Tensor> bias, Tensor sizes, std::vector<double> activation, std::vector<int64_t> tiling,
+    std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> pairs) {
   const OnDevice current(x);
   STD_TORCH_CHECK(contiguous_along_n(w), "hopper_up_pairs: expected w contiguous along F");
   const Tiling tiles = tiling_of(tiling);
@@ -49,7 +49,8 @@ void hopper_up_pairs(
 
 GBMOE_OPERATOR(
     hopper_up_pairs,
-    "(Tensor x, Tensor w, Tensor? a2, Tensor? b2, int[] places, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, Tensor(a!)? "
+    "(Tensor x, Tensor w, Tensor? a2, Tensor? b2, int[] places, Tensor? bias, Tensor sizes, float[] activation, int[] tiling, "
+    "Tensor(a!)? "
     "workspace, Tensor(b!) a, Tensor(c!)? pairs) -> ()");
 
 }  // namespace gbmoe

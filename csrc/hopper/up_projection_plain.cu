@@ -9,15 +9,17 @@ namespace gbmoe {
 // not 2 the workspace is not used then.
 void hopper_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::vector<int64_t> places, Tensor sizes,
-    std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a, std::optional<Tensor> h) {
+    std::vector<double> activation, std::vector<int64_t> tiling, std::optional<Tensor> workspace, Tensor a,
+    std::optional<Tensor> h) {
   using namespace hopper;
   const Tiling tiles = tiling_of(tiling);
   launch_up<EpilogueKind::kActivation>(
       x, slot_of_row, top_k, w1, nullptr, places, sizes, activation, tiles, workspace, a, h ? &*h : nullptr, nullptr);
 }
 
-GBMOE_OPERATOR(hopper_up,
-               "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, int[] places, Tensor sizes, float[] activation, int[] tiling, "
-               "Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
+GBMOE_OPERATOR(
+    hopper_up,
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, int[] places, Tensor sizes, float[] activation, int[] tiling, "
+    "Tensor(a!)? workspace, Tensor(b!) a, Tensor(c!)? h) -> ()");
 
 }  // namespace gbmoe
