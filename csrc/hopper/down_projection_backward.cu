@@ -75,7 +75,8 @@ void hopper_down_backward(
     std::vector<int64_t> tiling, Tensor a, Tensor dh, std::optional<Tensor> dg, std::optional<Tensor> dots,
     std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
-  DownBackward of("hopper_down_backward", dz, w2, a2, b2, places, sizes, h, slot_of_row, weights, activation, tiling, a, dh, dots);
+  DownBackward of(
+      "hopper_down_backward", dz, w2, a2, b2, places, sizes, h, slot_of_row, weights, activation, tiling, a, dh, dots);
   of.args.g = g ? g->data_ptr() : nullptr;
   of.args.out[2] = dg ? dg->data_ptr() : nullptr;
   if (g) of.maps.out[1] = tensor_map(*g, kBoxOut);
@@ -93,7 +94,9 @@ void hopper_down_backward_pairs(
     Tensor a, Tensor dpairs, std::optional<Tensor> dots, std::optional<Tensor> grad_weights) {
   const OnDevice current(dz);
   STD_TORCH_CHECK(!contiguous_along_n(w2), "hopper_down_backward_pairs: expected w2 contiguous along H");
-  const DownBackward of("hopper_down_backward_pairs", dz, w2, a2, b2, places, sizes, pairs, slot_of_row, weights, activation, tiling, a, dpairs, dots);
+  const DownBackward of(
+      "hopper_down_backward_pairs", dz, w2, a2, b2, places, sizes, pairs, slot_of_row, weights, activation, tiling, a, dpairs,
+      dots);
   STD_TORCH_CHECK(has_pairs(of.args.activation.kind), "hopper_down_backward_pairs: no kernel for this activation");
   GBMOE_DISPATCH_16_BIT(dz.scalar_type(), "hopper_down_backward_pairs", { launch_pairs<T>(of.maps, of.args, of.tiles, dz); });
   of.sum(grad_weights, dz);
