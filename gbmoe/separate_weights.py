@@ -151,13 +151,13 @@ def with_one_table(one: Stack, two: Stack) -> tuple[Stack, Stack] | None:
 
 
 def in_memory(one: Stack, two: Stack | None = None) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
-    """(tensor, second tensor, places) as operators of csrc/ take them, of one stack or of two that `with_one_table` has made."""
+    """(tensor, second tensor, places) as operators of csrc/ take them: of one stack, of two that `with_one_table` has made, or of one and
+    the stack of a second pair of operands, which is no part of the table."""
     if not isinstance(one, SeparateWeights):
         assert not isinstance(two, SeparateWeights)
         return one, two, ()
-    if two is None:
-        return one.lowest, None, one.numbers
-    assert isinstance(two, SeparateWeights)
+    if not isinstance(two, SeparateWeights):
+        return one.lowest, two, one.numbers
     return one.lowest, two.lowest, one.numbers if one.numbers == two.numbers else one.numbers + two.numbers
 
 

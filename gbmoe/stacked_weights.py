@@ -46,6 +46,11 @@ class _Stacked(torch.autograd.Function):
         return grad.unbind(0)
 
 
+def lie_as_a_stack(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether `stacked` makes a view of these tensors, which are alike."""
+    return _as_view(weights) is not None
+
+
 def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if any(type(weight) not in PLAIN for weight in weights):
         return None
@@ -61,15 +66,3 @@ def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     # From the storage, because autograd takes a view of one of its inputs for a view of that input alone.
     view = torch.empty(0, dtype=first.dtype, device=first.device)
     return view.set_(first.untyped_storage(), begins[0], (len(weights), *first.shape), (distance, *first.stride()))
-<<<<<<< ours
-
-
-def stacks_of_lists(operator: str, w1: StackOrList, w2: StackOrList, v1: StackOrList | None,
-                    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """An operator's w1, w2 and v1, each of which may be a list of matrices, as tensors. Raises TypeError or ValueError, naming which, for a
-    list of others than matrices that are alike."""
-    lists = lists_of(operator, w1=w1, w2=w2, v1=v1)
-    one, two, three = (stacked(lists[name]) if name in lists else w for name, w in (("w1", w1), ("w2", w2), ("v1", v1)))
-    return one, two, three  # type: ignore[return-value]  # what is no list is for the operator's checks
-=======
->>>>>>> theirs

@@ -8,11 +8,7 @@ from gbmoe import extension
 def schemas() -> dict[str, str]:
     """The schema of each operator, its name first, by name."""
     found = {}
-<<<<<<< ours
     for source in sorted([*extension.source_folder().rglob("*.cu"), *extension.source_folder().rglob("*.cpp")]):
-=======
-    for source in sorted(extension.source_folder().rglob("*.cu")):
->>>>>>> theirs
         for name, literals in re.findall(r'^GBMOE_OPERATOR\w*\(\s*(\w+),((?:\s*"[^"]*")+)\);', source.read_text(), re.MULTILINE):
             assert name not in found, f"{name} is registered twice"
             found[name] = name + "".join(re.findall(r'"([^"]*)"', literals))

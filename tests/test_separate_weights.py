@@ -109,4 +109,4 @@ def test_tensors_that_share_memory_take_no_gradients():
 
 def test_kernels_have_room_for_as_many():
     source = (extension.source_folder() / "places.cuh").read_text()
-    assert int(re.search(r"kMostPlaces = (\d+);", source)[1]) == separate_weights._MOST_PLACES
+    assert int(re.search(r"kMostPlaces = (\d+)\b", source)[1]) == separate_weights._MOST_PLACES

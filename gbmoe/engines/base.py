@@ -88,21 +88,15 @@ class Engine(LowRankProducts):
     Attributes:
         name: what `engine=` takes.
         needs_host_sizes: True if `gmm` reads the sizes on the host; given sizes on the device, it then waits for them.
-<<<<<<< ours
         decides_by_kind: True if what its methods launch depends on the kind of call alone, and on no number of a tensor or state of its own
             (gbmoe/programs/).
-=======
         reads_separate_weights: whether weights may be gbmoe.separate_weights.SeparateWeights; other engines get a stack.
->>>>>>> theirs
     """
 
     name: str
     needs_host_sizes: bool = False
-<<<<<<< ours
     decides_by_kind: bool = False
-=======
     reads_separate_weights: bool = False
->>>>>>> theirs
 
     def unavailable(self, device: torch.device) -> str | None:
         """None if this engine runs on `device`, otherwise the reason why not. Loads the extension if the engine needs it."""

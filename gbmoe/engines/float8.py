@@ -16,8 +16,7 @@ import torch
 from gbmoe import float8, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
-from gbmoe.engines.hopper import Hopper
-from gbmoe.engines.hopper_gemms import workspace
+from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.launch.alignment import aligned

@@ -1,52 +1,28 @@
 """Our own kernels for compute capability 9.0 (csrc/hopper/): sizes on the device, the activation inside the products.
 
-Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, N
-columns, R ranks.
+Shape suffixes: T tokens, K slots a token, P rows of all groups, E groups (experts), H hidden, F ffn hidden, G columns of pairs, 2F, C runs
+of 64 columns.
 """
 
 from __future__ import annotations
 
-<<<<<<< ours
 import functools
-=======
-from dataclasses import replace
->>>>>>> theirs
 
 import torch
 
-from gbmoe import launch
+from gbmoe import extension, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines import tensor_core
 from gbmoe.engines.base import GatheredRows, device_sizes, why_not_cuda
-<<<<<<< ours
 from gbmoe.engines.lora_products import LowRank
 from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
 from gbmoe.launch import availability
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
-=======
-from gbmoe.engines.hopper_gemms import (
-    biased_rows_gemm,
-    down_backward_gemm,
-    down_backward_pairs_gemm,
-    is_padded,
-    launch_rows,
-    low_rank_rows_gemm,
-    rows_gemm_gathered,
-    two_weight_gradients_gemm_gathered,
-    up_gemm,
-    up_pairs_gemm,
-    weight_gradient_gemm_gathered,
-    workspace,
-)
-from gbmoe.engines.low_rank import LowRank
-from gbmoe.engines.own_kernels import HOPPER_FEW_ROWS, OwnKernels, few_rows_linear
-from gbmoe.launch import availability
-from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.separate_weights import in_memory
->>>>>>> theirs
 from gbmoe.tuning import gathering, groups_of_few_rows, hopper_tiles, tensor_core_tiles
 from gbmoe.tuning.device import Device
+from gbmoe.tuning.hopper_tiles import GemmConfig
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # For which the first GEMM has instances that read weights contiguous along F, pairs of gate and up as well.
@@ -225,63 +201,6 @@ class Hopper(OwnKernels):
         return weight_gradient_gemm_gathered(
             left_PF, aligned(rows.tokens_TH), rows.slots.slot_of_row_P, rows.slots.top_k, sizes_E, out_EFH)
 
-    # Adapters: the second product is added to the sums of the first before they are rounded, as one or few k-blocks more.
-
-    def _adds_low_rank_apart(self, rows, groups):
-        """Whether rows are so few that kernels which take no second pair compute the first product; these round, which rows of others must
-        not decide."""
-        return self.has_few_rows(rows, groups) and not self.batch_invariant
-
-    def product_low_rank(self, a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN):
-        if self._adds_low_rank_apart(a.size(0), b.size(0)):
-            return super().product_low_rank(a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN)
-        b, is_transposed = self.readable(b)
-        trans_b, low, splits = trans_b != is_transposed, LowRank(rows_PR, b_ERN), not self.batch_invariant
-        if bias_EN is None:
-            return low_rank_rows_gemm(aligned(a), b, None, None, sizes_E, trans_b, low, splits)
-        return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b, splits, low)
-
-    def up_low_rank(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low):
-        w1, v1, along_f = two_in_place(w1_EFH, v1_EFH)
-        fuses = w1_bias_EF is None and v1_bias_EF is None and (not along_f or activation.partition(" ")[0] in _UP_ALONG_F)
-        if not fuses or self._adds_low_rank_apart(x.num_rows, w1_EFH.size(0)):
-            return super().up_low_rank(x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save, low)
-        if along_f:
-            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
-        result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save, low)
-        x.forget()
-        return result
-
-    def up_pairs_low_rank(self, x, w_EGH, bias_EG, sizes_E, activation, save, low):
-        w, along_f = rows_or_columns_in_place(w_EGH)
-        apart = self._adds_low_rank_apart(x.num_rows, w_EGH.size(0))
-        if apart or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
-            return super().up_pairs_low_rank(x, w_EGH, bias_EG, sizes_E, activation, save, low)
-        result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, low)
-        x.forget()
-        return result
-
-    def down_backward_low_rank(self, dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low):
-        if not _config(dz, w2_EFH.size(1), g_PF is not None, activation).fuse_activation_gradient:
-            return super().down_backward_low_rank(dz, w2_EFH, sizes_E, h_PF, g_PF, weights_TK, activation, low)
-        w2, along_f = rows_or_columns_in_place(w2_EFH)
-        a_PF, dh_PF, dg_PF, dweights_TK = down_backward_gemm(
-            aligned(dz.rows_PH()), w2.transpose(1, 2) if along_f else w2, sizes_E, h_PF, g_PF, dz.slots.slot_of_row_P, weights_TK,
-            activation, low)
-        return a_PF, dh_PF, dg_PF, dweights_TK, (dh_PF, dg_PF)
-
-    def down_backward_pairs_low_rank(self, dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low):
-        w2, along_f = rows_or_columns_in_place(w2_EFH)
-        if along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
-            return super().down_backward_pairs_low_rank(dz, w2_EFH, sizes_E, pairs_PG, weights_TK, activation, low)
-        return down_backward_pairs_gemm(
-            aligned(dz.rows_PH()), w2, sizes_E, pairs_PG, dz.slots.slot_of_row_P, weights_TK, activation, low)
-
-    def up_backward_low_rank(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E, low):
-        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
-        return low_rank_rows_gemm(
-            aligned(dh_PF), w1, None if v1 is None else aligned(dg_PF), v1, sizes_E, are_transposed, low, splits=True)
-
     def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
         num_rows, ffn = left_PF.shape
         return _config(rows, ffn).gather_two_weight_gradients and gathering.rows_pay_for_two(num_rows, sizes_E.numel(), ffn)
@@ -319,7 +238,6 @@ _HOPPER = Hopper()
 def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> gathering.LayerConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
     if rows.are_gathered or rows.tokens_TH is None:
-<<<<<<< ours
         return gathering.layer_config_of_gathered(rows.rows_PH().size(1), ffn, glu, activation)
     padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
     return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
@@ -343,9 +261,9 @@ def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) ->
 # ------------------------------------------------------------------------------------------------------------- the kernels
 #
 # Operands are bfloat16 or float16, contiguous, aligned to 16 bytes and on one device. Weights are [E,F,H], contiguous along H, or where it
-# says so along F; their rows, and those of their gradients, may lie further apart. a2 [P,R] and b2, which is as the weights with R for
-# their inner dimension, are a second pair of operands, whose product is added before the sum is rounded. Sizes are integers [E], on the
-# host or the device.
+# says so along F; their rows, and those of their gradients, may lie further apart, and they may be SeparateWeights. a2 [P,R] and b2, which
+# is as the weights with R for their inner dimension, are a second pair of operands, whose product is added before the sum is rounded; b2
+# may be a stack where b is none. Sizes are integers [E], on the host or the device.
 # slot_of_row is int32 [P]: a GEMM that gathers reads row r from token slot_of_row[r] // top_k, and takes zeros where a row has no slot.
 
 
@@ -365,10 +283,12 @@ def launch_up(config: GemmConfig, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes
     """up_gemm in a given configuration, with sizes on the device, into a, h and g; h and g may be None."""
     kind = plain_activation.kernel_arguments(activation)
     memory = workspace(x, sizes, config)
-    if v1_EFH is None:
-        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF)
+    w1, v1, places = in_memory(w1_EFH, v1_EFH)
+    if v1 is None:
+        torch.ops.gbmoe_cuda.hopper_up(x, slot_of_row_P, top_k, w1, places, sizes, kind, config.tiling, memory, a_PF, h_PF)
     else:
-        torch.ops.gbmoe_cuda.hopper_up_glu(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
+        torch.ops.gbmoe_cuda.hopper_up_glu(
+            x, slot_of_row_P, top_k, w1, v1, places, sizes, kind, config.tiling, memory, a_PF, h_PF, g_PF)
 
 
 def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=None):
@@ -378,8 +298,9 @@ def up_pairs_gemm(x_PH, w_EGH, bias_EG, sizes, activation, save, a2=None, b2=Non
     config = hopper_tiles.up_gemm(Device.of(x_PH.device), a_PF.size(0), x_PH.size(1), a_PF.size(1), True, gathered=False, padded=False,
                                   along_f=True)
     sizes = device_sizes(sizes, x_PH.device)
+    w, _, places = in_memory(w_EGH)
     torch.ops.gbmoe_cuda.hopper_up_pairs(
-        x_PH, w_EGH, a2, b2, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation),
+        x_PH, w, a2, b2, places, None if bias_EG is None else aligned(bias_EG), sizes, plain_activation.kernel_arguments(activation),
         config.tiling, workspace(x_PH, sizes, config), a_PF, pairs_PG)
     return a_PF, pairs_PG
 
@@ -389,7 +310,8 @@ def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits, a2=None, b2=None):
     out = a.new_empty(a.size(0), bias_EN.size(1))
     config = hopper_tiles.biased_rows_gemm(Device.of(a.device), a.size(0), b.size(0), a.size(1), out.size(1), splits=splits)
     sizes = device_sizes(sizes, a.device)
-    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, a2, b2, aligned(bias_EN), sizes, trans_b, config.tiling,
+    b, b2, places = in_memory(b, b2)
+    torch.ops.gbmoe_cuda.hopper_rows_biased(a, b, a2, b2, places, aligned(bias_EN), sizes, trans_b, config.tiling,
                                             workspace(a, sizes, config), config.split.splitting, out)
     return out
 
@@ -397,7 +319,8 @@ def biased_rows_gemm(a, b, bias_EN, sizes, trans_b, splits, a2=None, b2=None):
 def rows_gemm_gathered(x_TH, slot_of_row_P, top_k, w_EFH, sizes):
     """out[row] = x[token of row] @ w[e].T, [P,F], with zeros in rows without a slot."""
     product_PF = x_TH.new_empty(slot_of_row_P.size(0), w_EFH.size(1))
-    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w_EFH, device_sizes(sizes, x_TH.device),
+    w, _, places = in_memory(w_EFH)
+    torch.ops.gbmoe_cuda.hopper_rows_gathered(x_TH, slot_of_row_P, top_k, w, places, device_sizes(sizes, x_TH.device),
                                               hopper_tiles.gathered_rows_gemm(Device.of(x_TH.device)).tiling, product_PF)
     return product_PF
 
@@ -433,8 +356,9 @@ def down_backward_gemm(dz_PH, w2_EFH, sizes, h_PF, g_PF, slot_of_row_P, weights_
     dg_PF = None if g_PF is None else torch.empty_like(h_PF)
     weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, h_PF)
     config = hopper_tiles.down_backward_gemm(Device.of(h_PF.device), h_PF.size(1))
+    w2, b2, places = in_memory(w2_EFH, b2)
     torch.ops.gbmoe_cuda.hopper_down_backward(
-        dz_PH, w2_EFH, a2, b2, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
+        dz_PH, w2, a2, b2, places, device_sizes(sizes, dz_PH.device), h_PF, g_PF, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dh_PF, dg_PF, dots_CP, dweights_TK)
     return a_PF, dh_PF, dg_PF, dweights_TK
 
@@ -444,8 +368,9 @@ def down_backward_pairs_gemm(dz_PH, w2_EFH, sizes, pairs_PG, slot_of_row_P, weig
     a_PF, dpairs_PG = pairs_PG.new_empty(pairs_PG.size(0), pairs_PG.size(1) // 2), torch.empty_like(pairs_PG)
     weights_TK, dots_CP, dweights_TK = _to_sum_dots(weights_TK, a_PF)
     config = hopper_tiles.down_backward_pairs_gemm(Device.of(a_PF.device), a_PF.size(1))
+    w2, b2, places = in_memory(w2_EFH, b2)
     torch.ops.gbmoe_cuda.hopper_down_backward_pairs(
-        dz_PH, w2_EFH, a2, b2, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
+        dz_PH, w2, a2, b2, places, device_sizes(sizes, dz_PH.device), pairs_PG, slot_of_row_P, weights_TK,
         plain_activation.kernel_arguments(activation), config.tiling, a_PF, dpairs_PG, dots_CP, dweights_TK)
     return a_PF, dpairs_PG, dweights_TK
 
@@ -461,8 +386,9 @@ def _to_sum_dots(weights_TK, a_PF):
 
 def launch_rows(config: GemmConfig, a, b, a2, b2, sizes, trans_b, out) -> None:
     """Hopper.rows_gemm with a given configuration, and sizes on the device or None. out may be float32 in square tiles and no cluster."""
+    b, b2, places = in_memory(b, b2)
     torch.ops.gbmoe_cuda.hopper_rows(
-        a, b, a2, b2, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
+        a, b, a2, b2, places, sizes, trans_b, config.tiling, workspace(a, sizes, config), config.split.splitting, out)
 
 
 def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig) -> torch.Tensor | None:
@@ -476,9 +402,3 @@ def workspace(like: torch.Tensor, sizes: torch.Tensor | None, config: GemmConfig
 @functools.lru_cache(maxsize=256)
 def _workspace_bytes(device: torch.device, groups: int, splits_per_sm: int) -> int:
     return extension.answer("hopper_workspace", torch.empty(0, dtype=torch.uint8, device=device), groups, splits_per_sm)
-=======
-        config = gathering.layer_config(rows.rows_PH().size(1), ffn, glu, activation, 0, False)
-        return replace(config, gather_up=False, gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)
-    padded = is_padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
-    return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
->>>>>>> theirs

@@ -13,11 +13,8 @@ from gbmoe.engines.base import device_sizes, why_not_cuda
 from gbmoe.engines.own_kernels import FEW_ROWS, OwnKernels
 from gbmoe.launch import availability
 from gbmoe.launch.alignment import aligned, lies_transposed, two_in_place
-<<<<<<< ours
 from gbmoe.plain import plain_activation
-=======
 from gbmoe.separate_weights import in_memory
->>>>>>> theirs
 from gbmoe.tuning import tensor_core_tiles as tiles
 from gbmoe.tuning.device import Device
 from gbmoe.tuning.tensor_core_tiles import TensorCoreConfig

@@ -35,7 +35,7 @@ from gbmoe.ops.lora_experts import low_rank_experts
 from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.permute import gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
-from gbmoe.ops.separate_experts import NAMES, reads_lists, stacks, stacks_and_lists, with_lists
+from gbmoe.ops.separate_experts import NAMES, Lists, reads_lists, stacks, stacks_and_lists, with_lists
 from gbmoe.plan import RoutingPlan
 from gbmoe.programs import Programs
 from gbmoe.separate_weights import StackOrList
@@ -61,9 +61,10 @@ def expert_mlp(
         x_TH: [T,H], bfloat16, float16, float32 or float64.
         plan: the plan of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x). Each may also be a list of E matrices
-            [F,H] anywhere in memory, as parameters of their own: `hopper` and `tensor_core` read up to 256 of them where they lie (w1's and
-            v1's together, unless those lie alike), and each gets its gradient. Elsewhere, in float8, inside of torch.compile and where
-            autocast casts them they are copied into one tensor first.
+            [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper` and `tensor_core` read up to 256
+            of them where they lie (w1's and v1's together, unless those lie alike). They are copied into one tensor (gbmoe.stacked) for
+            other engines, in float8, with lora, inside of torch.compile and transforms, for profilers that count operators, and where
+            autocast casts them.
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
             same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names
@@ -114,22 +115,16 @@ def expert_mlp(
         >>> expert_mlp(x, plan, w1, w2, weights_TK=torch.rand(6, 2), activation="gelu").shape
         torch.Size([6, 16])
     """
-<<<<<<< ours
-    if not (isinstance(w1_EFH, torch.Tensor) and isinstance(w2_EFH, torch.Tensor) and (v1_EFH is None or isinstance(v1_EFH, torch.Tensor))):
-        w1_EFH, w2_EFH, v1_EFH = stacks_of_lists("expert_mlp", w1_EFH, w2_EFH, v1_EFH)
-=======
-    w1, w2, v1, apart = stacks_and_lists(w1_EFH, w2_EFH, v1_EFH)
->>>>>>> theirs
+    apart: Lists = {}
+    w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
+    if not (isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and (v1 is None or isinstance(v1, torch.Tensor))):
+        w1, w2, v1, apart = stacks_and_lists(w1, w2, v1)
     if weights_on != "output":
         require(weights_on in ("input", "between"), "expert_mlp", "weights_on", "output, between or input", repr(weights_on))
         if weights_on == "between":
             require(w2_bias is None, "expert_mlp", "w2_bias", "None where weights are on what is between the products", "a tensor")
         elif weights_TK is not None:
-<<<<<<< ours
-            checked_shape(x_TH, plan, layout, w1_EFH, w2_EFH, v1_EFH, weights_TK)
-=======
-            check_arguments(x_TH, plan, *matrices(layout, w1, w2, v1), weights_TK)
->>>>>>> theirs
+            checked_shape(x_TH, plan, layout, w1, w2, v1, weights_TK)
             rows_PH = gather_slots(x_TH.to(computed_dtype(x_TH)), plan.slot_map, scale=weights_TK)[0]
             of_rows = RoutingPlan.from_counts(plan.padded_counts_E, plan.num_rows, device=rows_PH.device, check="none")
             y_PH = expert_mlp(rows_PH, of_rows, w1_EFH, w2_EFH, v1_EFH, activation=activation, engine=engine,
@@ -137,13 +132,7 @@ def expert_mlp(
                               weight_gradient_scale=weight_gradient_scale, layout=layout, w1_bias=w1_bias, w2_bias=w2_bias, v1_bias=v1_bias,
                               gradient_sink=gradient_sink, lora=lora)
             return padded_scatter(y_PH, plan)
-<<<<<<< ours
-    w1, w2, v1 = w1_EFH, w2_EFH, v1_EFH
     shape_EFH = checked_shape(x_TH, plan, layout, w1, w2, v1, weights_TK)
-=======
-    w1_EFH, w2_EFH, v1_EFH = matrices(layout, w1, w2, v1)
-    check_arguments(x_TH, plan, w1_EFH, w2_EFH, v1_EFH, weights_TK)
->>>>>>> theirs
     biases = (w1_bias, w2_bias, v1_bias)
     if w1_bias is not None or w2_bias is not None or v1_bias is not None:
         check_biases(x_TH, shape_EFH, v1, biases, layout)
@@ -162,8 +151,7 @@ def expert_mlp(
     scale = weight_gradient_scale
     in_place = name is not None and (gradient_sink is not None or scales_exactly(scale, computed_dtype(x_TH)))
     if apart and not (in_place and reads_lists(resolved, x_TH, apart)):
-        w1, w2, v1 = stacks(w1, w2, v1, apart)
-        w1_EFH, apart = matrices(layout, w1, w2, v1)[0], {}
+        w1, w2, v1, apart = *stacks(w1, w2, v1, apart), {}
     if gradient_sink is not None:
         require(name is not None and not torch.compiler.is_compiling() and not may_be_transformed(), "expert_mlp", "gradient_sink",
                 "None inside of torch.compile or a transform, and with an activation without a kernel", gradient_sink)
@@ -184,18 +172,9 @@ def expert_mlp(
     # Copies that autocast makes of weights are not in their memory.
     uncast = (w for w in (w1, w2, v1) if w is not None and w.dtype == computed_dtype(w))
     keep_weights = save and (x_TH.requires_grad or may_be_transformed()) and keeps_weights(fp8_recipe, uncast)
-<<<<<<< ours
     arguments = experts_inputs(x_TH, plan, weights_TK, (w1, w2, v1), tuple(biases), name, sizes, resolved, save=save, keep_rows=keep_rows,
                                keep_weights=keep_weights, scale=scale, layout=layout)
-    return forward_operator(*arguments)[0] if gradient_sink is None else _IntoSink.apply(gradient_sink, *arguments)
-=======
-    arguments = (x_TH, weights_TK, row_of_slot_TK, plan.slot_of_row_P, sizes, w1, w2, v1, *biases, name, resolved, save, keep_rows,
-                 keep_weights, scale, layout.code)
-    if gradient_sink is None and not apart:
-        return forward_operator(*arguments)[0]
-    tensors_and_options = (None if of in apart else argument for of, argument in zip(_POSITION_OF, arguments))
-    return _Direct.apply(gradient_sink, {of: len(tensors) for of, tensors in apart.items()}, *tensors_and_options, *chain(*apart.values()))
->>>>>>> theirs
+    return forward_operator(*arguments)[0] if gradient_sink is None and not apart else _directly(gradient_sink, apart, arguments)
 
 
 _Weights = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]  # w1, w2 and v1
@@ -334,6 +313,11 @@ backward_operator = define(
 )
 
 
+def _directly(sink: WeightGradientSink | None, apart: Lists, arguments: tuple) -> torch.Tensor:
+    without_lists = (None if name in apart else argument for name, argument in zip(_POSITION_OF, arguments))
+    return _Direct.apply(sink, {name: len(tensors) for name, tensors in apart.items()}, *without_lists, *chain(*apart.values()))
+
+
 class _Direct(torch.autograd.Function):
     """The operators without the dispatcher, which does not take a sink of the weights' gradients, nor lists of matrices. These follow the
     other arguments; `apart` says how many there are, by the name of the argument in whose place they stand. Not differentiable twice."""
@@ -344,7 +328,7 @@ class _Direct(torch.autograd.Function):
         of_lists = arguments[len(_POSITION_OF):]
         # The operator would cast them as well, but backward needs what it computed with.
         tensors = [t.to(computed_dtype(t)) if name in _CAST and t is not None else t for name, t in zip(_POSITION_OF, tensors)]
-        compute = without_autocast(_forward) if apart else forward_operator
+        compute = without_autocast(experts_kernel) if apart else forward_operator
         out_TH, *for_backward = compute(*with_lists(tensors, _POSITION_OF, apart, of_lists), ctx.activation, ctx.engine, save, keep_rows,
                                         keep_weights, ctx.scale, ctx.layout)
         ctx.sink, ctx.apart = sink, apart
@@ -355,26 +339,18 @@ class _Direct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     @without_autocast
     def backward(ctx, grad_TH):
-<<<<<<< ours
-        require(not is_batched(grad_TH), "expert_mlp", "gradient_sink", "None where autograd batches gradients (is_grads_batched)",
-                "a WeightGradientSink")
-        needed = [ctx.needs_input_grad[1 + _POSITION_OF[name]] for name in _LEAVES]
-        inputs = [grad_TH, *ctx.saved_tensors, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
-=======
-        if is_batched(grad_TH):
-            name, wanted, got = next(iter(ctx.apart), ""), "one tensor", "a list"
-            if ctx.sink is not None:
-                name, wanted, got = "gradient_sink", "None", "a WeightGradientSink"
-            require(False, "expert_mlp", name, f"{wanted} where autograd batches gradients (is_grads_batched)", got)
-        number, needs = sum(ctx.apart.values()), ctx.needs_input_grad[2:]
+        batched, number, needs = is_batched(grad_TH), sum(ctx.apart.values()), ctx.needs_input_grad[2:]
+        require(not batched or ctx.sink is None, "expert_mlp", "gradient_sink",
+                "None where autograd batches gradients (is_grads_batched)", "a WeightGradientSink")
         of_lists = iter(needs[len(_POSITION_OF):])
         of_apart = {name: any(list(islice(of_lists, count))) for name, count in ctx.apart.items()}
         needed = [of_apart.get(name, needs[_POSITION_OF[name]]) for name in _LEAVES]
         saved = list(ctx.saved_tensors)
-        saved = with_lists(saved[number:], _POSITION_OF, ctx.apart, saved[:number])
->>>>>>> theirs
+        saved = with_lists(saved[number:], _POSITION_OF, ctx.apart, saved[:number], as_stacks=batched)
+        inputs = [grad_TH, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
+        saved.clear()
         ctx.maybe_clear_saved_tensors()
-        computed = experts_gradients(inputs, ctx.sink)
+        computed = backward_operator(*inputs[:-1], *needed) if batched else experts_gradients(inputs, ctx.sink)
         of_leaf = {name: gradient for name, gradient, need in zip(_LEAVES, computed, needed) if need}
         of_each = [(None,) * count if of_leaf.get(name) is None else of_leaf.pop(name).unbind(0) for name, count in ctx.apart.items()]
         return None, None, *(of_leaf.get(name) for name in _POSITION_OF), *chain(*of_each)

@@ -26,13 +26,8 @@ class WeightGradientSink:
 
     Args:
         w1, w2, v1: float32, with the shape and the device of the parameter; None for a parameter without a gradient. Matrices whose rows
-<<<<<<< ours
             are not contiguous cost a copy. For parameters that are a matrix for each expert they are lists of E matrices, anywhere in
-            memory. This also costs a copy, the gradient of the stack; gbmoe.stacked(main_grads) costs none where it is a view.
-=======
-            are not contiguous cost a copy. Those of a matrix for each expert are a list of E matrices, anywhere in memory, to which the
-            same engines add in place as read lists of weights.
->>>>>>> theirs
+            memory. Engines that read lists of weights in place add to these in place; for others this costs a float32 gradient of all.
         deferred: backward only keeps what the gradients are made of (a, dz, x, dh and dg of each call); `compute` adds them. Until then x
             and the gradient of the result may not be changed in place.
         hand_back: backward gives autograd an uninitialised tensor for each parameter, so that hooks which wait for its gradient run. Its
@@ -114,6 +109,16 @@ def _of_unchanged(step: Callable[[], None], of: torch.Tensor, version: int) -> N
     step()
 
 
+def _add_to_each(experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, main: Any, scale: float) -> None:
+    if scale == 1 and experts.reads_separate_weights and (experts.adds_in_place(main) or experts.adds_in_place(main.transpose(1, 2))):
+        experts.add_weight_gradient(left_PF, rows, sizes_E, main)
+        return
+    # In float32, so that nothing is rounded before it is added.
+    sums_EFH = torch.zeros(main.shape, dtype=torch.float32, device=main.device)
+    experts.add_weight_gradient(left_PF, rows, sizes_E, sums_EFH, scale)
+    main.add_(sums_EFH)
+
+
 class SunkGradients(WeightGradients):
     """The gradients of one backward, of which each is added to a sink as soon as it is made, or later."""
 
@@ -130,7 +135,9 @@ class SunkGradients(WeightGradients):
 
     def write(self, name: str, experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
         of = rows.rows_PH() if rows.tokens_TH is None else rows.tokens_TH
-        self._sink.add(partial(experts.add_weight_gradient, left_PF, rows, sizes_E, self[name], scale), of)
+        main = self[name]
+        add = partial(_add_to_each, experts) if isinstance(main, SeparateWeights) else experts.add_weight_gradient
+        self._sink.add(partial(add, left_PF, rows, sizes_E, main, scale), of)
 
     def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         if not self._sink.hand_back:

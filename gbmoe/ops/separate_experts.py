@@ -15,7 +15,7 @@ from gbmoe._define_operator import is_watched, may_be_transformed
 from gbmoe.engines.resolved import Resolved
 from gbmoe.ops.gmm import computed_dtype
 from gbmoe.separate_weights import SeparateWeights, StackOrList, like_a_stack, lists_of
-from gbmoe.stacked_weights import stacked
+from gbmoe.stacked_weights import lie_as_a_stack, stacked
 
 NAMES = ("w1", "w2", "v1")
 Lists = dict[str, tuple[torch.Tensor, ...]]  # by the name of the argument
@@ -24,8 +24,11 @@ Lists = dict[str, tuple[torch.Tensor, ...]]  # by the name of the argument
 def stacks_and_lists(w1: StackOrList, w2: StackOrList, v1: StackOrList | None,
                      ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Lists]:
     """(w1, w2, v1, the lists among them). In the place of a list is a tensor with the shape, dtype and device of its stack, of which there
-    is none yet. TypeError or ValueError for a list of others than matrices that are alike."""
+    is none yet. Where all lists are views of a stack each, as gbmoe.stacked makes them, they are that, and no lists are left. TypeError or
+    ValueError for a list of others than matrices that are alike."""
     apart = lists_of("expert_mlp", w1=w1, w2=w2, v1=v1)
+    if all(lie_as_a_stack(tensors) for tensors in apart.values()):
+        return *stacks(w1, w2, v1, apart), {}  # type: ignore[arg-type]
     one, two, three = (like_a_stack(apart[name]) if name in apart else w for name, w in zip(NAMES, (w1, w2, v1)))
     return one, two, three, apart  # type: ignore[return-value]  # what is left is for check_arguments
 
@@ -34,8 +37,7 @@ def stacks(w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, apart: L
            ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(w1, w2, v1) with the stacks of the lists."""
     one, two, three = (stacked(apart[name]) if name in apart else w for name, w in zip(NAMES, (w1, w2, v1)))
-    assert one is not None and two is not None
-    return one, two, three
+    return one, two, three  # type: ignore[return-value]  # what is no list is for check_arguments
 
 
 def reads_lists(resolved: Resolved, x_TH: torch.Tensor, apart: Lists) -> bool:
@@ -46,9 +48,11 @@ def reads_lists(resolved: Resolved, x_TH: torch.Tensor, apart: Lists) -> bool:
             and not any(type(tensor) not in PLAIN or tensor.is_neg() for tensors in apart.values() for tensor in tensors))
 
 
-def with_lists(arguments: Sequence, position_of: dict[str, int], counts: dict[str, int], tensors: Sequence[torch.Tensor]) -> list:
-    """An operator's arguments with SeparateWeights of so many of the tensors in the places of each name."""
+def with_lists(arguments: Sequence, position_of: dict[str, int], counts: dict[str, int], tensors: Sequence[torch.Tensor],
+               as_stacks: bool = False) -> list:
+    """An operator's arguments with SeparateWeights, or the stack, of so many of the tensors in the places of each name."""
     in_turn, arguments = iter(tensors), list(arguments)
     for name, count in counts.items():
-        arguments[position_of[name]] = SeparateWeights(list(islice(in_turn, count)))
+        of_name = list(islice(in_turn, count))
+        arguments[position_of[name]] = torch.stack(of_name) if as_stacks else SeparateWeights(of_name)
     return arguments

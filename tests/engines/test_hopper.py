@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from gbmoe import RoutingPlan, engines, expert_mlp, launch
-<<<<<<< ours
 from gbmoe.engines import hopper
 from gbmoe.launch import gather
 from gbmoe.plain import plain_activation
-=======
-from gbmoe.engines import hopper, hopper_gemms
-from gbmoe.launch import gather, plain_activation
->>>>>>> theirs
 from gbmoe.testing import exact_inputs
 from gbmoe.tuning import gathering, hopper_tiles
 from gbmoe.tuning.device import Device
@@ -217,7 +212,7 @@ def test_rows_by_every_walk(dtype, sizes, columns):
                 for _ in range(2):
                     out = torch.full((rows + 40, columns), float("nan"), dtype=dtype, device=DEVICE)
                     exact_inputs.poison(DEVICE)  # and with it the workspace
-                    hopper_gemms.launch_rows(config, *operands, out)
+                    hopper.launch_rows(config, *operands, out)
                     got.append(out)
                 name = f"inner {inner}, {trans_b=}, {config}"
                 assert_as_accurate_as(got[0][:rows], baseline, exact, name)
@@ -231,13 +226,13 @@ def test_clusters_that_are_kept_together_end_beside_other_launches():
     a, b = values(3060, 4096, number=1), values(4, 4096, 4096, number=2, scale=exact_inputs.fan_in_scale(4096))
     config = GemmConfig(WIDE, cluster_n=2, tile_counter=True)
     want, streams = a.new_empty(3060, 4096), [torch.cuda.Stream() for _ in range(3)]
-    hopper_gemms.launch_rows(config, a, b, None, None, sizes, False, want)
+    hopper.launch_rows(config, a, b, None, None, sizes, False, want)
     torch.cuda.synchronize()
     got = []
     for repetition in range(30):
         with torch.cuda.stream(streams[repetition % 3]):
             out = torch.full_like(want, float("nan"))
-            hopper_gemms.launch_rows(replace(config, most_ahead=1), a, b, None, None, sizes, False, out)
+            hopper.launch_rows(replace(config, most_ahead=1), a, b, None, None, sizes, False, out)
             got.append(out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for out in got)
@@ -250,11 +245,11 @@ def test_rows_in_ping_pong_keep_nan_in_its_row(sizes, columns, config):
     """Tiles, and the second tile of a cluster, reach into the rows of the next group."""
     on_device, values, rows = torch.tensor(sizes, device=DEVICE), drawn(torch.bfloat16, 1), sum(sizes)  # int64
     a, b, out = values(rows, 200, number=1), values(len(sizes), 200, columns, number=2), values(rows, columns, number=3)
-    hopper_gemms.launch_rows(config, a, b, None, None, on_device, False, out)
+    hopper.launch_rows(config, a, b, None, None, on_device, False, out)
     clean, hit = out.clone(), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
     hit[[0, 63, 64, 128, 129, 130, 131, 195, 196, rows - 1]] = True
     a[hit] = float("nan")
-    hopper_gemms.launch_rows(config, a, b, None, None, on_device, False, out)
+    hopper.launch_rows(config, a, b, None, None, on_device, False, out)
     assert bool(out[hit].isnan().all()) and torch.equal(out[~hit], clean[~hit])
 
 
@@ -347,7 +342,7 @@ def test_a_first_gemm_that_gathers_has_the_bits_of_one_that_does_not(dtype, size
     def results(config, *of):
         around = [torch.full((len(slots) + 2 * guard, ffn), 7.0, dtype=dtype, device=DEVICE) for _ in range(2 + glu)]
         inner = [t[guard:-guard] for t in around]
-        hopper_gemms.launch_up(config, *of, w, v, on_device, "silu", *inner, *([] if glu else [None]))
+        hopper.launch_up(config, *of, w, v, on_device, "silu", *inner, *([] if glu else [None]))
         assert all(bool((t[:guard] == 7).all() & (t[guard + rows:] == 7).all()) for t in around)
         return [t[:rows] for t in inner]
 
@@ -489,7 +484,7 @@ def test_sizes_beyond_the_rows_led_stores_out_of_bounds(sizes, inner, columns):
             assert bool((around[:guard] == 7).all() & (around[guard + used:] == 7).all())
             for config in EVERY_TILING:
                 around.fill_(7)
-                hopper_gemms.launch_rows(config, a, b, None, None, on_device, trans_b, around[guard:-guard])
+                hopper.launch_rows(config, a, b, None, None, on_device, trans_b, around[guard:-guard])
                 assert_as_accurate_as(around[guard:guard + used], *each)
                 assert bool((around[:guard] == 7).all() & (around[guard + used:] == 7).all())
         around = torch.full((len(sizes) + 2, inner, columns), 7.0, dtype=torch.bfloat16, device=DEVICE)
@@ -583,4 +578,4 @@ def test_tokens_of_more_than_64_gib_are_gathered_from_their_places():
 def test_a_tiling_without_an_instance_is_refused():
     a, b = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE), torch.zeros(1, 8, 8, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(RuntimeError, match="hopper_rows: no kernel has tiles of 64 columns in clusters of 1 x 1"):
-        hopper_gemms.launch_rows(GemmConfig(64), a, b, None, None, torch.tensor([8], device=DEVICE), False, torch.empty_like(a))
+        hopper.launch_rows(GemmConfig(64), a, b, None, None, torch.tensor([8], device=DEVICE), False, torch.empty_like(a))

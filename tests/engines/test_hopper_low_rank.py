@@ -66,35 +66,36 @@ class Gemms:
             total += grouped(a2, b2_EKN, sizes)
         return total
 
-    def hopper_rows(self, a, b, a2, b2, sizes, trans_b, tiling, workspace, splitting, out):
+    def hopper_rows(self, a, b, a2, b2, places, sizes, trans_b, tiling, workspace, splitting, out):
         b, b2 = (t.mT if trans_b and t is not None else t for t in (b, b2))
         out.copy_(self.sum("rows", a, b, a2, b2, sizes))
 
-    def hopper_rows_biased(self, a, b, a2, b2, bias, sizes, trans_b, tiling, workspace, splitting, out):
+    def hopper_rows_biased(self, a, b, a2, b2, places, bias, sizes, trans_b, tiling, workspace, splitting, out):
         b, b2 = (t.mT if trans_b and t is not None else t for t in (b, b2))
         out.copy_(self.sum("biased", a, b, a2, b2, sizes) + grouped(a.new_ones(a.size(0), 1), bias.unsqueeze(1), sizes))
 
-    def hopper_few_rows_gemm(self, a, b, sizes, trans_b, early, out):
+    def hopper_few_rows_gemm(self, a, b, places, sizes, trans_b, early, out):
         out.copy_(self.sum("few", a, b.mT if trans_b else b, None, None, sizes))
 
-    def hopper_up_pairs(self, x, w, a2, b2, bias, sizes, activation, tiling, workspace, a, pairs):
+    def hopper_up_pairs(self, x, w, a2, b2, places, bias, sizes, activation, tiling, workspace, a, pairs):
         total = self.sum("pairs", x, w.mT, a2, None if b2 is None else b2.mT, sizes)
         total += 0 if bias is None else grouped(x.new_ones(x.size(0), 1), bias.unsqueeze(1), sizes)
         pairs.copy_(total)
         a.copy_(plain_activation.activate_pairs(pairs, name_of(activation)))
 
-    def hopper_down_backward(self, dz, w2, a2, b2, sizes, h, g, slots, weights, activation, tiling, a, dh, dg, dots, grad_weights):
+    def hopper_down_backward(self, dz, w2, a2, b2, places, sizes, h, g, slots, weights, activation, tiling, a, dh, dg, dots, grad_weights):
         dh.copy_(self.sum("down_backward", dz, w2.mT, a2, None if b2 is None else b2.mT, sizes))
         a.copy_(plain_activation.activate_backward(h, g, dh, slots, weights, name_of(activation))[0])
 
-    def hopper_down_backward_pairs(self, dz, w2, a2, b2, sizes, pairs, slots, weights, activation, tiling, a, dpairs, dots, grad_weights):
+    def hopper_down_backward_pairs(
+            self, dz, w2, a2, b2, places, sizes, pairs, slots, weights, activation, tiling, a, dpairs, dots, grad_weights):
         d = self.sum("down_backward_pairs", dz, w2.mT, a2, None if b2 is None else b2.mT, sizes).to(dz.dtype)
         found = plain_activation.activate_pairs_backward(pairs, d, slots, weights, name_of(activation))
         for out, value in zip((a, dpairs, grad_weights), found):
             if out is not None:
                 out.copy_(value)
 
-    def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, out):
+    def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, out):
         for e, (left, right) in enumerate(zip(a[:sizes.sum()].split(sizes.tolist()), b[:sizes.sum()].split(sizes.tolist()))):
             out[e] = left.float().T @ right.float()
 
@@ -102,7 +103,7 @@ class Gemms:
         rows = x[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
         for left, made in ((a, out), (a2, out2)):
             if left is not None:
-                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, made)
+                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, (), made)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gbmoe import engines
-from gbmoe.engines import hopper_gemms, own_kernels, tensor_core
+from gbmoe.engines import hopper, own_kernels, tensor_core
 from gbmoe.engines.base import GatheredRows
 from gbmoe.plain import plain_activation
 from gbmoe.slot_map import SlotMap
@@ -94,7 +94,7 @@ def test_products_of_rows(device, dtype, kind):
                     own_kernels.few_rows_linear(a[:rows], b[0], None, alone)
                     assert torch.equal(bits(alone), bits(outs[OF_TENSOR_CORE[0]][:rows])), (inner, "a group alone")
             for config in OF_HOPPER:
-                hopper_gemms.launch_rows(config, a, b, None, None, sizes, trans_b, out(config))
+                hopper.launch_rows(config, a, b, None, None, sizes, trans_b, out(config))
         for name, product in outs.items():
             assert torch.equal(bits(product), bits(outs[OF_TENSOR_CORE[0]])), (inner, trans_b, name)
 
@@ -118,7 +118,7 @@ def test_products_of_rows_in_float32(device, dtype, kind):
             own_kernels.few_rows_linear(a, b[0], None, out("few rows"))
             for counter in (False, True):
                 config = GemmConfig(SQUARE, ping_pong=True, tile_counter=counter)
-                hopper_gemms.launch_rows(config, a, b, None, None, None, True, out(config))
+                hopper.launch_rows(config, a, b, None, None, None, True, out(config))
         for name, product in outs.items():
             assert torch.equal(bits(product), bits(outs[OF_TENSOR_CORE[0]])), (inner, rows, name)
 
@@ -140,10 +140,10 @@ def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
         few = own_kernels.HOPPER_FEW_ROWS.up(gathered, w1, v1, sizes, activation, True)
         results["few rows"] = tuple(tensor for tensor in few if tensor is not None)
         for config in OF_HOPPER_UP:
-            hopper_gemms.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))
+            hopper.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))
         if activation in ("silu", "gelu_tanh"):
             for config in (GemmConfig(WIDE), *(config for config in OF_HOPPER_UP if config.cluster_n == 2)):
-                hopper_gemms.launch_up(config, tokens, token_of_row.int(), 1, w1, v1, sizes, activation, *outs(("gathered inside", config)))
+                hopper.launch_up(config, tokens, token_of_row.int(), 1, w1, v1, sizes, activation, *outs(("gathered inside", config)))
     return results
 
 

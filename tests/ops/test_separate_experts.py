@@ -209,10 +209,12 @@ def test_no_copy_is_made(layout, engine, monkeypatch):
     assert not copied
 
 
-def test_gradients_that_autograd_batches_are_refused(in_place):
+def test_gradients_that_autograd_batches(in_place):
     engine, device = in_place
     x, plan, weights, grad = inputs(MEGATRON, device)
     w1, w2, _ = as_parameters(weights)
+    leaves = [x, *w1, *w2]
     out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
-    with pytest.raises(ValueError, match="expert_mlp: w1: expected one tensor where autograd batches gradients"):
-        torch.autograd.grad(out, x, torch.stack([grad, grad]), is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in (grad, 2 * grad)]
+    batched = torch.autograd.grad(out, leaves, torch.stack([grad, 2 * grad]), is_grads_batched=True)
+    assert all(torch.equal(both, torch.stack(each)) for both, each in zip(batched, zip(*one_by_one)))

@@ -81,7 +81,6 @@ class _Run(ctypes.Structure):
                 ("begin", ctypes.c_size_t * 4), ("end", ctypes.c_size_t * 4)]
 
 
-<<<<<<< ours
 class Kernels:
     """The kernels, whose functions are compiled when they are first called, for each dtype alone: a few tests need few of the instances."""
 
@@ -89,7 +88,7 @@ class Kernels:
         """Copy the kernels with their stand-ins into `folder`."""
         self.folder, source = folder, folder / "csrc"
         shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-        for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh"):
+        for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh", "places.cuh"):
             shutil.copy(extension.source_folder() / name, source / name)
         for name, place in _STAND_INS.items():
             shutil.copy(_HERE / name, source / place)
@@ -109,33 +108,9 @@ class Kernels:
         return kernels
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """The address after the last element of a tensor with any strides."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-=======
-def compile_kernels(folder: Path) -> ctypes.CDLL:
-    """Compile the kernels with their stand-ins in `folder`, and load them."""
-    source, torch_headers = folder / "csrc", Path(torch.__file__).parent / "include"
-    shutil.copytree(extension.source_folder() / "tensor_core", source / "tensor_core")
-    for name in ("group_sizes.cuh", "activation_formulas.cuh", "pitch.cuh", "places.cuh"):
-        shutil.copy(extension.source_folder() / name, source / name)
-    for name, place in _STAND_INS.items():
-        shutil.copy(_HERE / name, source / place)
-    library = folder / "kernels.so"
-    options = ["-std=c++17", "-Os", "-shared", "-fPIC", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
-               "-fno-extern-tls-init",  # the shared memory needs no initialisation
-               "-U_FORTIFY_SOURCE"]     # longjmp leads to another stack
-    subprocess.run(["g++", *options, "-I", str(folder), "-I", str(torch_headers), str(_HERE / "instances.cpp"), "-o", str(library)],
-                   check=True)
-    kernels = ctypes.CDLL(str(library))
-    kernels.failure.restype = ctypes.c_char_p
-    return kernels
-
-
 def _end(tensor: torch.Tensor, places: Sequence[int] = ()) -> int:
-    """The address behind the last element of a tensor with any strides, or of matrices at these places."""
+    """The address after the last element of a tensor with any strides, or of matrices at these places."""
     last = max(places, default=0) * tensor.stride(0) + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
->>>>>>> theirs
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
@@ -156,15 +131,11 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
         return _Arguments(groups=1 if sizes is None else sizes.numel(), rows=rows, size_n=columns, panel_tiles=panel, **of_sizes,
                           **{"operand_pairs": 1, **fields})
 
-<<<<<<< ours
-    def call(function, dtype, *leading, of, reads):
-        library = kernels.library(function, _DTYPES.index(dtype))
-=======
     def groups_of(sizes):
         return 1 if sizes is None else sizes.numel()
 
-    def call(function, *leading, of, reads, places=()):
->>>>>>> theirs
+    def call(function, dtype, *leading, of, reads, places=()):
+        library = kernels.library(function, _DTYPES.index(dtype))
         begin = [t.data_ptr() for t in reads if t is not None]
         end = [_end(t, places if t.dim() == 3 else ()) for t in reads if t is not None]
         run = _Run(ctas, late_copies, large_memory, seed, len(begin), (ctypes.c_size_t * 4)(*begin), (ctypes.c_size_t * 4)(*end))
@@ -175,38 +146,23 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
     def rows(a, b, a2, b2, places, sizes, trans_b, tiling, out):
         tile_m, tile_n, panel = tiling
         of = arguments(sizes, out.size(0), out.size(1), panel, size_k=a.size(1), operand_pairs=1 if a2 is None else 2, a=_pointers(a, a2),
-<<<<<<< ours
-                       b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out))
-        call("rows", a.dtype, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2))
-=======
                        b=_pointers(b, b2), pitch_b=_Pitch.of(b), out=_pointers(out), places=_Places.of(places, groups_of(sizes)))
-        call(kernels.rows, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2),
+        call("rows", a.dtype, _DTYPES.index(a.dtype), out.dtype == torch.float32, tile_m, tile_n, trans_b, of=of, reads=(a, b, a2, b2),
              places=places)
->>>>>>> theirs
 
     def weights(a, b, sizes, tiling, accumulate, places, out):
         tile_m, tile_n, panel = tiling
         of = arguments(sizes, a.size(0), out.size(2), panel, size_m=out.size(1), a=_pointers(a), b=_pointers(b), out=_pointers(out),
-<<<<<<< ours
-                       pitch_out=_Pitch.of(out))
-        call("weights", a.dtype, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
-=======
                        pitch_out=_Pitch.of(out), places=_Places.of(places, groups_of(sizes)))
-        call(kernels.weights, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
->>>>>>> theirs
+        call("weights", a.dtype, _DTYPES.index(a.dtype), tile_m, tile_n, accumulate, of=of, reads=(a, b))
 
     def up(x, w1, v1, places, sizes, activation, tiling, a, h, g):
         tile_m, tile_n, panel = tiling
         assert x.dtype == torch.bfloat16
         of = arguments(sizes, a.size(0), a.size(1), panel, size_k=x.size(1), activation=_Activation.of(activation),
-<<<<<<< ours
-                       a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g))
-        call("up", x.dtype, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1))
-=======
                        a=_pointers(x), b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
                        places=_Places.of(places, groups_of(sizes)))
-        call(kernels.up, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1), places=places)
->>>>>>> theirs
+        call("up", x.dtype, tile_m, tile_n, v1 is not None, of=of, reads=(x, w1, v1), places=places)
 
     def few_rows(x, sizes, result, **fields):
         groups = 1 if sizes is None else sizes.numel()
@@ -215,16 +171,10 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
         return _FewRowsArguments(groups=groups, rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1),
                                  size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **fields)
 
-<<<<<<< ours
-    def few_rows_gemm(a, b, sizes, trans_b, reads_early, out):
-        of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early)
-        call("few_rows_gemm", a.dtype, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b))
-=======
     def few_rows_gemm(a, b, places, sizes, trans_b, reads_early, out):
         of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early,
                       places=_Places.of(places, groups_of(sizes)))
-        call(kernels.few_rows_gemm, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b), places=places)
->>>>>>> theirs
+        call("few_rows_gemm", a.dtype, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b), places=places)
 
     def few_rows_linear(x, weight, sizes, out):
         of = few_rows(x, sizes, out, b=_pointers(weight), pitch_b=_Pitch.of(weight), out=_pointers(out),
@@ -234,13 +184,8 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
     def few_rows_up(x, slot_of_row, top_k, w1, v1, places, sizes, activation, a, h, g):
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
         of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
-<<<<<<< ours
-                      activation=_Activation.of(activation), **slots)
-        call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1))
-=======
                       activation=_Activation.of(activation), places=_Places.of(places, groups_of(sizes)), **slots)
-        call(kernels.few_rows_up, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1), places=places)
->>>>>>> theirs
+        call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1), places=places)
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")
