@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -132,6 +133,7 @@ def _table(addresses: tuple[int, ...], element: int) -> tuple[int, int, tuple[in
 
 Stack = torch.Tensor | SeparateWeights
 StackOrList = torch.Tensor | Sequence[torch.Tensor]  # as callers give weights
+Lists = dict[str, tuple[torch.Tensor, ...]]  # by the name of the argument
 
 
 def with_one_table(one: Stack, two: Stack) -> tuple[Stack, Stack] | None:
@@ -185,6 +187,20 @@ def lists_of(operator: str, **weights: StackOrList | None) -> dict[str, tuple[to
                 require_tensor(weight, operator, f"{name}[{e}]", rank=2)
         require_alike(tensors, operator, name)
     return found
+
+
+def why_stacked(engine: Any, dtype: torch.dtype, apart: Lists) -> str | None:
+    """None if the engine (an Engine, or None) takes lists of these matrices as they are where it computes in `dtype`; otherwise why not."""
+    if engine is None or not engine.reads_separate_weights:
+        return "the engine reads no lists"
+    for name, tensors in apart.items():
+        if len(tensors) == 1:
+            return f"{name} is a list of one matrix"
+        if tensors[0].dtype != dtype:
+            return f"autocast casts {name}"
+        if any(type(tensor) not in PLAIN or tensor.is_neg() for tensor in tensors):
+            return f"{name} has subclasses of tensors, or negated ones"
+    return None
 
 
 def like_a_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

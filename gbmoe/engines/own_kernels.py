@@ -13,7 +13,7 @@ from gbmoe.engines.base import Engine, GatheredRows, device_sizes
 from gbmoe.launch.alignment import aligned, has_aligned_rows, lies_transposed, rows_or_columns_in_place, two_in_place
 from gbmoe.plain import plain_activation
 from gbmoe.problem import Problem, known, result_shape
-from gbmoe.separate_weights import Stack, in_memory
+from gbmoe.separate_weights import Stack, in_memory, with_one_table
 from gbmoe.tuning import groups_of_few_rows
 from gbmoe.tuning.device import Device
 
@@ -71,7 +71,7 @@ class OwnKernels(Engine):
         transposed = lies_transposed(w1_EFH)
         if v1_EFH is None or transposed is None:
             return transposed is None
-        return lies_transposed(v1_EFH) != transposed or v1_EFH.stride() != w1_EFH.stride()
+        return lies_transposed(v1_EFH) != transposed or with_one_table(w1_EFH, v1_EFH) is None
 
     def writes_in_place(self, out_EKN):
         return has_aligned_rows(out_EKN)

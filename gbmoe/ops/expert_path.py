@@ -7,7 +7,7 @@ Shape suffixes: T tokens, E experts, H hidden, F ffn hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,9 @@ from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.expert_arguments import check_arguments, check_biases, matrices
 from gbmoe.ops.gmm import computed_dtype
+from gbmoe.ops.separate_experts import NAMES, stacks_and_lists
 from gbmoe.plan import RoutingPlan
+from gbmoe.separate_weights import SeparateWeights, StackOrList, why_stacked
 from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 
@@ -40,7 +42,7 @@ class ExpertPath(NamedTuple):
 
 
 def expert_path(
-    x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor, v1_EFH: torch.Tensor | None = None,
+    x_TH: torch.Tensor, plan: RoutingPlan, w1_EFH: StackOrList, w2_EFH: StackOrList, v1_EFH: StackOrList | None = None,
     *, activation: str | Callable = "silu", engine: str = "auto", batch_invariant: bool = False,
     fp8_recipe: Float8BlockScaling | None = None, layout: WeightLayout = MEGABLOCKS, w1_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None, v1_bias: torch.Tensor | None = None, weights_on: str = "output",
@@ -62,9 +64,10 @@ def expert_path(
         >>> path.host_waits  # on a CPU there is no device to wait for
         False
     """
-    gate, down, up = matrices(layout, w1_EFH, w2_EFH, v1_EFH, "expert_path")
+    w1, w2, v1, apart = stacks_and_lists(w1_EFH, w2_EFH, v1_EFH)
+    gate, down, up = matrices(layout, w1, w2, v1, "expert_path")
     check_arguments(x_TH, plan, gate, down, up, None)
-    check_biases(x_TH, gate.shape, v1_EFH, (w1_bias, w2_bias, v1_bias), layout)
+    check_biases(x_TH, gate.shape, v1, (w1_bias, w2_bias, v1_bias), layout)
     require(not x_TH.is_meta, "expert_path", "x", "a tensor on a device that computes", "one on meta")
     if fp8_recipe is not None:
         engine = engines.float8(fp8_recipe, engine)
@@ -82,15 +85,23 @@ def expert_path(
     name = activation_name(activation)
     if name is None:
         reasons.append("the activation has no kernel: it is called between products, with rows that are gathered first")
-    reasons += of_weights(experts, layout, w1_EFH, w2_EFH, v1_EFH, name, plan.num_rows,
-                          w1_bias is not None or v1_bias is not None, w2_bias is not None)
+    weights: Any = (w1, w2, v1)
+    if apart:
+        why = why_stacked(experts, call[1], apart) if name is not None else "the activation has no kernel"
+        if why is not None:
+            reasons.append(f"lists of matrices are copied into one tensor in each call: {why}")
+        weights = [(SeparateWeights(apart[of]) if why is None else w.new_empty(w.shape, device="meta")) if of in apart else w
+                   for of, w in zip(NAMES, weights)]
+    w1, w2, v1 = weights
+    reasons += of_weights(experts, layout, w1, w2, v1, name, plan.num_rows, w1_bias is not None or v1_bias is not None,
+                          w2_bias is not None)
     return ExpertPath(" and ".join(_names(experts)), tuple(reasons), host_waits)
 
 
 def of_weights(experts: Engine, layout: WeightLayout, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, activation: str | None,
                rows: int, up_biased: bool = False, down_biased: bool = False) -> Iterator[str]:
     """The reasons that an engine has for weights that lie so, of P = `rows` rows. `activation` is activation_name's. The weights may be on
-    any device, meta too; only their strides and addresses count."""
+    any device, meta too, and SeparateWeights; only their strides and addresses count."""
     gate, down, up = layout.matrices(w1, w2, v1)
     paired = layout.is_paired and experts.name not in engines.FLOAT8_ENGINES and activation is not None
     of_up = (layout.pairs(w1), None) if paired else (gate, up)

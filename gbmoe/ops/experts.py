@@ -35,10 +35,10 @@ from gbmoe.ops.lora_experts import low_rank_experts
 from gbmoe.ops.pass_weights import is_paired, weights_of_pass
 from gbmoe.ops.permute import gather_slots, padded_scatter
 from gbmoe.ops.plan_sizes import sizes_and_engine
-from gbmoe.ops.separate_experts import NAMES, Lists, reads_lists, stacks, stacks_and_lists, with_lists
+from gbmoe.ops.separate_experts import NAMES, reads_lists, stacks, stacks_and_lists, with_lists
 from gbmoe.plan import RoutingPlan
 from gbmoe.programs import Programs
-from gbmoe.separate_weights import StackOrList
+from gbmoe.separate_weights import Lists, StackOrList
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
 
 

@@ -5,18 +5,24 @@ Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from gbmoe import engines
 from gbmoe._checks import FLOATING, autocast_enabled, require, require_tensor
-from gbmoe._define_operator import define
+from gbmoe._define_operator import define, is_batched, is_watched, may_be_transformed, without_autocast
+from gbmoe.engines.base import Engine
 from gbmoe.ops import flops
 from gbmoe.ops.batch_sizes import check_sizes
 from gbmoe.ops.scaled_gmm import scaled_gmm
 from gbmoe.problem import result_shape
+from gbmoe.separate_weights import SeparateWeights, StackOrList, like_a_stack, lists_of, why_stacked
+from gbmoe.stacked_weights import lie_as_a_stack, stacked
 
 
-def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
+def gmm(a: torch.Tensor, b: StackOrList, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
         *, engine: str = "auto", batch_invariant: bool = False, scale_a: torch.Tensor | None = None,
         scale_b: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """One matrix product a group: rows batch_sizes[0] of a with b[0], the next batch_sizes[1] with b[1], and so on.
@@ -27,7 +33,8 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     Args:
         a: [M,K]. bfloat16, float16, float32 (follows torch.backends.cuda.matmul.allow_tf32) or float64; any device, any
             strides. Sums are kept in float32 (float64 for float64).
-        b: [E,K,N], or [E,N,K] with trans_b; with trans_a [M,N]. Dtype and device of a.
+        b: [E,K,N], or [E,N,K] with trans_b; with trans_a [M,N]. Dtype and device of a. Without trans_a and scales it may be a list of E
+            matrices, each of which gets its gradient; they are read where they lie, or copied, as expert_mlp's.
         batch_sizes: rows of each group, int32 or int64 [E], sum M; on the host or on the device of a. Zeros are allowed.
             If they are on the device, engines that need them on the host wait for it. The others check them by an assertion on the
             device. Sizes on the host may be rewritten once gmm has returned, sizes on the device only after backward.
@@ -57,17 +64,23 @@ def gmm(a: torch.Tensor, b: torch.Tensor, batch_sizes: torch.Tensor, trans_a: bo
     """
     if scale_a is not None or scale_b is not None:
         return _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant, scale_a, scale_b, out_dtype or torch.bfloat16)
-    check_arguments(a, b, batch_sizes, trans_a, trans_b)
+    stack, matrices = _tensor_and_list(b, trans_a)
+    check_arguments(a, stack, batch_sizes, trans_a, trans_b)
     require(out_dtype is None or out_dtype == computed_dtype(a), "gmm", "out_dtype",
             lambda: f"None or {computed_dtype(a)}, as the operands have no scales", out_dtype)
     require(isinstance(engine, str), "gmm", "engine", "a name", repr(engine), TypeError)
     if batch_invariant:
         require(not trans_a, "gmm", "batch_invariant", "False with trans_a, which sums over rows", batch_invariant)
         engine = engines.batch_invariant(engine, a.device)
+    if matrices:
+        if not a.is_meta and _takes_list(engines.of_operands(engine, a, stack, batch_sizes, False, trans_b, computed_dtype(a)), a, matrices):
+            check_operands(a, stack, False, trans_b)
+            return _OfList.apply(a, batch_sizes, trans_b, engine, *matrices)
+        stack = stacked(matrices)
     if batch_sizes.device.type not in ("cpu", "meta") and engines.of_operands(
-            engine, a, b, batch_sizes, trans_a, trans_b, computed_dtype(a)).needs_host_sizes:
+            engine, a, stack, batch_sizes, trans_a, trans_b, computed_dtype(a)).needs_host_sizes:
         batch_sizes = batch_sizes.to("cpu", torch.int64)
-    return _gmm(a, b, batch_sizes, trans_a, trans_b, engine, True)
+    return _gmm(a, stack, batch_sizes, trans_a, trans_b, engine, True)
 
 
 def _gmm_of_scaled(a, b, batch_sizes, trans_a, trans_b, engine, batch_invariant, scale_a, scale_b, out_dtype):
@@ -161,6 +174,50 @@ _gmm = define(
     reference=_gmm_kernel, fake=_gmm_fake, backward=_gmm_backward, setup_context=_gmm_setup_context, autocast=("a", "b"),
     waits=lambda a, b, batch_sizes, *_: batch_sizes.device.type == "cpu", flops=flops.gmm,
 )
+
+
+def _tensor_and_list(b: Any, trans_a: bool) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """(b, ()), where a list that lies as a stack has become its stack; of another list (a tensor like its stack, the matrices)."""
+    if isinstance(b, torch.Tensor):
+        return b, ()
+    require(not trans_a, "gmm", "b", "a tensor with trans_a", type(b).__name__, TypeError)
+    matrices = lists_of("gmm", b=b).get("b", ())
+    if not matrices or lie_as_a_stack(matrices):
+        return stacked(matrices) if matrices else b, ()
+    return like_a_stack(matrices), matrices
+
+
+def _takes_list(engine: Engine, a: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> bool:
+    same_dtype = a.dtype == computed_dtype(a)
+    return (same_dtype and why_stacked(engine, a.dtype, {"b": matrices}) is None and not engine.needs_host_sizes
+            and not is_watched(a) and not may_be_transformed())
+
+
+class _OfList(torch.autograd.Function):
+    """The product with matrices that an engine reads where they lie. Not differentiable twice."""
+
+    @staticmethod
+    @without_autocast
+    def forward(ctx, a, sizes, trans_b, engine, *matrices):
+        check_sizes(sizes, a.size(0))
+        ctx.trans_b, ctx.engine = trans_b, engine
+        ctx.save_for_backward(a, sizes.clone(), *matrices)  # a clone, as in _gmm_setup_context
+        return engines.product(a, SeparateWeights(matrices), sizes, False, trans_b, engine=engine)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @without_autocast
+    def backward(ctx, grad):
+        a, sizes, *matrices = ctx.saved_tensors
+        batched = is_batched(grad)
+        product = partial(_gmm, engine=ctx.engine, fills=False) if batched else partial(engines.product, engine=ctx.engine)
+        b = torch.stack(matrices) if batched else SeparateWeights(matrices)
+        grad_a = product(grad, b, sizes, False, not ctx.trans_b) if ctx.needs_input_grad[0] else None
+        of_each = (None,) * len(matrices)
+        if any(ctx.needs_input_grad[4:]):
+            left, right = (grad, a) if ctx.trans_b else (a, grad)
+            of_each = product(left, right, sizes, True, False).unbind(0)
+        return grad_a, None, None, None, *of_each
 
 
 def grouped(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,

@@ -10,15 +10,13 @@ from itertools import islice
 
 import torch
 
-from gbmoe._checks import PLAIN
 from gbmoe._define_operator import is_watched, may_be_transformed
 from gbmoe.engines.resolved import Resolved
 from gbmoe.ops.gmm import computed_dtype
-from gbmoe.separate_weights import SeparateWeights, StackOrList, like_a_stack, lists_of
+from gbmoe.separate_weights import Lists, SeparateWeights, StackOrList, like_a_stack, lists_of, why_stacked
 from gbmoe.stacked_weights import lie_as_a_stack, stacked
 
 NAMES = ("w1", "w2", "v1")
-Lists = dict[str, tuple[torch.Tensor, ...]]  # by the name of the argument
 
 
 def stacks_and_lists(w1: StackOrList, w2: StackOrList, v1: StackOrList | None,
@@ -42,10 +40,7 @@ def stacks(w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, apart: L
 
 def reads_lists(resolved: Resolved, x_TH: torch.Tensor, apart: Lists) -> bool:
     """Whether the engine reads these matrices where they lie, and nothing has to see a call of an operator."""
-    engine, dtype = resolved.engine, computed_dtype(x_TH)
-    return (engine is not None and engine.reads_separate_weights and not is_watched(x_TH) and not may_be_transformed()
-            and all(len(tensors) > 1 and tensors[0].dtype == dtype for tensors in apart.values())
-            and not any(type(tensor) not in PLAIN or tensor.is_neg() for tensors in apart.values() for tensor in tensors))
+    return why_stacked(resolved.engine, computed_dtype(x_TH), apart) is None and not is_watched(x_TH) and not may_be_transformed()
 
 
 def with_lists(arguments: Sequence, position_of: dict[str, int], counts: dict[str, int], tensors: Sequence[torch.Tensor],

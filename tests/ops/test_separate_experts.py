@@ -218,3 +218,38 @@ def test_gradients_that_autograd_batches(in_place):
     one_by_one = [torch.autograd.grad(out, leaves, each, retain_graph=True) for each in (grad, 2 * grad)]
     batched = torch.autograd.grad(out, leaves, torch.stack([grad, 2 * grad]), is_grads_batched=True)
     assert all(torch.equal(both, torch.stack(each)) for both, each in zip(batched, zip(*one_by_one)))
+
+
+def test_expert_path_says_whether_lists_are_copied(in_place, monkeypatch):
+    engine, device = in_place
+    x, plan, weights, _ = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+
+    def copies():
+        path = gbmoe.expert_path(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+        return [reason for reason in path.reasons if "lists" in reason]
+
+    assert copies() == []
+    monkeypatch.setattr(type(engines.ENGINES[engine]), "reads_separate_weights", False, raising=False)
+    assert copies() == ["lists of matrices are copied into one tensor in each call: the engine reads no lists"]
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_gmm_takes_a_list(trans_b, in_place):
+    engine, device = in_place
+    if engines.ENGINES[engine].needs_host_sizes:
+        pytest.skip("an engine that reads sizes on the host gets a stack")
+    exact = exact_inputs.exact_values
+    a, b, grad = (exact(*shape, dtype=torch.bfloat16, device=device, seed=seed)
+                  for seed, shape in enumerate(((60, H), (E, F, H) if trans_b else (E, H, F), (60, F))))
+    sizes = torch.tensor([20, 0, 33, 7], device=device)
+    leaves = a.requires_grad_(), b.clone().requires_grad_()
+    out = gbmoe.gmm(*leaves, sizes, trans_b=trans_b, engine=engine)
+    da, db = torch.autograd.grad(out, leaves, grad)
+    matrices = as_parameters([b])[0]
+    exact_inputs.poison(device)
+    got = gbmoe.gmm(a, matrices, sizes, trans_b=trans_b, engine=engine)
+    dgot, *of_each = torch.autograd.grad(got, [a, *matrices], grad)
+    assert torch.equal(got, out) and torch.equal(dgot, da) and all(torch.equal(one, each) for one, each in zip(of_each, db))
+    with pytest.raises(TypeError, match="gmm: b: expected a tensor with trans_a"):
+        gbmoe.gmm(a, matrices, sizes, trans_a=True, engine=engine)
