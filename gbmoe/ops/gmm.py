@@ -73,7 +73,8 @@ def gmm(a: torch.Tensor, b: StackOrList, batch_sizes: torch.Tensor, trans_a: boo
         require(not trans_a, "gmm", "batch_invariant", "False with trans_a, which sums over rows", batch_invariant)
         engine = engines.batch_invariant(engine, a.device)
     if matrices:
-        if not a.is_meta and _takes_list(engines.of_operands(engine, a, stack, batch_sizes, False, trans_b, computed_dtype(a)), a, matrices):
+        of = None if a.is_meta else engines.of_operands(engine, a, stack, batch_sizes, False, trans_b, computed_dtype(a))
+        if _takes_list(of, a, matrices):
             check_operands(a, stack, False, trans_b)
             return _OfList.apply(a, batch_sizes, trans_b, engine, *matrices)
         stack = stacked(matrices)
@@ -187,9 +188,9 @@ def _tensor_and_list(b: Any, trans_a: bool) -> tuple[Any, tuple[torch.Tensor, ..
     return like_a_stack(matrices), matrices
 
 
-def _takes_list(engine: Engine, a: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> bool:
+def _takes_list(engine: Engine | None, a: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> bool:
     same_dtype = a.dtype == computed_dtype(a)
-    return (same_dtype and why_stacked(engine, a.dtype, {"b": matrices}) is None and not engine.needs_host_sizes
+    return (engine is not None and same_dtype and why_stacked(engine, a.dtype, {"b": matrices}) is None and not engine.needs_host_sizes
             and not is_watched(a) and not may_be_transformed())
 
 
