@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ class SeparateWeights:
         self.lowest = first.detach().unsqueeze(0)
         self.numbers: tuple[int, ...] = ()
         strides = first.stride()
-        if all(tensor.stride() == strides for tensor in self._tensors):
-            found = _table(tuple(tensor.data_ptr() for tensor in self._tensors), first.element_size())
+        if len(set(map(torch.Tensor.stride, self._tensors))) == 1:
+            found = _table(tuple(map(torch.Tensor.data_ptr, self._tensors)), first.element_size())
             if found is not None:
                 lowest, distance, self.numbers = found
                 self.lowest = torch.as_strided(self._tensors[lowest].detach(), (1, *first.shape), (distance, *strides))
@@ -163,6 +164,14 @@ def in_memory(one: Stack, two: Stack | None = None) -> tuple[torch.Tensor, torch
     return one.lowest, two.lowest, one.numbers if one.numbers == two.numbers else one.numbers + two.numbers
 
 
+_PLAIN, _KIND = frozenset(PLAIN), attrgetter("shape", "dtype", "device")
+
+
+def are_plain(weights: Sequence) -> bool:
+    """Whether all are tensors or parameters, and none of a subclass."""
+    return _PLAIN.issuperset(map(type, weights))
+
+
 def require_alike(weights: Sequence[torch.Tensor], operator: str, argument: str) -> None:
     """Raise ValueError unless there are tensors, all of one shape, dtype and device."""
     require(len(weights) > 0, operator, argument, "at least one tensor", 0)
@@ -182,9 +191,11 @@ def lists_of(operator: str, **weights: StackOrList | None) -> dict[str, tuple[to
         if given is None or isinstance(given, torch.Tensor) or not isinstance(given, (list, tuple, torch.nn.ParameterList)):
             continue
         found[name] = tensors = tuple(given)
+        # In one pass, without Python's own steps, where all is well: a layer has hundreds of matrices.
+        if are_plain(tensors) and len(set(map(_KIND, tensors))) == 1 and tensors[0].dim() == 2:
+            continue
         for e, weight in enumerate(tensors):
-            if type(weight) not in PLAIN or weight.dim() != 2:
-                require_tensor(weight, operator, f"{name}[{e}]", rank=2)
+            require_tensor(weight, operator, f"{name}[{e}]", rank=2)
         require_alike(tensors, operator, name)
     return found
 
@@ -198,7 +209,7 @@ def why_stacked(engine: Any, dtype: torch.dtype, apart: Lists) -> str | None:
             return f"{name} is a list of one matrix"
         if tensors[0].dtype != dtype:
             return f"autocast casts {name}"
-        if any(type(tensor) not in PLAIN or tensor.is_neg() for tensor in tensors):
+        if not are_plain(tensors) or any(map(torch.Tensor.is_neg, tensors)):
             return f"{name} has subclasses of tensors, or negated ones"
     return None
 

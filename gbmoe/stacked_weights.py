@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gbmoe._checks import PLAIN
-from gbmoe.separate_weights import require_alike
+from gbmoe.separate_weights import are_plain, require_alike
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,13 +51,15 @@ def lie_as_a_stack(weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    if any(type(weight) not in PLAIN for weight in weights):
+    if not are_plain(weights):
         return None
     first = weights[0]
+    distance = weights[1].storage_offset() - first.storage_offset() if len(weights) > 1 else first.numel()
+    if distance < first.numel():
+        return None
     begins = [weight.storage_offset() for weight in weights]
-    distance = begins[1] - begins[0] if len(weights) > 1 else first.numel()
     storage = first.untyped_storage().data_ptr()
-    in_one_place = distance >= first.numel() and all(
+    in_one_place = all(
         weight.is_contiguous() and weight.untyped_storage().data_ptr() == storage and begin == begins[0] + e * distance
         for e, (weight, begin) in enumerate(zip(weights, begins)))
     if not in_one_place:

@@ -173,7 +173,8 @@ def test_matrices_far_apart(engine):
 
     def step(each):
         out = gbmoe.expert_mlp(x, plan, *each, weights_TK=weights_TK, layout=layout, engine=engine)
-        return out, *torch.autograd.grad(out, [x, *(all_of(each) if isinstance(each[0], list) else each)], grad)
+        # Without the graph, which would keep nodes of the leaves alive that belong to the stream of the eager step.
+        return out.detach(), *torch.autograd.grad(out, [x, *(all_of(each) if isinstance(each[0], list) else each)], grad)
 
     out, dx, dw1, dw2 = step([w.requires_grad_() for w in stacks[:2]])
     with cuda_graphs.no_host_wait():
