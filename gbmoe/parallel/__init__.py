@@ -19,9 +19,9 @@ from gbmoe.parallel.agreement import require_same_on_all_ranks
 from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.groups import Nodes, nodes_of
 from gbmoe.parallel.peer_experts import peer_experts
-from gbmoe.parallel.peer_memory import check_overflow, release
+from gbmoe.parallel.peer_memory import check_passes, release
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.separate_steps import Dispatched, check_steps, combine, dispatch
 
-__all__ = ["Dispatched", "Nodes", "Placement", "check_overflow", "check_steps", "combine", "dispatch", "experts_by_exchange", "nodes_of",
+__all__ = ["Dispatched", "Nodes", "Placement", "check_passes", "check_steps", "combine", "dispatch", "experts_by_exchange", "nodes_of",
            "peer_experts", "release", "require_same_on_all_ranks"]

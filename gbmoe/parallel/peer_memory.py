@@ -402,7 +402,7 @@ def release() -> None:
         known.clear()
 
 
-def check_overflow() -> None:
+def check_passes() -> None:
     """Raise ValueError if a step since the last report had more rows on this rank than their bound, or was another one than that of other
     ranks. RuntimeError if another rank has left a step early. Waits for the device.
 

@@ -31,8 +31,9 @@ def test_flat_names_can_be_set():
     args = Arguments()
     args.expert_parallel_rows = 1.5
     assert args.expert_parallel == ExpertParallelOptions(rows=1.5) and Arguments().expert_parallel == ExpertParallelOptions()
-    with pytest.raises(ValueError, match="expert_parallel_rows: expected None with expert_parallel_exact"):
-        args.expert_parallel_exact = True
+    args.expert_parallel_exact = True
+    with pytest.raises(ValueError, match="expert_parallel_shadows: expected 0 with expert_parallel_exact"):
+        args.expert_parallel_shadows = 1
 
 
 def test_a_dictionary_of_all_arguments_makes_them_again():

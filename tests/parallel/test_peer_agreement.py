@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe.layers import Arguments
 from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.ops import expert_forward_backward
-from gbmoe.parallel import check_overflow, pass_agreement, peer_memory, peer_transport
+from gbmoe.parallel import check_passes, pass_agreement, peer_memory, peer_transport
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
 from tests import rank_groups
@@ -450,7 +450,7 @@ def goes_on_at_once(rank, do, is_lost):
     if not told:
         assert rank and is_lost()
         with pytest.raises(PassLost, match="rank 0 ended a pass early: Simulated: no memory is left"):
-            check_overflow() if rank == 1 else step(make(), rank)
+            check_passes() if rank == 1 else step(make(), rank)
     for seed in (1, 2):
         compare(step(make(), rank, seed=seed), expected(rank, seed=seed))
 
@@ -526,7 +526,7 @@ def rows_beyond_their_bound_are_reported_on_all_ranks(rank):
             call(layer, x, ids, weights)
             time.sleep(0.05)  # and no wait for the device, which waits for a rank that has raised
     compare(step(make(), rank), expected(rank))
-    check_overflow()
+    check_passes()
 
 
 # ---------------------------------------------------------------------------------------------------------- what is saved
