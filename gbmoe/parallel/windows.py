@@ -40,8 +40,13 @@ class Windows:
     @classmethod
     def of(cls, room: int, tokens: int, top_k: int, experts: int) -> Windows | None:
         """Those of S `tokens` where there is room for so many rows; None where all of them fit in any case."""
-        slots = tokens * top_k
-        return None if slots <= room else cls(math.ceil(slots / room), room, min(room + top_k - 1, slots), experts)
+        slots, step = tokens * top_k, room - top_k + 1
+        if slots <= room:
+            return None
+        count = math.ceil(slots / room)
+        if step * count < slots:  # a few rows more cost less than a window
+            step = room
+        return cls(count, step, min(step + top_k - 1, slots), experts)
 
     def divided(self, ids_SK: torch.Tensor, ranks: int) -> torch.Tensor:
         """The ids of this rank's experts, int32, -1 for none, with `experts` times the token's window added to them."""
@@ -52,7 +57,7 @@ class Windows:
         first_CW = (rows.cumsum(0, dtype=torch.int32) - rows).view(rows_CW.shape)
         window_WC = first_CW.div(self.step, rounding_mode="floor").t()
         moved_WCK = torch.add(ids_SK.view(*window_WC.shape, -1), window_WC.unsqueeze(2), alpha=self.experts)
-        return torch.where(here_SK, moved_WCK.view(ids_SK.shape), -1)
+        return torch.where(here_SK, moved_WCK.reshape(ids_SK.shape), -1)
 
     def further(self, divided_SK: torch.Tensor) -> Iterator[tuple[SlotMap, torch.Tensor]]:
         """(slots, rows of each expert) of each window after the first."""

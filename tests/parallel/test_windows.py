@@ -30,11 +30,12 @@ def test_a_token_has_all_its_rows_in_one_window_and_each_window_fits():
         assert windows.count == -(-tokens * top_k // room)
         divided_SK, there_SK = windows.divided(ids_SK, ranks), ids_SK >= 0
         window_SK = divided_SK.div(experts, rounding_mode="floor")
+        assert divided_SK.dtype == torch.int32 and divided_SK.is_contiguous()
         assert torch.equal(divided_SK - experts * window_SK.clamp(min=0), ids_SK)
         assert all(len(set(window_K[there_K].tolist())) <= 1 for window_K, there_K in zip(window_SK, there_SK))
         rows = window_SK[there_SK].bincount(minlength=windows.count)
-        assert len(rows) == windows.count and int(rows.max()) <= windows.rows
-        assert int(there_SK.sum()) > room or not rows[1:].any()
+        assert len(rows) == windows.count and int(rows.max()) <= windows.rows <= room + top_k - 1
+        assert int(there_SK.sum()) > windows.step or not rows[1:].any()
         for number, (slots, sizes_E) in enumerate(windows.further(divided_SK), 1):
             assert torch.equal(slots.row_of_slot_TK >= 0, there_SK & (window_SK == number)) and int(sizes_E.sum()) == rows[number]
             assert slots.num_rows == windows.rows and int((slots.slot_of_row_P >= 0).sum()) == rows[number]
