@@ -27,8 +27,8 @@ class ExpertParallelOptions:
         chunks: divides each rank's experts into chunks; between nodes the rows of one travel while the one before it computes. 0 or None
             leaves the number to gbmoe, see gbmoe.parallel.automatic_chunks.
         transport: "auto", "peer_memory" (ranks of one node map each other's memory) or "exchange" (torch.distributed's all-to-all).
-        rows: bounds the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits for the device,
-            and a CUDA graph can record the step. Rows beyond the bound are dropped, which a later step reports.
+        rows: room for the rows that a rank computes, as a multiple of their mean. Then no forward over mapped memory waits for the device,
+            and a CUDA graph can record the step. Where there are more rows, they are computed one part after the other.
         shadows: the weights of at most so many experts are copied to all ranks for a step, if less travels then than with the rows of
             their tokens. 0 is off. It needs rows that are exchanged and ranks that hold whole experts, and excludes exact.
 
@@ -55,7 +55,6 @@ class ExpertParallelOptions:
         self._require(self.rows is None or (isinstance(self.rows, (int, float)) and self.rows > 0), "rows",
                       "None or a positive number, how many times the mean")
         self._require(isinstance(self.shadows, int) and self.shadows >= 0, "shadows", "an int of at least 0")
-        self._require(not self.exact or self.rows is None, "rows", "None with expert_parallel_exact, which cannot drop rows")
         self._require(not self.exact or not self.shadows, "shadows",
                       "0 with expert_parallel_exact, as gradients of shadows are rounded on each rank")
         self._require(not self.shadows or self.transport != "peer_memory", "transport",

@@ -164,7 +164,7 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
         sizes_E: the rows of each expert with their padding, on the host or on the device, as the engine wants them.
         activation: a name in gbmoe.plain.plain_activation.ACTIVATIONS.
     """
-    a_PF, h_PF, g_PF = _up(t, experts, weights, sizes_E, activation, save)
+    a_PF, h_PF, g_PF = up(t, experts, weights, sizes_E, activation, save)
     w2, bias = weights.forward(experts, "w2"), weights.biases.w2
     low = None if weights.low_rank is None else weights.low_rank.down(experts, a_PF, sizes_E)
     if low is not None:
@@ -175,8 +175,9 @@ def forward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tens
     return t.combine(y_PH), h_PF, g_PF
 
 
-def _up(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, save: bool,
-        ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def up(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, save: bool,
+       ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The first products of `forward`: (a, h, g) [P,F], as Engine.up; of pairs h is [P,2F]."""
     biases, w1 = weights.biases, weights.forward(experts, "w1")
     if weights.low_rank is not None:
         x = t.rows()
@@ -216,6 +217,13 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
     A power of two scales the router weights of the rows, and with them a, dh and dg, before they are rounded; dx is divided by it where a
     token's rows are summed. So it costs no pass over the gradients of the weights, and no bit. Other scales do.
     """
+    left = compute_gradients(t, experts, weights, sizes_E, activation, saved, wanted, gradients, scale)
+    return *t.arrived(), *gradients.tensors(left), *gradients.biases(left)
+
+
+def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Tensor, activation: str, saved: Saved,
+                      wanted: Gradients, gradients: WeightGradients, scale: float) -> float:
+    """`backward` without its end: what was given back has not arrived, and `gradients` are still to be multiplied by what is returned."""
     w2 = weights.backward(experts, "w2")
     # float16 has too few exponents for a bit to be kept.
     folds = scale != 1 and scales_exactly(scale, t.dtype) and (t.weights_TK is None or t.weights_TK.dtype != torch.float16)
@@ -264,8 +272,7 @@ def backward(t: Transport, experts: Engine, weights: Weights, sizes_E: torch.Ten
             del dg_PF
             if wanted.w1:
                 gradients.write("pairs" if weights.paired else "w1", experts, dh_PF, x, sizes_E, left)
-    dx_TH, dweights_TK = t.arrived()
-    return dx_TH, dweights_TK, *gradients.tensors(left), *gradients.biases(left)
+    return left
 
 
 def _down_backward(experts: Engine, weights: Weights, dz: GatheredRows, w2, sizes_E: torch.Tensor, saved: Saved,

@@ -4,6 +4,7 @@
 Inside a node peer_experts.py computes with rows that peer_transport.py pulls from the memory of the ranks that own them, and pushes sums
 back into it. peer_memory.py holds that memory and the barrier between its ranks; notice_board.py tells all ranks that one has left a pass
 early; arrival.py collects what must be known of all ranks' tokens before their rows are pulled, and late_report.py what nobody waits for.
+Where more rows may come than there is room for, windows.py divides them, and further_windows.py computes all but the first part.
 Everywhere else exchange.py moves rows through torch.distributed's all-to-all (NCCL on GPUs, gloo on CPUs);
 separate_steps.py is the same exchange as functions that a schedule calls one by one;
 shadowing.py copies popular experts to all ranks for a step in which less then travels.
@@ -19,9 +20,9 @@ from gbmoe.parallel.agreement import require_same_on_all_ranks
 from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.groups import Nodes, nodes_of
 from gbmoe.parallel.peer_experts import peer_experts
-from gbmoe.parallel.peer_memory import check_overflow, release
+from gbmoe.parallel.peer_memory import check_passes, release
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.separate_steps import Dispatched, check_steps, combine, dispatch
 
-__all__ = ["Dispatched", "Nodes", "Placement", "check_overflow", "check_steps", "combine", "dispatch", "experts_by_exchange", "nodes_of",
+__all__ = ["Dispatched", "Nodes", "Placement", "check_passes", "check_steps", "combine", "dispatch", "experts_by_exchange", "nodes_of",
            "peer_experts", "release", "require_same_on_all_ranks"]

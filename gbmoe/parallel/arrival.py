@@ -25,6 +25,7 @@ from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.regions import Layout, Regions
+from gbmoe.parallel.windows import Windows
 from gbmoe.plain.plain_plan import padded_rows
 from gbmoe.plan import RoutingPlan
 from gbmoe.slot_map import SlotMap
@@ -75,10 +76,12 @@ class Arrived:
     weights_SK: torch.Tensor | None
     tokens_W: list[int]  # of each rank, as far as the host knows: where it did not wait for the numbers, C
     needs: Joint
+    windows: Windows | None = None  # where rows may be more than there is room for; `slots` are those of the first window
+    divided_SK: torch.Tensor | None = None  # of Windows.divided
 
     def with_own_capacity(self) -> Arrived:
         """The same in a layout for the tokens of this pass, of which other passes that let the memory grow change nothing. A pass that is
-        repeated later has tensors of the same shapes and values in it. It costs a few launches."""
+        repeated later has tensors of the same shapes and values in it. It costs a few launches. Where rows are bounded it is this one."""
         layout = self.regions.layout
         C, K, W = layout.tokens, layout.top_k, layout.ranks
         own_C = min(C, rounded_up(max(self.tokens_W)))
@@ -110,6 +113,8 @@ class Arrival:
         self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
         self._pulls_ahead, self._rows_here, self._needs = pulls_ahead, 0, needs
         self._ahead_PH: torch.Tensor | None = None
+        self._windows: Windows | None = None
+        self._divided_SK: torch.Tensor | None = None
         self._numbers_on_host: torch.Tensor | None = None  # headers and offsets, where the host waits for them
         tokens, bounded = ids_TK.size(0), where.rows is not None
         # Layers that share a capacity. Where rows are bounded it does not grow after the first call, and shapes follow it.
@@ -164,6 +169,11 @@ class Arrival:
         self._weights_SK = torch.empty_like(ids_SK, dtype=torch.float32) if weighted else None
         peers.collect_slots(of_ranks["ids"], of_ranks["weights"] if weighted else None, of_ranks["header"], where.first_expert,
                             where.experts_per_rank, only_differing, ids_SK, self._weights_SK, headers_WN)
+        if where.rows is not None:
+            room = self._together(math.ceil(where.rows * layout.tokens * layout.top_k * where.shards))
+            self._windows = Windows.of(room, ids_SK.size(0), layout.top_k, where.experts_per_rank)
+            if self._windows is not None:
+                ids_SK = self._divided_SK = self._windows.divided(ids_SK, layout.ranks)
         self._plan = RoutingPlan.from_experts(ids_SK, where.experts_per_rank, check="none")
 
     def finish(self) -> Arrived:
@@ -204,15 +214,14 @@ class Arrival:
         return headers_WN, numbers[-1]
 
     def _bounded(self) -> Arrived:
-        layout, where, report = self._regions.layout, self._where, self._memory.report
-        assert where.rows is not None
-        rows = self._rows(math.ceil(where.rows * layout.tokens * layout.top_k * where.shards))
-        report.note_rows(self._plan.offsets_E1[-1], rows)
+        layout, windows = self._regions.layout, self._windows
+        rows = self._plan.num_rows if windows is None else windows.rows
         if not capturing(self._x_TH.device):
-            report.send()
+            self._memory.report.send()
         # No host knows what the other ranks need, so that all take part in everything.
-        records = self._records
-        return self._arrived(rows, [layout.tokens] * layout.ranks, Joint(records, records, records, records))
+        needs = Joint(*[self._records] * 4)
+        arrived = self._arrived(rows, [layout.tokens] * layout.ranks, needs)
+        return replace(arrived, windows=windows, divided_SK=self._divided_SK)
 
     def rows_ahead(self) -> GatheredRows | None:
         """The rows, if all were pulled ahead, and otherwise None; once, after `finish`. Expects about as many for the next steps."""

@@ -1,7 +1,6 @@
-"""What passes find out on the device without a host that waits: that more rows came than their bound, and that ranks made different
-passes.
+"""What passes find out on the device without a host that waits: that ranks made different passes.
 
-The worst case lies on the device, so that replays of a CUDA graph write it too. Each pass outside of graphs sends a copy of it to the host,
+It lies on the device, so that replays of a CUDA graph write it too. Each pass outside of graphs sends a copy of it to the host,
 and a later pass looks at those that have arrived.
 
 Shape suffixes: W ranks, N elements of a header.
@@ -26,38 +25,31 @@ class LateReport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, ranks = group, dist.get_world_size(group)
         with torch.inference_mode(False):
-            self._numbers = torch.zeros(2 + ranks * HEADER_NUMBERS, dtype=torch.int32, device=device)
-        self._beyond = self._numbers[:2]  # [rows needed, bound] of the worst overflow
-        self.headers_WN = self._numbers[2:].view(ranks, HEADER_NUMBERS)
+            self.headers_WN = torch.zeros(ranks, HEADER_NUMBERS, dtype=torch.int32, device=device)
         self._sent: list[HostCopy] = []
-
-    def note_rows(self, needed: torch.Tensor, bound: int) -> None:
-        """Note the rows that a pass needs, int32 [] on the device, of which it has room for `bound`."""
-        found = torch.stack([needed, torch.full_like(needed, bound)])
-        self._beyond.copy_(torch.where((found[0] > bound) & (found[0] > self._beyond[0]), found, self._beyond))
 
     def send(self) -> None:
         """Send a copy to the host, which does not wait."""
-        self._sent.append(HostCopy(self._numbers))
+        self._sent.append(HostCopy(self.headers_WN))
 
     def look(self) -> None:
         """Raise ValueError for what copies that have arrived report. Does not wait."""
-        while self._sent and (numbers := self._sent[0].if_there()) is not None:
+        while self._sent and (headers_WN := self._sent[0].if_there()) is not None:
             self._sent.pop(0)
-            self._raise_for(numbers)
+            self._raise_for(headers_WN)
 
     def check(self) -> None:
         """Raise ValueError for what passes have reported since the last time. Waits for the device."""
         self._sent.clear()
-        self._raise_for(self._numbers.cpu())
+        self._raise_for(self.headers_WN.cpu())
 
     def forget(self) -> None:
         """Begin anew, without what was reported and not looked at."""
         self._sent.clear()
-        self._numbers.zero_()
+        self.headers_WN.zero_()
 
-    def _raise_for(self, numbers: torch.Tensor) -> None:
-        (needed, bound), digests_W = numbers[:2].tolist(), numbers[2:].view(-1, HEADER_NUMBERS)[:, DIGEST].tolist()
+    def _raise_for(self, headers_WN: torch.Tensor) -> None:
+        digests_W = headers_WN[:, DIGEST].tolist()
         if len(set(digests_W)) > 1:
             self.forget()
             names = dist.get_process_group_ranks(self._group)
@@ -65,7 +57,3 @@ class LateReport:
             raise ValueError("expert parallelism: expected all ranks of the group to make the same pass of the same layer, in the same"
                              f" order; in an earlier step, in which no host waited, these made different ones: ranks"
                              f" {', others '.join(', '.join(map(str, ranks)) for ranks in alike)}")
-        if needed:
-            self.forget()
-            raise ValueError(f"peer_experts: rows: expected at most {bound} on this rank, the bound that expert_parallel_rows sets, got"
-                             f" {needed} in an earlier step, which dropped those beyond the bound")

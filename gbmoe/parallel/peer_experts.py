@@ -21,7 +21,7 @@ from gbmoe.engines.base import Engine
 from gbmoe.engines.in_programs import in_programs
 from gbmoe.ops import expert_forward_backward
 from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
-from gbmoe.parallel import pass_agreement
+from gbmoe.parallel import further_windows, pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.exchange import check_arguments
 from gbmoe.parallel.peer_memory import of_group
@@ -57,7 +57,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
         ValueError: on all ranks, where they make passes of different layers, or in different ways; it says which ranks differ in what. For
-            more tokens than fit, where rows are bounded; and in a later step for rows beyond the bound.
+            more tokens than fit, where rows are bounded.
         RuntimeError: where ranks do not come, or have left a pass early; it names them.
     """
     if torch.compiler.is_compiling():
@@ -80,7 +80,10 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
                 with torch.set_grad_enabled(records):
                     meanwhile()
             arrived = arrival.finish()
-            rows = [arrival.rows_ahead() or pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)]
+            ahead = arrival.rows_ahead()
+            if ahead is None and arrived.windows is None:  # further windows come first
+                ahead = pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)
+            rows = [ahead]
             sizes_E, experts = arrival.sizes_and_engine(engine, w1_EFH)
         save = arrived.needs.any
         call = _Call(activation, experts, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
@@ -122,14 +125,19 @@ class _PeerExperts(torch.autograd.Function):
         rows_PH = transport.keep_rows() if call.keep_rows else None
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
         experts = in_programs(call.experts, x_TH, w1_EFH, w2_EFH, v1_EFH)
+        if arrived.windows is not None:
+            matrices = w1_EFH, w2_EFH, v1_EFH
+            further_windows.forward(arrived.windows, arrived.divided_SK, transport, experts, matrices, call.activation)
         out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, weights, sizes_E, call.activation, call.save)
         if call.save:
             if arrived.needs.packed:
                 arrived = arrived.with_own_capacity()
             slots = arrived.slots
             ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PH, slots.row_of_slot_TK,
-                                  slots.slot_of_row_P, sizes_E, arrived.weights_SK, *(weights.kept.get(name) for name in _NAMES))
+                                  slots.slot_of_row_P, sizes_E, arrived.weights_SK, arrived.divided_SK,
+                                  *(weights.kept.get(name) for name in _NAMES))
             ctx.call, ctx.layout, ctx.tokens_W, ctx.needs = call, arrived.regions.layout, arrived.tokens_W, arrived.needs
+            ctx.windows = arrived.windows
         arrived.memory.end()  # what saves tensors may raise: torch.utils.checkpoint ends a repeated forward so
         return out_TH
 
@@ -140,9 +148,10 @@ class _PeerExperts(torch.autograd.Function):
         saved = list(ctx.saved_tensors)  # before the pass: it may repeat forward
         x_TH, ids_TK, weights_TK = saved[:3]
         of_forward, rows_PH = Saved(*saved[6:8]), saved[8]
-        row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK = saved[9:13]
-        weights = Weights(*saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[13:]) if kept_Y is not None})
-        call, needs, own = ctx.call, ctx.needs, ctx.needs_input_grad
+        row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK, divided_SK = saved[9:14]
+        weights = Weights(*saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y is not None})
+        call, needs, own, windows = ctx.call, ctx.needs, ctx.needs_input_grad, ctx.windows
+        matrices = None if windows is None else tuple(saved[3:6])
         experts = in_programs(call.experts, x_TH, *saved[3:6])
         gradients = WeightGradients(MEGABLOCKS, *saved[3:6])
         ctx.maybe_clear_saved_tensors()
@@ -150,12 +159,16 @@ class _PeerExperts(torch.autograd.Function):
         memory = of_group(call.where.group, x_TH.device, call.where.timeout_seconds)
         with memory.passing(backward_of=call.layer):
             slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
-            arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs)
+            arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs, windows)
             wanted = Gradients(needs.x, needs.weights, own[2], own[3], own[4])
             transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PH=rows_PH,
-                                      pulls_again=rows_PH is None and (own[2] or own[4]))
+                                      pulls_again=windows is not None or (rows_PH is None and (own[2] or own[4])))
             del rows_PH, grad_TH
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
-            computed = expert_forward_backward.backward(
+            left = expert_forward_backward.compute_gradients(
                 transport, experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)
-        return *(gradient if needed else None for gradient, needed in zip(computed[:5], own)), *[None] * 5
+            if windows is not None:
+                further_windows.compute_gradients(
+                    windows, divided_SK, transport, experts, matrices, call.activation, wanted, gradients, scale)
+            computed = *transport.arrived(), *gradients.tensors(left)
+        return *(gradient if needed else None for gradient, needed in zip(computed, own)), *[None] * 5

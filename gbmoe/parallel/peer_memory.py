@@ -402,9 +402,9 @@ def release() -> None:
         known.clear()
 
 
-def check_overflow() -> None:
-    """Raise ValueError if a step since the last report had more rows on this rank than their bound, or was another one than that of other
-    ranks. RuntimeError if another rank has left a step early. Waits for the device.
+def check_passes() -> None:
+    """Raise ValueError if a step since the last report was another one than that of other ranks. RuntimeError if another rank has left a
+    step early. Waits for the device.
 
     Eager calls raise the same error by themselves in a later step. Replays of a CUDA graph cannot: call this after them.
     """

@@ -11,6 +11,8 @@ token, H hidden, P rows of this rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gbmoe.engines.base import GatheredRows
@@ -34,7 +36,7 @@ class PeerTransport(Transport):
         rows: in forward, the rows, if they were pulled ahead. They are handed out once.
         grad_TH: in backward, the gradient of the result.
         kept_PH: in backward, the rows of x that forward has kept, if it has. They are handed out once.
-        pulls_again: in backward, whether `rows_again` will be called here. Where any rank's is, all publish their tokens again.
+        pulls_again: in backward, whether rows of x will be asked for here. Where any rank's is, all publish their tokens again.
     """
 
     gives_back_first = True  # while the gradients of weights are computed
@@ -86,11 +88,17 @@ class PeerTransport(Transport):
         kept_PH, self._kept_PH = self._kept_PH, None
         if kept_PH is not None:
             return GatheredRows(None, self._arrived.slots, kept_PH)
-        coming, self._coming = self._coming, None
-        return self._pulled("x") if coming is None else coming.gathered()
+        rows = self._tokens_rows(self._arrived.slots)
+        if self._arrived.windows is None:
+            self._coming = None
+        return rows
 
     def ones_TK(self) -> torch.Tensor:
         return torch.ones_like(self._arrived.slots.row_of_slot_TK, dtype=torch.float32)
+
+    def of_window(self, slots: SlotMap) -> Transport:
+        """The transport of a further window's rows (gbmoe/parallel/windows.py); in backward after this one's."""
+        return _OfWindow(self, slots)
 
     def give_back(self, dx_PH: torch.Tensor, factor: float) -> None:
         self._dx_factor = factor
@@ -100,15 +108,16 @@ class PeerTransport(Transport):
             push_sums(dx_PH, self._arrived, None, self._memory.rank)
 
     def give_back_router_gradient(self, dweights_TK: torch.Tensor | None) -> None:
+        self._push_scalars(dweights_TK, self._arrived.slots)
+
+    def _push_scalars(self, dweights_TK: torch.Tensor | None, slots: SlotMap) -> None:
         if dweights_TK is not None and self._own_weights_TK is not None:
-            slots = self._arrived.slots
             peers.push_slot_scalars(dweights_TK, slots.row_of_slot_TK, slots.num_rows, self._where.shard,
                                     self._arrived.regions.peers["pushed_scalars"])
             self._gives_weights = True
 
     def arrived(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self._going is not None:
-            self._going.wait()
+        self._wait_for_sums()
         self._memory.barrier()
         dx_TH = dweights_TK = None
         if self._dx_factor is not None:
@@ -120,8 +129,55 @@ class PeerTransport(Transport):
                                      self._where.experts_per_rank, dweights_TK)
         return dx_TH, dweights_TK
 
-    def _pulled(self, region: str) -> GatheredRows:
-        return pull_rows(self._arrived.regions.peers[region], self._arrived.slots, self._x_TH, self._memory.rank)
+    def _wait_for_sums(self) -> None:
+        if self._going is not None:
+            self._going.wait()
+
+    def _pulled(self, region: str, slots: SlotMap | None = None) -> GatheredRows:
+        slots = self._arrived.slots if slots is None else slots
+        return pull_rows(self._arrived.regions.peers[region], slots, self._x_TH, self._memory.rank)
+
+    def _tokens_rows(self, slots: SlotMap) -> GatheredRows:
+        return self._pulled("x", slots) if self._coming is None else self._coming.gathered(slots)
+
+
+class _OfWindow(Transport):
+    """Rows of one more window of `first`'s pass: pulled when they are asked for, and sums and scalars pushed at once. The pass's barriers,
+    and what is done after them, are `first`'s."""
+
+    def __init__(self, first: PeerTransport, slots: SlotMap):
+        self.dtype, self.weights_TK = first.dtype, first.weights_TK
+        self._first, self._slots = first, slots
+
+    def rows(self) -> GatheredRows:
+        return self._first._tokens_rows(self._slots)
+
+    def combine(self, y_PH: torch.Tensor) -> torch.Tensor:
+        """y itself: the tokens' sums are on their way to `first`'s result."""
+        self._push(y_PH, self.weights_TK)
+        return y_PH
+
+    def gradient_rows(self) -> GatheredRows:
+        return self._first._pulled("grad", self._slots)
+
+    def rows_again(self) -> GatheredRows:
+        return self.rows()
+
+    def ones_TK(self) -> torch.Tensor:
+        return self._first.ones_TK()
+
+    def give_back(self, dx_PH: torch.Tensor, factor: float) -> None:
+        self._first._wait_for_sums()  # of whole matrices, in which these tokens' places mean nothing
+        self._push(dx_PH, None)
+
+    def give_back_router_gradient(self, dweights_TK: torch.Tensor | None) -> None:
+        self._first._push_scalars(dweights_TK, self._slots)
+
+    def arrived(self) -> tuple[None, None]:
+        return None, None
+
+    def _push(self, y_PH: torch.Tensor, weights_SK: torch.Tensor | None) -> None:
+        push_sums(y_PH, replace(self._first._arrived, slots=self._slots), weights_SK, self._first._memory.rank)
 
 
 def pull_rows(of_ranks: PeerRegion, slots: SlotMap, like_TH: torch.Tensor, rank: int) -> GatheredRows:
@@ -194,11 +250,11 @@ class _TokensOnTheirWay:
             self._copied = self._stream.record_event()
         # _x_WCH was allocated on the current stream, which waits for the side stream before the next pass: no record_stream is needed.
 
-    def gathered(self) -> GatheredRows:
-        """The rows of this rank's experts, once the current stream has waited for the copies."""
+    def gathered(self, slots: SlotMap) -> GatheredRows:
+        """The rows of these slots, once the current stream has waited for the copies."""
         # And not for what has come to the side stream after them.
         self._memory.stream().wait_event(self._copied)
-        return GatheredRows(self._x_WCH.flatten(0, 1), self._arrived.slots)
+        return GatheredRows(self._x_WCH.flatten(0, 1), slots)
 
 
 class _SumsOnTheirWay:

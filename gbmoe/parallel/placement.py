@@ -47,8 +47,8 @@ class Placement:
         shadows: how many of each rank's experts, the last ones, are shadows (gbmoe.parallel.shadowing); the last chunk has these
             alone.
         exact: bring back the row of every slot, and sum rows in slot order. The sums have the same bits as those of one process.
-        rows: over mapped memory, the most rows that a rank may compute, as a multiple of the mean over ranks. None sets no bound: the host
-            then waits for the number of rows in each forward.
+        rows: over mapped memory, the rows for which a rank has room, as a multiple of the mean over ranks; more are computed one part after
+            the other (gbmoe/parallel/windows.py). None: as many as there are, for whose number the host waits in each forward.
         timeout_seconds: how long a rank's device waits for the others there; None for the group's own timeout.
     """
 
@@ -69,8 +69,6 @@ class Placement:
         if self.exact:
             require(self.shards == 1, "Placement", "shards", "1 together with exact: the ranks that hold shards of an expert"
                     " would bring their rows to one place", self.shards)
-            require(self.rows is None, "Placement", "rows", "None together with exact, which sums every slot's row and"
-                    " would read unwritten ones if rows beyond a bound were dropped", self.rows)
 
     @property
     def shard(self) -> int:

@@ -72,7 +72,6 @@ def test_dtype(fields, dtype):
     (dict(mlp_type="moe"), "mlp_type: expected one of mlp, glu, got 'moe'"),
     (dict(expert_parallel_transport="carrier pigeon"), "expert_parallel_transport: expected one of auto, peer_memory, exchange, got"),
     (dict(expert_parallel_rows=0), "expert_parallel_rows: expected None or a positive number, how many times the mean, got 0"),
-    (dict(expert_parallel_rows=1.5, expert_parallel_exact=True), "expert_parallel_rows: expected None with expert_parallel_exact"),
     (dict(hidden_size=0), "hidden_size: expected an int of at least 1, got 0"),
     (dict(ffn_hidden_size=2.5), "ffn_hidden_size: expected an int of at least 1, got 2.5"),
     (dict(moe_loss_weight=None), "moe_loss_weight: expected a number of at least 0, got None"),

@@ -31,8 +31,9 @@ def test_flat_names_can_be_set():
     args = Arguments()
     args.expert_parallel_rows = 1.5
     assert args.expert_parallel == ExpertParallelOptions(rows=1.5) and Arguments().expert_parallel == ExpertParallelOptions()
-    with pytest.raises(ValueError, match="expert_parallel_rows: expected None with expert_parallel_exact"):
-        args.expert_parallel_exact = True
+    args.expert_parallel_exact = True
+    with pytest.raises(ValueError, match="expert_parallel_shadows: expected 0 with expert_parallel_exact"):
+        args.expert_parallel_shadows = 1
 
 
 def test_a_dictionary_of_all_arguments_makes_them_again():
@@ -48,7 +49,6 @@ def test_a_dictionary_of_all_arguments_makes_them_again():
     (dict(transport="peer_memori"), "transport: expected one of auto, peer_memory, exchange, .*; the nearest is peer_memory"),
     (dict(rows=0.0), "rows: expected None or a positive number, how many times the mean, got 0.0"),
     (dict(shadows=None), "shadows: expected an int of at least 0, got None"),
-    (dict(exact=True, rows=2.0), "rows: expected None with expert_parallel_exact"),
     (dict(exact=True, shadows=1), "shadows: expected 0 with expert_parallel_exact"),
     (dict(shadows=1, transport="peer_memory"), "transport: expected 'auto' or 'exchange' with expert_parallel_shadows"),
 ])

@@ -1,7 +1,7 @@
 """Rows pulled and sums pushed between ranks give what one process gives on all ranks' tokens: between GPUs, and between processes on the
 CPU that map files (gbmoe.testing.mapped_files).
 
-One start of a number of processes serves all cases: each is a function of (rank, world) that raises where something is wrong.
+One start of a number of processes serves all cases, these and those of window_cases.py.
 
 Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F ffn hidden.
 """
@@ -17,107 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import RoutingPlan, expert_mlp, extension
-from gbmoe.parallel import Placement, arrival, check_overflow, peer_experts, peer_memory, peer_transport
+from gbmoe import extension
+from gbmoe.parallel import Placement, arrival, peer_experts, peer_memory, peer_transport
 from gbmoe.parallel.peer_transport import sum_of_ranks
 from gbmoe.testing import cuda_graphs
 from tests import rank_groups
-
-CASES, OF_GPUS = {}, set()
-DEVICE_TYPE = "cuda"
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
-
-def of_gpus(function):
-    """A case that asks for streams or graphs."""
-    OF_GPUS.add(function.__name__)
-    return case(function)
-
-
-def device(rank):
-    return torch.device("cuda", rank) if DEVICE_TYPE == "cuda" else torch.device("cpu")
-
-
-def synchronize():
-    torch.get_device_module(DEVICE_TYPE).synchronize()
-
-
-class Layer:
-    """One layer's tensors, the same on all ranks, and the results that one process computes with them. `tokens` are those of the first
-    ranks, and of the next ones again."""
-
-    def __init__(self, rank, world, tokens, experts=4, top_k=2, hidden=64, ffn=96, dtype=torch.bfloat16, glu=True, seed=0, weighted=True,
-                 only_expert=None):
-        generator = torch.Generator(device(rank)).manual_seed(seed)
-        draw = functools.partial(torch.randn, device=device(rank), generator=generator)
-        tokens = [tokens[of % len(tokens)] for of in range(world)]
-        self.rank, self.world, self.tokens, self.experts = rank, world, tokens, experts
-        self.w = [draw(experts, ffn, hidden).mul(0.2).to(dtype) for _ in range(3 if glu else 2)]
-        self.x = [draw(t, hidden).to(dtype) for t in tokens]
-        self.grad = [draw(t, hidden).to(dtype) for t in tokens]
-        self.ids = [draw(t, experts).topk(top_k, dim=1).indices for t in tokens]
-        if only_expert is not None:
-            self.ids = [torch.where(torch.arange(top_k, device=device(rank)) == 0, only_expert, -1).expand(t, top_k) for t in tokens]
-        self.weights = [draw(t, top_k).abs() if weighted else None for t in tokens]
-        self.degree = min(world, experts)
-        self.local, self.shards = experts // self.degree, world // self.degree
-
-    def where(self, **changes):
-        return Placement(None, self.world, self.rank, self.experts, self.local, self.shards, timeout_seconds=60, **changes)
-
-    def mine(self, t_EFH):
-        """This rank's experts, or shards of them."""
-        shard = t_EFH.chunk(self.shards, dim=1)[self.rank // self.degree]
-        return shard[self.rank % self.degree * self.local:][: self.local].contiguous()
-
-    def leaves(self):
-        """This rank's inputs that need gradients, by name; None where there is none."""
-        leaves = {"x": self.x[self.rank], "weights": self.weights[self.rank], "w1": self.mine(self.w[0]), "w2": self.mine(self.w[1]),
-                  "v1": self.mine(self.w[2]) if len(self.w) == 3 else None}
-        return {name: None if t is None else t.clone().requires_grad_() for name, t in leaves.items()}
-
-    def forward(self, leaves, gradient_scale=1.0, **changes):
-        return peer_experts(leaves["x"], self.ids[self.rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
-                            self.where(**changes), gradient_scale=gradient_scale)
-
-    def run(self, **changes):
-        """{name: tensor} of the output and of all gradients of this rank."""
-        leaves = self.leaves()
-        out = self.forward(leaves, **changes)
-        out.backward(self.grad[self.rank])
-        return {"out": out.detach(), **{name: t.grad for name, t in leaves.items() if t is not None}}
-
-    def expected(self, dtype=None):
-        """The same tensors, computed in one process with all tokens, in `dtype`."""
-        cast = (lambda t: t) if dtype is None else (lambda t: t.to(dtype))
-        x = cast(torch.cat(self.x)).requires_grad_()
-        weights = None if self.weights[0] is None else torch.cat(self.weights).requires_grad_()
-        w1, w2, *v1 = (cast(w).clone().requires_grad_() for w in self.w)
-        plan = RoutingPlan.from_experts(torch.cat(self.ids), self.experts, check="none")
-        out = expert_mlp(x, plan, w1, w2, v1[0] if v1 else None, weights_TK=weights, activation="silu")
-        out.backward(cast(torch.cat(self.grad)))
-        first = sum(self.tokens[: self.rank])
-        here = slice(first, first + self.tokens[self.rank])
-        all_ = {"out": out.detach()[here], "x": x.grad[here], "w1": self.mine(w1.grad), "w2": self.mine(w2.grad)}
-        if weights is not None:
-            all_["weights"] = weights.grad[here]
-        return all_ | dict.fromkeys(["v1"][: len(v1)], self.mine(v1[0].grad) if v1 else None)
-
-    def check(self, got):
-        """Allow twice the error that one process has against float64 in the same dtype, and one rounding more."""
-        exact, plain = self.expected(torch.float64), self.expected()
-        assert set(got) == set(exact)
-        for name, reference in exact.items():
-            if reference.numel() == 0:
-                assert got[name].shape == reference.shape
-                continue
-            scale = reference.norm().clamp(min=1e-30)
-            error, allowed = (got[name].double() - reference).norm() / scale, (plain[name].double() - reference).norm() / scale
-            assert error <= 2 * allowed + torch.finfo(got[name].dtype).eps, f"{name}: error {error:.2e}, one process {allowed:.2e}"
+from tests.parallel import peer_layers, window_cases
+from tests.parallel.peer_layers import CASES, OF_GPUS, Layer, case, device, of_gpus, synchronize
 
 
 @case
@@ -249,7 +155,7 @@ def an_autocast_around_backward_changes_no_bit(rank, world):
     layer = Layer(rank, world, [60, 70], dtype=torch.float32)
     leaves, expected = layer.leaves(), layer.run()
     out = layer.forward(leaves)
-    with torch.autocast(DEVICE_TYPE, dtype=torch.bfloat16):
+    with torch.autocast(device(rank).type, dtype=torch.bfloat16):
         out.backward(layer.grad[rank])
     assert all(torch.equal(t.grad, expected[name]) for name, t in leaves.items() if t is not None)
 
@@ -408,24 +314,8 @@ def rows_that_were_pulled_are_kept_for_backward(rank, world):
                 assert leaf is None or torch.equal(leaf.grad, plain[name]), name
 
 
-@case
-def rows_beyond_their_bound_are_reported_at_the_next_step(rank, world):
-    peer_memory.release()  # the room for the tokens is made at the first call
-    layer = Layer(rank, world, [4000], experts=8, only_expert=7)  # all rows on the last rank
-    got = layer.run(rows=0.5)
-    # Of 4,000 rows a rank 4,096 fit, in the order of ranks and tokens; the others count as dropped, whatever was there before.
-    assert got["out"][:40].any(dim=1).all() if rank == 0 else not got["out"][100:].any()
-    assert rank == 0 or not (got["x"][100:].any() or got["weights"][100:].any())
-    synchronize()
-    if rank == world - 1:
-        with pytest.raises(ValueError, match=f"rows: expected at most .* got {4000 * world}"):
-            check_overflow()
-    check_overflow()
-
-
 def worker(rank, store, world, device_type, names, results):
-    global DEVICE_TYPE
-    DEVICE_TYPE = device_type
+    peer_layers.DEVICE_TYPE = device_type
     rank_groups.join_and_map_memory(rank, world, store, device_type)
     for name in names:
         try:
@@ -444,7 +334,8 @@ STARTS = [("cpu", 2), ("cpu", 4), ("cuda", 2), ("cuda", 4), ("cuda", 8)]
 MARKS = {"cpu": [pytest.mark.xdist_group("mapped-files")], "cuda": [pytest.mark.gpu, pytest.mark.xdist_group("two-gpus")]}
 # Four processes on a CPU spend four fifths of their time on these, in which two processes do the same.
 LONG = ("glu_mlp_and_dtypes", "gradients_of_weights_are_scaled_and_others_are_not", "slots_have_the_bits_of_one_process", "checkpointed",
-        "tokens_of_one_layer_do_not_count_for_others_of_another_shape", "rows_are_pulled_while_the_host_waits_for_their_number")
+        "tokens_of_one_layer_do_not_count_for_others_of_another_shape", "rows_are_pulled_while_the_host_waits_for_their_number",
+        *window_cases.LONG)
 
 
 def starts():
