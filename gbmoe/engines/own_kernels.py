@@ -38,8 +38,8 @@ class OwnKernels(Engine):
         raise TypeError(f"{type(self).__name__} does not say how it computes an m-grouped GEMM")
 
     def weight_gradient_gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then, or with adds_in_16_bits of their
-        dtype."""
+        """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then, or of their dtype with
+        adds_in_16_bits."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a k-grouped GEMM")
 
     def has_few_rows(self, rows: int, groups: int) -> bool:
