@@ -473,17 +473,19 @@ def test_the_cache_says_what_it_does_not_take():
 
 
 def test_the_recipe_says_what_it_does_not_take():
-    for name in ("power_2_scale", "float8_weight_gradients", "keep_weights"):
+    for name in ("power_2_scale", "float8_weight_gradients", "keep_weights", "float8_dispatch"):
         with pytest.raises(TypeError, match=f"Float8BlockScaling: {name}: expected a bool, got 1"):
             Float8BlockScaling(**{name: 1})
 
 
 def test_each_recipe_has_an_engine():
-    recipes = [Float8BlockScaling(power_2, weights) for weights in (False, True) for power_2 in (False, True)]
+    recipes = [Float8BlockScaling(power_2, weights, float8_dispatch=dispatch)
+               for dispatch in (False, True) for weights in (False, True) for power_2 in (False, True)]
     assert [recipe.engine for recipe in recipes] == list(engines.FLOAT8_ENGINES)
     for recipe in recipes:
         for engine in engines.FLOAT8_ENGINES[recipe.engine]:
-            assert (engine.power_2_scale, engine.float8_weight_gradients) == (recipe.power_2_scale, recipe.float8_weight_gradients)
+            for field in ("power_2_scale", "float8_weight_gradients", "float8_dispatch"):
+                assert getattr(engine, field) == getattr(recipe, field)
 
 
 @HALVES

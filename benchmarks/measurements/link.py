@@ -25,8 +25,9 @@ from gbmoe.cli.bench.measurements.measurement import Measurement, Subject
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.parallel import peer_memory
 from gbmoe.parallel.arrival import Arrival
-from gbmoe.parallel.peer_transport import pull_rows, push_sums, sum_of_ranks
+from gbmoe.parallel.peer_transport import push_sums, sum_of_ranks
 from gbmoe.parallel.placement import Placement
+from gbmoe.parallel.region_rows import pull_rows
 from gbmoe.plan import RoutingPlan
 from gbmoe.testing import accuracy, oracle
 
@@ -140,7 +141,7 @@ class _PeerMemory(_Trip):
 
     def _dispatch(self):
         regions = self.arrived.regions
-        return pull_rows(regions.peers["x"], self.arrived.slots, self.x_TH, self.rank).rows_PH()
+        return pull_rows(regions, "x", self.arrived.slots, self.x_TH, self.rank).rows_PH()
 
     def _combine(self):
         push_sums(self.rows_PH, self.arrived, None, self.rank)

@@ -17,6 +17,7 @@ from gbmoe.engines.choice import (
     names,
     of_operands,
     product,
+    recipe_of,
     recipes_availability,
     refusals,
     resolve,
@@ -26,5 +27,5 @@ from gbmoe.engines.choice import (
 
 __all__ = [
     "BATCH_INVARIANT", "ENGINES", "FLOAT8_ENGINES", "availability", "batch_invariant", "float8", "for_experts", "forget", "linear", "names",
-    "of_operands", "product", "recipes_availability", "refusals", "resolve", "select", "taken_by_auto",
+    "of_operands", "product", "recipe_of", "recipes_availability", "refusals", "resolve", "select", "taken_by_auto",
 ]

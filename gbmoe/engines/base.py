@@ -278,6 +278,10 @@ class Engine(LowRankProducts):
             self.product(dg_PF, v1_EFH, sizes_E, out=dx_PH, accumulate=True)
         return dx_PH
 
+    def rows_for_weights(self, x: GatheredRows) -> GatheredRows:
+        """The rows of x, or of the output's gradient, as gradients of weights and biases take them: these, but in float8_dispatch."""
+        return x
+
     def weight_gradient(self, left_PF: torch.Tensor, rows: GatheredRows, sizes_E: torch.Tensor, out_EFH: torch.Tensor | None = None,
                         ) -> torch.Tensor:
         """out[e] = left[rows of e].T @ rows[rows of e]; exactly 0 for an expert without rows. out is allocated where it is None."""

@@ -57,7 +57,8 @@ BATCH_INVARIANT: dict[str, str] = {Hopper.name: HopperBatchInvariant.name, Tenso
 # The engines that recipes of gbmoe.float8 name: on CUDA, and on every other device.
 FLOAT8_ENGINES: dict[str, tuple[Float8, Float8]] = {
     recipe.engine: (Float8Hopper(recipe), Float8Reference(recipe))
-    for recipe in (Float8BlockScaling(power_2, weights) for weights in (False, True) for power_2 in (False, True))}
+    for recipe in (Float8BlockScaling(power_2, weights, float8_dispatch=dispatch)
+                   for dispatch in (False, True) for weights in (False, True) for power_2 in (False, True))}
 
 
 def names() -> list[str]:
@@ -174,6 +175,11 @@ def float8(recipe: Float8BlockScaling, engine: str) -> str:
     require(isinstance(recipe, Float8BlockScaling), "float8", "recipe", "a Float8BlockScaling", type(recipe).__name__, TypeError)
     require(engine == "auto", "float8", "engine", "auto with a recipe, which has engines of its own", repr(engine))
     return recipe.engine
+
+
+def recipe_of(engine: str) -> Float8BlockScaling | None:
+    """The recipe that an engine of this name computes, or None."""
+    return FLOAT8_ENGINES[engine][0].recipe if engine in FLOAT8_ENGINES else None
 
 
 def product(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,

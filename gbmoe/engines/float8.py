@@ -3,7 +3,7 @@
 What a recipe quantises: x on its way to the padded rows, the activation's result, the gradient of the output on its way to the padded
 rows, those of the pre-activations, and the weights, each in the orientation that its product sums along. Gradients of weights are
 computed by another engine, from tensors in the layer's dtype; or, with float8_weight_gradients, from the same values quantised
-along the rows.
+along the rows. With float8_dispatch the rows of x and of the output's gradient are, for these, what e4m3 stands for.
 
 Shape suffixes: T tokens, P rows of all groups, E groups (experts), H hidden, F ffn hidden, M rows and N columns of a group's result, K
 inner, C tiles of a row, B k-blocks, R rows of one, Y bytes.
@@ -16,10 +16,12 @@ import torch
 from gbmoe import float8, launch
 from gbmoe._checks import dtype_name
 from gbmoe.engines.base import Engine, GatheredRows, device_sizes, host_sizes
+from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
 from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.launch.alignment import aligned
+from gbmoe.launch.packed_rows import dequantize_rows
 from gbmoe.plain import plain_activation, plain_plan
 from gbmoe.problem import result_shape
 from gbmoe.tuning import float8_tiles
@@ -42,6 +44,7 @@ class Float8(Engine):
 
     def __init__(self, recipe: Float8BlockScaling):
         self.name, self.power_2_scale, self.float8_weight_gradients = recipe.engine, recipe.power_2_scale, recipe.float8_weight_gradients
+        self.float8_dispatch, self.recipe = recipe.float8_dispatch, recipe
 
     def refuses(self, problem):
         if problem.dtype not in _DTYPES:
@@ -127,6 +130,14 @@ class Float8(Engine):
         w1 = self._weights(w1_EFH, transpose=True)
         return self.scaled_product(dh, w1, sizes_E, w1.new_rows(dh.values_PK.size(0)), *second)
 
+    def rows_for_weights(self, x):
+        if not self.float8_dispatch or isinstance(x, GatheredScaledRows):
+            return x
+        if x.tokens_TH is None:
+            rows_PH = x.rows_PH()
+            return GatheredRows(None, x.slots, dequantize_rows(self._rows(rows_PH), rows_PH.dtype))
+        return GatheredRows(dequantize_rows(self._rows(x.tokens_TH), x.tokens_TH.dtype), x.slots)
+
     def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
         return not self.float8_weight_gradients and self.unscaled.makes_two_weight_gradients(left_PF, rows, sizes_E)
 
@@ -167,6 +178,8 @@ class Float8(Engine):
         return launch.quantize_rows(aligned(x_PK), self.power_2_scale)
 
     def _gathered(self, x: GatheredRows) -> ScaledRows:
+        if isinstance(x, GatheredScaledRows):
+            return x.scaled()
         if x.tokens_TH is None:
             return self._rows(x.rows_PH())
         return launch.quantize_gathered(aligned(x.tokens_TH), x.slots, self.power_2_scale)

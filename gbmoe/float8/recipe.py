@@ -28,6 +28,11 @@ class Float8BlockScaling:
             a kernel, in the exact mode of expert parallelism over the exchange, and for weights that cached_weights keeps.
             A change of the weights between forward and backward raises if torch counts it. One that it does not count, such as a fused
             optimizer's, is not noticed, as with any of torch's operators: kept weights are forward's, others are what is there then.
+        float8_dispatch: x and the gradient of the output are quantised once, each by its rows, and gradients of weights (and of w2's
+            biases) are products of what these e4m3 values stand for, rounded to the layer's dtype, instead of the rows themselves. With
+            float8_weight_gradients that is quantised again along an expert's rows, as DeepSeek-V3 does. So ranks of expert parallelism
+            need to send no more than e4m3 and scales, half the bytes; one process computes the same from what it quantises itself. Forward
+            and gradients of rows have the bits that they have without it.
 
     Example:
         >>> Float8BlockScaling(power_2_scale=True).engine
@@ -36,9 +41,10 @@ class Float8BlockScaling:
     power_2_scale: bool = False
     float8_weight_gradients: bool = False
     keep_weights: bool = True
+    float8_dispatch: bool = False
 
     def __post_init__(self):
-        for name in ("power_2_scale", "float8_weight_gradients", "keep_weights"):
+        for name in ("power_2_scale", "float8_weight_gradients", "keep_weights", "float8_dispatch"):
             value = getattr(self, name)
             require(isinstance(value, bool), "Float8BlockScaling", name, "a bool", repr(value), TypeError)
 
@@ -46,4 +52,4 @@ class Float8BlockScaling:
     def engine(self) -> str:
         """The name of the engine that computes this (gbmoe.engines.FLOAT8_ENGINES)."""
         scale = "float8_block_power_2" if self.power_2_scale else "float8_block"
-        return f"{scale}_weights" if self.float8_weight_gradients else scale
+        return scale + "_weights" * self.float8_weight_gradients + "_dispatch" * self.float8_dispatch

@@ -21,7 +21,7 @@ class ScaledRows:
     """Rows in e4m3 with their scales.
 
     Attributes:
-        values_PK: [P,K], float8_e4m3fn, contiguous.
+        values_PK: [P,K], float8_e4m3fn, contiguous, or with rows that lie a multiple of 16 bytes apart.
         scales_PC: the decoding scales, float32 [P,C].
     """
     values_PK: torch.Tensor

@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 
 from gbmoe._checks import require
-from gbmoe._define_operator import refuse_jit_tracing
+from gbmoe._define_operator import may_be_transformed, refuse_jit_tracing
 from gbmoe._version import __version__
-from gbmoe.float8 import keeps_weights
 from gbmoe.layers import expert_parallel_options, mpu
 from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.layers.same_activation import require_same_activation
 from gbmoe.ops.activations import activation_name
-from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, pass_agreement, peer_memory, uncompiled
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement, sharding
@@ -171,22 +169,14 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     if where.exact:
         rows = experts.rows_before_weights()
         return uncompiled.exact_experts_by_exchange(rows or experts, x_TH, experts_TK, weights_TK, where, weighs_later=rows is not None,
-                                                   layer=prepared.layer, trains=trains)
+                                                   layer=prepared.layer, trains=trains, recipe=_recipe(experts))
     return _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, prepared.layer, trains)
 
 
 def _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, layer) -> torch.Tensor:
     """out [T,H] with rows that are pulled from other ranks' memory."""
-    weights: Any = experts.weights_EFH()
-    scale = experts.gradient_scale
-    if not scales_exactly(scale, x_TH.dtype):
-        weights, scale = with_scaled_gradients(scale, *weights), 1.0
-    # Autocast may have lowered x's dtype, to which weights are cast. Such copies are not in the weights' memory.
-    uncast = (w for w in weights if w is not None and w.dtype == x_TH.dtype)
+    (w1_EFH, w2_EFH, v1_EFH), scale, keep_weights = experts.weights_of_pass(x_TH.dtype)
     own = experts.args  # `args` may be MegaBlocks'
-    keep_weights = keeps_weights(own.fp8_recipe, uncast)
-    cast: Any = [w if w is None else w.to(x_TH.dtype) for w in weights]
-    w1_EFH, w2_EFH, v1_EFH = cast
     return peer_experts(x_TH, experts_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, str(activation_name(args.activation_fn)),
                         own.experts_engine, where, meanwhile, scale, layer=layer, keep_weights=keep_weights,
                         keep_gathered_rows=own.keep_gathered_rows)
@@ -214,10 +204,30 @@ def _experts_by_exchange(experts, x_TH, experts_TK, weights_TK, args, where, lay
     if shadows and where.world > 1:
         return uncompiled.shadowed_experts_by_exchange(
             experts.in_chunks, x_TH, experts_TK, weights_TK, where, most=shadows,
-            expert_elements=matrices * args.hidden_size * args.ffn_hidden_size, layer=layer, trains=trains)
+            expert_elements=matrices * args.hidden_size * args.ffn_hidden_size, layer=layer, trains=trains, recipe=_recipe(experts))
     if where.chunks == 1:
         chunks = [experts]
     else:
         chunks = experts.in_chunks([where.bounds(chunk) for chunk in range(where.chunks)])
-    return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where, layer=layer, trains=trains)
+    scaled = _over_scaled_rows(experts, x_TH, weights_TK, where)
+    return exchange.experts_by_exchange(chunks, x_TH, experts_TK, weights_TK, where, layer=layer, trains=trains,
+                                        recipe=_recipe(experts), scaled=scaled)
+
+
+def _recipe(experts):
+    """The experts' recipe of float8, or None; MegaBlocks' own Arguments may lack the field."""
+    return getattr(experts.args, "fp8_recipe", None)
+
+
+def _over_scaled_rows(experts, x_TH, weights_TK, where: Placement):
+    """The experts over rows that travel in e4m3, or None where this rank computes with others: without a recipe, in parts, with an
+    activation that has no kernel, and where a compiler traces one graph."""
+    args = experts.args
+    if not isinstance(experts, GroupedExperts) or args.fp8_recipe is None or torch.compiler.is_compiling() or may_be_transformed():
+        return None
+    if x_TH.element_size() != 2 or weights_TK.dtype == torch.float64 or activation_name(args.activation_fn) is None:
+        return None
+    if where.chunks > 1 or where.nodes is not None:
+        return None
+    return lambda over, x_TH, weights_TK: experts(x_TH, None, weights_TK, over=over)
 

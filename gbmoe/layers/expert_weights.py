@@ -15,16 +15,18 @@ from torch.nn.utils import parametrize
 
 from gbmoe._checks import require
 from gbmoe._define_operator import refuse_jit_tracing
+from gbmoe.float8 import keeps_weights
 from gbmoe.layers import mpu
 from gbmoe.layers.arguments import Arguments
 from gbmoe.lora_factors import ExpertLora, LoraFactors
 from gbmoe.lora_of_peft import is_of_peft, low_rank_changes, may_have_changes
 from gbmoe.ops import expert_mlp, padded_gather, padded_scatter
 from gbmoe.ops.activations import activation_name, gated
-from gbmoe.ops.gradient_scale import with_scaled_gradients
+from gbmoe.ops.gradient_scale import scales_exactly, with_scaled_gradients
 from gbmoe.ops.routed_experts import ExpertsCall
 from gbmoe.ops.rows_before_weights import rows_before_weights
 from gbmoe.parallel.expert_modules import ExpertModule
+from gbmoe.parallel.scaled_exchange import ScaledExchange
 from gbmoe.plan import RoutingPlan
 
 
@@ -293,6 +295,27 @@ class GroupedExperts(ExpertWeights):
                           batch_invariant=self.args.batch_invariant, fp8_recipe=self.args.fp8_recipe,
                           keep_gathered_rows=self.args.keep_gathered_rows, weight_gradient_scale=self.gradient_scale,
                           weights_on="input" if self.args.moe_apply_probs_on_input else "output", lora=lora, **self.biases())
+
+    def forward(self, x_TH: torch.Tensor, plan: RoutingPlan | None, weights_TK: torch.Tensor | None,
+                over: ScaledExchange | None = None) -> torch.Tensor:
+        """As in ExpertWeights; with `over`, and without a plan, over rows that ranks exchange in e4m3."""
+        if over is None or weights_TK is None:
+            assert plan is not None
+            return super().forward(x_TH, plan, weights_TK)
+        weights, scale, keep_weights = self.weights_of_pass(x_TH.dtype)
+        return over.experts(x_TH, weights_TK, *weights, str(activation_name(self.args.activation_fn)), scale, keep_weights)
+
+    def weights_of_pass(self, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], float, bool]:
+        """(w1, w2 and v1 [E,F,H] in the dtype of the tokens, the scale that is left for their gradients, whether forward keeps them in
+        float8), for a pass that computes with them over a transport."""
+        weights: Any = self.weights_EFH()
+        scale = self.gradient_scale
+        if not scales_exactly(scale, dtype):
+            weights, scale = with_scaled_gradients(scale, *weights), 1.0
+        # Autocast may have lowered x's dtype, to which weights are cast. Such copies are not in the weights' memory.
+        keep_weights = keeps_weights(self.args.fp8_recipe, (w for w in weights if w is not None and w.dtype == dtype))
+        cast: Any = tuple(w if w is None else w.to(dtype) for w in weights)
+        return cast, scale, keep_weights
 
     def call_after_router(self) -> ExpertsCall | None:
         """What `compute` calls, for routed_experts; None where that does not compute it."""

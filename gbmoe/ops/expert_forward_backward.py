@@ -235,6 +235,8 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     low = weights.low_rank
     a_PF, dh_PF, dg_PF, dweights_TK, (dh, dg) = _down_backward(experts, weights, dz, w2, sizes_E, saved, weights_TK, activation)
     del w2
+    if wanted.w2 or wanted.w2_bias or weights.biases.w2 is not None:
+        dz = experts.rows_for_weights(dz)
     if wanted.any_bias:
         expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
     del weights_TK
@@ -260,7 +262,7 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     if low is not None:
         low.make_up_b_gradient(experts, dh_PF, dg_PF, sizes_E)
     if wanted.w1 or wanted.v1 or (low is not None and low.needs_rows_again):
-        x = t.rows_again()
+        x = experts.rows_for_weights(t.rows_again())
         if low is not None:
             low.make_up_a_gradient(experts, x, sizes_E)
         both = wanted.w1 and wanted.v1 and gradients.takes_two

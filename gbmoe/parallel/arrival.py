@@ -5,7 +5,7 @@ waits for the number of rows, it has the headers of all ranks then. Where it doe
 pass reports what it found.
 
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
-token, E experts of this rank, H hidden, P rows of this rank, N elements of a header.
+token, E experts of this rank, H hidden, P rows of this rank, N elements of a header, X elements of a row as it travels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from gbmoe import engines
 from gbmoe._checks import require
 from gbmoe.engines.base import Engine, GatheredRows
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.launch import peers
+from gbmoe.parallel import pass_agreement, region_rows
 from gbmoe.parallel.host_copy import HostCopy
 from gbmoe.parallel.peer_memory import PeerMemory, capturing, rounded_up
 from gbmoe.parallel.placement import Placement
@@ -45,6 +47,8 @@ class Joint:
         experts: gradients of weights of experts.
         x_again: the rows of x once more, for gradients of w1 and v1.
         packed: a layout for the tokens of this pass alone, because something takes saved tensors away. All ranks must have the same one.
+        wide_gradient: rows of the result's gradient in the tokens' dtype, for the gradient of w2, also where a recipe of float8 quantises
+            them.
     """
 
     x: bool = False
@@ -52,6 +56,7 @@ class Joint:
     experts: bool = False
     x_again: bool = False
     packed: bool = False
+    wide_gradient: bool = False
 
     @property
     def any(self) -> bool:
@@ -59,11 +64,11 @@ class Joint:
 
     def bits(self) -> int:
         """As the bits of an int: the bitwise or over the ranks is what any rank needs."""
-        return self.x | self.weights << 1 | self.experts << 2 | self.x_again << 3 | self.packed << 4
+        return self.x | self.weights << 1 | self.experts << 2 | self.x_again << 3 | self.packed << 4 | self.wide_gradient << 5
 
     @classmethod
     def of_bits(cls, bits: int) -> Joint:
-        return cls(*(bool(bits >> bit & 1) for bit in range(5)))
+        return cls(*(bool(bits >> bit & 1) for bit in range(6)))
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Arrived:
     needs: Joint
     windows: Windows | None = None  # where rows may be more than there is room for; `slots` are those of the first window
     divided_SK: torch.Tensor | None = None  # of Windows.divided
+    recipe: Float8BlockScaling | None = None  # by which rows of x travel in e4m3
 
     def with_own_capacity(self) -> Arrived:
         """The same in a layout for the tokens of this pass, of which other passes that let the memory grow change nothing. A pass that is
@@ -109,10 +115,11 @@ class Arrival:
     """
 
     def __init__(self, memory: PeerMemory, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, where: Placement, *,
-                 layer: int = 0, records: bool = False, needs: Joint = Joint(), pulls_ahead: bool = False):
+                 layer: int = 0, records: bool = False, needs: Joint = Joint(), pulls_ahead: bool = False,
+                 recipe: Float8BlockScaling | None = None):
         self._memory, self._x_TH, self._ids_TK, self._weights_TK, self._where = memory, x_TH, ids_TK, weights_TK, where
-        self._pulls_ahead, self._rows_here, self._needs = pulls_ahead, 0, needs
-        self._ahead_PH: torch.Tensor | None = None
+        self._pulls_ahead, self._rows_here, self._needs, self._recipe = pulls_ahead, 0, needs, recipe
+        self._ahead_PX: torch.Tensor | None = None
         self._windows: Windows | None = None
         self._divided_SK: torch.Tensor | None = None
         self._numbers_on_host: torch.Tensor | None = None  # headers and offsets, where the host waits for them
@@ -122,7 +129,8 @@ class Arrival:
         self._layers = (*kind, "rows are bounded") if bounded else kind
         self._expectation = *self._layers, where.experts, where.experts_per_rank  # those of which as many rows are expected here
         self._records = records
-        self._digest = memory.announce(layer, _path(*kind, where.experts, weights_TK is not None, bounded), records)
+        path = _path(*kind, where.experts, weights_TK is not None, bounded, recipe and recipe.engine)
+        self._digest = memory.announce(layer, path, records)
         if bounded and not capturing(x_TH.device):
             memory.report.look()
         if memory.capacity(self._layers) == 0:
@@ -144,7 +152,7 @@ class Arrival:
         header = tokens, self._digest, self._needs.bits(), 0
         peers.publish_slots(ids_TK.contiguous(), weights, header, own["ids"], None if weights is None else own["weights"], own["header"])
         if where.rows is not None:
-            own["x"][:tokens].copy_(self._x_TH)
+            region_rows.publish(self._x_TH, self._regions, "x", memory.rank, self._recipe)
             memory.barrier()
             self._plan_rows(memory.report.headers_WN, only_differing=True)
             self._on_host = None
@@ -155,12 +163,12 @@ class Arrival:
         self._on_host = HostCopy(torch.cat([headers_WN.flatten(), self._plan.offsets_E1]))
         # The tokens are published while the headers travel to the host.
         if fits:
-            own["x"][:tokens].copy_(self._x_TH)
+            region_rows.publish(self._x_TH, self._regions, "x", memory.rank, self._recipe)
         memory.barrier()
         expected = memory.expected_rows.get(self._expectation, 0) if self._pulls_ahead else 0
         if expected:
-            self._ahead_PH = self._x_TH.new_empty(self._room(expected), hidden)
-            peers.pull_rows(self._regions.peers["x"], memory.rank, self._plan.row_of_slot_TK, self._ahead_PH)
+            self._ahead_PX = region_rows.pull_ahead(self._regions, "x", self._plan.row_of_slot_TK, self._room(expected), self._x_TH,
+                                                    memory.rank, self._recipe)
 
     def _plan_rows(self, headers_WN: torch.Tensor, only_differing: bool = False) -> None:
         where, layout, of_ranks = self._where, self._regions.layout, self._regions.peers
@@ -219,7 +227,8 @@ class Arrival:
         if not capturing(self._x_TH.device):
             self._memory.report.send()
         # No host knows what the other ranks need, so that all take part in everything.
-        needs = Joint(*[self._records] * 4)
+        records, narrow = self._records, self._recipe is not None and self._recipe.float8_dispatch
+        needs = Joint(records, records, records, records, wide_gradient=records and not narrow)
         arrived = self._arrived(rows, [layout.tokens] * layout.ranks, needs)
         return replace(arrived, windows=windows, divided_SK=self._divided_SK)
 
@@ -230,10 +239,10 @@ class Arrival:
         known, rows = self._memory.expected_rows, self._rows_here
         expected = max(rows, math.floor(known.get(self._expectation, 0) * (1 - _FEWER_ROWS)))
         known[self._expectation] = min(expected, math.ceil(rows * _MOST_TIMES))
-        ahead_PH, self._ahead_PH = self._ahead_PH, None
-        if ahead_PH is None or ahead_PH.size(0) < self._slots.num_rows:
+        ahead_PX, self._ahead_PX = self._ahead_PX, None
+        if ahead_PX is None or ahead_PX.size(0) < self._slots.num_rows:
             return None
-        return GatheredRows(None, self._slots, ahead_PH[: self._slots.num_rows])
+        return region_rows.gathered(ahead_PX[: self._slots.num_rows], self._slots, self._x_TH)
 
     def sizes_and_engine(self, engine: str, w1_EFH: torch.Tensor) -> tuple[torch.Tensor, Engine]:
         """The rows of each expert, on the host or on the device as `engine` wants them for these rows and w1, and the engine of experts
@@ -263,11 +272,13 @@ class Arrival:
 
     def _arrived(self, rows: int, tokens_W: list[int], needs: Joint) -> Arrived:
         self._slots = SlotMap(row_of_slot_TK=self._plan.row_of_slot_TK, slot_of_row_P=self._plan.slot_of_row_P[:rows])
-        return Arrived(self._memory, self._regions, self._slots, self._weights_SK, tokens_W, needs)
+        return Arrived(self._memory, self._regions, self._slots, self._weights_SK, tokens_W, needs, recipe=self._recipe)
 
 
 @functools.lru_cache(maxsize=256)
-def _path(top_k: int, hidden: int, dtype: torch.dtype, shards: int, exact: bool, experts: int, weighted: bool, bounded: bool) -> str:
+def _path(top_k: int, hidden: int, dtype: torch.dtype, shards: int, exact: bool, experts: int, weighted: bool, bounded: bool,
+          recipe: str | None) -> str:
     """How rows travel, and in what form: equal on all ranks."""
-    return (f"mapped memory of {hidden} x {dtype} a row and {top_k} slots a token, {'with' if weighted else 'without'} router weights,"
+    return (f"mapped memory of {hidden} x {dtype} a row{pass_agreement.quantised_by(recipe)} and {top_k} slots a token,"
+            f" {'with' if weighted else 'without'} router weights,"
             f" {experts} experts in {shards} shards{', one row a slot' if exact else ''}{', rows bounded' if bounded else ''}")

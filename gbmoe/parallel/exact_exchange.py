@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.permute import gather_slots
 from gbmoe.parallel import pass_agreement
@@ -83,7 +84,7 @@ class _BackWeighed(torch.autograd.Function):
 
 def exact_experts_by_exchange(
     compute: Compute, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor, p: Placement, *, weighs_later: bool,
-    layer: int = 0, trains: bool = True,
+    layer: int = 0, trains: bool = True, recipe: Float8BlockScaling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange with the same bits that one process gives: every slot's row comes back, and the token's rank sums them.
 
@@ -94,7 +95,7 @@ def exact_experts_by_exchange(
         compute: a function of rows with one slot each: (rows [V,H], plan, weights [V,1] or None) -> rows [V,H].
         weighs_later: `compute` is given the weights but returns rows without them, and in backward expects the gradient of the weighed
             rows. Otherwise it is given None.
-        layer, trains: as in experts_by_exchange.
+        layer, trains, recipe: as in experts_by_exchange. Rows travel in their dtype.
     """
     check_arguments("exact_experts_by_exchange", x_TH, experts_TK, weights_TK)
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
@@ -102,7 +103,8 @@ def exact_experts_by_exchange(
     key_TK = p.keys(ids_TK)
     to_ranks = plan_of_destinations(key_TK, p.world, 1)
     path = "exact exchange" if weighs_later else "exact exchange without gbmoe's kernels"
-    counts = exchanged_counts(message_of(pass_agreement.header(path, layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p), p)
+    header_A = pass_agreement.header(path, layer, x_TH, weights_TK, trains, p.group, None if recipe is None else recipe.engine)
+    counts = exchanged_counts(message_of(header_A, to_ranks, plan, p), p)
     needs, trip = counts.needs, Trip(first_rows_of(to_ranks, total_rows(counts.sends)).slot_map, counts.sends, counts.receives, p.group)
     x_TH, weights_TK = joined(x_TH, needs.x), joined(weights_TK, needs.weights)
     (_, ids_SK), = trip.slots(ids_TK, weights_TK.detach())

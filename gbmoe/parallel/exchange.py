@@ -23,20 +23,26 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.dispatch_combine import Trip, first_rows_of, plan_of_destinations
 from gbmoe.parallel.groups import Nodes
 from gbmoe.parallel.pass_agreement import joined
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.row_counts import exchanged_counts, exchanged_counts_by_node, message_of
+from gbmoe.parallel.scaled_exchange import ScaledExchange
 from gbmoe.plan import RoutingPlan
 
 # The experts of one chunk: (rows [S,H], their plan, router weights [S,K] or None) -> weighted sums [S,H].
 Compute = Callable[[torch.Tensor, RoutingPlan, "torch.Tensor | None"], torch.Tensor]
 
+# The experts over rows in e4m3: (the exchange, x [T,H], router weights [T,K]) -> weighted sums [T,H].
+Scaled = Callable[[ScaledExchange, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor,
-                        p: Placement, *, layer: int = 0, trains: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+                        p: Placement, *, layer: int = 0, trains: bool = True, recipe: Float8BlockScaling | None = None,
+                        scaled: Scaled | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of each token's experts, wherever they are. Every rank of the group must call it, with any number of tokens.
 
     Waits for the device once, for the numbers of rows. Differentiable in x, in the weights, and in whatever the functions of `chunks`
@@ -50,6 +56,9 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         p: which rank holds which experts.
         layer: the layer's number, the same on all ranks (gbmoe.parallel.pass_agreement.next_layer), or 0.
         trains: whether the functions of `chunks` may differentiate in anything of their own.
+        recipe: the recipe of float8 by which the functions of `chunks` compute, the same on all ranks.
+        scaled: computes what `chunks` does, which is one chunk then, from rows that travel in e4m3; where every rank has it and none needs
+            rows in 16 bits, as gradients of weights do unless the recipe has float8_dispatch. Not over several nodes.
 
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
@@ -63,7 +72,10 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
     ids_TK = experts_TK.int().contiguous()
     key_TN = p.keys(ids_TK)
     to_ranks = plan_of_destinations(key_TN, p.world, p.chunks)
-    message_WX = message_of(pass_agreement.header("exchange", layer, x_TH, weights_TK, trains, p.group), to_ranks, plan, p)
+    in_16_bits = scaled is None or recipe is None or (torch.is_grad_enabled() and trains and not recipe.float8_dispatch)
+    header_A = pass_agreement.header("exchange", layer, x_TH, weights_TK, trains, p.group, None if recipe is None else recipe.engine,
+                                     in_16_bits)
+    message_WX = message_of(header_A, to_ranks, plan, p)
     nodes, kept = p.nodes, p.chunks - 1 if p.shadows else None
     if nodes is None:
         counts = exchanged_counts(message_WX, p)
@@ -74,6 +86,9 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         trip = Trip(first_rows_of(to_nodes, total_rows(counts.sends)).slot_map, counts.sends, counts.receives, nodes.across, kept)
 
     needs = counts.needs
+    if scaled is not None and recipe is not None and not needs.in_16_bits:
+        over = ScaledExchange(trip, ids_TK, p.first_expert, counts.sizes, needs, recipe)
+        return scaled(over, x_TH, weights_TK), plan.counts_E
     slots, rows = trip.slots(ids_TK, joined(weights_TK, needs.weights)), trip.rows(joined(x_TH, needs.x))
     coming, going = [trip.send(0, rows[0])], []
     for chunk, compute in enumerate(chunks):

@@ -24,20 +24,22 @@ from gbmoe._define_operator import define
 from gbmoe.parallel import agreement, failures, groups
 from gbmoe.parallel.host_copy import to_device
 
-# A header is [-digest, digest, x, weights, experts, checkpointed, not checkpointed], int32: the largest of each over all ranks tells
-# whether all digests are equal, whether any rank needs a gradient, and whether some ranks repeat this forward and others do not. A
-# compiled rank does not know that, and says neither.
-NUMBERS = 7
+# A header is [-digest, digest, x, weights, experts, in 16 bits, checkpointed, not checkpointed], int32: the largest of each over all ranks
+# tells whether all digests are equal, whether any rank needs a gradient, or rows in 16 bits, and whether some ranks repeat this forward and
+# others do not. A compiled rank does not know that, and says neither.
+NUMBERS = 8
 PASSES_DIFFER = "expert parallelism: expected all ranks of the group to make the same pass of the same layer, in the same order; "
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Which gradients are needed: of tokens x, of router weights, and of experts' weights."""
+    """Which gradients are needed: of tokens x, of router weights, and of experts' weights; and whether rows of tokens and of the result's
+    gradient are needed as they are, where a recipe of float8 quantises them."""
 
     x: bool
     weights: bool
     experts: bool
+    in_16_bits: bool = True
 
     @property
     def any(self) -> bool:
@@ -87,6 +89,11 @@ def in_words(text: str) -> dict[str, str]:
 def digest_of(text: str) -> int:
     """An int of 31 bits that differs where the text does, except for one case in two thousand million."""
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
+
+
+def quantised_by(engine: str | None) -> str:
+    """What a path adds where the recipe of this engine quantises rows (gbmoe.engines.FLOAT8_ENGINES)."""
+    return "" if engine is None else f" quantised by {engine}"
 
 
 class _Ranks:
@@ -150,7 +157,8 @@ def begin(layer: int, path: str, needs: Needs, group: dist.ProcessGroup | None, 
     """Count one more pass of this rank, and return its header."""
     pass_ = count(layer, path, group, in_graph)
     digest, checkpointed = pass_.digest(), pass_.checkpointed
-    return [-digest, digest, *map(int, (needs.x, needs.weights, needs.experts, checkpointed is True, checkpointed is False))]
+    return [-digest, digest, *map(int, (needs.x, needs.weights, needs.experts, needs.in_16_bits, checkpointed is True,
+                                        checkpointed is False))]
 
 
 def check(header_N: list[int], group: dist.ProcessGroup | None) -> Needs:
@@ -160,10 +168,10 @@ def check(header_N: list[int], group: dist.ProcessGroup | None) -> Needs:
         ValueError: on all ranks, where their passes differ; it says which ranks differ in what. Then they count their passes alike again,
             so that a caller that catches it may go on.
     """
-    least, most, x, weights, experts, checkpointed, not_checkpointed = header_N
+    least, most, x, weights, experts, in_16_bits, checkpointed, not_checkpointed = header_N
     if -least != most or (checkpointed and not_checkpointed):
         _raise(group)
-    return Needs(bool(x), bool(weights), bool(experts))
+    return Needs(bool(x), bool(weights), bool(experts), bool(in_16_bits))
 
 
 def _raise(group: dist.ProcessGroup | None) -> None:
@@ -221,16 +229,18 @@ check_in_graph = define("check_pass(Tensor messages, str group_name) -> Tensor",
 
 
 def header(path: str, layer: int, x_TH: torch.Tensor, weights_TK: torch.Tensor, trains: bool, group: dist.ProcessGroup | None,
-           ) -> torch.Tensor:
-    """Begin a pass: its header, int32 [N] on the device of x. `trains`: whether the experts may have gradients of their own.
+           engine: str | None = None, in_16_bits: bool = True) -> torch.Tensor:
+    """Begin a pass: its header, int32 [N] on the device of x. `trains`: whether the experts may have gradients of their own. `engine`: that
+    of a recipe of float8. `in_16_bits`: Needs.in_16_bits of this rank.
 
     What each row and slot is as it travels belongs to the path: under an autocast of one rank alone rows have another dtype.
     """
-    path += f" of {x_TH.size(1)} x {x_TH.dtype} a row and {weights_TK.size(1)} x {weights_TK.dtype} router weights a token"
+    path += (f" of {x_TH.size(1)} x {x_TH.dtype} a row{quantised_by(engine)} and {weights_TK.size(1)} x {weights_TK.dtype} router weights"
+             " a token")
     records = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         return begin_in_graph(x_TH, groups.whole(group).group_name, layer, path, records)
-    needs = Needs(records and x_TH.requires_grad, records and weights_TK.requires_grad, records and trains)
+    needs = Needs(records and x_TH.requires_grad, records and weights_TK.requires_grad, records and trains, in_16_bits)
     return to_device(torch.tensor(begin(layer, path, needs, group), dtype=torch.int32, device="cpu"), x_TH.device)
 
 

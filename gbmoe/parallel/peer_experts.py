@@ -5,7 +5,7 @@ to its own experts (arrival.py), and computes the experts' pass (gbmoe/ops/exper
 peer_transport.py.
 
 Shape suffixes: T tokens of this rank, S tokens of all ranks, K slots a token, E experts of this rank, H hidden, F ffn hidden of this rank,
-P rows of this rank.
+P rows of this rank, X elements of a row as it travels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gbmoe import _torch_names as names
+from gbmoe import _torch_names as names, engines
 from gbmoe._define_operator import may_be_transformed, without_autocast
 from gbmoe.engines.base import Engine
 from gbmoe.engines.in_programs import in_programs
@@ -25,8 +25,9 @@ from gbmoe.parallel import further_windows, pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.exchange import check_arguments
 from gbmoe.parallel.peer_memory import of_group
-from gbmoe.parallel.peer_transport import PeerTransport, pull_rows
+from gbmoe.parallel.peer_transport import PeerTransport
 from gbmoe.parallel.placement import Placement
+from gbmoe.parallel.region_rows import pull_rows
 from gbmoe.slot_map import SlotMap
 from gbmoe.weight_layout import MEGABLOCKS, WeightGradients
 
@@ -52,7 +53,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         gradient_scale: the gradients of w1, w2 and v1 are multiplied by it.
         layer: the layer's number, the same on all ranks (gbmoe.parallel.pass_agreement.next_layer), or 0.
         keep_weights: an engine of float8 prepares weights for backward in forward (gbmoe.Float8BlockScaling).
-        keep_gathered_rows: keep the rows that forward pulls until backward, which then pulls one time less.
+        keep_gathered_rows: keep the rows that forward pulls until backward, which then pulls one time less. With an engine of float8
+            forward's rows are e4m3, and only with its float8_dispatch does backward read them.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -70,19 +72,23 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     records = torch.is_grad_enabled()
     need = [records and t is not None and t.requires_grad for t in (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)]
     reads_x = need[2] or need[4]  # the gradients of w1 and v1 are products of x
+    recipe = engines.recipe_of(engine) if x_TH.element_size() == 2 else None
+    # Gradients of weights need rows of 16 bits, which forward's are not, unless the recipe has them computed from e4m3.
+    narrow = recipe is not None and recipe.float8_dispatch
+    keep_gathered_rows = keep_gathered_rows and (recipe is None or narrow)
     needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows,
-                  packed=pass_agreement.saved_tensors_are_packed())
+                  packed=pass_agreement.saved_tensors_are_packed(), wide_gradient=need[3] and not narrow)
     with memory.passing():
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
-                              pulls_ahead=True)
+                              pulls_ahead=True, recipe=recipe)
             if meanwhile is not None:
                 with torch.set_grad_enabled(records):
                     meanwhile()
             arrived = arrival.finish()
             ahead = arrival.rows_ahead()
             if ahead is None and arrived.windows is None:  # further windows come first
-                ahead = pull_rows(arrived.regions.peers["x"], arrived.slots, x_TH, memory.rank)
+                ahead = pull_rows(arrived.regions, "x", arrived.slots, x_TH, memory.rank, recipe)
             rows = [ahead]
             sizes_E, experts = arrival.sizes_and_engine(engine, w1_EFH)
         save = arrived.needs.any
@@ -122,7 +128,7 @@ class _PeerExperts(torch.autograd.Function):
     def forward(ctx, x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows):
         # `rows` is emptied, so that their memory is free again for what follows.
         transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, rows=rows.pop())
-        rows_PH = transport.keep_rows() if call.keep_rows else None
+        rows_PX = transport.keep_rows() if call.keep_rows else None
         weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
         experts = in_programs(call.experts, x_TH, w1_EFH, w2_EFH, v1_EFH)
         if arrived.windows is not None:
@@ -133,11 +139,11 @@ class _PeerExperts(torch.autograd.Function):
             if arrived.needs.packed:
                 arrived = arrived.with_own_capacity()
             slots = arrived.slots
-            ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PH, slots.row_of_slot_TK,
+            ctx.save_for_backward(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, h_PF, g_PF, rows_PX, slots.row_of_slot_TK,
                                   slots.slot_of_row_P, sizes_E, arrived.weights_SK, arrived.divided_SK,
                                   *(weights.kept.get(name) for name in _NAMES))
             ctx.call, ctx.layout, ctx.tokens_W, ctx.needs = call, arrived.regions.layout, arrived.tokens_W, arrived.needs
-            ctx.windows = arrived.windows
+            ctx.windows, ctx.recipe = arrived.windows, arrived.recipe
         arrived.memory.end()  # what saves tensors may raise: torch.utils.checkpoint ends a repeated forward so
         return out_TH
 
@@ -147,7 +153,7 @@ class _PeerExperts(torch.autograd.Function):
     def backward(ctx, grad_TH):
         saved = list(ctx.saved_tensors)  # before the pass: it may repeat forward
         x_TH, ids_TK, weights_TK = saved[:3]
-        of_forward, rows_PH = Saved(*saved[6:8]), saved[8]
+        of_forward, rows_PX = Saved(*saved[6:8]), saved[8]
         row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK, divided_SK = saved[9:14]
         weights = Weights(*saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y is not None})
         call, needs, own, windows = ctx.call, ctx.needs, ctx.needs_input_grad, ctx.windows
@@ -159,11 +165,11 @@ class _PeerExperts(torch.autograd.Function):
         memory = of_group(call.where.group, x_TH.device, call.where.timeout_seconds)
         with memory.passing(backward_of=call.layer):
             slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
-            arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs, windows)
+            arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs, windows, recipe=ctx.recipe)
             wanted = Gradients(needs.x, needs.weights, own[2], own[3], own[4])
-            transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PH=rows_PH,
-                                      pulls_again=windows is not None or (rows_PH is None and (own[2] or own[4])))
-            del rows_PH, grad_TH
+            transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PX=rows_PX,
+                                      pulls_again=windows is not None or (rows_PX is None and (own[2] or own[4])))
+            del rows_PX, grad_TH
             scale = call.gradient_scale if needs.experts else 1.0  # the same on all ranks: a token's owner divides what all push
             left = expert_forward_backward.compute_gradients(
                 transport, experts, weights, sizes_E, call.activation, of_forward, wanted, gradients, scale)

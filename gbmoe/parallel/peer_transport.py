@@ -6,7 +6,7 @@ order. Backward is the same road the other way: the output's gradient is pulled,
 gradients are computed.
 
 Shape suffixes: T tokens of this rank, C the most tokens that a rank has room for, W ranks, S = W * C tokens of all ranks, K slots a
-token, H hidden, P rows of this rank.
+token, H hidden, P rows of this rank, X elements of a row as it travels (region_rows.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import replace
 import torch
 
 from gbmoe.engines.base import GatheredRows
+from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.launch import peers, scatter
 from gbmoe.launch.peers import PeerRegion
 from gbmoe.ops.expert_forward_backward import Transport
-from gbmoe.parallel import peer_memory
+from gbmoe.parallel import peer_memory, region_rows
 from gbmoe.parallel.arrival import Arrived
 from gbmoe.parallel.peer_memory import PeerMemory
 from gbmoe.parallel.placement import Placement
@@ -35,32 +37,36 @@ class PeerTransport(Transport):
         x_TH, ids_TK, weights_TK: this rank's tokens, contiguous, their experts and router weights; all but the ids as they came.
         rows: in forward, the rows, if they were pulled ahead. They are handed out once.
         grad_TH: in backward, the gradient of the result.
-        kept_PH: in backward, the rows of x that forward has kept, if it has. They are handed out once.
+        kept_PX: in backward, the rows of x that forward has kept, if it has. They are handed out once.
         pulls_again: in backward, whether rows of x will be asked for here. Where any rank's is, all publish their tokens again.
     """
 
     gives_back_first = True  # while the gradients of weights are computed
 
     def __init__(self, arrived: Arrived, where: Placement, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, *,
-                 rows: GatheredRows | None = None, grad_TH: torch.Tensor | None = None, kept_PH: torch.Tensor | None = None,
+                 rows: GatheredRows | None = None, grad_TH: torch.Tensor | None = None, kept_PX: torch.Tensor | None = None,
                  pulls_again: bool = True):
         self.dtype, self.weights_TK = x_TH.dtype, arrived.weights_SK
         self._memory, self._arrived, self._where = arrived.memory, arrived, where
         self._x_TH, self._ids_TK, self._own_weights_TK = x_TH, ids_TK, weights_TK
-        self._rows, self._grad_TH, self._kept_PH, self._pulls_again = rows, grad_TH, kept_PH, pulls_again
+        self._rows, self._grad_TH, self._kept_PX, self._pulls_again = rows, grad_TH, kept_PX, pulls_again
         self._coming: _TokensOnTheirWay | None = None
         self._going: _SumsOnTheirWay | None = None
         self._dx_factor: float | None = None
         self._gives_weights = self._by_copy_engines = False
+        recipe, needs = arrived.recipe, arrived.needs
+        # By which rows of x, and of the gradient, are in e4m3 in this pass: what gradients of weights read is so by float8_dispatch alone.
+        self._of_x = recipe if recipe is not None and (grad_TH is None or recipe.float8_dispatch) else None
+        self._of_grad = None if needs.wide_gradient else recipe
 
     def rows(self) -> GatheredRows:
         rows, self._rows = self._rows, None
-        return self._pulled("x") if rows is None else rows
+        return self._pulled("x", self._of_x) if rows is None else rows
 
     def keep_rows(self) -> torch.Tensor:
-        """Pull the rows of x [P,H] for backward as well: `rows` then returns these."""
+        """Pull the rows of x [P,H], or packed [P,Y], for backward as well: `rows` then returns these."""
         self._rows = self.rows()
-        return self._rows.rows_PH()
+        return self._rows.packed_PY() if isinstance(self._rows, GatheredScaledRows) else self._rows.rows_PH()
 
     def combine(self, y_PH: torch.Tensor) -> torch.Tensor:
         push_sums(y_PH, self._arrived, self.weights_TK, self._memory.rank)
@@ -68,26 +74,26 @@ class PeerTransport(Transport):
         return sum_of_ranks(self._arrived, self._x_TH, self._ids_TK, self._own_weights_TK, self._where)
 
     def gradient_rows(self) -> GatheredRows:
-        memory, arrived, own, tokens = self._memory, self._arrived, self._arrived.regions.own, self._x_TH.size(0)
+        memory, arrived = self._memory, self._arrived
         again, self._by_copy_engines = arrived.needs.x_again, _by_copy_engines(arrived)
         if again and self._by_copy_engines:
-            self._coming = _TokensOnTheirWay(memory, arrived, self._x_TH, self._pulls_again)
+            self._coming = _TokensOnTheirWay(memory, arrived, self._x_TH, self._pulls_again, self._of_x)
         grad_TH, self._grad_TH = self._grad_TH, None
         assert grad_TH is not None
-        own["grad"][:tokens].copy_(grad_TH)
+        region_rows.publish(grad_TH, arrived.regions, "grad", memory.rank, self._of_grad)
         del grad_TH
         if again and self._coming is None:
-            own["x"][:tokens].copy_(self._x_TH)
+            region_rows.publish(self._x_TH, arrived.regions, "x", memory.rank, self._of_x)
         memory.barrier()
-        dz = self._pulled("grad")
+        dz = self._pulled("grad", self._of_grad)
         if self._coming is not None:
             self._coming.depart()
         return dz
 
     def rows_again(self) -> GatheredRows:
-        kept_PH, self._kept_PH = self._kept_PH, None
-        if kept_PH is not None:
-            return GatheredRows(None, self._arrived.slots, kept_PH)
+        kept_PX, self._kept_PX = self._kept_PX, None
+        if kept_PX is not None:
+            return region_rows.gathered(kept_PX, self._arrived.slots, self._x_TH)
         rows = self._tokens_rows(self._arrived.slots)
         if self._arrived.windows is None:
             self._coming = None
@@ -133,12 +139,12 @@ class PeerTransport(Transport):
         if self._going is not None:
             self._going.wait()
 
-    def _pulled(self, region: str, slots: SlotMap | None = None) -> GatheredRows:
+    def _pulled(self, region: str, recipe: Float8BlockScaling | None, slots: SlotMap | None = None) -> GatheredRows:
         slots = self._arrived.slots if slots is None else slots
-        return pull_rows(self._arrived.regions.peers[region], slots, self._x_TH, self._memory.rank)
+        return region_rows.pull_rows(self._arrived.regions, region, slots, self._x_TH, self._memory.rank, recipe)
 
     def _tokens_rows(self, slots: SlotMap) -> GatheredRows:
-        return self._pulled("x", slots) if self._coming is None else self._coming.gathered(slots)
+        return self._pulled("x", self._of_x, slots) if self._coming is None else self._coming.gathered(slots)
 
 
 class _OfWindow(Transport):
@@ -158,7 +164,7 @@ class _OfWindow(Transport):
         return y_PH
 
     def gradient_rows(self) -> GatheredRows:
-        return self._first._pulled("grad", self._slots)
+        return self._first._pulled("grad", self._first._of_grad, self._slots)
 
     def rows_again(self) -> GatheredRows:
         return self.rows()
@@ -178,13 +184,6 @@ class _OfWindow(Transport):
 
     def _push(self, y_PH: torch.Tensor, weights_SK: torch.Tensor | None) -> None:
         push_sums(y_PH, replace(self._first._arrived, slots=self._slots), weights_SK, self._first._memory.rank)
-
-
-def pull_rows(of_ranks: PeerRegion, slots: SlotMap, like_TH: torch.Tensor, rank: int) -> GatheredRows:
-    """The rows of this rank's experts, read from every rank's memory, in which `of_ranks` are the tokens' rows."""
-    rows_PH = like_TH.new_empty(slots.num_rows, like_TH.size(1))
-    peers.pull_rows(of_ranks, rank, slots.row_of_slot_TK, rows_PH)
-    return GatheredRows(None, slots, rows_PH)
 
 
 def push_sums(y_PH: torch.Tensor, arrived: Arrived, weights_SK: torch.Tensor | None, rank: int) -> None:
@@ -230,13 +229,14 @@ class _TokensOnTheirWay:
     """All ranks' tokens x: the ranks publish them, and once they `depart` the copy engines bring them here while GEMMs run; if `pulls`,
     otherwise for the other ranks alone."""
 
-    def __init__(self, memory: PeerMemory, arrived: Arrived, x_TH: torch.Tensor, pulls: bool):
+    def __init__(self, memory: PeerMemory, arrived: Arrived, x_TH: torch.Tensor, pulls: bool, recipe: Float8BlockScaling | None):
         self._memory, self._arrived, self._x_TH, self._stream, self._pulls = memory, arrived, x_TH, memory.side_stream(), pulls
-        own_CH = arrived.regions.own["x"]
-        self._x_WCH = x_TH.new_empty(memory.ranks if pulls else 0, *own_CH.shape)
+        self._of_ranks = region_rows.region_of(arrived.regions, "x", recipe).of_rank
+        own_CX = self._of_ranks[memory.rank]
+        self._x_WCX = own_CX.new_empty(memory.ranks if pulls else 0, *own_CX.shape)
         self._stream.wait_stream(memory.stream())
         with memory.on(self._stream):
-            own_CH[: x_TH.size(0)].copy_(x_TH)
+            region_rows.publish(x_TH, arrived.regions, "x", memory.rank, recipe)
             memory.barrier(channel=1)
 
     def depart(self) -> None:
@@ -244,17 +244,19 @@ class _TokensOnTheirWay:
         self._stream.wait_stream(self._memory.stream())
         with self._memory.on(self._stream):
             for rank in self._memory.others() if self._pulls else ():
-                _copy_rows(self._x_WCH[rank], self._arrived.regions.peers["x"].of_rank[rank], self._arrived.tokens_W[rank])
+                _copy_rows(self._x_WCX[rank], self._of_ranks[rank], self._arrived.tokens_W[rank])
             if self._pulls:
-                _copy_rows(self._x_WCH[self._memory.rank], self._x_TH, self._x_TH.size(0))
+                here = self._memory.rank
+                own_CX = self._x_TH if self._x_TH.dtype == self._x_WCX.dtype else self._of_ranks[here]
+                _copy_rows(self._x_WCX[here], own_CX, self._x_TH.size(0))
             self._copied = self._stream.record_event()
-        # _x_WCH was allocated on the current stream, which waits for the side stream before the next pass: no record_stream is needed.
+        # _x_WCX was allocated on the current stream, which waits for the side stream before the next pass: no record_stream is needed.
 
     def gathered(self, slots: SlotMap) -> GatheredRows:
         """The rows of these slots, once the current stream has waited for the copies."""
         # And not for what has come to the side stream after them.
         self._memory.stream().wait_event(self._copied)
-        return GatheredRows(self._x_WCH.flatten(0, 1), slots)
+        return region_rows.gathered_tokens(self._x_WCX.flatten(0, 1), slots, self._x_TH)
 
 
 class _SumsOnTheirWay:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gbmoe.launch.packed_rows import as_packed
 from gbmoe.launch.peers import HEADER_NUMBERS, PeerRegion
 
 _ALIGNMENT = 256
@@ -74,6 +75,15 @@ class Regions:
         self.peers = {name: PeerRegion.of([theirs[name] for theirs in of_rank]) for name in layout.shapes}
         pushed = self.peers["pushed"]
         self.sums = None if layout.by_slot else PeerRegion([sums_WCH[rank] for sums_WCH in pushed.of_rank], pushed.addresses)
+        self._packed: dict[str, PeerRegion] = {}
+
+    def packed(self, name: str) -> PeerRegion:
+        """The region "x" or "grad" of rows of 16 bits, as packed rows [C,Y] of float8 (gbmoe/launch/packed_rows.py). They begin where it
+        does, and are no longer."""
+        if name not in self._packed:
+            region = self.peers[name]
+            self._packed[name] = PeerRegion([as_packed(rows_CH) for rows_CH in region.of_rank], region.addresses)
+        return self._packed[name]
 
     @staticmethod
     def _divided(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:

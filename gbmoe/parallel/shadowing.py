@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from gbmoe.float8 import Float8BlockScaling
 from gbmoe.parallel import automatic_chunks, pass_agreement
 from gbmoe.parallel.exchange import Compute, experts_by_exchange, keys_of_nodes
 from gbmoe.parallel.failures import guarded
@@ -255,6 +256,7 @@ def _ids_with_shadows(ids_TK: torch.Tensor, shadowed: list[int], p: Placement) -
 def shadowed_experts_by_exchange(
     in_chunks: Callable[[list[tuple[int, int]], ShadowsOf | None], list[Compute]], x_TH: torch.Tensor, experts_TK: torch.Tensor,
     weights_TK: torch.Tensor, p: Placement, *, most: int, expert_elements: int, layer: int = 0, trains: bool = True,
+    recipe: Float8BlockScaling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """experts_by_exchange, with up to `most` experts on all ranks in the steps in which that pays. Collective, in forward and backward.
 
@@ -267,7 +269,7 @@ def shadowed_experts_by_exchange(
         x_TH, experts_TK, weights_TK, p: as for experts_by_exchange. Ranks must hold whole experts.
         most: at most so many experts are shadowed.
         expert_elements: the number of elements of an expert's weights.
-        layer, trains: as for experts_by_exchange.
+        layer, trains, recipe: as for experts_by_exchange. Rows travel in their dtype.
 
     Returns:
         out [T,H] and tokens_per_expert [all experts], int32, of this rank's tokens.
@@ -277,11 +279,12 @@ def shadowed_experts_by_exchange(
     """
     counts_E = RoutingPlan.from_experts(experts_TK, p.experts, check="none").counts_E
     ids_TK = experts_TK.int()
-    header_A = pass_agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group)
+    header_A = pass_agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group, None if recipe is None else recipe.engine)
     shadowed, needs = choose(x_TH, ids_TK, counts_E, p, min(most, p.experts), expert_elements * x_TH.element_size(), header_A)
     bounds = [p.bounds(chunk) for chunk in range(p.chunks)]
     if not shadowed:
-        out_TH, _ = experts_by_exchange(in_chunks(bounds, None), x_TH, experts_TK, weights_TK, p, layer=layer, trains=trains)
+        out_TH, _ = experts_by_exchange(in_chunks(bounds, None), x_TH, experts_TK, weights_TK, p, layer=layer, trains=trains,
+                                        recipe=recipe)
         return out_TH, counts_E
     owners = [expert // p.experts_per_rank for expert in shadowed]
     local = [expert - p.first_expert for expert, owner in zip(shadowed, owners) if owner == p.rank]
@@ -295,5 +298,5 @@ def shadowed_experts_by_exchange(
         return (*shadows, None) if v1_LFH is None else shadows
 
     out_TH, _ = experts_by_exchange(in_chunks(bounds, shadows_of), x_TH, _ids_with_shadows(ids_TK, shadowed, p), weights_TK,
-                                    p.with_shadows(len(shadowed)), layer=layer, trains=needs.experts)
+                                    p.with_shadows(len(shadowed)), layer=layer, trains=needs.experts, recipe=recipe)
     return out_TH, counts_E

@@ -175,6 +175,36 @@ def test_gradients_of_weights_show_what_is_not_finite(device, number, of_left):
     assert torch.isfinite(out[[0, 2]]).all()
 
 
+@DEVICES
+@WEIGHTS
+@pytest.mark.parametrize("in_order", [False, True], ids=["tokens", "rows"])
+def test_gradients_of_weights_from_rows_quantised_once(device, recipe, in_order):
+    """They are those of a recipe without float8_dispatch for a batch, and a gradient, of what e4m3 stands for. Nothing else changes."""
+    tokens, hidden, ffn, experts, top_k = 90, 144, 96, 4, 1 if in_order else 2
+    x, grad = (values(tokens, hidden, seed=seed, device=device) for seed in (1, 2))
+    ids = torch.rand(tokens, experts, generator=exact_inputs.generator("cpu", 3)).topk(top_k).indices.to(device)
+    plan = RoutingPlan.from_counts(torch.tensor([40, 0, 27, 23], device=device), tokens) if in_order \
+        else RoutingPlan.from_experts(ids, experts, align=16)
+    weights, biases = values(tokens, top_k, seed=4, device=device), [values(experts, n, seed=5, device=device) for n in (ffn, hidden, ffn)]
+    matrices = [values(experts, ffn, hidden, seed=seed, device=device) / 8 for seed in (6, 7, 8)]
+
+    def gradients(x, grad, recipe):
+        leaves = [t.clone().requires_grad_() for t in (x, *matrices, *biases)]
+        out = expert_mlp(leaves[0], plan, *leaves[1:4], weights_TK=weights, fp8_recipe=recipe,
+                         **dict(zip(("w1_bias", "w2_bias", "v1_bias"), leaves[4:])))
+        out.backward(grad)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    once = dataclasses.replace(recipe, float8_dispatch=True)
+    got, plain = gradients(x, grad, once), gradients(x, grad, recipe)
+    stand_ins = [float8.quantize_rows(t.cpu()).dequantized().bfloat16().to(device) for t in (x, grad)]
+    expected = gradients(*stand_ins, recipe)
+    assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1])
+    for number, (one, other, without) in enumerate(zip(got[2:], expected[2:], plain[2:])):
+        assert torch.equal(one, other), number
+        assert not torch.equal(one, without) or number in (3, 5), number  # biases of the first products have no row of either
+
+
 # Scales of a and b, and the numbers in e4m3 that they scale: the product of the scales leaves float32's range, which that of what they
 # stand for does not; or one scale alone is near an end of it. Factors with many bits show what a subnormal product has lost.
 FAR_SCALES = {"overflow": (1.3 * 2.0**65, 1.7 * 2.0**64, 2.0**-9), "underflow": (1.3 * 2.0**-74, 1.7 * 2.0**-75, 64.0),

@@ -375,7 +375,8 @@ GOOD = dict(a=torch.zeros(4, 3), b=torch.zeros(2, 3, 5), batch_sizes=torch.tenso
     (dict(out_dtype=torch.float64), "out_dtype: expected None or torch.float32, as the operands have no scales, got torch.float64"),
     (dict(engine="cutlass"), "engine: expected one of auto, hopper, hopper_batch_invariant, tensor_core, tensor_core_batch_invariant,"
                              " cublas_loop, cublas_grouped, torch, reference, float8_block, float8_block_power_2, float8_block_weights,"
-                             " float8_block_power_2_weights, got 'cutlass'"),
+                             " float8_block_power_2_weights, float8_block_dispatch, float8_block_power_2_dispatch,"
+                             " float8_block_weights_dispatch, float8_block_power_2_weights_dispatch, got 'cutlass'"),
     (dict(engine="cublas_loop"), "engine 'cublas_loop' cannot serve this product: runs on CUDA devices only, not on cpu"),
 ])
 def test_bad_arguments(change, words):

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from gbmoe.layers import Arguments
 from gbmoe.layers.dmoe import ParallelDroplessMLP
 from gbmoe.ops import expert_forward_backward
-from gbmoe.parallel import check_passes, pass_agreement, peer_memory, peer_transport
+from gbmoe.parallel import check_passes, pass_agreement, peer_memory, peer_transport, region_rows
 from gbmoe.parallel.notice_board import PassLost
 from gbmoe.testing import mapped_files
 from tests import rank_groups
@@ -422,7 +422,7 @@ def an_exception_between_barriers_of_forward_made_later_passes_wrong(rank):
 @case
 def an_exception_between_barriers_of_backward(rank):
     layer = make()
-    for module, name in ((peer_transport, "pull_rows"), (expert_forward_backward, "compute_gradients"),
+    for module, name in ((region_rows, "pull_rows"), (expert_forward_backward, "compute_gradients"),
                          (expert_forward_backward, "_give_back_dx")):
         x, ids, weights, grad = mine(rank, tokens_of_ranks())
         out = call(layer, x.requires_grad_(), ids, weights)
