@@ -30,7 +30,7 @@ class SeparateWeights:
     """E tensors [R,C] of one shape, dtype, device and strides as a stack [E,R,C], with what engines ask of a stack. None is copied.
 
     Attributes:
-        lowest: the tensor with the lowest address as [1,R,C], whose first stride is the distance, in elements; without a table the first one.
+        lowest: the tensor with the lowest address as [1,R,C], whose first stride is the distance, in elements; without a table the first.
         numbers: how many distances after it each of the tensors begins; empty where no kernel can read them by a table, because they are
             too many, too far apart, do not begin at multiples of 16 bytes, or have other strides than each other.
     """

@@ -71,9 +71,10 @@ def expert_mlp(
         plan: the plan of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x). Each may also be a list of E matrices
             [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper` and `tensor_core` read up to 256
-            of them where they lie (w1's and v1's together, unless those lie alike). They are copied into one tensor (gbmoe.stacked) for
-            other engines, in float8, with lora, inside of torch.compile and transforms, for profilers that count operators, and where
-            autocast casts them.
+            of them where they lie, at multiples of 16 bytes and with like strides (w1's and v1's together, unless those lie alike).
+            Otherwise they are copied into one tensor, unless they are parts of one already (gbmoe.stacked): for other engines, in float8,
+            with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, inside of torch.compile, under
+            FlopCounterMode, where autocast casts them, and where w1 is a list and v1 is none.
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
             same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names
@@ -328,8 +329,8 @@ def _directly(sink: WeightGradientSink | None, apart: Lists, arguments: tuple) -
 
 
 class _Direct(torch.autograd.Function):
-    """The operators under a node that takes a sink of the weights' gradients, and lists of matrices. These follow the other arguments; `apart`
-    says how many there are, by the name of the argument in whose place they stand. Not differentiable twice.
+    """The operators under a node that takes a sink of the weights' gradients, and lists of matrices. These follow the other arguments;
+    `apart` says how many there are, by the name of the argument in whose place they stand. Not differentiable twice.
 
     What is saved depends on the kind of call alone, and neither on what watches it nor on addresses: a checkpoint that repeats a forward
     has to find the same."""
