@@ -76,8 +76,7 @@ void hopper_weights_gathered(
 GBMOE_OPERATOR(
     hopper_weights,
     "(Tensor a, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) workspace, float[] splitting, int[] places, bool add, "
-    "Tensor(b!) out) "
-    "-> ()");
+    "Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(hopper_weights_gathered,
                "(Tensor a, Tensor? a2, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int[] tiling, Tensor(a!) "
                "workspace, float[] splitting, Tensor(b!) out, Tensor(c!)? out2) -> ()");

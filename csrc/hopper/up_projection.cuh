@@ -50,9 +50,9 @@ void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tilin
 
 template <EpilogueKind kKind>
 void launch_up(
-    const char* name, const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
-    const std::vector<int64_t>& places, const Tensor& sizes, const std::vector<double>& activation, const Tiling& tiling,
-    const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h, const Tensor* g) {
+    const char* name, const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1,
+    const Tensor* v1, const std::vector<int64_t>& places, const Tensor& sizes, const std::vector<double>& activation,
+    const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(x.size(1)), kBlockK);
