@@ -1,7 +1,8 @@
 // Where the matrices of a stack [E,R,C] begin that do not follow each other at one distance, because they are tensors of their own.
 //
-// They are read and written as a stack is, by the address of one matrix and a distance: that of the matrix with the lowest address, and one
-// of which all others are multiples away. A table says which multiple, and the kernels take it where a stack's number of the group stands.
+// They are read and written as a stack is, by one address and a distance between matrices: the address is that of the lowest matrix, and the
+// distance divides the offset of every other one. A table says how many distances each is away, and kernels take this where they take a
+// group's number of a stack.
 // The table travels with the launch, so that a CUDA graph has a copy and nothing has to be kept alive.
 
 #pragma once

@@ -6,6 +6,7 @@ Some private names of torch make a call cheap (_torch_names.py). With a torch th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -178,6 +179,13 @@ def may_be_one_node(*inputs: object) -> bool:
 def is_profiled() -> bool:
     """Whether torch.profiler sees the names of operators."""
     return not names.CALLS_KERNELS or names.profiler_enabled() or names.profiler._is_profiler_enabled
+
+
+def profiled(name: str, unless_an_operator: bool) -> contextlib.AbstractContextManager:
+    """In this context torch.profiler sees `name`, if it runs and what is called is no operator."""
+    if unless_an_operator and is_profiled():
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()
 
 
 def _is_unseen(inputs: tuple) -> bool:

@@ -21,7 +21,7 @@ import torch
 from gbmoe._checks import PLAIN, require, require_tensor
 
 _MOST_PLACES = 256  # as csrc/places.cuh has it
-_MOST_DISTANCE = 2**20  # bytes: below the strides that a tensor map takes, and all larger distances are multiples of one that is smaller
+_MOST_DISTANCE = 2**20  # bytes: the distance is a power of two from 16 bytes to this
 _MOST_NUMBER = 2**31 - 2  # coordinates of tensor maps are int32
 _VECTOR = 16  # bytes, at a multiple of which each matrix begins
 
@@ -30,7 +30,7 @@ class SeparateWeights:
     """E tensors [R,C] of one shape, dtype, device and strides as a stack [E,R,C], with what engines ask of a stack. None is copied.
 
     Attributes:
-        lowest: the tensor with the lowest address as [1,R,C], whose first stride is the distance, in elements; any one without a table.
+        lowest: the tensor with the lowest address as [1,R,C], whose first stride is the distance, in elements; without a table the first.
         numbers: how many distances after it each of the tensors begins; empty where no kernel can read them by a table, because they are
             too many, too far apart, do not begin at multiples of 16 bytes, or have other strides than each other.
     """
@@ -105,6 +105,10 @@ class SeparateWeights:
             matrix.add_(added, alpha=alpha)
         return self
 
+    def again(self) -> SeparateWeights:
+        """The same of where the tensors are now."""
+        return functools.reduce(SeparateWeights._viewed, self._views, SeparateWeights(self._tensors))
+
     def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> SeparateWeights:
         return self._like(view(self.lowest), self.numbers, (*self._views, view))
 
@@ -139,7 +143,7 @@ Lists = dict[str, tuple[torch.Tensor, ...]]  # by the name of the argument
 
 def with_one_table(one: Stack, two: Stack) -> tuple[Stack, Stack] | None:
     """Both, as a launch takes them, whose kernel has one distance for all matrices and one table, of the first's numbers and perhaps the
-    second's; None where that is not possible, because strides differ or there are too many."""
+    second's; None where that is not possible: strides differ, there are too many or too far apart, or one is a stack."""
     if not isinstance(one, SeparateWeights) or not isinstance(two, SeparateWeights):
         both = not isinstance(one, SeparateWeights) and not isinstance(two, SeparateWeights)
         return (one, two) if both and one.stride() == two.stride() else None
@@ -221,6 +225,8 @@ def like_a_stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def require_apart(tensors: Sequence[torch.Tensor], operator: str, argument: str) -> None:
     """Raise ValueError where two of the tensors, to which all is added, share memory."""
+    if not all(tensor.data_ptr() for tensor in tensors):  # without memory, as on the meta device, or without elements
+        return
     begins = sorted((tensor.data_ptr(), e) for e, tensor in enumerate(tensors))
     for (begin, e), (following, other) in pairwise(begins):
         last = sum((size - 1) * stride for size, stride in zip(tensors[e].shape, tensors[e].stride()))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gbmoe.separate_weights import are_plain, require_alike
+from gbmoe.separate_weights import SeparateWeights, Stack, are_plain, require_alike
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -48,6 +48,16 @@ class _Stacked(torch.autograd.Function):
 def lie_as_a_stack(weights: Sequence[torch.Tensor]) -> bool:
     """Whether `stacked` makes a view of these tensors, which are alike."""
     return _as_view(weights) is not None
+
+
+def stack_or_separate(weights: Sequence[torch.Tensor], as_stack: bool = False) -> Stack:
+    """What stands for a list of alike matrices in kernels that take SeparateWeights: these; or their stack, differentiable, where they lie
+    so, have no table, or with `as_stack`."""
+    if not as_stack and not lie_as_a_stack(weights):
+        separate = SeparateWeights(weights)
+        if separate.numbers:
+            return separate
+    return stacked(weights)
 
 
 def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:

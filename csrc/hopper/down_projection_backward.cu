@@ -104,14 +104,13 @@ void hopper_down_backward_pairs(
 
 GBMOE_OPERATOR(
     hopper_down_backward,
-    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, Tensor? "
-    "weights, "
-    "float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? "
+    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor h, Tensor? g, Tensor slot_of_row, "
+    "Tensor? weights, float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!) dh, Tensor(c!)? dg, Tensor(d!)? dots, Tensor(e!)? "
     "grad_weights) -> ()");
 GBMOE_OPERATOR(
     hopper_down_backward_pairs,
-    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor pairs, Tensor slot_of_row, Tensor? "
-    "weights, float[] "
-    "activation, int[] tiling, Tensor(a!) a, Tensor(b!) dpairs, Tensor(c!)? dots, Tensor(d!)? grad_weights) -> ()");
+    "(Tensor dz, Tensor w2, Tensor? a2, Tensor? b2, int[] places, Tensor sizes, Tensor pairs, Tensor slot_of_row, "
+    "Tensor? weights, float[] activation, int[] tiling, Tensor(a!) a, Tensor(b!) dpairs, Tensor(c!)? dots, Tensor(d!)? "
+    "grad_weights) -> ()");
 
 }  // namespace gbmoe

@@ -192,7 +192,8 @@ template <typename Traits> struct Epilogue {
     const int valid = kGroupedK ? 16 : tile.rows - row_in_tile;
     if (valid >= 16) {
       if (lane == 0) {
-        if constexpr (kGroupedK) tma_store(&maps.out[output], buffer, column, tile.m + row_in_tile, tile.group);
+        if (kGroupedK && args.adds) tma_reduce_add(&maps.out[output], buffer, column, tile.m + row_in_tile, tile.group);
+        else if (kGroupedK) tma_store(&maps.out[output], buffer, column, tile.m + row_in_tile, tile.group);
         else tma_store(&maps.out[output], buffer, column, tile.row + row_in_tile, 0);
         tma_store_commit();
       }

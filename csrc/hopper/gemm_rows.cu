@@ -56,7 +56,8 @@ bool hopper_built() {
 }
 
 // out[rows of e] = a[rows of e] @ b[e] (+ a2[rows of e] @ b2[e]); b [E,K,N], or [E,N,K] with trans_b; without sizes one
-// group has all rows; a2 has an inner dimension of its own; places are those of b, and of b2 where they name them. out is of their dtype, or with trans_b, in square tiles and no cluster, fp32
+// group has all rows; a2 has an inner dimension of its own. places are those of b, or of b and b2. out is of their dtype, or with
+// trans_b, in square tiles and no cluster, fp32
 void hopper_rows(
     Tensor a, Tensor b, std::optional<Tensor> a2, std::optional<Tensor> b2, std::vector<int64_t> places,
     std::optional<Tensor> sizes, bool trans_b, std::vector<int64_t> tiling, std::optional<Tensor> workspace,

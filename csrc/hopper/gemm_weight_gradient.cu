@@ -17,23 +17,27 @@ void launch_weights(const hopper::TensorMaps& maps, const hopper::Arguments& arg
 
 }  // namespace
 
-// out[e] = a[rows of e].T @ b[rows of e], in their dtype; or out[e] += that, where out is float32. `places` are those of out
+// out[e] = a[rows of e].T @ b[rows of e], or with `add` out[e] += that; in their dtype, or with `add` in float32. In their dtype the product is
+// rounded before it is added. `places` are those of out
 void hopper_weights(
     Tensor a, Tensor b, Tensor sizes, std::vector<int64_t> tiling, Tensor workspace, std::vector<double> splitting,
-    std::vector<int64_t> places, Tensor out) {
+    std::vector<int64_t> places, bool add, Tensor out) {
   using namespace hopper;
   const OnDevice current(a);
   const Tiling tiles = tiling_of(tiling);
   const Balancing balancing{workspace, splitting_of(splitting)};
   Arguments args = arguments(sizes, a.size(0), out.size(2), tiles);
   args.size_m = static_cast<int>(out.size(1));
+  args.adds = add;
+  const bool to_float = out.scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(add || !to_float, "hopper_weights: expected out of the operands' dtype, or to add to float32");
   TensorMaps maps{};
   args.places = places_of("hopper_weights", places, args.groups);
   maps.a[0] = tensor_map(a, kBoxContiguousMN);
   maps.b[0] = tensor_map(b, kBoxContiguousMN);
   maps.out[0] = tensor_map(out, kBoxOut, kLineBytes, kTwoLines, false, &args.places);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "hopper_weights", {
-    if (out.scalar_type() == ScalarType::Float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiles, balancing, a);
+    if (to_float) launch_weights<T, EpilogueKind::kAccumulate>(maps, args, tiles, balancing, a);
     else launch_weights<T, EpilogueKind::kStore>(maps, args, tiles, balancing, a);
   });
 }
@@ -71,8 +75,8 @@ void hopper_weights_gathered(
 
 GBMOE_OPERATOR(
     hopper_weights,
-    "(Tensor a, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) workspace, float[] splitting, int[] places, Tensor(b!) out) "
-    "-> ()");
+    "(Tensor a, Tensor b, Tensor sizes, int[] tiling, Tensor(a!) workspace, float[] splitting, int[] places, bool add, "
+    "Tensor(b!) out) -> ()");
 GBMOE_OPERATOR(hopper_weights_gathered,
                "(Tensor a, Tensor? a2, Tensor tokens, Tensor slot_of_row, int top_k, Tensor sizes, int[] tiling, Tensor(a!) "
                "workspace, float[] splitting, Tensor(b!) out, Tensor(c!)? out2) -> ()");

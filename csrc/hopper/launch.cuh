@@ -61,7 +61,7 @@ inline void set_second_pair(
   if (!a2) return;
   STD_TORCH_CHECK(a2->dim() == 2 && a2->size(0) == args.rows, name, ": expected a2 with ", args.rows, " rows, got ", a2->size(0));
   // A table holds b2 as well where it is a matrix of a list, as b is. A stack is no part of it.
-  const bool of_table = args.places.count > 0 && args.groups > 1 && b2->size(0) == 1;
+  const bool of_table = args.places.count > 0 && args.groups > 1 && b2->dim() == 3 && b2->size(0) == 1;
   if (!of_table) args.places.second = kStack;
   const bool fits =
       b2->dim() == 3 && (of_table || b2->size(0) == args.groups) && b2->size(k) == a2->size(1) && b2->size(3 - k) == columns;

@@ -53,8 +53,9 @@ template <typename Traits> struct MainLoop {
       }
       if constexpr (Traits::kActivationBackward) gradient.send(sum, args.size_n - tile.n);
       else if constexpr (Traits::kBias) epilogue.hold(tile, sum, bias);
-      else if constexpr (Traits::kEpilogue != EpilogueKind::kAccumulate) epilogue.hold(tile, sum);
-      else if (tile.rows > 0) epilogue.accumulate(tile, sum);
+      else if (kGroupedK && tile.rows == 0 && (Traits::kEpilogue == EpilogueKind::kAccumulate || args.adds)) continue;
+      else if constexpr (Traits::kEpilogue == EpilogueKind::kAccumulate) epilogue.accumulate(tile, sum);
+      else epilogue.hold(tile, sum);
     }
     epilogue.finish();
     if (threadIdx.x % 32 == 0) tma_store_wait<0>();

@@ -50,15 +50,15 @@ void launch_up_family(const TensorMaps& maps, const Arguments& args, const Tilin
 
 template <EpilogueKind kKind>
 void launch_up(
-    const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1, const Tensor* v1,
-    const std::vector<int64_t>& places, const Tensor& sizes, const std::vector<double>& activation, const Tiling& tiling,
-    const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h, const Tensor* g) {
+    const char* name, const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& w1,
+    const Tensor* v1, const std::vector<int64_t>& places, const Tensor& sizes, const std::vector<double>& activation,
+    const Tiling& tiling, const std::optional<Tensor>& workspace, const Tensor& a, const Tensor* h, const Tensor* g) {
   const OnDevice current(x);
   Arguments args = arguments(sizes, a.size(0), a.size(1), tiling);
   args.k_blocks = ceil_div(static_cast<int>(x.size(1)), kBlockK);
   args.activation = activation_of(activation);
   args.save = h != nullptr;
-  args.places = places_of("hopper_up", places, args.groups);
+  args.places = places_of(name, places, args.groups);
   TensorMaps maps{};
   if (slot_of_row) {
     STD_TORCH_CHECK(args.activation.kind == kSilu || args.activation.kind == kGeluTanh,
@@ -67,9 +67,9 @@ void launch_up(
   } else {
     maps.a[0] = map_of_a(x, tiling);
   }
-  STD_TORCH_CHECK(!v1 || v1->size(0) == w1.size(0), "hopper_up: expected w1 and v1 both in the table of places, or neither");
+  STD_TORCH_CHECK(!v1 || v1->size(0) == w1.size(0), name, ": expected w1 and v1 both in the table of places, or neither");
   const bool along_f = contiguous_along_n(w1);
-  STD_TORCH_CHECK(!v1 || contiguous_along_n(*v1) == along_f, "hopper_up: expected w1 and v1 contiguous along the same dimension");
+  STD_TORCH_CHECK(!v1 || contiguous_along_n(*v1) == along_f, name, ": expected w1 and v1 contiguous along the same dimension");
   maps.b[0] = weight_map(w1, kWideTileN, args.places);
   if (v1) maps.b[1] = weight_map(*v1, kWideTileN, args.places);
   const Tensor* outputs[3] = {&a, h, g};

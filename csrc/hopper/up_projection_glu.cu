@@ -11,7 +11,8 @@ void hopper_up_glu(
   using namespace hopper;
   const Tiling tiles = tiling_of(tiling);
   launch_up<EpilogueKind::kGlu>(
-      x, slot_of_row, top_k, w1, &v1, places, sizes, activation, tiles, workspace, a, h ? &*h : nullptr, g ? &*g : nullptr);
+      "hopper_up_glu", x, slot_of_row, top_k, w1, &v1, places, sizes, activation, tiles, workspace, a, h ? &*h : nullptr,
+      g ? &*g : nullptr);
 }
 
 GBMOE_OPERATOR(

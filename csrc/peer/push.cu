@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kThreads) push_sums_kernel(
   const int64_t i = shape.own_token();
   if (i >= shape.tokens) return;
   const Visited to(peers, i);
-  // Tokens are skipped only if none of their slots has a row number. If a token's only rows lie beyond the bound and were
-  // dropped, its sum is zero and is pushed, because the owner adds whatever lies in the place of this rank's sum.
+  // Tokens are skipped only if none of their slots has a row number: no expert of this rank is theirs, or their rows are those of another
+  // window.
   bool any = false;
   for (int slot = threadIdx.x % 32; slot < slots.most; slot += 32) any = any || slots.row[to.token * slots.row_stride + slot] >= 0;
   if (!__any_sync(kFullWarp, any)) return;

@@ -91,12 +91,15 @@ class Engine(LowRankProducts):
         decides_by_kind: True if what its methods launch depends on the kind of call alone, and on no number of a tensor or state of its own
             (gbmoe/programs/).
         reads_separate_weights: whether weights may be gbmoe.separate_weights.SeparateWeights; other engines get a stack.
+        adds_in_16_bits: whether `gmm` with trans_a and accumulate adds to a result of 16 bits in the product's kernel, which neither reads
+            nor writes the matrices of groups without rows.
     """
 
     name: str
     needs_host_sizes: bool = False
     decides_by_kind: bool = False
     reads_separate_weights: bool = False
+    adds_in_16_bits: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """None if this engine runs on `device`, otherwise the reason why not. Loads the extension if the engine needs it."""

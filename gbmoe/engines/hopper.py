@@ -34,6 +34,7 @@ class Hopper(OwnKernels):
 
     name = "hopper"
     decides_by_kind = True
+    adds_in_16_bits = True
 
     def unavailable(self, device):
         reason = why_not_cuda(device)
@@ -84,12 +85,11 @@ class Hopper(OwnKernels):
         launch_rows(config, a, b, a2, b2, device_sizes(sizes, a.device), trans_b, out)
 
     def weight_gradient_gemm(self, a, b, sizes, out, accumulate):
-        assert accumulate == (out.dtype == torch.float32)  # the kernels tell by the dtype
         sizes = device_sizes(sizes, a.device)
         config = hopper_tiles.weight_gradient_gemm(Device.of(a.device), a.size(0), *out.shape, gathered=False)
         out, _, places = in_memory(out)
         torch.ops.gbmoe_cuda.hopper_weights(
-            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, places, out)
+            a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, places, accumulate, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
         if self.has_few_rows(x.num_rows, w1_EFH.size(0)):

@@ -38,7 +38,8 @@ class OwnKernels(Engine):
         raise TypeError(f"{type(self).__name__} does not say how it computes an m-grouped GEMM")
 
     def weight_gradient_gemm(self, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then."""
+        """out[e] = a[rows of e].T @ b[rows of e]; `accumulate` adds it to out instead, which is float32 then, or of their dtype with
+        adds_in_16_bits."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a k-grouped GEMM")
 
     def has_few_rows(self, rows: int, groups: int) -> bool:
@@ -80,7 +81,7 @@ class OwnKernels(Engine):
         return has_aligned_rows(out_EKN)
 
     def gmm(self, a, b, sizes, trans_a, trans_b, out=None, accumulate=False):
-        if trans_a and accumulate and out.dtype == torch.float32:
+        if trans_a and accumulate and (out.dtype == torch.float32 or self.adds_in_16_bits):
             self.weight_gradient_gemm(a, b, sizes, out, True)
             return out
         product = out

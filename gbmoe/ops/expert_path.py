@@ -19,9 +19,10 @@ from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.expert_arguments import check_arguments, check_biases, matrices
 from gbmoe.ops.gmm import computed_dtype
-from gbmoe.ops.separate_experts import NAMES, stacks_and_lists
+from gbmoe.ops.separate_experts import NAMES, NO_TABLE, in_place, stacks_and_lists
 from gbmoe.plan import RoutingPlan
-from gbmoe.separate_weights import SeparateWeights, StackOrList, why_stacked
+from gbmoe.separate_weights import StackOrList, why_stacked
+from gbmoe.stacked_weights import lie_as_a_stack
 from gbmoe.weight_layout import MEGABLOCKS, WeightLayout
 
 
@@ -50,7 +51,8 @@ def expert_path(
     """How expert_mlp would compute these tensors, which are not read. It computes nothing and waits for nothing.
 
     Args:
-        as expert_mlp, which has further ones that decide nothing here; not on the meta device.
+        as expert_mlp; not on the meta device. Of its further ones, lora, and a weight_gradient_scale that is no power of two, have lists of
+            matrices copied.
 
     Raises:
         TypeError, ValueError: as expert_mlp.
@@ -87,10 +89,13 @@ def expert_path(
         reasons.append("the activation has no kernel: it is called between products, with rows that are gathered first")
     weights: Any = (w1, w2, v1)
     if apart:
-        why = why_stacked(experts, call[1], apart) if name is not None else "the activation has no kernel"
+        why, found = why_stacked(experts, call[1], apart) if name is not None else "the activation has no kernel", None
+        if why is None and not all(map(lie_as_a_stack, apart.values())):
+            found = in_place(apart, dict(zip(NAMES, weights)))
+            why = None if found is not None else NO_TABLE
         if why is not None:
             reasons.append(f"lists of matrices are copied into one tensor in each call: {why}")
-        weights = [(SeparateWeights(apart[of]) if why is None else w.new_empty(w.shape, device="meta")) if of in apart else w
+        weights = [found[of] if found is not None and of in found else w.new_empty(w.shape, device="meta") if of in apart else w
                    for of, w in zip(NAMES, weights)]
     w1, w2, v1 = weights
     reasons += of_weights(experts, layout, w1, w2, v1, name, plan.num_rows, w1_bias is not None or v1_bias is not None,

@@ -18,7 +18,16 @@ import torch
 
 from gbmoe import engines
 from gbmoe._checks import require
-from gbmoe._define_operator import define, is_batched, may_be_transformed, positions, without_autocast
+from gbmoe._define_operator import (
+    define,
+    is_batched,
+    is_unseen,
+    is_watched,
+    may_be_transformed,
+    positions,
+    profiled,
+    without_autocast,
+)
 from gbmoe.engines.resolved import Resolved, decides_by_kind
 from gbmoe.float8 import Float8BlockScaling, ScaledWeights, keeps_weights
 from gbmoe.lora_factors import ExpertLora
@@ -62,9 +71,10 @@ def expert_mlp(
         plan: the plan of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x). Each may also be a list of E matrices
             [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper` and `tensor_core` read up to 256
-            of them where they lie (w1's and v1's together, unless those lie alike). They are copied into one tensor (gbmoe.stacked) for
-            other engines, in float8, with lora, inside of torch.compile and transforms, for profilers that count operators, and where
-            autocast casts them.
+            of them where they lie, at multiples of 16 bytes and with like strides (w1's and v1's together, unless those lie alike).
+            Otherwise they are copied into one tensor, unless they are parts of one already (gbmoe.stacked): for other engines, in float8,
+            with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, inside of torch.compile, under
+            FlopCounterMode, where autocast casts them, and where w1 is a list and v1 is none.
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
             same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names
@@ -319,8 +329,11 @@ def _directly(sink: WeightGradientSink | None, apart: Lists, arguments: tuple) -
 
 
 class _Direct(torch.autograd.Function):
-    """The operators without the dispatcher, which does not take a sink of the weights' gradients, nor lists of matrices. These follow the
-    other arguments; `apart` says how many there are, by the name of the argument in whose place they stand. Not differentiable twice."""
+    """The operators under a node that takes a sink of the weights' gradients, and lists of matrices. These follow the other arguments;
+    `apart` says how many there are, by the name of the argument in whose place they stand. Not differentiable twice.
+
+    What is saved depends on the kind of call alone, and neither on what watches it nor on addresses: a checkpoint that repeats a forward
+    has to find the same."""
 
     @staticmethod
     def forward(ctx, sink, apart, *arguments):
@@ -328,29 +341,37 @@ class _Direct(torch.autograd.Function):
         of_lists = arguments[len(_POSITION_OF):]
         # The operator would cast them as well, but backward needs what it computed with.
         tensors = [t.to(computed_dtype(t)) if name in _CAST and t is not None else t for name, t in zip(_POSITION_OF, tensors)]
-        compute = without_autocast(experts_kernel) if apart else forward_operator
-        out_TH, *for_backward = compute(*with_lists(tensors, _POSITION_OF, apart, of_lists), ctx.activation, ctx.engine, save, keep_rows,
-                                        keep_weights, ctx.scale, ctx.layout)
+        inputs, in_place = with_lists(tensors, _POSITION_OF, apart, of_lists, as_stacks=is_watched(tensors[0]))
+        compute = without_autocast(experts_kernel) if in_place else forward_operator
+        with profiled("gbmoe::expert_mlp", in_place):
+            out_TH, *for_backward = compute(*inputs, ctx.activation, ctx.engine, save, keep_rows, keep_weights, ctx.scale, ctx.layout)
         ctx.sink, ctx.apart = sink, apart
         ctx.save_for_backward(*of_lists, *tensors, *for_backward)
         return out_TH
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @without_autocast
     def backward(ctx, grad_TH):
-        batched, number, needs = is_batched(grad_TH), sum(ctx.apart.values()), ctx.needs_input_grad[2:]
-        require(not batched or ctx.sink is None, "expert_mlp", "gradient_sink",
-                "None where autograd batches gradients (is_grads_batched)", "a WeightGradientSink")
+        # Of what autograd batches, or will differentiate again, which the operator refuses, nothing may be missing without a word.
+        by_operator = is_batched(grad_TH) or torch.is_grad_enabled()
+        require(not by_operator or ctx.sink is None, "expert_mlp", "gradient_sink",
+                "None where autograd batches gradients (is_grads_batched) or differentiates them (create_graph)", "a WeightGradientSink")
+        number, needs = sum(ctx.apart.values()), ctx.needs_input_grad[2:]
         of_lists = iter(needs[len(_POSITION_OF):])
         of_apart = {name: any(list(islice(of_lists, count))) for name, count in ctx.apart.items()}
-        needed = [of_apart.get(name, needs[_POSITION_OF[name]]) for name in _LEAVES]
+        needed = tuple([of_apart.get(name, needs[_POSITION_OF[name]]) for name in _LEAVES])
         saved = list(ctx.saved_tensors)
-        saved = with_lists(saved[number:], _POSITION_OF, ctx.apart, saved[:number], as_stacks=batched)
+        by_operator = by_operator or (ctx.sink is None and is_watched(grad_TH))
+        saved, in_place = with_lists(saved[number:], _POSITION_OF, ctx.apart, saved[:number], as_stacks=by_operator or is_watched(grad_TH))
         inputs = [grad_TH, *saved, ctx.activation, ctx.engine, ctx.scale, ctx.layout, needed]
         saved.clear()
-        ctx.maybe_clear_saved_tensors()
-        computed = backward_operator(*inputs[:-1], *needed) if batched else experts_gradients(inputs, ctx.sink)
+        if by_operator:
+            computed = backward_operator(*inputs[:-1], *needed)
+        else:
+            ctx.maybe_clear_saved_tensors()
+            records = not in_place and ctx.sink is None and decides_by_kind(ctx.engine) and is_unseen(*inputs[:9])
+            with profiled("gbmoe::expert_mlp_backward", in_place):
+                computed = _programs(inputs) if records else experts_gradients(inputs, ctx.sink)
         of_leaf = {name: gradient for name, gradient, need in zip(_LEAVES, computed, needed) if need}
         of_each = [(None,) * count if of_leaf.get(name) is None else of_leaf.pop(name).unbind(0) for name, count in ctx.apart.items()]
         return None, None, *(of_leaf.get(name) for name in _POSITION_OF), *chain(*of_each)

@@ -5,6 +5,7 @@ Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from gbmoe.ops import flops
 from gbmoe.ops.batch_sizes import check_sizes
 from gbmoe.ops.scaled_gmm import scaled_gmm
 from gbmoe.problem import result_shape
-from gbmoe.separate_weights import SeparateWeights, StackOrList, like_a_stack, lists_of, why_stacked
-from gbmoe.stacked_weights import lie_as_a_stack, stacked
+from gbmoe.separate_weights import StackOrList, like_a_stack, lists_of, why_stacked
+from gbmoe.stacked_weights import stack_or_separate, stacked
 
 
 def gmm(a: torch.Tensor, b: StackOrList, batch_sizes: torch.Tensor, trans_a: bool = False, trans_b: bool = False,
@@ -178,43 +179,45 @@ _gmm = define(
 
 
 def _tensor_and_list(b: Any, trans_a: bool) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """(b, ()), where a list that lies as a stack has become its stack; of another list (a tensor like its stack, the matrices)."""
+    """(b, ()); of a list (a tensor like its stack, the matrices)."""
     if isinstance(b, torch.Tensor):
         return b, ()
     require(not trans_a, "gmm", "b", "a tensor with trans_a", type(b).__name__, TypeError)
     matrices = lists_of("gmm", b=b).get("b", ())
-    if not matrices or lie_as_a_stack(matrices):
-        return stacked(matrices) if matrices else b, ()
-    return like_a_stack(matrices), matrices
+    return (like_a_stack(matrices) if matrices else b), matrices
 
 
 def _takes_list(engine: Engine | None, a: torch.Tensor, matrices: tuple[torch.Tensor, ...]) -> bool:
-    same_dtype = a.dtype == computed_dtype(a)
-    return (engine is not None and same_dtype and why_stacked(engine, a.dtype, {"b": matrices}) is None and not engine.needs_host_sizes
-            and not is_watched(a) and not may_be_transformed())
+    # Of the kind of call alone, as a checkpoint that repeats it asks again.
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or may_be_transformed()  # type: ignore[attr-defined]
+    return (not traced and a.dtype == computed_dtype(a) and why_stacked(engine, a.dtype, {"b": matrices}) is None
+            and engine is not None and not engine.needs_host_sizes)
 
 
 class _OfList(torch.autograd.Function):
-    """The product with matrices that an engine reads where they lie. Not differentiable twice."""
+    """The product with matrices that an engine reads where they lie; differentiable as often as that with their stack."""
 
     @staticmethod
     @without_autocast
     def forward(ctx, a, sizes, trans_b, engine, *matrices):
+        need_a, need_b = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        ctx.trans_b, ctx.engine, ctx.count = trans_b, engine, len(matrices)
+        ctx.save_for_backward(a if need_b else None, sizes.clone(), *(matrices if need_a else ()))  # a clone, as in _gmm_setup_context
+        b = stack_or_separate(matrices, as_stack=is_watched(a))
+        if isinstance(b, torch.Tensor):
+            return _gmm(a, b, sizes, False, trans_b, engine, True)
         check_sizes(sizes, a.size(0))
-        ctx.trans_b, ctx.engine = trans_b, engine
-        ctx.save_for_backward(a, sizes.clone(), *matrices)  # a clone, as in _gmm_setup_context
-        return engines.product(a, SeparateWeights(matrices), sizes, False, trans_b, engine=engine)
+        return engines.product(a, b, sizes, False, trans_b, engine=engine)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @without_autocast
     def backward(ctx, grad):
         a, sizes, *matrices = ctx.saved_tensors
-        batched = is_batched(grad)
-        product = partial(_gmm, engine=ctx.engine, fills=False) if batched else partial(engines.product, engine=ctx.engine)
-        b = torch.stack(matrices) if batched else SeparateWeights(matrices)
-        grad_a = product(grad, b, sizes, False, not ctx.trans_b) if ctx.needs_input_grad[0] else None
-        of_each = (None,) * len(matrices)
+        by_operator = is_batched(grad) or torch.is_grad_enabled() or is_watched(grad)
+        product: Callable = partial(_gmm, engine=ctx.engine, fills=False) if by_operator else partial(engines.product, engine=ctx.engine)
+        grad_a, of_each = None, (None,) * ctx.count
+        if ctx.needs_input_grad[0]:
+            grad_a = product(grad, stack_or_separate(tuple(matrices), as_stack=by_operator), sizes, False, not ctx.trans_b)
         if any(ctx.needs_input_grad[4:]):
             left, right = (grad, a) if ctx.trans_b else (a, grad)
             of_each = product(left, right, sizes, True, False).unbind(0)

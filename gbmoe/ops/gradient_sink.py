@@ -17,7 +17,7 @@ import torch
 from gbmoe._checks import require, require_tensor
 from gbmoe._define_operator import without_autocast
 from gbmoe.engines.base import Engine, GatheredRows
-from gbmoe.separate_weights import SeparateWeights, Stack, StackOrList, lists_of, require_apart
+from gbmoe.separate_weights import SeparateWeights, Stack, StackOrList, like_a_stack, lists_of, require_apart
 from gbmoe.weight_layout import WeightGradients, WeightLayout
 
 
@@ -56,9 +56,9 @@ class WeightGradientSink:
         for name, tensors in lists_of("WeightGradientSink", **self._main).items():
             require_tensor(tensors[0], "WeightGradientSink", f"{name}[0]", dtypes=(torch.float32,))
             require_apart(tensors, "WeightGradientSink", name)
-            self._main[name] = SeparateWeights([tensor.detach() for tensor in tensors])
+            self._main[name] = tuple(tensor.detach() for tensor in tensors)
         for name, main in self._main.items():
-            if main is not None and not isinstance(main, SeparateWeights):
+            if main is not None and not isinstance(main, tuple):
                 require_tensor(main, "WeightGradientSink", name, rank=3, dtypes=(torch.float32,))
         self.deferred, self.hand_back = deferred, hand_back
         self._later: list[Callable[[], None]] = []
@@ -88,13 +88,14 @@ class WeightGradientSink:
             if main is None:
                 require(False, "expert_mlp", "gradient_sink", f"a tensor for {name}, which needs a gradient", None)
                 return
+            main = like_a_stack(main) if isinstance(main, tuple) else main
             require(main.shape == parameter.shape and main.device == parameter.device, "expert_mlp", "gradient_sink",
                     f"for {name} {list(parameter.shape)} on {parameter.device}", f"{list(main.shape)} on {main.device}")
 
     def __getitem__(self, name: str) -> Stack:
         main = self._main[name]
         assert main is not None, name  # `check` has seen it
-        return main
+        return SeparateWeights(main) if isinstance(main, tuple) else main
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -110,6 +111,7 @@ def _of_unchanged(step: Callable[[], None], of: torch.Tensor, version: int) -> N
 
 
 def _add_to_each(experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, main: Any, scale: float) -> None:
+    main = main.again()  # its memory may have moved since backward
     if scale == 1 and experts.reads_separate_weights and (experts.adds_in_place(main) or experts.adds_in_place(main.transpose(1, 2))):
         experts.add_weight_gradient(left_PF, rows, sizes_E, main)
         return

@@ -1,14 +1,16 @@
 """The windows of rows (windows.py) after the first, forward and backward.
 
 Nearly always all rows fit into the first window, which takes the way of a pass without others. Further windows keep nothing for backward,
-which pulls their rows and computes their first products once more. Without rows they cost launches that find nothing to do, and zeros
-written to scratch memory of the size of each weight.
+which pulls their rows and computes their first products once more. Without rows they cost launches that find nothing to do; and where the
+engine has no GEMM that adds to gradients of 16 bits, zeros written to scratch memory of the size of each weight.
 
 Shape suffixes: S tokens of all ranks, K slots a token, E experts of this rank, F ffn hidden of this rank, H hidden, P rows of a window,
 R = E * F rows of a weight.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -64,13 +66,20 @@ class AddedGradients(WeightGradients):
     takes_two = False
 
     def __init__(self, to: WeightGradients, sizes_E: torch.Tensor, shape: torch.Size):
-        rows_2EF = torch.arange(2 * shape[0] * shape[1], dtype=torch.int32, device=sizes_E.device).view(2, *shape[:2])
-        # [r, R + r] for each row r of an expert with rows, otherwise -1, which the kernels below skip.
-        self._rows_R2 = torch.where((sizes_E > 0).unsqueeze(1), rows_2EF, -1).flatten(1).t().contiguous()
-        self._to = to
+        self._to, self._sizes_E, self._shape = to, sizes_E, shape
+
+    @functools.cached_property
+    def _rows_R2(self) -> torch.Tensor:
+        """[r, R + r] for each row r of an expert with rows, otherwise -1, which kernels of rows skip."""
+        experts, ffn = self._shape[:2]
+        rows_2EF = torch.arange(2 * experts * ffn, dtype=torch.int32, device=self._sizes_E.device).view(2, experts, ffn)
+        return torch.where((self._sizes_E > 0).unsqueeze(1), rows_2EF, -1).flatten(1).t().contiguous()
 
     def write(self, name, experts, left_PF, rows, sizes_E, scale):
         to_EFH = self._to[name]
+        if experts.adds_in_16_bits:
+            experts.product(left_PF, rows.rows_PH(), sizes_E, trans_a=True, out=to_EFH, accumulate=True)
+            return
         both_2EFH = to_EFH.new_empty(2, *to_EFH.shape)
         experts.weight_gradient(left_PF, rows, sizes_E, both_2EFH[1])
         to = PeerRegion.of([to_EFH.flatten(0, 1)])

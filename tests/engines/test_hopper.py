@@ -353,6 +353,23 @@ def test_a_first_gemm_that_gathers_has_the_bits_of_one_that_does_not(dtype, size
             assert torch.equal(one, other), config
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes, inner, columns", [((70, 0, 129, 1, 0), 200, 392), ((3000, 0, 5), 512, 768)], ids=str)
+def test_gradients_that_are_added_leave_groups_without_rows_alone(dtype, sizes, inner, columns):
+    values, rows = drawn(dtype, 1), sum(sizes)
+    a, b, before = values(rows + 9, inner, number=1), values(rows + 9, columns, number=2), values(len(sizes), inner, columns, number=3)
+    for e, size in enumerate(sizes):
+        if size == 0:
+            before[e] = float("nan")
+    on_device = torch.tensor(sizes, device=DEVICE)
+    engine = engines.ENGINES["hopper"]
+    product = engine.gmm(a, b, on_device, True, False)
+    got = engine.gmm(a, b, on_device, True, False, out=before.clone(), accumulate=True)
+    for e, size in enumerate(sizes):
+        assert bool(got[e].isnan().all()) if size == 0 else torch.equal(got[e], before[e] + product[e])
+
+
+
 @pytest.mark.memcheck
 @pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 520, 2), (1544, 512, 3), (264, 768, 8)])
 @pytest.mark.parametrize("sizes", [SIZES, [3] * 200, [5000], [0, 9, 0]], ids=lambda sizes: f"{len(sizes)} groups")

@@ -95,15 +95,16 @@ class Gemms:
             if out is not None:
                 out.copy_(value)
 
-    def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, out):
+    def hopper_weights(self, a, b, sizes, tiling, workspace, splitting, places, add, out):
         for e, (left, right) in enumerate(zip(a[:sizes.sum()].split(sizes.tolist()), b[:sizes.sum()].split(sizes.tolist()))):
-            out[e] = left.float().T @ right.float()
+            product = (left.float().T @ right.float()).to(out.dtype)
+            out[e] = out[e] + product if add else product
 
     def hopper_weights_gathered(self, a, a2, x, slots, top_k, sizes, tiling, workspace, splitting, out, out2):
         rows = x[slots.clamp(min=0).long() // top_k] * (slots >= 0).unsqueeze(1)
         for left, made in ((a, out), (a2, out2)):
             if left is not None:
-                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, (), made)
+                self.hopper_weights(left, rows, sizes, tiling, workspace, splitting, (), False, made)
 
 
 @pytest.fixture

@@ -1,12 +1,17 @@
 """Lists of matrices in the place of w1, w2 and v1: the same results, bit for bit, as of one tensor, and each its gradient."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import gbmoe
 from gbmoe import WeightLayout, engines
 from gbmoe.engines.base import Engine
 from gbmoe.launch import alignment
+from gbmoe.problem import Problem
+from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
 from tests.scattered import scattered
 from tests.test_weight_layout import laid_out
@@ -253,3 +258,99 @@ def test_gmm_takes_a_list(trans_b, in_place):
     assert torch.equal(got, out) and torch.equal(dgot, da) and all(torch.equal(one, each) for one, each in zip(of_each, db))
     with pytest.raises(TypeError, match="gmm: b: expected a tensor with trans_a"):
         gbmoe.gmm(a, matrices, sizes, trans_a=True, engine=engine)
+
+
+def test_second_derivatives_of_lists_were_lost(in_place):
+    engine, device = in_place
+    x, plan, weights, _ = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    out = gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dx, = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.sum() + dx.square().sum()).backward()
+    sink = gbmoe.WeightGradientSink(*[torch.zeros(w.shape, device=device) for w in weights[:2]])
+    out = gbmoe.expert_mlp(x, plan, *weights[:2], layout=MEGATRON, engine=engine, gradient_sink=sink)
+    with pytest.raises(ValueError, match="gradient_sink: expected None where autograd batches"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_second_derivatives_of_gmm(in_place):
+    engine, device = in_place
+    exact = exact_inputs.exact_values
+    a, b = (exact(*shape, dtype=torch.float64, device=device, seed=seed) for seed, shape in enumerate(((60, H), (E, H, F))))
+    sizes = torch.tensor([20, 0, 33, 7], device=device)
+
+    def penalty(b, leaves):
+        out = gbmoe.gmm(a.requires_grad_(), b, sizes, engine=engine)
+        da, = torch.autograd.grad(out.square().sum(), a, create_graph=True)
+        return torch.autograd.grad(da.square().sum(), leaves)
+
+    if engines.ENGINES[engine].refuses(Problem(a.device, a.dtype, 60, E, H, F, False)):
+        pytest.skip("an engine without float64")
+    whole, lists = b.clone().requires_grad_(), as_parameters([b])[0]
+    of_stack, of_each = penalty(whole, [whole])[0], penalty(lists, lists)
+    torch.testing.assert_close(torch.stack(of_each), of_stack)
+
+
+@pytest.mark.parametrize("between", ["watched", "moved"])
+def test_a_checkpoint_of_lists_found_other_nodes(between, in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    w1, w2, _ = as_parameters(weights)
+    leaves = [x, *w1, *w2]
+
+    def call(x):
+        return gbmoe.expert_mlp(x, plan, w1, w2, layout=MEGATRON, engine=engine)
+
+    expected = torch.autograd.grad(call(x), leaves, grad)
+    with FlopCounterMode(display=False) if between == "watched" else contextlib.nullcontext():
+        out = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
+    if between == "moved":
+        for tensors in (w1, w2):
+            for parameter, part in zip(tensors, torch.stack([each.detach() for each in tensors])):
+                parameter.data = part
+    assert all(map(torch.equal, torch.autograd.grad(out, leaves, grad), expected))
+
+
+def test_main_gradients_may_move_before_they_are_added_to(in_place):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    expected, mains = ([[torch.zeros_like(each, dtype=torch.float32) for each in w] for w in weights[:2]] for _ in range(2))
+    for of, moves in ((expected, False), (mains, True)):
+        sink = gbmoe.WeightGradientSink(*of, deferred=True)
+        leaves = [[w.clone().requires_grad_() for w in each] for each in weights[:2]]
+        gbmoe.expert_mlp(x, plan, *leaves, layout=MEGATRON, engine=engine, gradient_sink=sink).backward(grad)
+        kept = []
+        for each in flat(of) if moves else ():
+            each.untyped_storage().resize_(0)
+            kept.append(torch.empty(each.numel() + 1, device=device))  # what was free is taken
+        for each in flat(of) if moves else ():
+            each.untyped_storage().resize_(each.numel() * 4)
+            each.zero_()
+        sink.compute()
+    assert all(map(torch.equal, flat(mains), flat(expected))) and any(bool(each.any()) for each in flat(mains))
+
+
+def test_lists_without_a_table_were_copied_in_every_product(in_place, monkeypatch):
+    engine, device = in_place
+    x, plan, weights, grad = inputs(MEGATRON, device)
+    lists = [[torch.cat((w.new_zeros(e % 2), w.flatten()))[e % 2:].view(w.shape).requires_grad_() for e, w in enumerate(each)]
+             for each in weights[:2]]
+    assert not any(SeparateWeights(each).numbers for each in lists)
+    monkeypatch.setattr(SeparateWeights, "contiguous", lambda self: pytest.fail("a product copied its matrices"))
+    out, dx, of_each = expected_of(x, plan, weights, grad, layout=MEGATRON, engine=engine)
+    got = gbmoe.expert_mlp(x, plan, *lists, layout=MEGATRON, engine=engine)
+    assert torch.equal(got, out) and all(map(torch.equal, torch.autograd.grad(got, [x, *flat(lists)], grad), [dx, *of_each]))
+    monkeypatch.setattr(Engine, "copies", lambda self, *_: False)
+    assert "kernels read up to 256 matrices" in str(gbmoe.expert_path(x, plan, *lists, layout=MEGATRON, engine=engine).reasons)
+
+
+@pytest.mark.parametrize("frozen", ["a", "b"])
+def test_gmm_of_a_list_saves_what_it_needs(frozen, in_place):
+    engine, device = in_place
+    a, b = torch.randn(60, H, device=device, dtype=torch.bfloat16), torch.randn(E, H, F, device=device, dtype=torch.bfloat16)
+    lists, sizes, saved = scattered(b), torch.tensor([20, 0, 33, 7], device=device), []
+    (a.requires_grad_() if frozen == "b" else lists[0].requires_grad_())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
+        gbmoe.gmm(a, lists, sizes, engine=engine)
+    assert ((60, H) in saved) == (frozen == "a") and (not {(H, F), (E, H, F)}.isdisjoint(saved)) == (frozen == "b")
