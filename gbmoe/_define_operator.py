@@ -161,6 +161,23 @@ def without_autocast(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
+def differentiable_once(backward: _Function) -> _Function:
+    """The backward of an autograd.Function, whose gradients refuse to be differentiated. torch's once_differentiable refuses only where the
+    gradient that comes in needs one itself, and loses a second derivative without a word elsewhere."""
+    @functools.wraps(backward)
+    def call(ctx, *grads):
+        with torch.no_grad():
+            gradients = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return gradients
+        of_all = gradients if isinstance(gradients, tuple) else (gradients,)
+        found = iter(_WithoutGradients.apply(torch.empty(0, requires_grad=True), *(t for t in of_all if t is not None)))
+        refusing = tuple(None if t is None else next(found) for t in of_all)
+        return refusing if isinstance(gradients, tuple) else refusing[0]
+
+    return call  # type: ignore[return-value]
+
+
 def is_unseen(*inputs: object) -> bool:
     """True where a call on these inputs, the first of which is a tensor, may launch kernels without passing the dispatcher."""
     return not torch.compiler.is_compiling() and _is_unseen(inputs)
@@ -337,3 +354,13 @@ def _autocast_kernel(operator, device_type: str, positions: frozenset[int]) -> C
             return operator(*operands)
 
     return kernel
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """Gradients of a pass that is differentiable once."""
+
+    @staticmethod
+    def forward(ctx, needs_gradient, *gradients):
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    backward = staticmethod(_refuse_second_derivative)

@@ -86,10 +86,9 @@ class SpreadExperts:
         if self.maps:
             reason = peer_memory.check_rows(x_TH.dtype, x_TH.size(1))
             require(reason is None, "SpreadExperts", "x", "rows that other ranks can pull (transport 'exchange' takes any)", reason)
-            # Mapped memory reads w2 where it lies, in MegaBlocks' shape: a view.
-            return peer_experts(x_TH, ids_TK, weights_TK, w1_EFH, w2_EHF.transpose(1, 2), w3_EFH, "silu",
+            return peer_experts(x_TH, ids_TK, weights_TK, w1_EFH, w2_EHF, w3_EFH, "silu",
                                 engine if fp8_recipe is None else fp8_recipe.engine, self.where, layer=self.layer,
-                                keep_weights=keeps_weights(fp8_recipe, weights))
+                                keep_weights=keeps_weights(fp8_recipe, weights), layout=_LAYOUT)
 
         def compute(rows_SH, plan, weights_SK):
             return expert_mlp(rows_SH, plan, *weights, weights_TK=weights_SK, layout=_LAYOUT, engine=engine, fp8_recipe=fp8_recipe)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gbmoe._checks import autocast_enabled, require
-from gbmoe._define_operator import define, may_be_batched, may_be_transformed, without_autocast
+from gbmoe._define_operator import define, differentiable_once, may_be_batched, may_be_transformed, without_autocast
 from gbmoe.launch import clear_rows_without_slot
 from gbmoe.ops.gmm import computed_dtype, grouped
 from gbmoe.ops.permute import padded_gather, padded_scatter
@@ -160,7 +160,7 @@ class _DownProduct(torch.autograd.Function):
         return _grouped(a_PF, w2_EFH, sizes, False, engine)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     @without_autocast
     def backward(ctx, grad_PH):
         a_PF, w2_EFH, sizes, slot_of_row_P = ctx.saved_tensors

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from gbmoe._define_operator import differentiable_once
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.expert_arguments import check_arguments
 from gbmoe.ops.experts import backward_operator, forward_operator
@@ -31,7 +31,7 @@ class _RowsBeforeWeights(torch.autograd.Function):
         return y_TH
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_TH):
         needs = ctx.needs_input_grad
         wanted = [*(needs[position] for position in (0, 1, 5, 6, 7)), False, False, False]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from gbmoe._define_operator import differentiable_once
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.ops import padded_gather, padded_scatter
 from gbmoe.ops.permute import gather_slots
@@ -77,7 +78,7 @@ class _BackWeighed(torch.autograd.Function):
         return rows.back(y_VH, weights_TK)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad_TH):
         return ctx.rows.out(grad_TH), None, None
 

@@ -10,17 +10,20 @@ P rows of this rank, X elements of a row as it travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gbmoe import _torch_names as names, engines
-from gbmoe._define_operator import may_be_transformed, without_autocast
+from gbmoe._checks import require
+from gbmoe._define_operator import differentiable_once, may_be_transformed, without_autocast
 from gbmoe.engines.base import Engine
 from gbmoe.engines.in_programs import in_programs
 from gbmoe.ops import expert_forward_backward
 from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
+from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
+from gbmoe.ops.pass_weights import weights_of_pass
 from gbmoe.parallel import further_windows, pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
 from gbmoe.parallel.exchange import check_arguments
@@ -29,13 +32,14 @@ from gbmoe.parallel.peer_transport import PeerTransport
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.region_rows import pull_rows
 from gbmoe.slot_map import SlotMap
-from gbmoe.weight_layout import MEGABLOCKS, WeightGradients
+from gbmoe.weight_layout import MEGABLOCKS, WeightGradients, WeightLayout
 
 
 def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w1_EFH: torch.Tensor, w2_EFH: torch.Tensor,
                  v1_EFH: torch.Tensor | None, activation: str, engine: str, where: Placement,
                  meanwhile: Callable[[], None] | None = None, gradient_scale: float = 1.0, *, layer: int = 0, keep_weights: bool = False,
-                 keep_gathered_rows: bool = False) -> torch.Tensor:
+                 keep_gathered_rows: bool = False, layout: WeightLayout = MEGABLOCKS,
+                 gradient_sink: WeightGradientSink | None = None) -> torch.Tensor:
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]), as gbmoe.expert_mlp, with the experts spread over the ranks of a group.
 
     Every rank calls it, in the same order. Differentiable in x, weights, w1, w2 and v1; ranks may need different gradients. It waits for
@@ -45,7 +49,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         x_TH: [T,H] of this rank, bfloat16, float16 or float32 on CUDA; T may differ between ranks, and be 0.
         ids_TK: each token's experts [T,K], ids among the experts of all ranks, int64; -1 drops a slot.
         weights_TK: [T,K], any floating dtype but float64; None gives every slot the weight one.
-        w1_EFH, w2_EFH, v1_EFH: the weights of this rank's experts.
+        w1_EFH, w2_EFH, v1_EFH: the weights of this rank's experts, [E,F,H] or in `layout`.
         activation: a name in gbmoe.plain.plain_activation.ACTIVATIONS.
         engine: see gbmoe.engines.
         where: which rank holds which experts.
@@ -55,6 +59,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         keep_weights: an engine of float8 prepares weights for backward in forward (gbmoe.Float8BlockScaling).
         keep_gathered_rows: keep the rows that forward pulls until backward, which then pulls one time less. With an engine of float8
             forward's rows are e4m3, and only with its float8_dispatch does backward read them.
+        layout: where the matrices lie, as in expert_mlp. Another than the default not where rows are bounded; nor a gradient_sink.
+        gradient_sink: adds the gradients of w1, w2 and v1 to float32 tensors of the caller. Each rank may have one or none.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -64,9 +70,15 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     """
     if torch.compiler.is_compiling():
         from gbmoe.parallel import uncompiled
-        return uncompiled.peer_experts(x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, activation, engine, where, meanwhile,
-                                       gradient_scale, layer=layer, keep_weights=keep_weights, keep_gathered_rows=keep_gathered_rows)
+        return uncompiled.peer_experts(
+            x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, activation, engine, where, meanwhile, gradient_scale, layer=layer,
+            keep_weights=keep_weights, keep_gathered_rows=keep_gathered_rows, layout=layout, gradient_sink=gradient_sink)
     check_arguments("peer_experts", x_TH, ids_TK, weights_TK, needs_weights=False)
+    if where.rows is not None:
+        require(layout is MEGABLOCKS and gradient_sink is None, "peer_experts", "layout, gradient_sink",
+                "the defaults where rows are bounded", (layout, gradient_sink))
+    if gradient_sink is not None:
+        gradient_sink.check({"w1": w1_EFH, "w2": w2_EFH, "v1": v1_EFH})
     memory = of_group(where.group, x_TH.device, where.timeout_seconds)
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
     records = torch.is_grad_enabled()
@@ -90,10 +102,10 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
             if ahead is None and arrived.windows is None:  # further windows come first
                 ahead = pull_rows(arrived.regions, "x", arrived.slots, x_TH, memory.rank, recipe)
             rows = [ahead]
-            sizes_E, experts = arrival.sizes_and_engine(engine, w1_EFH)
+            sizes_E, experts = arrival.sizes_and_engine(engine, layout.matrices(w1_EFH, w2_EFH, v1_EFH)[0])
         save = arrived.needs.any
         call = _Call(activation, experts, where, layer, gradient_scale, save, keep_rows=save and reads_x and keep_gathered_rows,
-                     keep_weights=save and arrived.needs.x and keep_weights)
+                     keep_weights=save and arrived.needs.x and keep_weights, layout=layout, sink=gradient_sink)
         x_TH = pass_agreement.joined(x_TH, save and not any(need))
         inputs = x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows
         return _PeerExperts.apply(*inputs) if may_be_transformed() else names.apply(_PeerExperts, *inputs)
@@ -107,6 +119,7 @@ class _Call:
         experts: the engine, resolved once for forward and backward.
         save: whether backward runs, on all ranks.
         keep_rows, keep_weights: whether forward keeps the rows of x, and weights in float8, for it.
+        layout, sink: of the weights, and of their gradients.
     """
 
     activation: str
@@ -117,6 +130,17 @@ class _Call:
     save: bool
     keep_rows: bool
     keep_weights: bool
+    layout: WeightLayout
+    sink: WeightGradientSink | None
+
+    def weights(self, parameters: Sequence[torch.Tensor | None], **of_pass) -> Weights:
+        """The weights of this call's pass, of the parameters w1, w2 and v1."""
+        return weights_of_pass(self.layout.code, self.experts.name, parameters[0], self.matrices(parameters), (None,) * 3,  # type: ignore[arg-type]
+                               **of_pass)
+
+    def matrices(self, parameters: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """w1, w2 and v1, [E,F,H] each, as views."""
+        return self.layout.matrices(*parameters)  # type: ignore[arg-type]
 
 
 _NAMES = ("w1", "w2", "v1")
@@ -129,11 +153,12 @@ class _PeerExperts(torch.autograd.Function):
         # `rows` is emptied, so that their memory is free again for what follows.
         transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, rows=rows.pop())
         rows_PX = transport.keep_rows() if call.keep_rows else None
-        weights = Weights(w1_EFH, w2_EFH, v1_EFH, keep=call.keep_weights)
+        parameters = w1_EFH, w2_EFH, v1_EFH
+        weights = call.weights(parameters, keep=call.keep_weights)
         experts = in_programs(call.experts, x_TH, w1_EFH, w2_EFH, v1_EFH)
         if arrived.windows is not None:
-            matrices = w1_EFH, w2_EFH, v1_EFH
-            further_windows.forward(arrived.windows, arrived.divided_SK, transport, experts, matrices, call.activation)
+            further_windows.forward(
+                arrived.windows, arrived.divided_SK, transport, experts, call.matrices(parameters), call.activation)
         out_TH, h_PF, g_PF = expert_forward_backward.forward(transport, experts, weights, sizes_E, call.activation, call.save)
         if call.save:
             if arrived.needs.packed:
@@ -148,25 +173,26 @@ class _PeerExperts(torch.autograd.Function):
         return out_TH
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     @without_autocast
     def backward(ctx, grad_TH):
         saved = list(ctx.saved_tensors)  # before the pass: it may repeat forward
         x_TH, ids_TK, weights_TK = saved[:3]
         of_forward, rows_PX = Saved(*saved[6:8]), saved[8]
         row_of_slot_SK, slot_of_row_P, sizes_E, weights_SK, divided_SK = saved[9:14]
-        weights = Weights(*saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y is not None})
         call, needs, own, windows = ctx.call, ctx.needs, ctx.needs_input_grad, ctx.windows
-        matrices = None if windows is None else tuple(saved[3:6])
+        weights = call.weights(saved[3:6], kept={name: kept_Y for name, kept_Y in zip(_NAMES, saved[14:]) if kept_Y is not None})
+        matrices = None if windows is None else call.matrices(saved[3:6])
         experts = in_programs(call.experts, x_TH, *saved[3:6])
-        gradients = WeightGradients(MEGABLOCKS, *saved[3:6])
+        gradients = WeightGradients(call.layout, *saved[3:6]) if call.sink is None else SunkGradients(call.layout, *saved[3:6], call.sink)
+        own_v1 = own[2] if call.layout.is_combined and not weights.paired else own[4]
         ctx.maybe_clear_saved_tensors()
         saved.clear()
         memory = of_group(call.where.group, x_TH.device, call.where.timeout_seconds)
         with memory.passing(backward_of=call.layer):
             slots = SlotMap(row_of_slot_TK=row_of_slot_SK, slot_of_row_P=slot_of_row_P)
             arrived = Arrived(memory, memory.regions(ctx.layout), slots, weights_SK, ctx.tokens_W, needs, windows, recipe=ctx.recipe)
-            wanted = Gradients(needs.x, needs.weights, own[2], own[3], own[4])
+            wanted = Gradients(needs.x, needs.weights, own[2], own[3], own_v1)
             transport = PeerTransport(arrived, call.where, x_TH, ids_TK, weights_TK, grad_TH=grad_TH, kept_PX=rows_PX,
                                       pulls_again=windows is not None or (rows_PX is None and (own[2] or own[4])))
             del rows_PX, grad_TH

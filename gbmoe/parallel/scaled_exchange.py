@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gbmoe import _torch_names as names, engines, launch
-from gbmoe._define_operator import may_be_transformed, without_autocast
+from gbmoe._define_operator import differentiable_once, may_be_transformed, without_autocast
 from gbmoe.engines.base import GatheredRows
 from gbmoe.engines.gathered_scaled_rows import GatheredScaledRows
 from gbmoe.float8 import Float8BlockScaling
@@ -105,7 +105,7 @@ class _ScaledExperts(torch.autograd.Function):
         return out_TH
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     @without_autocast
     def backward(ctx, grad_TH):
         saved, call, experts, own = list(ctx.saved_tensors), ctx.call, ctx.experts, ctx.needs_input_grad

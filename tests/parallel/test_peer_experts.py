@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from gbmoe import extension
+from gbmoe import WeightGradientSink, WeightLayout, extension
 from gbmoe.parallel import Placement, arrival, peer_experts, peer_memory, peer_transport
 from gbmoe.parallel.peer_transport import sum_of_ranks
-from gbmoe.testing import cuda_graphs
+from gbmoe.testing import cuda_graphs, exact_inputs
 from tests import rank_groups
 from tests.parallel import peer_layers, window_cases
 from tests.parallel.peer_layers import CASES, OF_GPUS, Layer, case, device, of_gpus, synchronize
+from tests.test_weight_layout import laid_out
 
 
 @case
@@ -312,6 +313,39 @@ def rows_that_were_pulled_are_kept_for_backward(rank, world):
             out.backward(layer.grad[rank])
             for name, leaf in leaves.items():
                 assert leaf is None or torch.equal(leaf.grad, plain[name]), name
+
+
+@case
+def layouts_and_sinks(rank, world):
+    """Weights as frameworks keep them have the bits of separate ones, and their gradients are in their layout, or added to float32."""
+    layer = Layer(rank, world, [40, 33], dtype=torch.float32)
+    want = layer.run()
+    for layout in (WeightLayout("gate_first", down_transposed=True), WeightLayout("up_first"), WeightLayout(down_transposed=True)):
+        of_layout = laid_out(layout, *(layer.mine(w) for w in layer.w))
+        gradients = laid_out(layout, *(want[name] for name in ("w1", "w2", "v1")))
+        for sunk in (False, True):
+            leaves = layer.leaves()
+            leaves.update({name: None if w is None else w.clone().requires_grad_() for name, w in zip(("w1", "w2", "v1"), of_layout)})
+            mains = [None if w is None else torch.ones_like(w) for w in of_layout]
+            sink = WeightGradientSink(*mains) if sunk else None
+            exact_inputs.poison(device(rank))
+            out = peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
+                               layer.where(), layout=layout, gradient_sink=sink)
+            out.backward(layer.grad[rank])
+            assert torch.equal(out, want["out"]) and torch.equal(leaves["x"].grad, want["x"]), layout
+            for name, main, gradient in zip(("w1", "w2", "v1"), mains, gradients):
+                if gradient is not None:
+                    torch.testing.assert_close(main - 1 if sunk else leaves[name].grad, gradient, rtol=1e-5, atol=1e-5)
+                    assert sunk or leaves[name].grad.stride() == leaves[name].stride()
+
+
+@case
+def second_derivatives_were_lost(rank, world):
+    layer = Layer(rank, world, [20, 13])
+    leaves = layer.leaves()
+    dx, = torch.autograd.grad(layer.forward(leaves).sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        dx.square().sum().backward()
 
 
 def worker(rank, store, world, device_type, names, results):

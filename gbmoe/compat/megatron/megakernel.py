@@ -1,7 +1,8 @@
 """Megakernel: from tokens to the weighted sums of their experts, wherever these are, by the signatures of Megatron's megakernel backends.
 
-Rows travel by gbmoe's exchange: torch.distributed's all-to-all, by which a token goes once to each rank that holds one of its experts.
-In a group of one rank nothing travels, and rows are gathered for the first GEMM or in it.
+Where GPUs of one host map each other's memory, each rank pulls its experts' rows and pushes the sums back (gbmoe/parallel/peer_experts.py).
+Elsewhere rows travel by torch.distributed's all-to-all. Either way a token goes once to each rank that holds one of its experts. In a group
+of one rank nothing travels, and rows are gathered for the first GEMM or in it.
 
 Shape suffixes: T tokens of this rank, K slots a token (top-k), E experts of all ranks, H hidden.
 """
@@ -15,11 +16,17 @@ import torch
 from gbmoe._checks import require
 from gbmoe.compat.megatron.experts_configuration import ADAPTER
 from gbmoe.compat.megatron.grouped_experts import GroupedExperts
+from gbmoe.float8 import keeps_weights
+from gbmoe.layers.expert_parallel_options import TRANSPORTS
 from gbmoe.ops import expert_mlp
-from gbmoe.parallel import pass_agreement
+from gbmoe.ops.activations import activation_name
+from gbmoe.parallel import pass_agreement, peer_memory
 from gbmoe.parallel.exchange import experts_by_exchange
+from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
+from gbmoe.separate_weights import StackOrList
+from gbmoe.stacked_weights import stacked
 
 # Fields with which a token may have more or fewer experts than moe_router_topk, or rows travel in other ways.
 _FIELDS = {"moe_pad_expert_input_to_capacity": "no expert is padded", "moe_router_padding_for_quantization": "no expert is padded",
@@ -37,12 +44,14 @@ class Megakernel(torch.nn.Module):
         routed_experts: this rank's GroupedExperts.
         shared_experts: None, or a module that is called with the hidden states and whose result is added.
         num_local_experts: of this rank.
+        transport: "peer_memory" (ranks map each other's memory; without biases of experts), "exchange" (all-to-all), or "auto".
 
     Raises:
         ValueError, TypeError: naming the argument or field, what was expected and what came.
     """
 
-    def __init__(self, *, config: Any, ep_group: Any, routed_experts: GroupedExperts, shared_experts: Any = None, num_local_experts: int):
+    def __init__(self, *, config: Any, ep_group: Any, routed_experts: GroupedExperts, shared_experts: Any = None, num_local_experts: int,
+                 transport: str = "auto"):
         super().__init__()
         require(isinstance(routed_experts, GroupedExperts), ADAPTER, "routed_experts", "GroupedExperts of gbmoe.compat.megatron",
                 type(routed_experts).__name__, TypeError)
@@ -57,6 +66,18 @@ class Megakernel(torch.nn.Module):
         self._placement = Placement(group=ep_group, world=ep_group.size(), rank=ep_group.rank(), experts=self.experts,
                                     experts_per_rank=num_local_experts, shards=1)
         self._layer = pass_agreement.next_layer(ep_group) if ep_group.size() > 1 else 0
+        require(transport in TRANSPORTS, ADAPTER, "transport", f"one of {', '.join(TRANSPORTS)}", repr(transport))
+        self._transport = transport
+
+    def _why_exchanged(self, x_TH: torch.Tensor, options: dict[str, Any]) -> str | None:
+        """None where rows are pulled from mapped memory; otherwise why not, the same on all ranks."""
+        if self._transport == "exchange":
+            return "transport is 'exchange'"
+        if options["w1_bias"] is not None or options["w2_bias"] is not None:
+            return "experts have biases"
+        if activation_name(options["activation"]) is None:
+            return "the activation has no kernel"
+        return peer_memory.check_rows(x_TH.dtype, x_TH.size(1)) or peer_memory.unavailable(self._placement.group, x_TH.device)
 
     def forward(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """out[t] = sum over the experts e of token t of probs[t,e] * mlp_e(x[t]), and the shared experts' result.
@@ -83,11 +104,26 @@ class Megakernel(torch.nn.Module):
 
         if self._placement.world == 1:
             out_TH = experts(x_TH, RoutingPlan.from_experts(ids_TK, self.experts, check="none"), weights_TK)
+        elif (reason := self._why_exchanged(x_TH, options)) is None:
+            out_TH = _over_mapped_memory(x_TH, ids_TK, weights_TK, w1, w2, self._placement, self._layer, options)
         else:
+            require(self._transport != "peer_memory", ADAPTER, "transport",
+                    f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(self._transport))
             trains = any(parameter.requires_grad for parameter in routed.parameters())
             out_TH, _ = experts_by_exchange([experts], x_TH, ids_TK, weights_TK, self._placement, layer=self._layer, trains=trains)
         out = out_TH.view(hidden_states.shape)
         return out if shared is None else out + shared(hidden_states)
+
+
+def _over_mapped_memory(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, w1: StackOrList, w2: StackOrList,
+                        where: Placement, layer: int, options: dict[str, Any]) -> torch.Tensor:
+    recipe, name = options["fp8_recipe"], activation_name(options["activation"])
+    assert name is not None
+    one, two = (each if isinstance(each, torch.Tensor) else stacked(each) for each in (w1, w2))
+    # Megatron's experts end in the mean over ranks, as other parameters do: its optimizer divides, and not this pass.
+    return peer_experts(x_TH, ids_TK, weights_TK, one, two, None, name, options["engine"] if recipe is None else recipe.engine, where,
+                        layer=layer, keep_weights=keeps_weights(recipe, (one, two)), layout=options["layout"],
+                        gradient_sink=options["gradient_sink"])
 
 
 def build_megakernel_backend(*, config: Any, ep_group: Any, routed_experts: Any, shared_experts: Any, num_local_experts: int) -> Megakernel:
