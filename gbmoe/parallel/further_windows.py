@@ -71,9 +71,10 @@ class AddedGradients(WeightGradients):
     @functools.cached_property
     def _rows_R2(self) -> torch.Tensor:
         """[r, R + r] for each row r of an expert with rows, otherwise -1, which kernels of rows skip."""
-        experts, ffn = self._shape[:2]
-        rows_2EF = torch.arange(2 * experts * ffn, dtype=torch.int32, device=self._sizes_E.device).view(2, experts, ffn)
-        return torch.where((self._sizes_E > 0).unsqueeze(1), rows_2EF, -1).flatten(1).t().contiguous()
+        (experts, ffn), sizes_E = self._shape[:2], self._sizes_E
+        rows_2EF = torch.arange(2 * experts * ffn, dtype=torch.int32, device=sizes_E.device).view(2, experts, ffn)
+        has_rows_E1 = (sizes_E > 0).unsqueeze(1)
+        return torch.where(has_rows_E1, rows_2EF, -1).flatten(1).t().contiguous()
 
     def write(self, name, experts, left_PF, rows, sizes_E, scale):
         to_EFH = self._to[name]
