@@ -53,7 +53,7 @@ def test_packed_rows_hold_what_was_quantised(device, dtype, rows, columns):
     same_bits(got.values_PK.float(), expected.values_PK.float())
     same_bits(got.scales_PC, expected.scales_PC)
     assert got.scales_PC.is_contiguous()
-    same_bits(packed_rows.dequantize_rows(got, dtype), expected.dequantized().to(dtype))
+    same_bits(launch.dequantize_rows(got, dtype), expected.dequantized().to(dtype))
 
 
 def test_packed_rows_fit_where_rows_of_16_bits_are():
