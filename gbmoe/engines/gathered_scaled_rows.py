@@ -51,10 +51,15 @@ class GatheredScaledRows(GatheredRows):
             return None
         return self.once("tokens", lambda: launch.dequantize_rows(self._in_place(tokens_TY), self._dtype))
 
+    @property
+    def given(self) -> torch.Tensor:
+        """The packed tokens or rows."""
+        given = self._rows_PY if self._tokens_TY is None else self._tokens_TY
+        assert given is not None
+        return given
+
     def new_empty(self, *shape: int) -> torch.Tensor:
-        like = self._rows_PY if self._tokens_TY is None else self._tokens_TY
-        assert like is not None
-        return like.new_empty(*shape, dtype=self._dtype)
+        return self.given.new_empty(*shape, dtype=self._dtype)
 
     def rows_PH(self) -> torch.Tensor:
         if "tokens" in self._made:

@@ -1,9 +1,9 @@
 """The functions that operators and engines compute with: each allocates its results and launches CUDA kernels where they are loaded, and
 otherwise computes in plain PyTorch (gbmoe/plain/). No autograd. The kernels are in csrc/.
 
-availability.py says whether they are loaded. permute.py, activation.py, quantize.py, dequantize.py, router.py and peers.py are rooms as csrc/ has
-them; the functions of the first four are here under their names, as are those of sums_and_copies.py. Launches of GEMMs are with their
-engines (gbmoe/engines/).
+availability.py says whether they are loaded. permute.py, activation.py, quantize.py, dequantize.py, router.py and peers.py are rooms as
+csrc/ has them; the functions of the first four are here under their names, as are those of sums_and_copies.py. Launches of GEMMs are with
+their engines (gbmoe/engines/).
 """
 
 from gbmoe.launch.activation import (

@@ -16,8 +16,8 @@ constexpr int kInFlight = 4;  // loads of a thread
 
 // out [rows,vectors] of 8 numbers. Without slot_of_row its rows are those of x.
 template <typename T> __global__ void __launch_bounds__(kThreads) dequantize_rows_kernel(
-    const Float8Rows x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, uint4* __restrict__ out, int64_t rows,
-    int vectors, int row_threads) {
+    const Float8Rows x, const int* __restrict__ slot_of_row, unsigned slots, unsigned top_k, uint4* __restrict__ out,
+    int64_t rows, int vectors, int row_threads) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / row_threads) + threadIdx.x / row_threads;
   if (row >= rows) return;

@@ -31,8 +31,13 @@ template <typename T> struct Rows16Bits {
 template <typename T> struct RowsFloat8 {
   Float8Rows rows;
 
-  struct Loaded { uint2 eight; float scale; };
-  __device__ __forceinline__ Loaded load(int64_t row, int column) const { return {rows.eight(row, column), rows.scale(row, column)}; }
+  struct Loaded {
+    uint2 eight;
+    float scale;
+  };
+  __device__ __forceinline__ Loaded load(int64_t row, int column) const {
+    return {rows.eight(row, column), rows.scale(row, column)};
+  }
   static __device__ __forceinline__ uint4 numbers(const Loaded& loaded) { return dequantize<T>(loaded.eight, loaded.scale); }
 };
 
@@ -79,8 +84,8 @@ template <typename T, typename Rows> __global__ void __launch_bounds__(kKBlockTh
 
 // Rows: as the kernel reads `x`, in which the operators find no more than its sizes.
 template <typename T, typename Rows> void launch(
-    const Rows& rows, const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& sizes, bool power_of_two,
-    const Tensor& out, const Tensor& scales, const Tensor& filled_rows) {
+    const Rows& rows, const Tensor& x, const std::optional<Tensor>& slot_of_row, int64_t top_k, const Tensor& sizes,
+    bool power_of_two, const Tensor& out, const Tensor& scales, const Tensor& filled_rows) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   if (out.numel() == 0) return;
   const int64_t count = slot_of_row ? slot_of_row->size(0) : x.size(0), slots = slot_of_row ? x.size(0) * top_k : 0;
@@ -90,8 +95,8 @@ template <typename T, typename Rows> void launch(
   const GroupSizes of{
       sizes.data_ptr(), sizes.scalar_type() == ScalarType::Long, static_cast<int>(sizes.numel()), static_cast<int>(count)};
   quantize_k_blocks_kernel<T><<<static_cast<unsigned>(ctas), kKBlockThreads, 0, current_stream(x)>>>(
-      rows, data<const int>(slot_of_row), count_of_slots(slots), static_cast<unsigned>(top_k), of, power_of_two, data<uint8_t>(out),
-      data<float>(scales), data<int>(filled_rows), columns);
+      rows, data<const int>(slot_of_row), count_of_slots(slots), static_cast<unsigned>(top_k), of, power_of_two,
+      data<uint8_t>(out), data<float>(scales), data<int>(filled_rows), columns);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -114,15 +119,18 @@ void requantize_k_blocks(
     bool is_bfloat16, Tensor out, Tensor scales, Tensor filled_rows) {
   const ScalarType dtype = is_bfloat16 ? ScalarType::BFloat16 : ScalarType::Half;
   GBMOE_DISPATCH_16_BIT(dtype, "requantize_k_blocks", {
-    launch<T>(RowsFloat8<T>{float8_rows(values, row_scales)}, values, slot_of_row, top_k, sizes, power_of_two, out, scales, filled_rows);
+    launch<T>(
+        RowsFloat8<T>{float8_rows(values, row_scales)}, values, slot_of_row, top_k, sizes, power_of_two, out, scales,
+        filled_rows);
   });
 }
 
 GBMOE_OPERATOR(quantize_k_blocks,
                "(Tensor x, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, Tensor(a!) out, Tensor(b!) "
                "scales, Tensor(c!) filled_rows) -> ()");
-GBMOE_OPERATOR(requantize_k_blocks,
-               "(Tensor values, Tensor row_scales, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, bool "
-               "is_bfloat16, Tensor(a!) out, Tensor(b!) scales, Tensor(c!) filled_rows) -> ()");
+GBMOE_OPERATOR(
+    requantize_k_blocks,
+    "(Tensor values, Tensor row_scales, Tensor? slot_of_row, int top_k, Tensor sizes, bool power_of_two, bool "
+    "is_bfloat16, Tensor(a!) out, Tensor(b!) scales, Tensor(c!) filled_rows) -> ()");
 
 }  // namespace gbmoe
