@@ -53,11 +53,16 @@ class GatheredRows:
         """P."""
         return self.slots.num_rows if self._rows_PH is None else self._rows_PH.size(0)
 
+    @property
+    def given(self) -> torch.Tensor:
+        """What the rows are made of: the tokens, or the rows where there is nothing to gather."""
+        given = self._rows_PH if self.tokens_TH is None else self.tokens_TH
+        assert given is not None
+        return given
+
     def new_empty(self, *shape: int) -> torch.Tensor:
         """A tensor that is not initialised, with the dtype of the rows and on their device."""
-        like = self._rows_PH if self.tokens_TH is None else self.tokens_TH
-        assert like is not None
-        return like.new_empty(*shape)
+        return self.given.new_empty(*shape)
 
     def rows_PH(self) -> torch.Tensor:
         """The rows [P,H]."""

@@ -21,7 +21,6 @@ from gbmoe.engines.hopper import Hopper, workspace
 from gbmoe.engines.reference import Reference
 from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, ScaledWeights
 from gbmoe.launch.alignment import aligned
-from gbmoe.launch.packed_rows import dequantize_rows
 from gbmoe.plain import plain_activation, plain_plan
 from gbmoe.problem import result_shape
 from gbmoe.tuning import float8_tiles
@@ -135,8 +134,8 @@ class Float8(Engine):
             return x
         if x.tokens_TH is None:
             rows_PH = x.rows_PH()
-            return GatheredRows(None, x.slots, dequantize_rows(self._rows(rows_PH), rows_PH.dtype))
-        return GatheredRows(dequantize_rows(self._rows(x.tokens_TH), x.tokens_TH.dtype), x.slots)
+            return GatheredRows(None, x.slots, launch.dequantize_rows(self._rows(rows_PH), rows_PH.dtype))
+        return GatheredRows(launch.dequantize_rows(self._rows(x.tokens_TH), x.tokens_TH.dtype), x.slots)
 
     def makes_two_weight_gradients(self, left_PF, rows, sizes_E):
         return not self.float8_weight_gradients and self.unscaled.makes_two_weight_gradients(left_PF, rows, sizes_E)
@@ -188,6 +187,8 @@ class Float8(Engine):
         return launch.quantize_k_blocks(aligned(x_PK), device_sizes(sizes_E, x_PK.device), self.power_2_scale)
 
     def _gathered_k_blocks(self, x: GatheredRows, sizes_E: torch.Tensor) -> ScaledKBlocks:
+        if isinstance(x, GatheredScaledRows):
+            return x.k_blocks(sizes_E, self.power_2_scale)
         if x.tokens_TH is None:
             return self._k_blocks(x.rows_PH(), sizes_E)
         sizes = device_sizes(sizes_E, x.tokens_TH.device)

@@ -1,6 +1,6 @@
 """Rows that came to this process in e4m3, as engines take them.
 
-Shape suffixes: T tokens, H hidden, P padded rows of the plan, Y bytes of a packed row.
+Shape suffixes: T tokens, E experts, H hidden, P padded rows of the plan, Y bytes of a packed row.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from gbmoe import launch
-from gbmoe.engines.base import GatheredRows
-from gbmoe.float8 import ScaledRows
+from gbmoe.engines.base import GatheredRows, device_sizes
+from gbmoe.float8 import ScaledKBlocks, ScaledRows
 from gbmoe.launch import packed_rows
+from gbmoe.launch.alignment import aligned
 from gbmoe.slot_map import SlotMap
 
 
@@ -48,19 +49,43 @@ class GatheredScaledRows(GatheredRows):
         tokens_TY = self._tokens_TY
         if tokens_TY is None or not self._of_tokens:
             return None
-        return self.once("tokens", lambda: packed_rows.dequantize_rows(packed_rows.unpack(tokens_TY, self._hidden), self._dtype))
+        return self.once("tokens", lambda: launch.dequantize_rows(self._in_place(tokens_TY), self._dtype))
+
+    @property
+    def given(self) -> torch.Tensor:
+        """The packed tokens or rows."""
+        given = self._rows_PY if self._tokens_TY is None else self._tokens_TY
+        assert given is not None
+        return given
 
     def new_empty(self, *shape: int) -> torch.Tensor:
-        like = self._rows_PY if self._tokens_TY is None else self._tokens_TY
-        assert like is not None
-        return like.new_empty(*shape, dtype=self._dtype)
+        return self.given.new_empty(*shape, dtype=self._dtype)
 
     def rows_PH(self) -> torch.Tensor:
-        if self._of_tokens:
+        if "tokens" in self._made:
             return super().rows_PH()
         if self._rows_PH is None:
-            self._rows_PH = packed_rows.dequantize_rows(self.scaled(), self._dtype)
+            packed_PY, slots = self._least_to_read()
+            scaled = self._in_place(packed_PY)
+            self._rows_PH = (launch.dequantize_rows(scaled, self._dtype) if slots is None
+                             else launch.dequantize_gathered(scaled, slots, self._dtype))
         return self._rows_PH
+
+    def k_blocks(self, sizes_E: torch.Tensor, power_2_scale: bool) -> ScaledKBlocks:
+        """The rows, rounded to the dtype, quantised along rows."""
+        packed_PY, slots = self._least_to_read()
+        sizes = device_sizes(sizes_E, packed_PY.device)
+        return launch.requantize_k_blocks(self._in_place(packed_PY), slots, sizes, power_2_scale, self._dtype)
+
+    def _in_place(self, packed_PY: torch.Tensor) -> ScaledRows:
+        return packed_rows.in_place(aligned(packed_PY), self._hidden)
+
+    def _least_to_read(self) -> tuple[torch.Tensor, SlotMap | None]:
+        """(packed tokens, the slots to gather them by), or packed rows that are here already and None."""
+        if self._rows_PY is not None and not self._of_tokens:
+            return self._rows_PY, None
+        assert self._tokens_TY is not None
+        return self._tokens_TY, self.slots
 
     def forget(self) -> None:
         self._made.clear()

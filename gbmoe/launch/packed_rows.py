@@ -44,21 +44,19 @@ def unpack(packed_PY: torch.Tensor, columns: int) -> ScaledRows:
     return ScaledRows(packed_PY[:, :columns].view(FLOAT8), scales)
 
 
+def in_place(packed_PY: torch.Tensor, columns: int) -> ScaledRows:
+    """The same without a copy where `columns` is a multiple of 4: the scales, too, lie Y bytes apart, as gbmoe/launch/dequantize.py takes
+    them."""
+    if columns % 4:
+        return unpack(packed_PY, columns)
+    return ScaledRows(packed_PY[:, :columns].view(FLOAT8), _scales_in(packed_PY, columns))
+
+
 def as_packed(rows_PK: torch.Tensor) -> torch.Tensor:
     """uint8 [P,Y] in the first bytes of contiguous rows of 16 bits."""
     rows, columns = rows_PK.shape
     pitch = bytes_of_row(columns)
     return rows_PK.view(-1).view(torch.uint8)[: rows * pitch].view(rows, pitch)
-
-
-def dequantize_rows(scaled: ScaledRows, dtype: torch.dtype) -> torch.Tensor:
-    """What the values stand for, [P,K]: each times its scale in float32, rounded once to `dtype`, bfloat16 or float16."""
-    out_PK = scaled.values_PK.to(dtype, memory_format=torch.contiguous_format)  # exact
-    whole, scales_PC = out_PK.size(1) // TILE, scaled.scales_PC
-    out_PK[:, : whole * TILE].unflatten(1, (whole, TILE)).mul_(scales_PC[:, :whole].unsqueeze(2))
-    if out_PK.size(1) > whole * TILE:
-        out_PK[:, whole * TILE :].mul_(scales_PC[:, whole:])
-    return out_PK
 
 
 def _scales_in(packed_PY: torch.Tensor, columns: int) -> torch.Tensor:

@@ -136,10 +136,9 @@ class SunkGradients(WeightGradients):
         return self._sink[name]
 
     def write(self, name: str, experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
-        of = rows.rows_PH() if rows.tokens_TH is None else rows.tokens_TH
         main = self[name]
         add = partial(_add_to_each, experts) if isinstance(main, SeparateWeights) else experts.add_weight_gradient
-        self._sink.add(partial(add, left_PF, rows, sizes_E, main, scale), of)
+        self._sink.add(partial(add, left_PF, rows, sizes_E, main, scale), rows.given)
 
     def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         if not self._sink.hand_back:

@@ -53,7 +53,7 @@ def test_packed_rows_hold_what_was_quantised(device, dtype, rows, columns):
     same_bits(got.values_PK.float(), expected.values_PK.float())
     same_bits(got.scales_PC, expected.scales_PC)
     assert got.scales_PC.is_contiguous()
-    same_bits(packed_rows.dequantize_rows(got, dtype), expected.dequantized().to(dtype))
+    same_bits(launch.dequantize_rows(got, dtype), expected.dequantized().to(dtype))
 
 
 def test_packed_rows_fit_where_rows_of_16_bits_are():
@@ -71,6 +71,10 @@ def test_quantising_and_gathering_may_change_places(device, dtype):
     ids = torch.rand(50, 8, generator=exact_inputs.generator("cpu", 4)).topk(3).indices.to(device)
     plan = RoutingPlan.from_experts(ids, 8)
     expected = launch.quantize_gathered(x_TH, plan.slot_map, True)
+    rows_in_use = int(plan.padded_counts_E.sum())
+    of_experts = expected.dequantized()[:rows_in_use].to(dtype)
+    in_blocks = float8.quantize_k_blocks(of_experts, plan.padded_counts_E, True)
+    expected_blocks = in_blocks.dequantized()[: int(in_blocks.filled_rows_E.sum())]
     packed_TY = packed_rows.pack(x_TH, True)
     rows_PY = launch.gather(packed_TY, plan.slot_map)[0]
     more_TY = torch.cat([packed_TY, packed_TY.new_empty(200, packed_TY.size(1))])  # than rows
@@ -83,6 +87,9 @@ def test_quantising_and_gathering_may_change_places(device, dtype):
             got = rows.scaled()
             same_bits(got.values_PK.float(), expected.values_PK.float())
             same_bits(got.scales_PC, expected.scales_PC)
+            assert rows.given.dtype == torch.uint8 and not rows.are_gathered
+            blocks = rows.k_blocks(plan.padded_counts_E, True)
+            same_bits(blocks.dequantized()[: expected_blocks.size(0)], expected_blocks)
             same_bits(rows.rows_PH(), expected.dequantized().to(dtype))
             assert rows.num_rows == 150 and rows.new_empty(2, 3).dtype == dtype
             rows.forget()

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "../../common.cuh"
+#include "../ptx.cuh"
 
 namespace gbmoe::hopper {
 
@@ -31,6 +32,38 @@ __device__ __forceinline__ uint16_t pack_float8(float low, float high) {
   uint16_t pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
+}
+// The other way round, exactly.
+__device__ __forceinline__ float2 unpack_float8(uint16_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return unpack<__half>(halves);
+}
+
+// Rows in e4m3 in memory, which begin `pitch` bytes apart, with their scales, `scale_pitch` floats from row to row. Columns are multiples of 8.
+struct Float8Rows {
+  const uint8_t* __restrict__ values;
+  const float* __restrict__ scales;
+  int64_t pitch, scale_pitch;
+
+  __device__ __forceinline__ uint2 eight(int64_t row, int column) const {
+    return __ldg(reinterpret_cast<const uint2*>(values + row * pitch + column));
+  }
+  __device__ __forceinline__ float scale(int64_t row, int column) const {
+    return __ldg(scales + row * scale_pitch + column / kScaledColumns);
+  }
+};
+inline Float8Rows float8_rows(const Tensor& values, const Tensor& scales) {
+  return {data<const uint8_t>(values), data<const float>(scales), values.stride(0), scales.stride(0)};
+}
+
+// What eight numbers stand for: each times the scale in float32, rounded once to T. Pairs of T.
+template <typename T> __device__ __forceinline__ uint4 dequantize(uint2 eight, float scale) {
+  const auto two = [&](uint32_t pair) {
+    const float2 numbers = unpack_float8(static_cast<uint16_t>(pair));
+    return pack<T>(numbers.x * scale, numbers.y * scale);
+  };
+  return {two(eight.x & 0xffff), two(eight.x >> 16), two(eight.y & 0xffff), two(eight.y >> 16)};
 }
 
 }  // namespace gbmoe::hopper
