@@ -60,6 +60,11 @@ class GatheredRows:
         assert given is not None
         return given
 
+    @property
+    def tokens_shape(self) -> torch.Size | None:
+        """[T,H] of tokens_TH, which this does not make."""
+        return None if self.tokens_TH is None else self.tokens_TH.shape
+
     def new_empty(self, *shape: int) -> torch.Tensor:
         """A tensor that is not initialised, with the dtype of the rows and on their device."""
         return self.given.new_empty(*shape)

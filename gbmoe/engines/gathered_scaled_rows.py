@@ -52,6 +52,10 @@ class GatheredScaledRows(GatheredRows):
         return self.once("tokens", lambda: launch.dequantize_rows(self._in_place(tokens_TY), self._dtype))
 
     @property
+    def tokens_shape(self) -> torch.Size | None:
+        return torch.Size((self._tokens_TY.size(0), self._hidden)) if self._tokens_TY is not None and self._of_tokens else None
+
+    @property
     def given(self) -> torch.Tensor:
         """The packed tokens or rows."""
         given = self._rows_PY if self._tokens_TY is None else self._tokens_TY

@@ -237,10 +237,11 @@ _HOPPER = Hopper()
 
 def _config(rows: GatheredRows, ffn: int, glu: bool = False, activation: str = "") -> gathering.LayerConfig:
     """The configuration for these rows; no GEMM gathers where they are gathered already."""
-    if rows.are_gathered or rows.tokens_TH is None:
+    tokens = rows.tokens_shape
+    if rows.are_gathered or tokens is None:
         return gathering.layer_config_of_gathered(rows.rows_PH().size(1), ffn, glu, activation)
-    padded = _padded(rows.slots.slot_of_row_P, rows.tokens_TH, rows.slots.top_k)
-    return gathering.layer_config(rows.tokens_TH.size(1), ffn, glu, activation, rows.tokens_TH.nbytes, padded)
+    padded = _padded(rows.slots.slot_of_row_P, tokens[0], rows.slots.top_k)
+    return gathering.layer_config(tokens[1], ffn, glu, activation, 2 * tokens.numel(), padded)  # elements of 16 bits
 
 
 def _second_pair(low: LowRank | None, along_n: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -252,10 +253,10 @@ def _second_pair(low: LowRank | None, along_n: bool) -> tuple[torch.Tensor | Non
     return aligned(low.rows_PR), b2.transpose(1, 2) if along_n else b2
 
 
-def _padded(slot_of_row_P: torch.Tensor, tokens_TH: torch.Tensor, top_k: int) -> bool:
+def _padded(slot_of_row_P: torch.Tensor, tokens: int, top_k: int) -> bool:
     """Whether experts' rows are padded, as far as the numbers of rows and slots tell: a plan with padding has more rows than slots unless
     the caller has dropped as many slots. It decides about speed alone."""
-    return slot_of_row_P.size(0) > tokens_TH.size(0) * top_k
+    return slot_of_row_P.size(0) > tokens * top_k
 
 
 # ------------------------------------------------------------------------------------------------------------- the kernels
@@ -274,7 +275,7 @@ def up_gemm(x, slot_of_row_P, top_k, w1_EFH, v1_EFH, sizes, activation, save):
     g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
     gathered = slot_of_row_P is not None
     config = hopper_tiles.up_gemm(Device.of(x.device), a_PF.size(0), x.size(1), a_PF.size(1), v1_EFH is not None, gathered=gathered,
-                                  padded=gathered and _padded(slot_of_row_P, x, top_k), along_f=w1_EFH.stride(2) != 1)
+                                  padded=gathered and _padded(slot_of_row_P, x.size(0), top_k), along_f=w1_EFH.stride(2) != 1)
     launch_up(config, x, slot_of_row_P, top_k, w1_EFH, v1_EFH, device_sizes(sizes, x.device), activation, a_PF, h_PF, g_PF)
     return a_PF, h_PF, g_PF
 
@@ -342,7 +343,7 @@ def _weight_gradients_gathered(a_PF: torch.Tensor, a2_PF: torch.Tensor | None, x
     out_EFH = x_TH.new_empty(sizes.numel(), a_PF.size(1), x_TH.size(1)) if out_EFH is None else out_EFH
     out2_EFH = torch.empty_like(out_EFH) if out2_EFH is None and a2_PF is not None else out2_EFH
     config = hopper_tiles.weight_gradient_gemm(Device.of(a_PF.device), a_PF.size(0), *out_EFH.shape, gathered=True,
-                                               padded=_padded(slot_of_row_P, x_TH, top_k), two=a2_PF is not None)
+                                               padded=_padded(slot_of_row_P, x_TH.size(0), top_k), two=a2_PF is not None)
     torch.ops.gbmoe_cuda.hopper_weights_gathered(
         a_PF, a2_PF, x_TH, slot_of_row_P, top_k, sizes, config.tiling, workspace(a_PF, sizes, config), config.split.splitting, out_EFH,
         out2_EFH)

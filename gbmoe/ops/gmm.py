@@ -5,7 +5,6 @@ Shape suffixes: M rows of all groups, E groups (experts), K inner, N columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -214,7 +213,7 @@ class _OfList(torch.autograd.Function):
     def backward(ctx, grad):
         a, sizes, *matrices = ctx.saved_tensors
         by_operator = is_batched(grad) or torch.is_grad_enabled() or is_watched(grad)
-        product: Callable = partial(_gmm, engine=ctx.engine, fills=False) if by_operator else partial(engines.product, engine=ctx.engine)
+        product = partial(_gmm, engine=ctx.engine, fills=False) if by_operator else partial(engines.product, engine=ctx.engine)
         grad_a, of_each = None, (None,) * ctx.count
         if ctx.needs_input_grad[0]:
             grad_a = product(grad, stack_or_separate(tuple(matrices), as_stack=by_operator), sizes, False, not ctx.trans_b)
