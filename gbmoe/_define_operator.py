@@ -171,7 +171,8 @@ def differentiable_once(backward: _Function) -> _Function:
         if not torch.is_grad_enabled():
             return gradients
         of_all = gradients if isinstance(gradients, tuple) else (gradients,)
-        found = iter(_WithoutGradients.apply(torch.empty(0, requires_grad=True), *(t for t in of_all if t is not None)))
+        anchor = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        found = iter(_WithoutGradients.apply(anchor, *(t for t in of_all if t is not None)))
         refusing = tuple(None if t is None else next(found) for t in of_all)
         return refusing if isinstance(gradients, tuple) else refusing[0]
 

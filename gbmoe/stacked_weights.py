@@ -37,12 +37,14 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *weights):
+        ctx.set_materialize_grads(False)
+        ctx.count = len(weights)
         view = _as_view(weights)
         return torch.stack(weights) if view is None else view
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.unbind(0)
+        return (None,) * ctx.count if grad is None else grad.unbind(0)
 
 
 def lie_as_a_stack(weights: Sequence[torch.Tensor]) -> bool:

@@ -94,4 +94,4 @@ class SpreadExperts:
             return expert_mlp(rows_SH, plan, *weights, weights_TK=weights_SK, layout=_LAYOUT, engine=engine, fp8_recipe=fp8_recipe)
 
         return exchange.experts_by_exchange([compute], x_TH, ids_TK, weights_TK, self.where, layer=self.layer,
-                                            trains=any(w.requires_grad for w in weights))[0]
+                                            trains=any(w.requires_grad for w in weights), recipe=fp8_recipe)[0]

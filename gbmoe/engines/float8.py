@@ -50,6 +50,8 @@ class Float8(Engine):
             return f"takes bfloat16 and float16, not {dtype_name(problem.dtype)}"
         if problem.inner % 16 or problem.columns % 16:
             return f"takes row lengths that are multiples of 16, not {problem.inner} and {problem.columns}"
+        if self.float8_dispatch and self.power_2_scale and problem.dtype == torch.float16:
+            return "with float8_dispatch and power_2_scale takes bfloat16: finite values in float16 would round to infinity"
         return self.unscaled.refuses(problem)
 
     def scaled_product(self, a: ScaledRows, b: ScaledWeights, sizes: torch.Tensor, out: torch.Tensor, a2: ScaledRows | None = None,

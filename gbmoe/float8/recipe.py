@@ -30,9 +30,10 @@ class Float8BlockScaling:
             optimizer's, is not noticed, as with any of torch's operators: kept weights are forward's, others are what is there then.
         float8_dispatch: x and the gradient of the output are quantised once, each by its rows, and gradients of weights (and of w2's
             biases) are products of what these e4m3 values stand for, rounded to the layer's dtype, instead of the rows themselves. With
-            float8_weight_gradients that is quantised again along an expert's rows, as DeepSeek-V3 does. So ranks of expert parallelism
-            need to send no more than e4m3 and scales, half the bytes; one process computes the same from what it quantises itself. Forward
-            and gradients of rows have the bits that they have without it.
+            float8_weight_gradients these rounded values are quantised again along an expert's rows, as DeepSeek-V3 does. So ranks of
+            expert parallelism need to send no more than e4m3 and scales, half the bytes; one process computes the same from what it
+            quantises itself. Forward and gradients of rows have the bits that they have without it. In float16 not with power_2_scale,
+            with which finite values would round to infinity.
 
     Example:
         >>> Float8BlockScaling(power_2_scale=True).engine

@@ -79,17 +79,17 @@ class WeightGradientSink:
         else:
             step()
 
-    def check(self, parameters: dict[str, torch.Tensor | None]) -> None:
+    def check(self, parameters: dict[str, torch.Tensor | None], function: str = "expert_mlp") -> None:
         """Raise ValueError unless each parameter that needs a gradient has a tensor of its shape and device here."""
         for name, parameter in parameters.items():
             main = self._main[name]
             if parameter is None or (main is None and not parameter.requires_grad):
                 continue
             if main is None:
-                require(False, "expert_mlp", "gradient_sink", f"a tensor for {name}, which needs a gradient", None)
+                require(False, function, "gradient_sink", f"a tensor for {name}, which needs a gradient", None)
                 return
             main = like_a_stack(main) if isinstance(main, tuple) else main
-            require(main.shape == parameter.shape and main.device == parameter.device, "expert_mlp", "gradient_sink",
+            require(main.shape == parameter.shape and main.device == parameter.device, function, "gradient_sink",
                     f"for {name} {list(parameter.shape)} on {parameter.device}", f"{list(main.shape)} on {main.device}")
 
     def __getitem__(self, name: str) -> Stack:
@@ -138,6 +138,8 @@ class SunkGradients(WeightGradients):
     def write(self, name: str, experts: Engine, left_PF: Any, rows: GatheredRows, sizes_E: torch.Tensor, scale: float) -> None:
         main = self[name]
         add = partial(_add_to_each, experts) if isinstance(main, SeparateWeights) else experts.add_weight_gradient
+        if self._sink.deferred and rows.given.size(0) > rows.num_rows:  # the tokens of other ranks, which need not be kept until then
+            rows = GatheredRows(None, rows.slots, rows.rows_PH())
         self._sink.add(partial(add, left_PF, rows, sizes_E, main, scale), rows.given)
 
     def tensors(self, scale: float = 1.0) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:

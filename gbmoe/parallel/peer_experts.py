@@ -21,7 +21,9 @@ from gbmoe._define_operator import differentiable_once, may_be_transformed, with
 from gbmoe.engines.base import Engine
 from gbmoe.engines.in_programs import in_programs
 from gbmoe.ops import expert_forward_backward
+from gbmoe.ops.expert_arguments import matrices
 from gbmoe.ops.expert_forward_backward import Gradients, Saved, Weights
+from gbmoe.ops.gmm import computed_dtype
 from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
 from gbmoe.ops.pass_weights import weights_of_pass
 from gbmoe.parallel import further_windows, pass_agreement
@@ -59,7 +61,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         keep_weights: an engine of float8 prepares weights for backward in forward (gbmoe.Float8BlockScaling).
         keep_gathered_rows: keep the rows that forward pulls until backward, which then pulls one time less. With an engine of float8
             forward's rows are e4m3, and only with its float8_dispatch does backward read them.
-        layout: where the matrices lie, as in expert_mlp. Another than the default not where rows are bounded; nor a gradient_sink.
+        layout: where the matrices lie, as in expert_mlp. Where rows are bounded it has to be the default, and gradient_sink None.
         gradient_sink: adds the gradients of w1, w2 and v1 to float32 tensors of the caller. Each rank may have one or none.
 
     Raises:
@@ -74,12 +76,10 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
             x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, activation, engine, where, meanwhile, gradient_scale, layer=layer,
             keep_weights=keep_weights, keep_gathered_rows=keep_gathered_rows, layout=layout, gradient_sink=gradient_sink)
     check_arguments("peer_experts", x_TH, ids_TK, weights_TK, needs_weights=False)
-    if where.rows is not None:
-        require(layout is MEGABLOCKS and gradient_sink is None, "peer_experts", "layout, gradient_sink",
-                "the defaults where rows are bounded", (layout, gradient_sink))
-    if gradient_sink is not None:
-        gradient_sink.check({"w1": w1_EFH, "w2": w2_EFH, "v1": v1_EFH})
     memory = of_group(where.group, x_TH.device, where.timeout_seconds)
+    # As autocast has operators cast.
+    x_TH, w1_EFH, w2_EFH = (t.to(computed_dtype(t)) for t in (x_TH, w1_EFH, w2_EFH))
+    v1_EFH = None if v1_EFH is None else v1_EFH.to(computed_dtype(v1_EFH))
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
     records = torch.is_grad_enabled()
     need = [records and t is not None and t.requires_grad for t in (x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH)]
@@ -90,7 +90,8 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     keep_gathered_rows = keep_gathered_rows and (recipe is None or narrow)
     needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows,
                   packed=pass_agreement.saved_tensors_are_packed(), wide_gradient=need[3] and not narrow)
-    with memory.passing():
+    with memory.passing():  # within it, the other ranks are told of an error of this one
+        _check_weights(w1_EFH, w2_EFH, v1_EFH, where, layout, gradient_sink)
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
                               pulls_ahead=True, recipe=recipe)
@@ -109,6 +110,16 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         x_TH = pass_agreement.joined(x_TH, save and not any(need))
         inputs = x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, ids_TK, sizes_E, call, arrived, rows
         return _PeerExperts.apply(*inputs) if may_be_transformed() else names.apply(_PeerExperts, *inputs)
+
+
+def _check_weights(w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, where: Placement, layout: WeightLayout,
+                   sink: WeightGradientSink | None) -> None:
+    matrices(layout, w1, w2, v1, "peer_experts")
+    if where.rows is not None:
+        require(layout == MEGABLOCKS and sink is None, "peer_experts", "layout, gradient_sink", "the defaults where rows are bounded",
+                (layout, sink))
+    if sink is not None:
+        sink.check({"w1": w1, "w2": w2, "v1": v1}, "peer_experts")
 
 
 @dataclass(frozen=True)

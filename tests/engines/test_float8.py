@@ -958,3 +958,11 @@ def test_gmm_says_which_scales_it_takes():
     ):
         with pytest.raises(error, match=message):
             gmm(**(arguments | changes))
+
+
+def test_finite_rows_became_infinite_in_float16():
+    """64,000 is 250 in e4m3 times 256, which is 256 times 256 when it is rounded to e4m3."""
+    x, w = torch.full((20, 64), 64000.0).half(), torch.ones(2, 32, 64).half()
+    plan = RoutingPlan.from_experts(torch.zeros(20, 1, dtype=torch.int64), 2)
+    with pytest.raises(ValueError, match="with float8_dispatch and power_2_scale takes bfloat16"):
+        expert_mlp(x, plan, w, w, fp8_recipe=Float8BlockScaling(power_2_scale=True, float8_dispatch=True))

@@ -354,3 +354,19 @@ def test_gmm_of_a_list_saves_what_it_needs(frozen, in_place):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
         gbmoe.gmm(a, lists, sizes, engine=engine)
     assert ((60, H) in saved) == (frozen == "a") and (not {(H, F), (E, H, F)}.isdisjoint(saved)) == (frozen == "b")
+
+
+def test_no_gradient_is_made_of_none():
+    weights = [torch.ones(2, 3, requires_grad=True) for _ in range(2)]
+    _Absent.apply(gbmoe.stacked(weights)).sum().backward()
+    assert all(weight.grad is None for weight in weights)
+
+
+class _Absent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stack):
+        return stack.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None

@@ -340,6 +340,29 @@ def layouts_and_sinks(rank, world):
 
 
 @case
+def weights_that_the_layout_has_no_place_for_were_not_used(rank, world):
+    layer = Layer(rank, world, [20, 13])
+    leaves = layer.leaves()
+    for layout, sink in ((WeightLayout("gate_first"), None), (WeightLayout(), WeightGradientSink(torch.zeros(1, 2, 3)))):
+        with pytest.raises((ValueError, RuntimeError), match="peer_experts: (v1: expected None|gradient_sink)"):
+            peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
+                         layer.where(), layout=layout, gradient_sink=sink)
+    layer.check(layer.run())
+
+
+@case
+def autocast_casts_tokens_and_weights(rank, world):
+    layer, wide = Layer(rank, world, [40, 33]), Layer(rank, world, [40, 33], dtype=torch.float32)
+    leaves = {name: None if t is None else t.detach().float().requires_grad_() for name, t in layer.leaves().items()}
+    with torch.autocast(device(rank).type, dtype=torch.bfloat16):
+        out = wide.forward(leaves)
+    out.backward(layer.grad[rank])
+    assert out.dtype == torch.bfloat16 and leaves["w1"].grad.dtype == torch.float32
+    of_leaves = {name: t.grad.to(t.dtype if name == "weights" else torch.bfloat16) for name, t in leaves.items()}
+    layer.check({"out": out.detach(), **of_leaves})
+
+
+@case
 def second_derivatives_were_lost(rank, world):
     layer = Layer(rank, world, [20, 13])
     leaves = layer.leaves()

@@ -20,6 +20,7 @@ from gbmoe.float8 import keeps_weights
 from gbmoe.layers.expert_parallel_options import TRANSPORTS
 from gbmoe.ops import expert_mlp
 from gbmoe.ops.activations import activation_name
+from gbmoe.ops.gmm import computed_dtype
 from gbmoe.parallel import pass_agreement, peer_memory
 from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.peer_experts import peer_experts
@@ -77,7 +78,7 @@ class Megakernel(torch.nn.Module):
             return "experts have biases"
         if activation_name(options["activation"]) is None:
             return "the activation has no kernel"
-        return peer_memory.check_rows(x_TH.dtype, x_TH.size(1)) or peer_memory.unavailable(self._placement.group, x_TH.device)
+        return peer_memory.check_rows(computed_dtype(x_TH), x_TH.size(1)) or peer_memory.unavailable(self._placement.group, x_TH.device)
 
     def forward(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """out[t] = sum over the experts e of token t of probs[t,e] * mlp_e(x[t]), and the shared experts' result.
@@ -110,7 +111,8 @@ class Megakernel(torch.nn.Module):
             require(self._transport != "peer_memory", ADAPTER, "transport",
                     f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(self._transport))
             trains = any(parameter.requires_grad for parameter in routed.parameters())
-            out_TH, _ = experts_by_exchange([experts], x_TH, ids_TK, weights_TK, self._placement, layer=self._layer, trains=trains)
+            out_TH, _ = experts_by_exchange([experts], x_TH, ids_TK, weights_TK, self._placement, layer=self._layer, trains=trains,
+                                            recipe=options["fp8_recipe"])
         out = out_TH.view(hidden_states.shape)
         return out if shared is None else out + shared(hidden_states)
 
