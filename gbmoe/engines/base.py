@@ -55,7 +55,7 @@ class GatheredRows:
 
     @property
     def given(self) -> torch.Tensor:
-        """What the rows are made of: the tokens, or the rows where there is nothing to gather."""
+        """The tokens that the rows are made of, or the rows where there is nothing to gather."""
         given = self._rows_PH if self.tokens_TH is None else self.tokens_TH
         assert given is not None
         return given
