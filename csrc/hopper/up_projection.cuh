@@ -15,13 +15,15 @@ void launch_up_clustered(const TensorMaps& maps, const Arguments& args, const Ti
   else tiling.refuse("hopper_up");
 }
 
-// Of weights that lie contiguous along F, in pairs of CTAs.
+// Of weights that lie contiguous along F, in pairs of CTAs. Only the commonest family gathers.
 template <typename T, EpilogueKind kKind>
 void launch_up_along_f(const TensorMaps& maps, const Arguments& args, const Tiling& tiling, const Balancing& balancing, const Tensor& on) {
-  if (args.tokens || !tiling.is(kWideTileN, 1, 2)) tiling.refuse("hopper_up of weights along F");
+  if (!tiling.is(kWideTileN, 1, 2)) tiling.refuse("hopper_up of weights along F");
   switch (args.activation.kind) {
     case kSilu:
-    case kGeluTanh: return launch<UpSettings<T, kKind, SigmoidActivation, true, false, 2>>(maps, args, balancing, on);
+    case kGeluTanh:
+      if (args.tokens) return launch<UpSettings<T, kKind, SigmoidActivation, true, true, 2>>(maps, args, balancing, on);
+      return launch<UpSettings<T, kKind, SigmoidActivation, true, false, 2>>(maps, args, balancing, on);
     case kClampedSilu:
     case kSitu: return launch<UpSettings<T, kKind, GatingActivation, true, false, 2>>(maps, args, balancing, on);
     default: STD_TORCH_CHECK(false, "hopper_up: no kernel for this activation reads weights along F");

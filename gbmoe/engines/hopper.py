@@ -99,7 +99,8 @@ class Hopper(OwnKernels):
             if activation.partition(" ")[0] not in _UP_ALONG_F:
                 return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
             w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
-        elif _config(x, w1.size(1), v1 is not None, activation).gather_up:
+        config = _config(x, w1.size(1), v1 is not None, activation)
+        if config.gather_up_along_f if along_f else config.gather_up:
             return up_gemm(aligned(x.tokens_TH), x.slots.slot_of_row_P, x.slots.top_k, w1, v1, sizes_E, activation, save)
         result = up_gemm(aligned(x.rows_PH()), None, 1, w1, v1, sizes_E, activation, save)
         x.forget()

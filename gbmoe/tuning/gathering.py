@@ -37,6 +37,7 @@ class LayerConfig:
 
     Attributes:
         gather_up: the first GEMM reads its rows from the tokens, instead of rows that were gathered before.
+        gather_up_along_f: likewise, of weights that lie contiguous along F, which only pairs of CTAs read.
         gather_down_backward: the GEMM of the output's gradient with w2, and that of w2's gradient, read their rows from the
             tokens' gradients.
         gather_weight_gradient: the GEMMs of w1's and v1's gradients read their rows from the tokens.
@@ -45,6 +46,7 @@ class LayerConfig:
             activation's gradient.
     """
     gather_up: bool
+    gather_up_along_f: bool
     gather_down_backward: bool
     gather_weight_gradient: bool
     gather_two_weight_gradients: bool
@@ -68,8 +70,10 @@ def layer_config(hidden: int, ffn: int, glu: bool, activation: str, token_bytes:
     """Where a layer's rows are gathered, and where its activation's gradient is computed; `padded` as in hopper_tiles.up_gemm."""
     reachable = token_bytes < _MOST_TOKEN_BYTES
     in_pairs = not padded and ffn <= _IN_UP_IN_PAIRS and hopper_tiles.up_forms_pairs(ffn, glu)
+    may_gather_up = reachable and activation in _ACTIVATIONS
     return LayerConfig(
-        gather_up=reachable and (in_pairs or ffn <= _IN_UP_BY_COPIES) and activation in _ACTIVATIONS,
+        gather_up=may_gather_up and (in_pairs or ffn <= _IN_UP_BY_COPIES),
+        gather_up_along_f=may_gather_up and in_pairs,
         gather_down_backward=reachable and ffn <= _IN_DOWN_BACKWARD,
         gather_weight_gradient=reachable and ffn <= _IN_WEIGHT_GRADIENT,
         gather_two_weight_gradients=reachable and not padded and ffn <= _IN_TWO_GRADIENTS,
@@ -80,5 +84,5 @@ def layer_config(hidden: int, ffn: int, glu: bool, activation: str, token_bytes:
 @functools.lru_cache(maxsize=1024)
 def layer_config_of_gathered(hidden: int, ffn: int, glu: bool, activation: str) -> LayerConfig:
     """layer_config of rows that lie gathered in memory: no GEMM gathers them."""
-    return replace(layer_config(hidden, ffn, glu, activation, 0, False), gather_up=False, gather_down_backward=False,
-                   gather_weight_gradient=False, gather_two_weight_gradients=False)
+    return replace(layer_config(hidden, ffn, glu, activation, 0, False), gather_up=False, gather_up_along_f=False,
+                   gather_down_backward=False, gather_weight_gradient=False, gather_two_weight_gradients=False)

@@ -329,7 +329,8 @@ GATHERING = (GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, c
 @pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000, 3], [0, 9, 0], [2**31 - 1] * 3], ids=lambda sizes: f"{len(sizes)} groups")
 @pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 264, 2), (2056, 136, 3), (520, 1032, 8)])
 def test_a_first_gemm_that_gathers_has_the_bits_of_one_that_does_not(dtype, sizes, hidden, ffn, top_k, glu):
-    """Also in tiles without a partner, whose lines belong to the next group or to nobody, and with sizes beyond the rows."""
+    """Also in tiles without a partner, whose lines belong to the next group or to nobody, with sizes beyond the rows, and in pairs of weights
+    that lie contiguous along F."""
     kept = within(sizes, 900) if max(sizes) > 10**6 else sizes
     x, gathered, slots, w, _ = gathered_inputs(dtype, kept, hidden, ffn, top_k)
     v = drawn(dtype, 5)(*w.shape, number=1, scale=exact_inputs.fan_in_scale(hidden)) if glu else None
@@ -339,18 +340,20 @@ def test_a_first_gemm_that_gathers_has_the_bits_of_one_that_does_not(dtype, size
         xp = torch.where((slots >= 0).unsqueeze(1), x[slots.clamp(min=0).long() // top_k], 0)
         rows = len(slots)
 
-    def results(config, *of):
+    def results(config, w, v, *of):
         around = [torch.full((len(slots) + 2 * guard, ffn), 7.0, dtype=dtype, device=DEVICE) for _ in range(2 + glu)]
         inner = [t[guard:-guard] for t in around]
         hopper.launch_up(config, *of, w, v, on_device, "silu", *inner, *([] if glu else [None]))
         assert all(bool((t[:guard] == 7).all() & (t[guard + rows:] == 7).all()) for t in around)
         return [t[:rows] for t in inner]
 
-    want = results(GemmConfig(WIDE), xp, None, 1)
+    want = results(GemmConfig(WIDE), w, v, xp, None, 1)
+    along_f = [None if t is None else t.mT.contiguous().mT for t in (w, v)]
     for config in GATHERING:
-        exact_inputs.poison(DEVICE)
-        for one, other in zip(results(config, x, slots, top_k), want):
-            assert torch.equal(one, other), config
+        for weights in ((w, v), *[along_f] * (config.cluster_n == 2)):
+            exact_inputs.poison(DEVICE)
+            for one, other in zip(results(config, *weights, x, slots, top_k), want):
+                assert torch.equal(one, other), config
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

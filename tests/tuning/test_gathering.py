@@ -23,7 +23,12 @@ def test_layer_config(hidden, ffn, glu, activation, gather_up, padded, gather_do
     both w1 and v1, where all rows have a token."""
     for rows_are_padded, in_up in ((False, gather_up), (True, padded)):
         assert gathering.layer_config(hidden, ffn, glu, activation, 1 << 30, rows_are_padded) == gathering.LayerConfig(
-            in_up, gather_down_backward, gather_weight_gradient, two and not rows_are_padded, fuse)
+            in_up, in_up and not rows_are_padded, gather_down_backward, gather_weight_gradient, two and not rows_are_padded, fuse)
+
+
+def test_single_ctas_gather_no_rows_for_weights_along_f():
+    config = gathering.layer_config(2048, 384, True, "silu", 1 << 30, False)  # three tiles, which do not form pairs
+    assert config.gather_up and not config.gather_up_along_f
 
 
 @pytest.mark.parametrize("rows, groups, ffn, pay", [(32768, 128, 768, True), (32767, 128, 768, False), (512, 128, 512, True)])
