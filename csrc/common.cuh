@@ -58,6 +58,12 @@ template <typename F> int once_per_device(int device, const F& f) {
 inline int multiprocessors(int device) {
   return once_per_device(device, [](int of) { return device_attribute(cudaDevAttrMultiProcessorCount, of); });
 }
+// Of these a persistent GEMM takes at most multiprocessor_limit (multiprocessor_limit.cpp), which each launch reads. It is the size of the
+// grid alone: schedules are made for all multiprocessors, so that no sum depends on it.
+extern std::atomic<int> multiprocessor_limit;
+inline int multiprocessors_to_take(int device) {
+  return std::min(multiprocessors(device), multiprocessor_limit.load(std::memory_order_relaxed));
+}
 
 // Lets launches of kKernel on `device`, the current one, ask for as much dynamic shared memory as a CTA may have besides the kernel's static.
 // That limit is a state of the kernel, in which all threads find it: if a launch set it to what it needs itself, another thread's launch

@@ -7,6 +7,7 @@ from gbmoe import _interrupted_import  # noqa: F401, I001  the first import: wha
 from gbmoe import launch as kernels  # noqa: F401  its earlier name
 from gbmoe import ops
 from gbmoe._version import __version__
+from gbmoe.engines.multiprocessor_limit import limit_multiprocessors
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.layers import (
     Arguments,
@@ -41,10 +42,10 @@ from gbmoe.stacked_weights import stacked
 from gbmoe.weight_layout import WeightLayout
 
 __all__ = [
-    "Arguments", "ClampedSilu", "ExpertLora", "ExpertParallelOptions", "ExpertPath", "Float8BlockScaling", "LoraFactors", "RouterFunction",
-    "RoutingPlan", "Situ", "WeightGradientSink", "WeightLayout", "__version__", "adapter_state_dict", "add_adapter",
+    "Arguments", "ClampedSilu", "ExpertLora", "ExpertParallelOptions", "ExpertPath", "Float8BlockScaling", "LoraFactors",
+    "RouterFunction", "RoutingPlan", "Situ", "WeightGradientSink", "WeightLayout", "__version__", "adapter_state_dict", "add_adapter",
     "batched_load_balancing_loss", "batched_router_zloss", "clear_load_balancing_loss", "clear_router_zloss", "dMoE", "expert_mlp",
-    "expert_path", "get_load_balancing_loss", "gmm", "grouped_mlp", "load_adapter_state_dict", "merge_adapters", "ops", "padded_gather",
-    "padded_scatter", "record_experts", "remove_adapter", "replay_experts", "set_adapters", "stack_experts", "stacked", "unmerge_adapters",
-    "unstack_experts", "update_expert_bias", "update_expert_bias_after",
+    "expert_path", "get_load_balancing_loss", "gmm", "grouped_mlp", "limit_multiprocessors", "load_adapter_state_dict",
+    "merge_adapters", "ops", "padded_gather", "padded_scatter", "record_experts", "remove_adapter", "replay_experts", "set_adapters",
+    "stack_experts", "stacked", "unmerge_adapters", "unstack_experts", "update_expert_bias", "update_expert_bias_after",
 ]

@@ -43,7 +43,7 @@ struct ScheduleShape {
   int tiles_n, tiles_m;   // tiles of clusters along N and, k-grouped only, along M
   int tile_rows;          // rows of a cluster's tile; m-grouped only
   int k_blocks;           // k-blocks of a tile's sum; m-grouped only
-  int clusters, entries;  // clusters of the launch; the workspace's entries for partial sums of a cluster's tile
+  int clusters, entries;  // clusters of the whole device; the workspace's entries for partial sums of a cluster's tile
   int counters;           // the counters of arrivals, which the schedule's kernel clears
   int min_k_blocks, split_cost, most_splits;  // as in Splitting
   float even;

@@ -108,20 +108,23 @@ struct Balancing {
   Splitting splitting;
 };
 
-// One CTA for each multiprocessor, in clusters.
+// One CTA for each multiprocessor that it may take, in clusters. A schedule is made for those of the whole device: its work items are what
+// decides where sums are split, and any number of clusters takes them from its counter.
 template <typename Settings> void launch(const TensorMaps& maps, Arguments args, const Balancing& balancing, const Tensor& on) {
   using Traits = GemmTraits<Settings>;
   constexpr uint32_t kSharedBytes = SharedMemory<Traits>::kBytes;
-  const int ctas = multiprocessors(on.get_device_index()) / Traits::kClusterSize * Traits::kClusterSize;
+  const int device = on.get_device_index();
+  const auto in_clusters = [](int ctas) { return ctas / Traits::kClusterSize * Traits::kClusterSize; };
   if (args.sum_k_blocks == 0) args.sum_k_blocks = args.k_blocks * args.operand_pairs;
-  if (balancing.workspace) balance<Traits>(args, *balancing.workspace, balancing.splitting, ctas, current_stream(on));
+  const int all = in_clusters(multiprocessors(device));
+  if (balancing.workspace) balance<Traits>(args, *balancing.workspace, balancing.splitting, all, current_stream(on));
   else args.most_ahead = 0;  // the counter that it needs lies in the workspace
-  allow_dynamic_shared_memory<grouped_gemm_kernel<Traits>>(on.get_device_index());
+  allow_dynamic_shared_memory<grouped_gemm_kernel<Traits>>(device);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {Traits::kClusterSize, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(ctas);
+  config.gridDim = dim3(in_clusters(multiprocessors_to_take(device)));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = current_stream(on);

@@ -55,11 +55,11 @@ inline void set_b(
 // later device). None where there is no code for it: PTX for 8.7 and for 9.0 to 11 has no instances for 100 KiB.
 std::optional<Memory> memory_of(int device);
 
-// As many CTAs as are at work at the same time.
+// As many CTAs as are at work at the same time, on the multiprocessors that it may take.
 template <typename Traits> void launch_instance(const Arguments& args, const Tensor& on) {
   constexpr auto kernel = grouped_gemm_kernel<Traits>;
   allow_dynamic_shared_memory<kernel>(on.get_device_index());
-  const int ctas = multiprocessors(on.get_device_index()) * Traits::kCtasPerMultiprocessor;
+  const int ctas = multiprocessors_to_take(on.get_device_index()) * Traits::kCtasPerMultiprocessor;
   kernel<<<ctas, Traits::kThreads, Traits::kSharedBytes, current_stream(on)>>>(args);
   STD_CUDA_CHECK(cudaGetLastError());
 }
