@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of the adapters to torchtitan 0.3.0, NeMo Automodel 0.7.0, OLMo-core 3.0.0 and Megatron-Core 0.19.2 in these
-# packages, on a CPU, in environments of their own. CI runs the same tests in tests/compat/interfaces/.
+# packages, on a CPU, in environments of their own, and those of the package for the hub with kernels 0.17.2. CI runs the tests of adapters in
+# tests/compat/interfaces/.
 #
 #   scripts/test_frameworks.sh [FOLDER]      the environments' folder (default: .venv-frameworks), kept for the next time
 #
@@ -26,15 +27,21 @@ if ! "$megatron" -c 'import torch, megatron.core' 2>/dev/null && "$newer" -c 'im
   "$megatron" -m pip install -q "${torch[@]}" triton packaging psutil
   "$megatron" -m pip install -q --no-deps megatron-core==0.19.2
 fi
+hub=$folder/hub/bin/python
+if ! "$hub" -c 'import torch, transformers, kernels' 2>/dev/null; then
+  "${GBMOE_PYTHON:-python3}" -m venv "$folder/hub"
+  "$hub" -m pip install -q "${torch[@]}" transformers==5.24.0 kernels==0.17.2
+fi
 
 run() {  # with a Python and its tests
-  "$1" -m pip list 2>/dev/null | grep -iE '^(torch|triton|torchtitan|nemo|spmd|ai2|megatron)'
+  "$1" -m pip list 2>/dev/null | grep -iE '^(torch|triton|torchtitan|nemo|spmd|ai2|megatron|transformers|kernels)'
   "$1" -m pytest -n 0 -p no:cacheprovider "${@:2}"
 }
 cd "$root"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$root
 run "$python" tests/compat/test_torchtitan.py tests/compat/test_torchtitan_moe.py tests/compat/test_automodel.py \
   tests/compat/test_olmo_core.py
+run "$hub" tests/test_kernels_hub.py
 if [ -x "$megatron" ]; then
   run "$megatron" tests/compat/megatron
 else

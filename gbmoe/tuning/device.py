@@ -33,7 +33,8 @@ class Device(NamedTuple):
     """A GPU, as far as choices depend on it. A tuple, because it is a key of every cache of choices, and a tuple's hash takes no
     Python.
 
-    `multiprocessors`, of a MIG instance those that it has; `l2_bytes`, the size of the L2 cache; `capability`, the compute capability.
+    `multiprocessors`, of a MIG instance those that it has, whatever gbmoe.limit_multiprocessors says; `l2_bytes`,
+    the size of the L2 cache; `capability`, the compute capability.
     """
     multiprocessors: int
     l2_bytes: int
