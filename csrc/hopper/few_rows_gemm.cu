@@ -95,7 +95,8 @@ void hopper_few_rows_gemm(
 // w1 and v1 are [E,F,H], contiguous along H or along F; or w1 is [E,2F,H], gate and up in turns, contiguous along 2F.
 void hopper_few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places,
-    std::optional<Tensor> w1_bias, std::optional<Tensor> v1_bias, Tensor sizes, std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    std::optional<Tensor> w1_bias, std::optional<Tensor> v1_bias, Tensor sizes, std::vector<double> activation, Tensor a,
+    std::optional<Tensor> h, std::optional<Tensor> g) {
   if (a.numel() == 0) return;
   const OnDevice current(x);
   few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);

@@ -71,8 +71,7 @@ inline CUtensorMap tensor_map(
   const CUtensorMapSwizzle swizzle = box_bytes == kLineBytes       ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : box_bytes == kLineBytes / 2 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                                    : CU_TENSOR_MAP_SWIZZLE_NONE;
-  return encoded(
-      tensor, 3, shape, strides, box, steps, swizzle, promotion);
+  return encoded(tensor, 3, shape, strides, box, steps, swizzle, promotion);
 }
 
 // Lines of a box. The producer loads a and b, and the epilogue stores, in these.

@@ -100,7 +100,8 @@ void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tenso
 // w1 and v1 are [E,F,H], contiguous along H or along F; or w1 is [E,2F,H], gate and up in turns, contiguous along 2F.
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places,
-    std::optional<Tensor> w1_bias, std::optional<Tensor> v1_bias, Tensor sizes, std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    std::optional<Tensor> w1_bias, std::optional<Tensor> v1_bias, Tensor sizes, std::vector<double> activation, Tensor a,
+    std::optional<Tensor> h, std::optional<Tensor> g) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Arguments args = arguments("few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
@@ -109,7 +110,8 @@ void few_rows_up(
   const bool transposed = w1.stride(2) != 1;
   if (transposed) {
     STD_TORCH_CHECK(
-        w1.stride(2) <= INT32_MAX && (!v1 || v1->stride(2) == w1.stride(2)), "few_rows_up: expected two weights with the same strides");
+        w1.stride(2) <= INT32_MAX && (!v1 || v1->stride(2) == w1.stride(2)),
+        "few_rows_up: expected two weights with the same strides");
     args.pitch_b = {static_cast<int>(w1.stride(2)), args.pitch_b.group};
   }
   args.paired = !v1 && w1.size(1) == 2 * a.size(1);
@@ -130,7 +132,8 @@ void few_rows_up(
 }
 
 GBMOE_OPERATOR(
-    few_rows_gemm, "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor? bias, "
+    few_rows_gemm,
+    "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor? bias, "
     "Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(few_rows_linear, "(Tensor x, Tensor weight, Tensor? sizes, Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(

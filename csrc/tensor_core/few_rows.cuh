@@ -331,8 +331,7 @@ __device__ __forceinline__ void store(
       return narrow<T>(sum + bias_at<T>(args.bias[of_v1], group, n + in_row - (of_v1 ? Columns::kTileN : 0), args.size_n));
     };
     store_few_rows<T, kEpilogue != EpilogueKind::kStore, kEpilogue == EpilogueKind::kGlu>(
-        args.out, args.activation, first_row, existing, args.size_n, n, Columns::kTileN, args.step, threads,
-        rounded_sum);
+        args.out, args.activation, first_row, existing, args.size_n, n, Columns::kTileN, args.step, threads, rounded_sum);
   }
 }
 

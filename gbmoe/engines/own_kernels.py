@@ -153,8 +153,8 @@ class OwnKernels(Engine):
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #
 # csrc/tensor_core/few_rows.cu, from compute capability 8.0 on, and csrc/hopper/few_rows_gemm.cu. Operands are bfloat16 or float16,
-# contiguous, aligned to 16 bytes and on one device; rows of weights may lie further apart. Biases have any strides, and are added in float32
-# before sums are rounded. Sizes are integers [E], on the host or the device.
+# contiguous, aligned to 16 bytes and on one device; rows of weights may lie further apart. Biases have any strides, and are added to sums
+# before these are rounded. Sizes are integers [E], on the host or the device.
 
 
 class FewRowsKernels:
@@ -203,9 +203,9 @@ class FewRowsKernels:
         w_EHG = w_EHG if has_aligned_rows(w_EHG) else aligned(w_EHG)
         a_PF = x.new_empty(x.num_rows, w_EGH.size(1) // 2)
         pairs_PG = x.new_empty(x.num_rows, w_EGH.size(1)) if save else None
-        biases = (None, None) if bias_EG is None else (bias_EG[:, ::2], bias_EG[:, 1::2])
-        kept = (None, None) if pairs_PG is None else (pairs_PG[:, ::2], pairs_PG[:, 1::2])
-        self._launch_up(x, w_EHG.transpose(1, 2), None, *biases, sizes, activation, a_PF, *kept)
+        of_gate, of_up = _columns_in_turns(bias_EG)
+        h_PF, g_PF = _columns_in_turns(pairs_PG)
+        self._launch_up(x, w_EHG.transpose(1, 2), None, of_gate, of_up, sizes, activation, a_PF, h_PF, g_PF)
         return a_PF, pairs_PG
 
     def _launch_up(self, x: GatheredRows, w1: Stack, v1: Stack | None, w1_bias_EF, v1_bias_EF, sizes, activation: str, a_PF, h_PF, g_PF,
@@ -223,6 +223,11 @@ class FewRowsKernels:
     def op(self, name: str):
         """The operator, "gemm" or "up"."""
         return getattr(torch.ops.gbmoe_cuda, f"{self.prefix}_{name}")
+
+
+def _columns_in_turns(matrix: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Its columns 0, 2, 4, ... and the others; (None, None) of None."""
+    return (None, None) if matrix is None else (matrix[:, ::2], matrix[:, 1::2])
 
 
 FEW_ROWS, HOPPER_FEW_ROWS = FewRowsKernels("few_rows"), FewRowsKernels("hopper_few_rows")

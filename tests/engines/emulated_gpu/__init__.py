@@ -80,7 +80,8 @@ class _FewRowsArguments(ctypes.Structure):
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
                 *((name, ctypes.c_int) for name in ("tokens", "top_k", "row_blocks", "size_n", "size_k")),
                 ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("paired", ctypes.c_bool), ("bias", _Bias * 2),
-                ("activation", _Activation), ("out", ctypes.c_void_p * 3), ("step", ctypes.c_int), ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool), ("places", _Places)]
+                ("activation", _Activation), ("out", ctypes.c_void_p * 3), ("step", ctypes.c_int),
+                ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool), ("places", _Places)]
 
 
 class _Run(ctypes.Structure):
