@@ -109,10 +109,10 @@ class Hopper(OwnKernels):
         return result
 
     def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save, low=None):
-        w, along_f = rows_or_columns_in_place(w_EGH)
-        # With few rows the kernels for these serve, but without a second pair, for which other rows must not decide.
+        # The kernels for few rows take no second pair. Without them it is added in memory, which other rows must not decide.
         few = self.has_few_rows(x.num_rows, w_EGH.size(0)) and not (self.batch_invariant and low is not None)
-        if few or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
+        w, along_f = (w_EGH, False) if few else rows_or_columns_in_place(w_EGH)
+        if not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
             arguments = x, w_EGH, bias_EG, sizes_E, activation, save
             return super().up_pairs(*arguments) if low is None else super().up_pairs_low_rank(*arguments, low)
         result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, *_second_pair(low, True))
@@ -123,11 +123,11 @@ class Hopper(OwnKernels):
 
     def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
         along_f = not self.copies(w1_EFH, v1_EFH) and bool(lies_transposed(w1_EFH))
-        name, few = activation.partition(" ")[0], self.has_few_rows(rows, w1_EFH.size(0))
-        if few:
+        name = activation.partition(" ")[0]
+        if self.few_rows(rows, w1_EFH) is not None:
             return None
         if biased and not paired:
-            return "no kernel for many rows an expert adds biases to gate and up that lie apart and activates"
+            return "no kernel of large tiles adds biases to gate and up that lie apart and activates"
         if paired and not along_f:
             return "no kernel with the activation reads gate and up in turns but along F"
         if along_f and name not in _UP_ALONG_F:

@@ -79,9 +79,9 @@ class TensorCore(OwnKernels):
         if self.few_rows(rows, w1_EFH) is not None:
             return None
         if biased:
-            return "no kernel for many rows an expert adds biases and activates"
+            return "no kernel of large tiles adds biases and activates"
         if paired or (not self.copies(w1_EFH, v1_EFH) and lies_transposed(w1_EFH)):
-            return "no kernel for many rows an expert reads gate and up transposed and activates"
+            return "no kernel of large tiles reads gate and up transposed and activates"
         return None
 
 
