@@ -5,6 +5,7 @@
 #include "../activation_formulas.cuh"
 #include "../group_sizes.cuh"
 #include "../places.cuh"
+#include "../tensor_core/few_rows_store.cuh"
 #include "shared_memory.cuh"
 
 namespace gbmoe::hopper::few_rows {
@@ -18,7 +19,7 @@ static_assert(kRows * kResultColumns * 2 <= kStageBytes);
 constexpr int kMostCtas = 4;  // that run on a multiprocessor
 
 struct Maps {
-  CUtensorMap weights[2];  // the second is that of v1 in a GLU
+  CUtensorMap weights[2];  // the second is that of v1 in a GLU whose gate and up are two tensors
   CUtensorMap rows;  // line by line
 };
 
@@ -31,8 +32,11 @@ struct Arguments {
   int tokens, top_k;
   bool padded;  // rows without a token may end a group
   int size_n, size_k;
+  bool paired;  // where kTransposed, in a GLU: weights are [K,2N], columns of w1 and v1 in turns
+  Bias bias[2];  // the second is v1's
   ActivationOf activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
+  int step;  // of h and g, as store_few_rows has it
   bool reads_early;  // weights and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
   int stages;

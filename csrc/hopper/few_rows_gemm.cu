@@ -23,12 +23,14 @@ few::Arguments arguments(const char* name, const Tensor& x, const std::optional<
   args.rows = static_cast<int>(out.size(0));
   args.size_n = static_cast<int>(out.size(1)), args.size_k = static_cast<int>(x.size(1));
   args.out[0] = out.data_ptr();
+  args.step = 1;
   return args;
 }
 
 // Memory is read a line at a time: with two at a time GEMMs were up to 8 % slower on an H200.
-CUtensorMap map_of_weights(const Tensor& weights, int lines, const Places& places) {
-  return tensor_map(weights, lines, kLineBytes, kOneLine, false, &places);
+CUtensorMap map_of_weights(
+    const Tensor& weights, int lines, const Places& places, bool transposed = false, uint32_t box_bytes = kLineBytes) {
+  return tensor_map(weights, lines, box_bytes, kOneLine, transposed, &places);
 }
 
 // Shared memory of a multiprocessor, on which each CTA takes 1 KiB more than it asks for; and what a CTA may have.
@@ -73,11 +75,13 @@ template <typename T, bool kTransposed, EpilogueKind kEpilogue> void launch(
 
 // few_rows_gemm and few_rows_up, where a sum has the bits that hopper_rows gives it if it splits none
 void hopper_few_rows_gemm(
-    Tensor a, Tensor b, std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
+    Tensor a, Tensor b, std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, bool reads_early,
+    std::optional<Tensor> bias, Tensor out) {
   if (out.numel() == 0) return;
   const OnDevice current(a);
   few::Arguments args = arguments("hopper_few_rows_gemm", a, sizes, out);
   args.reads_early = reads_early;
+  args.bias[0] = bias_of(bias);
   args.places = places_of("hopper_few_rows_gemm", places, args.groups);
   few::Maps maps{};
   maps.rows = line_map(a, kOneLine);
@@ -88,9 +92,11 @@ void hopper_few_rows_gemm(
   });
 }
 
+// w1 and v1 are [E,F,H], contiguous along H or along F; or w1 is [E,2F,H], gate and up in turns, contiguous along 2F.
 void hopper_few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places,
-    Tensor sizes, std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    std::optional<Tensor> w1_bias, std::optional<Tensor> v1_bias, Tensor sizes, std::vector<double> activation, Tensor a,
+    std::optional<Tensor> h, std::optional<Tensor> g) {
   if (a.numel() == 0) return;
   const OnDevice current(x);
   few::Arguments args = arguments("hopper_few_rows_up", x, sizes, a);
@@ -100,25 +106,35 @@ void hopper_few_rows_up(
   args.padded = slot_of_row && args.rows > x.size(0) * top_k;
   args.activation = activation_of(activation);
   args.out[1] = h ? h->data_ptr() : nullptr, args.out[2] = g ? g->data_ptr() : nullptr;
+  args.step = h ? static_cast<int>(h->stride(1)) : 1;
+  args.bias[0] = bias_of(w1_bias), args.bias[1] = bias_of(v1_bias);
   args.next_begins_early = true;
-  const int columns = v1 ? few::kColumns / 2 : few::kColumns;
+  args.paired = !v1 && w1.size(1) == 2 * a.size(1);
+  const bool glu = v1 || args.paired, transposed = contiguous_along_n(w1);
+  STD_TORCH_CHECK(transposed || !args.paired, "hopper_few_rows_up: expected gate and up in turns to be contiguous along F");
+  const int columns = glu ? few::kColumns / 2 : few::kColumns;
+  // Boxes of weights that lie transposed are a k-block of lines.
+  const int lines = transposed ? kBlockK : columns;
+  const uint32_t box_bytes = transposed && v1 ? kLineBytes / 2 : kLineBytes;
   args.places = places_of("hopper_few_rows_up", places, args.groups);
   few::Maps maps{};
   maps.rows = line_map(x, kOneLine);
-  maps.weights[0] = map_of_weights(w1, columns, args.places);
-  if (v1) maps.weights[1] = map_of_weights(*v1, columns, args.places);
+  maps.weights[0] = map_of_weights(w1, lines, args.places, transposed, box_bytes);
+  if (v1) maps.weights[1] = map_of_weights(*v1, lines, args.places, transposed, box_bytes);
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "hopper_few_rows_up", {
-    if (v1) launch<T, false, EpilogueKind::kGlu>(maps, args, columns, x);
+    if (transposed && glu) launch<T, true, EpilogueKind::kGlu>(maps, args, columns, x);
+    else if (transposed) launch<T, true, EpilogueKind::kActivation>(maps, args, columns, x);
+    else if (glu) launch<T, false, EpilogueKind::kGlu>(maps, args, columns, x);
     else launch<T, false, EpilogueKind::kActivation>(maps, args, columns, x);
   });
 }
 
 GBMOE_OPERATOR(
     hopper_few_rows_gemm,
-    "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+    "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor? bias, Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(
     hopper_few_rows_up,
-    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, int[] places, Tensor sizes, float[] activation, "
-    "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, int[] places, Tensor? w1_bias, Tensor? v1_bias, "
+    "Tensor sizes, float[] activation, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

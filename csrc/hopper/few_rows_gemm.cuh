@@ -10,14 +10,14 @@
 // sums, and on Hopper of those in tensor_core/ (docs/numerics.md).
 //
 // Shared memory: stages [k-block: weights, 64 lines, and rows, 32 lines], of which the first holds the results in the end; the rows' tokens;
-// and the barriers of stages, full and empty.
+// and the barriers of stages, full and empty. A line of weights has 64 elements under the 128-byte swizzle. Where w1 and v1 are two tensors
+// that lie transposed, each has 64 lines of 32 elements under the 64-byte swizzle: wgmma finds its 64 rows in two runs of 32.
 //
 // Legend: out [P,N] = x [P,K] @ b[e]; b[e] is [N,K], or [K,N] where kTransposed; E groups (experts), P rows of all groups.
 
 #pragma once
 
 #include "../early_launch.cuh"
-#include "../tensor_core/few_rows_store.cuh"
 #include "few_rows_schedule.cuh"
 
 namespace gbmoe::hopper::few_rows {
@@ -26,7 +26,9 @@ namespace gbmoe::hopper::few_rows {
 template <bool kTransposed, bool kGlu>
 __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& args, uint32_t shared, int group, int n) {
   if (!elect_one()) return;
-  const int place = args.places.of(group), place_of_v1 = kGlu ? args.places.of(group, 1) : 0;
+  const bool two = kGlu && !(kTransposed && args.paired);
+  const int place = args.places.of(group), place_of_v1 = two ? args.places.of(group, 1) : 0;
+  if (kGlu && !two) n *= 2;
   PipelineState pipe;
 #pragma unroll 1
   for (int begin = 0; begin < args.size_k; begin += kStageK) {
@@ -38,9 +40,9 @@ __device__ __forceinline__ void load_weights(const Maps& maps, const Arguments& 
     for (int i = 0; i < blocks; ++i) {
       const uint32_t to = shared + pipe.stage * kStageBytes + i * kBlockBytes;
       const int k = begin + i * kBlockK;
-      if constexpr (kTransposed) tma_load(&maps.weights[0], full, to, n, k, place);
-      else tma_load(&maps.weights[0], full, to, k, n, place);
-      if constexpr (kGlu) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, k, n, place_of_v1);
+      const int x = kTransposed ? n : k, y = kTransposed ? k : n;
+      tma_load(&maps.weights[0], full, to, x, y, place);
+      if (two) tma_load(&maps.weights[1], full, to + kSubtileBytes / 2, x, y, place_of_v1);
     }
     pipe.advance(args.stages);
   }
@@ -80,9 +82,11 @@ __device__ __forceinline__ void load_rows(const Maps& maps, const Arguments& arg
 
 // The sums of a tile, of columns by rows, by one warpgroup. It waits for each k-block's products, because ptxas puts a wait after
 // every wgmma of a loop that leaves some under way here; other CTAs use the time.
-template <typename T, bool kTransposed>
+template <typename T, bool kTransposed, bool kGlu>
 __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared, float (&sums)[kRows / 2]) {
-  constexpr uint32_t kStep = kTransposed ? 16 * kLineBytes : 32, kRowStep = 32;
+  constexpr uint32_t kRowStep = 32;
+  const bool two = kTransposed && kGlu && !args.paired;
+  const uint32_t step_bytes = !kTransposed ? 32 : two ? 16 * kLineBytes / 2 : 16 * kLineBytes;  // from 16 terms to the next
   PipelineState pipe;
 #pragma unroll 1
   for (int begin = 0; begin < args.size_k; begin += kStageK) {
@@ -91,13 +95,14 @@ __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared,
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
       const uint32_t block = shared + pipe.stage * kStageBytes + i * kBlockBytes;
-      const uint64_t weights = wgmma_descriptor(block, kSubtileBytes, kSwizzleAtomBytes);
+      const uint64_t weights = two ? wgmma_descriptor(block, kSubtileBytes / 2, kSwizzleAtomBytes / 2, kSwizzle64)
+                                   : wgmma_descriptor(block, kSubtileBytes, kSwizzleAtomBytes);
       const uint64_t rows = wgmma_descriptor(block + kSubtileBytes, kSubtileBytes, kSwizzleAtomBytes);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kBlockK / 16; ++step)
         wgmma<T, kTransposed, false>(
-            sums, weights + (step * kStep >> 4), rows + (step * kRowStep >> 4), step > 0 || i > 0 || begin > 0);
+            sums, weights + (step * step_bytes >> 4), rows + (step * kRowStep >> 4), step > 0 || i > 0 || begin > 0);
       wgmma_commit();
       wgmma_wait<0>();
     }
@@ -107,21 +112,33 @@ __device__ __forceinline__ void multiply(const Arguments& args, uint32_t shared,
   fence_accumulators(sums);
 }
 
-// Leaves the sums in shared memory, rounded, a line for each row; complete after a barrier of the consumers.
-template <typename T>
-__device__ __forceinline__ void keep_sums(T (*results)[kResultColumns], const float (&sums)[kRows / 2]) {
+// Leaves the sums with their biases in shared memory, rounded, a line for each row, in a GLU w1's columns before v1's; complete after a
+// barrier of the consumers.
+template <typename T, bool kTransposed, bool kGlu>
+__device__ __forceinline__ void keep_sums(
+    const Arguments& args, T (*results)[kResultColumns], const float (&sums)[kRows / 2], int group, int n) {
   // The fragment of wgmma: a lane has columns l / 4 and those 8 after it, and of every 8 rows two that follow each other.
-  const int column = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+  const int row = threadIdx.x % 4 * 2;
+  int columns[2];
+  float biases[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int multiplied = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i * 8, half = kColumns / 2;
+    columns[i] = kTransposed && kGlu && args.paired ? multiplied / 2 + multiplied % 2 * half : multiplied;
+    const bool of_v1 = kGlu && columns[i] >= half;
+    biases[i] = bias_at<T>(args.bias[of_v1], group, n + columns[i] - (of_v1 ? half : 0), args.size_n);
+  }
   named_barrier_sync(1, kConsumers);  // until all warps have multiplied what lay there
 #pragma unroll
-  for (int i = 0; i < kRows / 2; ++i) results[row + i / 4 * 8 + i % 2][column + i / 2 % 2 * 8] = narrow<T>(sums[i]);
+  for (int i = 0; i < kRows / 2; ++i)
+    results[row + i / 4 * 8 + i % 2][columns[i / 2 % 2]] = narrow<T>(sums[i] + biases[i / 2 % 2]);
   named_barrier_sync(1, kConsumers);
 }
 
 // What one thread does ahead of all else.
 template <bool kGlu> __device__ __forceinline__ void prepare(const Maps& maps, const Arguments& args, uint32_t shared) {
   tma_prefetch_map(&maps.weights[0]);
-  if (kGlu) tma_prefetch_map(&maps.weights[1]);
+  if (kGlu && !args.paired) tma_prefetch_map(&maps.weights[1]);
   tma_prefetch_map(&maps.rows);
   for (int stage = 0; stage < args.stages; ++stage) {
     mbarrier_init(shared + args.full_barriers() + stage * 8, 2);  // the warps that load
@@ -160,11 +177,11 @@ __global__ void __launch_bounds__(kThreads, kMostCtas)
     T(*results)[kResultColumns] = reinterpret_cast<T(*)[kResultColumns]>(shared_bytes);
     if (summed.count > 0) {
       float sums[kRows / 2];
-      multiply<T, kTransposed>(args, shared, sums);
-      keep_sums(results, sums);
+      multiply<T, kTransposed, kGlu>(args, shared, sums);
+      keep_sums<T, kTransposed, kGlu>(args, results, sums, rows.group, n);
     }
     store_few_rows<T, kEpilogue != EpilogueKind::kStore, kGlu>(
-        args.out, args.activation, rows.first, rows.count, args.size_n, n, kTileN, kConsumers,
+        args.out, args.activation, rows.first, rows.count, args.size_n, n, kTileN, args.step, kConsumers,
         [&](int row, int column) { return row < summed.count ? results[row][column] : T(0.0f); });
   }
 #endif

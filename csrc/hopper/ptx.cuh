@@ -255,11 +255,13 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// A matrix in shared memory under the 128-byte swizzle, as wgmma wants it described. `stride` is the distance in bytes between
-// swizzle atoms; `leading`, between runs of 64 elements along M or N, is used where these are the contiguous direction.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+// A matrix in shared memory under the 128-byte swizzle, or the 64-byte one, as wgmma wants it described. `stride` is the distance in bytes
+// between swizzle atoms; `leading`, between runs of 64 (or 32) elements along M or N, is used where these are the contiguous direction.
+constexpr uint64_t kSwizzle128 = 1ull << 62, kSwizzle64 = 2ull << 62;
+__device__ __forceinline__ uint64_t
+wgmma_descriptor(uint32_t address, uint32_t leading, uint32_t stride, uint64_t swizzle = kSwizzle128) {
   return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4) << 16 |
-         static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
+         static_cast<uint64_t>(stride >> 4) << 32 | swizzle;
 }
 
 // d [64,N] = a [64,16] @ b [16,N] (+ d where `add`), of one warpgroup. kTransposed: M (of a) or N (of b) is contiguous.

@@ -47,6 +47,7 @@ Arguments arguments(const char* name, const Tensor& x, const std::optional<Tenso
   args.x = x.data_ptr();
   args.size_n = static_cast<int>(out.size(1)), args.size_k = static_cast<int>(x.size(1));
   args.out[0] = out.data_ptr();
+  args.step = 1;
   return args;
 }
 
@@ -66,11 +67,13 @@ void set_b(
 // which needs b and sizes to have been complete before the kernel before this one began, they are read before that has ended. Without
 // sizes one group has all rows.
 void few_rows_gemm(
-    Tensor a, Tensor b, std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, bool reads_early, Tensor out) {
+    Tensor a, Tensor b, std::vector<int64_t> places, std::optional<Tensor> sizes, bool trans_b, bool reads_early,
+    std::optional<Tensor> bias, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   Arguments args = arguments("few_rows_gemm", a, sizes, out);
   set_b(args, "few_rows_gemm", b, std::nullopt, places);
   args.reads_early = reads_early;
+  args.bias[0] = bias_of(bias);
   GBMOE_DISPATCH_16_BIT(a.scalar_type(), "few_rows_gemm", {
     if (trans_b) launch<T, KMajorColumns<T, false>, EpilogueKind::kStore>(args, a);
     else launch<T, NMajorColumns<T>, EpilogueKind::kStore>(args, a);
@@ -94,31 +97,48 @@ void few_rows_linear(Tensor x, Tensor weight, std::optional<Tensor> sizes, Tenso
   });
 }
 
+// w1 and v1 are [E,F,H], contiguous along H or along F; or w1 is [E,2F,H], gate and up in turns, contiguous along 2F.
 void few_rows_up(
     Tensor x, std::optional<Tensor> slot_of_row, int64_t top_k, Tensor w1, std::optional<Tensor> v1, std::vector<int64_t> places,
-    Tensor sizes, std::vector<double> activation, Tensor a, std::optional<Tensor> h, std::optional<Tensor> g) {
+    std::optional<Tensor> w1_bias, std::optional<Tensor> v1_bias, Tensor sizes, std::vector<double> activation, Tensor a,
+    std::optional<Tensor> h, std::optional<Tensor> g) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Arguments args = arguments("few_rows_up", x, sizes, a);
   args.slot_of_row = data<const int>(slot_of_row);
   args.tokens = static_cast<int>(x.size(0)), args.top_k = static_cast<int>(top_k);
   set_b(args, "few_rows_up", w1, v1, places);
+  const bool transposed = w1.stride(2) != 1;
+  if (transposed) {
+    STD_TORCH_CHECK(
+        w1.stride(2) <= INT32_MAX && (!v1 || v1->stride(2) == w1.stride(2)),
+        "few_rows_up: expected two weights with the same strides");
+    args.pitch_b = {static_cast<int>(w1.stride(2)), args.pitch_b.group};
+  }
+  args.paired = !v1 && w1.size(1) == 2 * a.size(1);
+  STD_TORCH_CHECK(transposed || !args.paired, "few_rows_up: expected gate and up in turns to be contiguous along F");
+  args.bias[0] = bias_of(w1_bias), args.bias[1] = bias_of(v1_bias);
   args.activation = activation_of(activation);
   args.out[1] = pointer(h), args.out[2] = pointer(g);
+  args.step = h ? static_cast<int>(h->stride(1)) : 1;
   GBMOE_DISPATCH_16_BIT(x.scalar_type(), "few_rows_up", {
     // Of the second GEMM, whose result has as many columns as the rows here. If all of its CTAs run at once, they would fill the first
     // multiprocessors that have room for them, and leave others without any.
     args.next_begins_early = !at_once<NMajorColumns<T>>(args, args.size_k, x);
-    if (v1) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(args, x);
+    if (transposed && (v1 || args.paired)) launch<T, NMajorColumns<T, true, true>, EpilogueKind::kGlu>(args, x);
+    else if (transposed) launch<T, NMajorColumns<T, true>, EpilogueKind::kActivation>(args, x);
+    else if (v1) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(args, x);
     else launch<T, KMajorColumns<T, false>, EpilogueKind::kActivation>(args, x);
   });
 }
 
 GBMOE_OPERATOR(
-    few_rows_gemm, "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor(a!) out) -> ()");
+    few_rows_gemm,
+    "(Tensor a, Tensor b, int[] places, Tensor? sizes, bool trans_b, bool reads_early, Tensor? bias, "
+    "Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(few_rows_linear, "(Tensor x, Tensor weight, Tensor? sizes, Tensor(a!) out) -> ()");
 GBMOE_OPERATOR(
     few_rows_up,
-    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, int[] places, Tensor sizes, float[] activation, "
-    "Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
+    "(Tensor x, Tensor? slot_of_row, int top_k, Tensor w1, Tensor? v1, int[] places, Tensor? w1_bias, Tensor? v1_bias, "
+    "Tensor sizes, float[] activation, Tensor(a!) a, Tensor(b!)? h, Tensor(c!)? g) -> ()");
 
 }  // namespace gbmoe

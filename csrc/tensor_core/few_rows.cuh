@@ -48,8 +48,11 @@ struct Arguments {
   int size_n, size_k;
   const void* b[2];  // [E,N,K] or [E,K,N]; the second is v1 of a GLU
   Pitch pitch_b;  // of both
+  bool paired;  // in a GLU: the only b is [E,K,2N], columns of w1 and v1 in turns
+  Bias bias[2];  // the second is v1's; none for sums of warps that take turns
   ActivationOf activation;
   void* out[3];  // [P,N]; with an activation a, h and g, of which h and g may be null
+  int step;  // of h and g, as store_few_rows has it
   bool reads_early;  // b and sizes were complete before the kernel before this one began: they are read before it has ended
   bool next_begins_early;  // the next kernel's CTAs take what room this one's last CTAs leave, rather than wait for them
   bool out_is_float;  // sums of warps that take turns: out has fp32, and they are not rounded
@@ -168,7 +171,7 @@ template <typename T, bool kGlu, bool kFewCtas = false, int kRuns = 2> struct KM
     }
   }
   // Hands f each of the lane's sums, with its row and its place in the row.
-  template <typename F> __device__ __forceinline__ void each(const F& f) const {
+  template <typename F> __device__ __forceinline__ void each(const Arguments&, const F& f) const {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2 * kRuns; ++i) f(g, i / 2 * kColumns + 2 * q + i % 2, sums[i / 2][i % 2]);
@@ -176,26 +179,30 @@ template <typename T, bool kGlu, bool kFewCtas = false, int kRuns = 2> struct KM
 };
 
 // The same where b is contiguous along N: eight runs of 8 columns. A lane's vectors are columns 8 g to 8 g + 7 of one term each, those
-// from 4 q to 4 q + 3.
-template <typename T> struct NMajorColumns {
-  static constexpr int kWarps = 8, kCtasPerMultiprocessor = 2;
-  static constexpr int kStep = 16, kVectors = 4, kAtOnce = 4, kTerms = 4, kTileN = 64, kSums = 64, kFragments = 4;
-  using RowVector = uint2;
+// from kTerms q on. In a GLU half of the runs are w1's and half v1's, or in all columns of both take turns. The first GEMM (kUp) divides
+// the terms among warps and products as KMajorColumns does, so that its bits do not depend on how weights lie.
+template <typename T, bool kUp = false, bool kGlu = false> struct NMajorColumns {
+  static constexpr int kWarps = kUp ? 4 : 8, kCtasPerMultiprocessor = kUp ? 4 : 2;
+  static constexpr int kTerms = kUp ? 8 : 4, kStep = 4 * kTerms, kVectors = kTerms, kAtOnce = 16 / kTerms;
+  static constexpr int kSums = 64, kTileN = kGlu ? kSums / 2 : kSums, kFragments = 4;
+  using RowVector = std::conditional_t<kUp, uint4, uint2>;
 
   const T* terms;  // of the lane's columns
   alignas(16) float sums[kFragments][4] = {};  // of columns 8 g + 2 j, then of those next to them
 
   __device__ __forceinline__ NMajorColumns(const Arguments& args, int group, int n) {
-    const int column = n + threadIdx.x % 32 / 4 * kColumns;
-    const T* matrix = static_cast<const T*>(args.b[0]) + args.places.of(group) * args.pitch_b.group;
-    terms = matrix + (column < args.size_n ? column : 0);
+    const int run = threadIdx.x % 32 / 4 * kColumns, times = kGlu && args.paired ? 2 : 1;
+    const bool of_v1 = kGlu && times == 1 && run >= kTileN;
+    const T* matrix = static_cast<const T*>(of_v1 ? args.b[1] : args.b[0]) + args.places.of(group, of_v1) * args.pitch_b.group;
+    const int column = times * n + run - (of_v1 ? kTileN : 0);
+    terms = matrix + (column < times * args.size_n ? column : 0);
   }
   __device__ __forceinline__ void load(const Arguments& args, int k, uint4 (&to)[kVectors]) const {
     const T* from = terms + static_cast<int64_t>(k) * args.pitch_b.row;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i, from += args.pitch_b.row) to[i] = tensor_core::load_once_16(from);
   }
-  // Two terms a word instead of two columns: terms 0 and 1 of columns 2 j, the same of columns 2 j + 1, then terms 2 and 3.
+  // Two terms a word instead of two columns: terms 0 and 1 of columns 2 j, the same of columns 2 j + 1, then terms 2 and 3, and so on.
   template <bool> __device__ __forceinline__ static void arrange(uint4 (&v)[kVectors]) {
 #pragma unroll
     for (int i = 0; i < kVectors; i += 2) {
@@ -208,20 +215,29 @@ template <typename T> struct NMajorColumns {
       v[i] = pairs(0x5410), v[i + 1] = pairs(0x7632);
     }
   }
-  template <bool> __device__ __forceinline__ static uint2 load_row(const T* row, int k, int end) {
+  template <bool> __device__ __forceinline__ static RowVector load_row(const T* row, int k, int end) {
     const int first = k + kTerms * (threadIdx.x % 4);
-    return row && first < end ? *reinterpret_cast<const uint2*>(row + first) : uint2{};
+    return row && first < end ? *reinterpret_cast<const RowVector*>(row + first) : RowVector{};
   }
-  __device__ __forceinline__ void multiply(const uint2& row, const uint4 (&v)[kVectors]) {
-    mma<T>(sums[0], {v[0].x, v[1].x, v[2].x, v[3].x}, row.x, row.y);
-    mma<T>(sums[1], {v[0].y, v[1].y, v[2].y, v[3].y}, row.x, row.y);
-    mma<T>(sums[2], {v[0].z, v[1].z, v[2].z, v[3].z}, row.x, row.y);
-    mma<T>(sums[3], {v[0].w, v[1].w, v[2].w, v[3].w}, row.x, row.y);
+  __device__ __forceinline__ void multiply(const RowVector& row, const uint4 (&v)[kVectors]) {
+    multiply_four(row.x, row.y, v);
+    if constexpr (kUp) multiply_four(row.z, row.w, v + 4);
   }
-  template <typename F> __device__ __forceinline__ void each(const F& f) const {
+  // A lane's next four terms.
+  __device__ __forceinline__ void multiply_four(unsigned one, unsigned next, const uint4* v) {
+    mma<T>(sums[0], {v[0].x, v[1].x, v[2].x, v[3].x}, one, next);
+    mma<T>(sums[1], {v[0].y, v[1].y, v[2].y, v[3].y}, one, next);
+    mma<T>(sums[2], {v[0].z, v[1].z, v[2].z, v[3].z}, one, next);
+    mma<T>(sums[3], {v[0].w, v[1].w, v[2].w, v[3].w}, one, next);
+  }
+  template <typename F> __device__ __forceinline__ void each(const Arguments& args, const F& f) const {
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    const bool paired = kGlu && args.paired;
 #pragma unroll
-    for (int i = 0; i < 16; ++i) f(2 * q + i % 2, 8 * g + i / 4 * 2 + i / 2 % 2, sums[i / 4][i % 4]);
+    for (int i = 0; i < 16; ++i) {
+      const int of_two = i / 2 % 2, of_eight = i / 4 * 2 + of_two;
+      f(2 * q + i % 2, paired ? of_two * kTileN + 4 * g + i / 4 : 8 * g + of_eight, sums[i / 4][i % 4]);
+    }
   }
 };
 
@@ -287,14 +303,14 @@ __device__ __forceinline__ void sum_rows(
   wait_for_kernel_before();  // also in a warp without terms
   let_next_kernel_begin();
   const bool has_sums = !kInTurns || warp == (args.size_k - 1) / kBatch % kWarps;
-  if (has_sums) columns.each([&](int r, int in_row, float sum) { sums.of_part[kInTurns ? 0 : warp][r][in_row] = sum; });
+  if (has_sums) columns.each(args, [&](int r, int in_row, float sum) { sums.of_part[kInTurns ? 0 : warp][r][in_row] = sum; });
 }
 
-// Adds the parts of the sums up and stores the results of those of the kRows rows that exist. Sums that warps took turns with have one
-// part, and no activation.
+// Adds the parts of the sums up, and biases to them, and stores the results of those of the kRows rows that exist. Sums that warps took
+// turns with have one part, no bias and no activation.
 template <typename T, EpilogueKind kEpilogue, typename Columns, bool kInTurns>
 __device__ __forceinline__ void store(
-    const Arguments& args, const Sums<Columns, kInTurns>& sums, int64_t first_row, int rows, int n) {
+    const Arguments& args, const Sums<Columns, kInTurns>& sums, int group, int64_t first_row, int rows, int n) {
   const int existing = min(rows, kRows), threads = 32 * Columns::kWarps;
   if constexpr (kInTurns) {
 #pragma unroll 1  // registers for more addresses at a time would be spilled in the main loop
@@ -311,10 +327,11 @@ __device__ __forceinline__ void store(
       float sum = sums.of_part[0][row][in_row];
 #pragma unroll
       for (int part = 1; part < sums.kParts; ++part) sum += sums.of_part[part][row][in_row];
-      return narrow<T>(sum);
+      const bool of_v1 = kEpilogue == EpilogueKind::kGlu && in_row >= Columns::kTileN;
+      return narrow<T>(sum + bias_at<T>(args.bias[of_v1], group, n + in_row - (of_v1 ? Columns::kTileN : 0), args.size_n));
     };
     store_few_rows<T, kEpilogue != EpilogueKind::kStore, kEpilogue == EpilogueKind::kGlu>(
-        args.out, args.activation, first_row, existing, args.size_n, n, Columns::kTileN, threads, rounded_sum);
+        args.out, args.activation, first_row, existing, args.size_n, n, Columns::kTileN, args.step, threads, rounded_sum);
   }
 }
 
@@ -337,7 +354,7 @@ __global__ void __launch_bounds__(32 * Columns::kWarps, Columns::kCtasPerMultipr
   for (int row = first_row; row < group.rows; row += args.row_blocks * kRows) {
     sum_rows<T, Columns>(args, group, row, n, sums);
     __syncthreads();
-    store<T, kEpilogue>(args, sums, group.first_row + row, group.rows - row, n);
+    store<T, kEpilogue>(args, sums, group.number, group.first_row + row, group.rows - row, n);
     __syncthreads();
   }
 #else

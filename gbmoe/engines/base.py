@@ -242,8 +242,8 @@ class Engine(LowRankProducts):
         otherwise why the activation is a kernel of its own."""
         return "the engine has no kernel that multiplies and activates"
 
-    def adds_bias_in_kernel(self, rows: int, groups: int) -> bool:
-        """Whether biased_product adds the bias in the product's kernel, before it rounds."""
+    def adds_bias_in_kernel(self, rows: int, w_EFH: torch.Tensor) -> bool:
+        """Whether biased_product with such a weight adds the bias in the product's kernel, before it rounds."""
         return False
 
     def gathers_before_up(self, ffn: int, activation: str, token_bytes: int) -> bool:

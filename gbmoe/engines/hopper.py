@@ -35,6 +35,7 @@ class Hopper(OwnKernels):
     name = "hopper"
     decides_by_kind = True
     adds_in_16_bits = True
+    few_rows_kernels = HOPPER_FEW_ROWS
 
     def unavailable(self, device):
         reason = why_not_cuda(device)
@@ -92,8 +93,9 @@ class Hopper(OwnKernels):
             a, b, sizes, config.tiling, workspace(a, sizes, config), config.split.splitting, places, accumulate, out)
 
     def up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
-            return self.few_rows_up(HOPPER_FEW_ROWS, x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        few = self.few_rows(x.num_rows, w1_EFH)
+        if few is not None:
+            return few.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1, v1, along_f = two_in_place(w1_EFH, v1_EFH)
         if along_f:
             if activation.partition(" ")[0] not in _UP_ALONG_F:
@@ -107,10 +109,10 @@ class Hopper(OwnKernels):
         return result
 
     def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save, low=None):
-        w, along_f = rows_or_columns_in_place(w_EGH)
-        adds = bias_EG is not None or low is not None
-        composes = self.has_few_rows(x.num_rows, w_EGH.size(0)) and not (self.batch_invariant and adds)
-        if composes or not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
+        # The kernels for few rows take no second pair. Without them it is added in memory, which other rows must not decide.
+        few = self.has_few_rows(x.num_rows, w_EGH.size(0)) and not (self.batch_invariant and low is not None)
+        w, along_f = (w_EGH, False) if few else rows_or_columns_in_place(w_EGH)
+        if not along_f or activation.partition(" ")[0] not in _UP_ALONG_F:
             arguments = x, w_EGH, bias_EG, sizes_E, activation, save
             return super().up_pairs(*arguments) if low is None else super().up_pairs_low_rank(*arguments, low)
         result = up_pairs_gemm(aligned(x.rows_PH()), w.transpose(1, 2), bias_EG, sizes_E, activation, save, *_second_pair(low, True))
@@ -121,29 +123,28 @@ class Hopper(OwnKernels):
 
     def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
         along_f = not self.copies(w1_EFH, v1_EFH) and bool(lies_transposed(w1_EFH))
-        name, few = activation.partition(" ")[0], self.has_few_rows(rows, w1_EFH.size(0))
+        name = activation.partition(" ")[0]
+        if self.few_rows(rows, w1_EFH) is not None:
+            return None
         if biased and not paired:
-            return "no kernel adds biases to gate and up that lie apart and activates"
-        if few and (along_f or paired) and not (paired and biased and self.batch_invariant):
-            return "no kernel for few rows an expert reads gate and up transposed and activates"
+            return "no kernel of large tiles adds biases to gate and up that lie apart and activates"
         if paired and not along_f:
             return "no kernel with the activation reads gate and up in turns but along F"
         if along_f and name not in _UP_ALONG_F:
             return f"no kernel with {name} reads gate and up transposed"
         return None
 
-    def adds_bias_in_kernel(self, rows, groups):
-        return self.batch_invariant or not self.has_few_rows(rows, groups)
+    def adds_bias_in_kernel(self, rows, w_EFH):
+        return True
 
     def biased_product(self, a, b, bias_EN, sizes_E, trans_b=False):
-        # With few rows the product is rounded before the bias is added, which other rows must not decide.
-        if bias_EN is None or (self.has_few_rows(a.size(0), b.size(0)) and not self.batch_invariant):
+        if bias_EN is None or self.has_few_rows(a.size(0), b.size(0)):
             return super().biased_product(a, b, bias_EN, sizes_E, trans_b)
         b, is_transposed = self.readable(b)
         return biased_rows_gemm(aligned(a), b, bias_EN, sizes_E, trans_b != is_transposed, splits=not self.batch_invariant)
 
     def product_low_rank(self, a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN):
-        # With few rows it is composed, which other rows must not decide, as in biased_product.
+        # With few rows the first product is rounded before the second is added to it, which other rows must not decide.
         if self.has_few_rows(a.size(0), b.size(0)) and not self.batch_invariant:
             return super().product_low_rank(a, b, bias_EN, sizes_E, trans_b, rows_PR, b_ERN)
         b, is_transposed = self.readable(b)
@@ -154,11 +155,6 @@ class Hopper(OwnKernels):
         out_PN = a.new_empty(a.size(0), b_ERN.size(2))
         self.rows_gemm(aligned(a), b, aligned(rows_PR), b2, sizes_E, trans_b, out_PN)
         return out_PN
-
-    def down(self, a_PF, w2_EFH, sizes_E):
-        if self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):
-            return HOPPER_FEW_ROWS.down(a_PF, w2_EFH, sizes_E)
-        return super().down(a_PF, w2_EFH, sizes_E)
 
     def gathers_before_up(self, ffn, activation, token_bytes):
         return not gathering.always_gathers_in_up(ffn, activation, token_bytes)

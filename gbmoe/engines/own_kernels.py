@@ -26,6 +26,7 @@ class OwnKernels(Engine):
     reads_separate_weights = True
     # Whether the products of forward give a row the same bits whatever other rows there are.
     batch_invariant = False
+    few_rows_kernels: FewRowsKernels
 
     def refuses_dtype(self, problem: Problem) -> str | None:
         """None if the kernels take operands of the problem's dtype, otherwise the reason why not."""
@@ -45,6 +46,11 @@ class OwnKernels(Engine):
     def has_few_rows(self, rows: int, groups: int) -> bool:
         """Whether the kernels for groups of few rows compute an m-grouped GEMM of forward."""
         return groups_of_few_rows.few_rows(rows, groups)
+
+    def few_rows(self, rows: int, weights: Stack) -> FewRowsKernels | None:
+        """The kernels for groups of few rows, where they compute the product of so many rows with these weights in forward."""
+        takes = weights.dtype != torch.float32 and self.has_few_rows(rows, weights.size(0))
+        return self.few_rows_kernels if takes else None
 
     def pads_columns(self, device: Device, rows: int, columns: int) -> bool:
         """Whether `linear` pads weights to a multiple of 8 columns, which tiles need."""
@@ -104,12 +110,37 @@ class OwnKernels(Engine):
         # A copy in any case, so that the result has a storage of its own size: the columns of a single row are contiguous.
         return out[:, :columns].clone(memory_format=torch.contiguous_format) if pads else out
 
-    def few_rows_up(self, kernels: FewRowsKernels, x, w1_EFH, v1_EFH, sizes_E, activation, save):
-        """`up` by the kernels for few rows; of transposed weights, whose first GEMM they do not have, composed of their products."""
-        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
-        if are_transposed:
-            return Engine.up(self, x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        return kernels.up(x, w1, v1, sizes_E, activation, save)
+    def up_biased(self, x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save):
+        few = self.few_rows(x.num_rows, w1_EFH)
+        if few is None:
+            return super().up_biased(x, w1_EFH, v1_EFH, w1_bias_EF, v1_bias_EF, sizes_E, activation, save)
+        return few.up(x, w1_EFH, v1_EFH, sizes_E, activation, save, w1_bias_EF, v1_bias_EF)
+
+    def up_pairs(self, x, w_EGH, bias_EG, sizes_E, activation, save):
+        few = self.few_rows(x.num_rows, w_EGH)
+        if few is None:
+            return super().up_pairs(x, w_EGH, bias_EG, sizes_E, activation, save)
+        return few.up_pairs(x, w_EGH, bias_EG, sizes_E, activation, save)
+
+    def biased_product(self, a, b, bias_EN, sizes_E, trans_b=False):
+        few = self.few_rows(a.size(0), b)
+        if few is None or bias_EN is None:
+            return super().biased_product(a, b, bias_EN, sizes_E, trans_b)
+        out_PN = a.new_empty(a.size(0), bias_EN.size(1))
+        b, is_transposed = self.readable(b)
+        few.gemm(aligned(a), b, sizes_E, trans_b != is_transposed, out_PN, bias_EN)
+        return out_PN
+
+    def adds_bias_in_kernel(self, rows, w_EFH):
+        return self.few_rows(rows, w_EFH) is not None
+
+    def down(self, a_PF, w2_EFH, sizes_E):
+        few = self.few_rows(a_PF.size(0), w2_EFH)
+        return super().down(a_PF, w2_EFH, sizes_E) if few is None else few.down(a_PF, w2_EFH, sizes_E)
+
+    def down_biased(self, a_PF, w2_EFH, bias_EH, sizes_E):
+        few = self.few_rows(a_PF.size(0), w2_EFH)
+        return super().down_biased(a_PF, w2_EFH, bias_EH, sizes_E) if few is None else few.down(a_PF, w2_EFH, sizes_E, bias_EH)
 
     def up_backward(self, dh_PF, w1_EFH, dg_PF, v1_EFH, sizes_E):
         """Both products in one GEMM, so that their sum is rounded once."""
@@ -122,8 +153,8 @@ class OwnKernels(Engine):
 # ------------------------------------------------------------------------------------------- kernels for groups of few rows
 #
 # csrc/tensor_core/few_rows.cu, from compute capability 8.0 on, and csrc/hopper/few_rows_gemm.cu. Operands are bfloat16 or float16,
-# contiguous, aligned to 16 bytes and on one device; rows of weights may lie further apart. Sizes are integers [E], on the host or the
-# device.
+# contiguous, aligned to 16 bytes and on one device; rows of weights may lie further apart. Biases have any strides, and are added to sums
+# before these are rounded. Sizes are integers [E], on the host or the device.
 
 
 class FewRowsKernels:
@@ -133,42 +164,70 @@ class FewRowsKernels:
     def __init__(self, prefix: str):
         self.prefix = prefix
 
-    def gemm(self, a: torch.Tensor, b: Stack, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor) -> None:
-        """out[rows of e] = a[rows of e] @ b[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out [P,N] of
-        their dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows. RuntimeError for another
-        dtype of out."""
+    def gemm(self, a: torch.Tensor, b: Stack, sizes: torch.Tensor | None, trans_b: bool, out: torch.Tensor,
+             bias_EN: torch.Tensor | None = None) -> None:
+        """out[rows of e] = a[rows of e] @ b[e] + bias[e], in float32 and rounded once: a [P,K], b [E,K,N], or [E,N,K] with trans_b, out
+        [P,N] of their dtype. K is a multiple of 8, and without trans_b N is, too. Without sizes one group has all rows. RuntimeError for
+        another dtype of out."""
         b, _, places = in_memory(b)
-        self.op("gemm")(a, b, places, device_sizes(sizes, a.device), trans_b, False, out)
+        self.op("gemm")(a, b, places, device_sizes(sizes, a.device), trans_b, False, bias_EN, out)
 
-    def down(self, a_PF: torch.Tensor, w2_EFH: Stack, sizes_E: torch.Tensor) -> torch.Tensor:
-        """Engine.down, [P,H], directly after `up`: the weights and sizes are read while that ends, unless they are copied here."""
+    def down(self, a_PF: torch.Tensor, w2_EFH: Stack, sizes_E: torch.Tensor, bias_EH: torch.Tensor | None = None) -> torch.Tensor:
+        """Engine.down, or down_biased, [P,H], directly after `up`: the weights and sizes are read while that ends, unless they are copied
+        here."""
         b_here, trans_b = rows_or_columns_in_place(w2_EFH)
         copied = b_here.data_ptr() != w2_EFH.data_ptr() or sizes_E.device != a_PF.device or not sizes_E.is_contiguous()
         y_PH = a_PF.new_empty(a_PF.size(0), w2_EFH.size(2))
         b_here, _, places = in_memory(b_here)
-        self.op("gemm")(a_PF, b_here, places, device_sizes(sizes_E, a_PF.device), trans_b, not copied, y_PH)
+        self.op("gemm")(a_PF, b_here, places, device_sizes(sizes_E, a_PF.device), trans_b, not copied, bias_EH, y_PH)
         return y_PH
 
-    def up(self, x: GatheredRows, w1_EFH: Stack, v1_EFH: Stack | None, sizes: torch.Tensor, activation: str,
-           save: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Engine.up, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H] with aligned rows. Rows that are not gathered yet are read from
-        their tokens."""
+    def up(self, x: GatheredRows, w1_EFH: Stack, v1_EFH: Stack | None, sizes: torch.Tensor, activation: str, save: bool,
+           w1_bias_EF: torch.Tensor | None = None, v1_bias_EF: torch.Tensor | None = None,
+           ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Engine.up, or up_biased, (a, h, g) [P,F], of rows [P,H] and weights [E,F,H]. Rows that are not gathered yet are read from their
+        tokens."""
+        w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
+        if are_transposed:  # the operator tells by their strides
+            w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+        a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
+        h_PF = torch.empty_like(a_PF) if save else None
+        g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
+        self._launch_up(x, w1, v1, w1_bias_EF, v1_bias_EF, sizes, activation, a_PF, h_PF, g_PF)
+        return a_PF, h_PF, g_PF
+
+    def up_pairs(self, x: GatheredRows, w_EGH: Stack, bias_EG: torch.Tensor | None, sizes: torch.Tensor, activation: str, save: bool,
+                 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Engine.up_pairs, (a [P,F], pairs [P,G]), as `up`. Weights that do not lie contiguous along G are copied."""
+        w_EHG = w_EGH.transpose(1, 2)
+        w_EHG = w_EHG if has_aligned_rows(w_EHG) else aligned(w_EHG)
+        a_PF = x.new_empty(x.num_rows, w_EGH.size(1) // 2)
+        pairs_PG = x.new_empty(x.num_rows, w_EGH.size(1)) if save else None
+        of_gate, of_up = _columns_in_turns(bias_EG)
+        h_PF, g_PF = _columns_in_turns(pairs_PG)
+        self._launch_up(x, w_EHG.transpose(1, 2), None, of_gate, of_up, sizes, activation, a_PF, h_PF, g_PF)
+        return a_PF, pairs_PG
+
+    def _launch_up(self, x: GatheredRows, w1: Stack, v1: Stack | None, w1_bias_EF, v1_bias_EF, sizes, activation: str, a_PF, h_PF, g_PF,
+                   ) -> None:
+        """`up` of weights that the operator reads in place, into a, h and g. h and g may be None, or every other column of one tensor."""
         if x.are_gathered or x.tokens_TH is None:
             rows, slot_of_row_P, top_k = x.rows_PH(), None, 1
         else:
             rows, slot_of_row_P, top_k = x.tokens_TH, x.slots.slot_of_row_P, x.slots.top_k
-        a_PF = x.new_empty(x.num_rows, w1_EFH.size(1))
-        h_PF = torch.empty_like(a_PF) if save else None
-        g_PF = torch.empty_like(a_PF) if save and v1_EFH is not None else None
-        w1, v1, places = in_memory(w1_EFH, v1_EFH)
-        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, places, device_sizes(sizes, rows.device),
-                       plain_activation.kernel_arguments(activation), a_PF, h_PF, g_PF)
+        w1, v1, places = in_memory(w1, v1)
+        self.op("up")(aligned(rows), slot_of_row_P, top_k, w1, v1, places, w1_bias_EF, v1_bias_EF, device_sizes(sizes, rows.device),
+                      plain_activation.kernel_arguments(activation), a_PF, h_PF, g_PF)
         x.forget()
-        return a_PF, h_PF, g_PF
 
     def op(self, name: str):
         """The operator, "gemm" or "up"."""
         return getattr(torch.ops.gbmoe_cuda, f"{self.prefix}_{name}")
+
+
+def _columns_in_turns(matrix: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Its columns 0, 2, 4, ... and the others; (None, None) of None."""
+    return (None, None) if matrix is None else (matrix[:, ::2], matrix[:, 1::2])
 
 
 FEW_ROWS, HOPPER_FEW_ROWS = FewRowsKernels("few_rows"), FewRowsKernels("hopper_few_rows")

@@ -25,6 +25,7 @@ class TensorCore(OwnKernels):
 
     name = "tensor_core"
     decides_by_kind = True
+    few_rows_kernels = FEW_ROWS
 
     def unavailable(self, device):
         reason = why_not_cuda(device)
@@ -62,8 +63,9 @@ class TensorCore(OwnKernels):
         """The activation in the epilogue; in float32 composed, because the epilogue's approximations are for results of 16 bits."""
         if w1_EFH.dtype == torch.float32:
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
-        if self.has_few_rows(x.num_rows, w1_EFH.size(0)):
-            return self.few_rows_up(FEW_ROWS, x, w1_EFH, v1_EFH, sizes_E, activation, save)
+        few = self.few_rows(x.num_rows, w1_EFH)
+        if few is not None:
+            return few.up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
         w1, v1, are_transposed = two_in_place(w1_EFH, v1_EFH)
         if are_transposed:  # no kernel with the activation reads them
             return super().up(x, w1_EFH, v1_EFH, sizes_E, activation, save)
@@ -74,16 +76,13 @@ class TensorCore(OwnKernels):
     def why_composed(self, w1_EFH, v1_EFH, activation, rows, biased, paired):
         if w1_EFH.dtype == torch.float32:
             return "the epilogue's approximations of the activation are not for float32"
+        if self.few_rows(rows, w1_EFH) is not None:
+            return None
         if biased:
-            return "no kernel adds biases and activates"
+            return "no kernel of large tiles adds biases and activates"
         if paired or (not self.copies(w1_EFH, v1_EFH) and lies_transposed(w1_EFH)):
-            return "no kernel with the activation reads gate and up transposed"
+            return "no kernel of large tiles reads gate and up transposed and activates"
         return None
-
-    def down(self, a_PF, w2_EFH, sizes_E):
-        if a_PF.dtype != torch.float32 and self.has_few_rows(a_PF.size(0), w2_EFH.size(0)):
-            return FEW_ROWS.down(a_PF, w2_EFH, sizes_E)
-        return super().down(a_PF, w2_EFH, sizes_E)
 
 
 class TensorCoreBatchInvariant(TensorCore):

@@ -120,7 +120,7 @@ def of_weights(experts: Engine, layout: WeightLayout, w1: torch.Tensor, w2: torc
             yield f"the activation is a kernel of its own: {reason}"
     # A kernel that activates has added the bias before.
     composed = activation is None or experts.why_composed(*of_up, activation, rows, up_biased, paired) is not None
-    if (down_biased or (up_biased and composed)) and not experts.adds_bias_in_kernel(rows, gate.size(0)):
+    if (down_biased or (up_biased and composed)) and not experts.adds_bias_in_kernel(rows, gate):
         yield "biases are added by a product of their own, to products that are rounded"
 
 

@@ -62,8 +62,8 @@ def expert_mlp(
     """out[t] = sum over j of weights[t,j] * mlp_e(x[t]) with e the expert of slot (t,j), in float32 and rounded once.
 
     mlp_e(x) = act(x @ w1[e].T) @ w2[e], or with v1 the GLU (act(x @ w1[e].T) * (x @ v1[e].T)) @ w2[e]; MegaBlocks' weight
-    layout. A bias is added to each expert's product. `hopper` adds it before the product is rounded, except for few rows an expert
-    without batch_invariant. Other engines add it afterwards. Differentiable in x, weights, w1, w2, v1 and the biases, any of which may be
+    layout. A bias is added to each expert's product. `hopper` adds it before the product is rounded, and so does `tensor_core`
+    for few rows an expert. Other engines add it afterwards. Differentiable in x, weights, w1, w2, v1 and the biases, any of which may be
     frozen.
 
     Args:

@@ -64,7 +64,7 @@ def test_rows(few, dtype, trans_b):
             outs = [poisoned(rows + 5, columns, dtype=dtype, device=device) for _ in range(2 + (few is HOPPER_FEW_ROWS))]
             on_device = torch.tensor(sizes, dtype=(torch.int32, torch.int64)[number % 2], device=device)
             for reads_early, out in enumerate(outs[:2]):
-                few.op("gemm")(a, b, (), on_device, trans_b, bool(reads_early), out)
+                few.op("gemm")(a, b, (), on_device, trans_b, bool(reads_early), None, out)
             assert_as_accurate_as(outs[0][:rows], baseline.to(dtype), exact, f"{sizes} of {inner} x {columns}")
             if few is HOPPER_FEW_ROWS:
                 tensor_core.launch_rows(LOW, a, b, None, None, on_device, trans_b, outs[2])

@@ -74,7 +74,8 @@ class Gemms:
         b, b2 = (t.mT if trans_b and t is not None else t for t in (b, b2))
         out.copy_(self.sum("biased", a, b, a2, b2, sizes) + grouped(a.new_ones(a.size(0), 1), bias.unsqueeze(1), sizes))
 
-    def hopper_few_rows_gemm(self, a, b, places, sizes, trans_b, early, out):
+    def hopper_few_rows_gemm(self, a, b, places, sizes, trans_b, early, bias, out):
+        assert bias is None
         out.copy_(self.sum("few", a, b.mT if trans_b else b, None, None, sizes))
 
     def hopper_up_pairs(self, x, w, a2, b2, places, bias, sizes, activation, tiling, workspace, a, pairs):

@@ -137,8 +137,14 @@ def first_gemms(tokens, token_of_row, w1, v1, sizes, activation):
         tensor_core.launch_up(config, x, w1, v1, sizes, activation, *outs(config))
     if has_hopper(device):
         gathered = GatheredRows(None, SlotMap(*[torch.empty(0, 0)] * 2), x)
-        few = own_kernels.HOPPER_FEW_ROWS.up(gathered, w1, v1, sizes, activation, True)
-        results["few rows"] = tuple(tensor for tensor in few if tensor is not None)
+        kernels, lies = own_kernels.HOPPER_FEW_ROWS, {"few rows": lambda w: w, "of transposed weights": lambda w: w.mT.contiguous().mT}
+        for name, lie in lies.items():
+            few = kernels.up(gathered, lie(w1), None if v1 is None else lie(v1), sizes, activation, True)
+            results[name] = tuple(tensor for tensor in few if tensor is not None)
+        if v1 is not None:
+            pairs = torch.stack([w1, v1], 2).flatten(1, 2).mT.contiguous().mT
+            a, kept = kernels.up_pairs(gathered, pairs, None, sizes, activation, True)
+            results["of pairs"] = a, kept[:, ::2].contiguous(), kept[:, 1::2].contiguous()
         for config in OF_HOPPER_UP:
             hopper.launch_up(config, x, None, 1, w1, v1, sizes, activation, *outs(config))
         if activation in ("silu", "gelu_tanh"):

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import gbmoe
-from gbmoe import Arguments, RoutingPlan, engines
+from gbmoe import Arguments, RoutingPlan, WeightLayout, engines
 from gbmoe.ops.router_linear import router_logits
 from gbmoe.problem import Problem
 from gbmoe.testing import exact_inputs
+from tests.test_weight_layout import laid_out
 
 CPU, PINNED = torch.device("cpu"), "hopper_batch_invariant"
 # hidden, ffn, experts, top_k: short sums in ping-pong, gathered inside the first product; long ones; small experts; widths that leave tiles
@@ -247,6 +248,28 @@ def test_rows_in_expert_order(engine, on_device):
     for case in ((0, 1, 0), (1, 2, 3), (5, 70, 200), (2000, 129, 1), (17, 3000, 900)):
         for one, other in zip(results(*case), alone):
             assert torch.equal(one, other[:case[1]]), case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu", gbmoe.ClampedSilu(1.702, 7, 7, 1)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", [WeightLayout("interleaved", True), WeightLayout("gate_first", True), WeightLayout("up_first")],
+                         ids=lambda layout: layout.code)
+def test_rows_of_other_layouts(engine, layout, biased, activation):
+    """Few rows are multiplied, biased and activated by other kernels than many."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.randn(4000, 264, dtype=torch.bfloat16, device=device)
+    w1, w2, _ = laid_out(layout, *(torch.randn(3, 520, 264, dtype=torch.bfloat16, device=device) / 16 for _ in range(3)))
+    biases = [torch.randn(3, columns, dtype=torch.bfloat16, device=device) for columns in (1040, 264)] if biased else [None, None]
+
+    def of_own(before, own, after):
+        rows, counts = torch.cat([x[:before], x[:own], x[:after]]), torch.tensor([before, own, after])
+        return gbmoe.grouped_mlp(rows, counts, w1, w2, layout=layout, activation=activation, w1_bias=biases[0], w2_bias=biases[1],
+                                 engine=engine, batch_invariant=True)[before:before + own]
+
+    alone = of_own(0, 4000, 0)
+    for case in ((0, 1, 0), (1, 2, 3), (3, 17, 2), (5, 70, 200), (2000, 3, 1)):
+        assert torch.equal(of_own(*case), alone[:case[1]]), case
 
 
 @pytest.mark.gpu

@@ -43,6 +43,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(hopper, "up_pairs_gemm", stand_in("fused", 2))
     monkeypatch.setattr(tensor_core, "up_gemm", stand_in("fused", 3))
     monkeypatch.setattr(own_kernels.FewRowsKernels, "up", stand_in("fused", 3))
+    monkeypatch.setattr(own_kernels.FewRowsKernels, "up_pairs", stand_in("fused", 2))
     for name, results in (("up", 3), ("up_biased", 3), ("up_pairs", 2)):
         monkeypatch.setattr(Engine, name, stand_in("composed", results))
     return found

@@ -47,6 +47,15 @@ class _Pitch(ctypes.Structure):
         return cls(stack.stride(-2), stack.stride(0) if stack.dim() == 3 else 0)
 
 
+class _Bias(ctypes.Structure):
+    """Bias, field by field."""
+    _fields_ = [("data", ctypes.c_void_p), ("of_group", ctypes.c_int64), ("of_column", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, bias: torch.Tensor | None) -> _Bias:
+        return cls() if bias is None else cls(bias.data_ptr(), *bias.stride())
+
+
 class _Places(ctypes.Structure):
     """Places, field by field."""
     _fields_ = [("count", ctypes.c_int), ("second", ctypes.c_int), ("number", ctypes.c_int * 256)]
@@ -70,7 +79,8 @@ class _FewRowsArguments(ctypes.Structure):
     _fields_ = [("sizes", ctypes.c_void_p), ("sizes_are_int64", ctypes.c_bool), ("groups", ctypes.c_int), ("rows", ctypes.c_int),
                 ("x", ctypes.c_void_p), ("slot_of_row", ctypes.c_void_p),
                 *((name, ctypes.c_int) for name in ("tokens", "top_k", "row_blocks", "size_n", "size_k")),
-                ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("activation", _Activation), ("out", ctypes.c_void_p * 3),
+                ("b", ctypes.c_void_p * 2), ("pitch_b", _Pitch), ("paired", ctypes.c_bool), ("bias", _Bias * 2),
+                ("activation", _Activation), ("out", ctypes.c_void_p * 3), ("step", ctypes.c_int),
                 ("reads_early", ctypes.c_bool), ("next_begins_early", ctypes.c_bool), ("out_is_float", ctypes.c_bool), ("places", _Places)]
 
 
@@ -169,11 +179,11 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
         of_sizes = {} if sizes is None else {"sizes": sizes.data_ptr(), "sizes_are_int64": sizes.dtype == torch.int64}
         row_blocks = max(1, -(-result.size(0) // 8)) if groups == 1 else 1
         return _FewRowsArguments(groups=groups, rows=result.size(0), x=x.data_ptr(), row_blocks=row_blocks, size_n=result.size(1),
-                                 size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **fields)
+                                 size_k=x.size(1), next_begins_early=large_memory, **of_sizes, **{"step": 1, **fields})
 
-    def few_rows_gemm(a, b, places, sizes, trans_b, reads_early, out):
+    def few_rows_gemm(a, b, places, sizes, trans_b, reads_early, bias, out):
         of = few_rows(a, sizes, out, b=_pointers(b), pitch_b=_Pitch.of(b), out=_pointers(out), reads_early=reads_early,
-                      places=_Places.of(places, groups_of(sizes)))
+                      bias=(_Bias * 2)(_Bias.of(bias)), places=_Places.of(places, groups_of(sizes)))
         call("few_rows_gemm", a.dtype, _DTYPES.index(a.dtype), trans_b, of=of, reads=(a, b), places=places)
 
     def few_rows_linear(x, weight, sizes, out):
@@ -181,11 +191,13 @@ def operators(kernels: Kernels, *, ctas: int, late_copies: bool, large_memory: b
                       out_is_float=out.dtype == torch.float32)
         call("few_rows_linear", x.dtype, _DTYPES.index(x.dtype), of=of, reads=(x, weight))
 
-    def few_rows_up(x, slot_of_row, top_k, w1, v1, places, sizes, activation, a, h, g):
+    def few_rows_up(x, slot_of_row, top_k, w1, v1, places, w1_bias, v1_bias, sizes, activation, a, h, g):
+        transposed, paired = w1.stride(2) != 1, v1 is None and w1.size(1) == 2 * a.size(1)
         slots = {} if slot_of_row is None else {"slot_of_row": slot_of_row.data_ptr(), "tokens": x.size(0), "top_k": top_k}
-        of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1), out=_pointers(a, h, g),
+        of = few_rows(x, sizes, a, b=_pointers(w1, v1), pitch_b=_Pitch.of(w1.mT if transposed else w1), paired=paired,
+                      bias=(_Bias * 2)(_Bias.of(w1_bias), _Bias.of(v1_bias)), out=_pointers(a, h, g), step=1 if h is None else h.stride(1),
                       activation=_Activation.of(activation), places=_Places.of(places, groups_of(sizes)), **slots)
-        call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), v1 is not None, of=of, reads=(x, w1, v1), places=places)
+        call("few_rows_up", x.dtype, _DTYPES.index(x.dtype), transposed, v1 is not None or paired, of=of, reads=(x, w1, v1), places=places)
 
     extension.status()  # where the extension can be loaded, it has defined the operators by now
     library = torch.library.Library("gbmoe_cuda", "FRAGMENT")

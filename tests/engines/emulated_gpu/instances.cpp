@@ -117,7 +117,7 @@ struct Late {
 };
 
 template <typename Columns> constexpr bool kKMajor = true;
-template <typename T> constexpr bool kKMajor<NMajorColumns<T>> = false;
+template <typename T, bool kUp, bool kGlu> constexpr bool kKMajor<NMajorColumns<T, kUp, kGlu>> = false;
 
 template <typename T, typename Columns, EpilogueKind kEpilogue, bool kInTurns = false>
 void launch(const Arguments& args, emulated_gpu::Run run) {
@@ -126,7 +126,8 @@ void launch(const Arguments& args, emulated_gpu::Run run) {
   // The kernel before writes the rows and, unless they are read early, the weights.
   std::vector<Late> late{Late(const_cast<void*>(args.x), (args.slot_of_row ? args.tokens : args.rows) * int64_t{args.size_k} * sizeof(T))};
   if (!args.reads_early) {
-    const int rows = kKMajor<Columns> ? args.size_n : args.size_k, columns = kKMajor<Columns> ? args.size_k : args.size_n;
+    const int size_n = args.paired ? 2 * args.size_n : args.size_n;
+    const int rows = kKMajor<Columns> ? size_n : args.size_k, columns = kKMajor<Columns> ? args.size_k : size_n;
     late.emplace_back(
         const_cast<void*>(args.b[0]),
         ((args.groups - 1) * args.pitch_b.group + (rows - 1) * int64_t{args.pitch_b.row} + columns) * sizeof(T));
@@ -164,11 +165,13 @@ bool few_rows_linear(int dtype, const Arguments* args, const emulated_gpu::Run* 
 #endif
 
 #ifdef EMULATED_few_rows_up
-bool few_rows_up(int dtype, bool glu, const Arguments* args, const emulated_gpu::Run* run) {
+bool few_rows_up(int dtype, bool transposed, bool glu, const Arguments* args, const emulated_gpu::Run* run) {
   return dtype < 2 && tensor_core::with_dtype(dtype, [&](auto element) {
     using T = decltype(element);
     if constexpr (sizeof(T) == 2) {
-      if (glu) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(*args, *run);
+      if (transposed && glu) launch<T, NMajorColumns<T, true, true>, EpilogueKind::kGlu>(*args, *run);
+      else if (transposed) launch<T, NMajorColumns<T, true>, EpilogueKind::kActivation>(*args, *run);
+      else if (glu) launch<T, KMajorColumns<T, true>, EpilogueKind::kGlu>(*args, *run);
       else launch<T, KMajorColumns<T, false>, EpilogueKind::kActivation>(*args, *run);
     }
   });
