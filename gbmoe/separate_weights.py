@@ -30,27 +30,28 @@ class SeparateWeights:
     """E tensors [R,C] of one shape, dtype, device and strides as a stack [E,R,C], with what engines ask of a stack. None is copied.
 
     Attributes:
+        tensors: the E tensors, of which this may be views.
         lowest: the tensor with the lowest address as [1,R,C], whose first stride is the distance, in elements; without a table the first.
         numbers: how many distances after it each of the tensors begins; empty where no kernel can read them by a table, because they are
             too many, too far apart, do not begin at multiples of 16 bytes, or have other strides than each other.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._tensors = tuple(tensors)
+        self.tensors = tuple(tensors)
         self._views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-        first = self._tensors[0]
+        first = self.tensors[0]
         self.lowest = first.detach().unsqueeze(0)
         self.numbers: tuple[int, ...] = ()
         strides = first.stride()
-        if len(set(map(torch.Tensor.stride, self._tensors))) == 1:
-            found = _table(tuple(map(torch.Tensor.data_ptr, self._tensors)), first.element_size())
+        if len(set(map(torch.Tensor.stride, self.tensors))) == 1:
+            found = _table(tuple(map(torch.Tensor.data_ptr, self.tensors)), first.element_size())
             if found is not None:
                 lowest, distance, self.numbers = found
-                self.lowest = torch.as_strided(self._tensors[lowest].detach(), (1, *first.shape), (distance, *strides))
+                self.lowest = torch.as_strided(self.tensors[lowest].detach(), (1, *first.shape), (distance, *strides))
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self._tensors), *self.lowest.shape[1:]))
+        return torch.Size((len(self.tensors), *self.lowest.shape[1:]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,7 +63,7 @@ class SeparateWeights:
 
     @property
     def requires_grad(self) -> bool:
-        return any(tensor.requires_grad for tensor in self._tensors)
+        return any(tensor.requires_grad for tensor in self.tensors)
 
     def size(self, dim: int) -> int:
         return self.shape[dim]
@@ -89,7 +90,7 @@ class SeparateWeights:
 
     def matrices(self) -> list[torch.Tensor]:
         """The tensors [R,C], as views of what this was made of."""
-        return [functools.reduce(lambda one, view: view(one), self._views, tensor.unsqueeze(0)).squeeze(0) for tensor in self._tensors]
+        return [functools.reduce(lambda one, view: view(one), self._views, tensor.unsqueeze(0)).squeeze(0) for tensor in self.tensors]
 
     def transpose(self, one: int, other: int) -> SeparateWeights:
         assert 0 not in (one, other)
@@ -107,14 +108,14 @@ class SeparateWeights:
 
     def again(self) -> SeparateWeights:
         """The same of where the tensors are now."""
-        return functools.reduce(SeparateWeights._viewed, self._views, SeparateWeights(self._tensors))
+        return functools.reduce(SeparateWeights._viewed, self._views, SeparateWeights(self.tensors))
 
     def _viewed(self, view: Callable[[torch.Tensor], torch.Tensor]) -> SeparateWeights:
         return self._like(view(self.lowest), self.numbers, (*self._views, view))
 
     def _like(self, lowest: torch.Tensor, numbers: tuple[int, ...], views: tuple) -> SeparateWeights:
         made = object.__new__(SeparateWeights)
-        made._tensors, made._views, made.lowest, made.numbers = self._tensors, views, lowest, numbers
+        made.tensors, made._views, made.lowest, made.numbers = self.tensors, views, lowest, numbers
         return made
 
     def at_distance(self, distance: int) -> SeparateWeights:

@@ -23,6 +23,7 @@ from gbmoe.float8 import TILE, Float8BlockScaling, ScaledKBlocks, ScaledRows, Sc
 from gbmoe.launch.alignment import aligned
 from gbmoe.plain import plain_activation, plain_plan
 from gbmoe.problem import result_shape
+from gbmoe.separate_weights import Stack
 from gbmoe.tuning import float8_tiles
 from gbmoe.tuning.device import Device
 
@@ -40,6 +41,7 @@ class Float8(Engine):
     """
 
     unscaled: Engine
+    reads_separate_weights = True
 
     def __init__(self, recipe: Float8BlockScaling):
         self.name, self.power_2_scale, self.float8_weight_gradients = recipe.engine, recipe.power_2_scale, recipe.float8_weight_gradients
@@ -75,7 +77,7 @@ class Float8(Engine):
 
     def weight_for_both_passes(self, w_EFH, for_backward_Y, transpose):
         memories = (for_backward_Y, None) if transpose else (None, for_backward_Y)  # both orientations take as much
-        return launch.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale, memories)[transpose]
+        return launch.quantize_weights_both_ways(w_EFH, self.power_2_scale, memories)[transpose]
 
     def weight_for_backward(self, w_EFH, for_backward_Y, transpose):
         shape = w_EFH.shape if transpose else w_EFH.transpose(1, 2).shape
@@ -103,7 +105,13 @@ class Float8(Engine):
         return out_PN if bias_EN is None else self.unscaled.add_bias(out_PN, bias_EN, sizes_E)
 
     def copies(self, w1_EFH, v1_EFH=None):
-        return any(w is not None and not (w.is_contiguous() and w.data_ptr() % 16 == 0) for w in (w1_EFH, v1_EFH))
+        return any(w is not None and not launch.reads_weights_in_place(w) for w in (w1_EFH, v1_EFH))
+
+    def readable(self, matrices):
+        return matrices, False  # what is quantised is read where it lies
+
+    def adds_in_place(self, out_EKN):
+        return not self.float8_weight_gradients and self.unscaled.adds_in_place(out_EKN)
 
     def bias_gradient(self, rows_PN, sizes_E, weights_P=None):
         if isinstance(rows_PN, ScaledKBlocks):
@@ -170,7 +178,7 @@ class Float8(Engine):
         else:
             out_EFH.copy_(self.scaled_weight_gradient(left, right, torch.empty_like(out_EFH, memory_format=torch.contiguous_format)))
 
-    def _product(self, rows: ScaledRows, w_EFH: torch.Tensor | ScaledWeights, sizes_E: torch.Tensor, transpose: bool = False,
+    def _product(self, rows: ScaledRows, w_EFH: Stack | ScaledWeights, sizes_E: torch.Tensor, transpose: bool = False,
                  ) -> torch.Tensor:
         w = self._weights(w_EFH, transpose)
         return self.scaled_product(rows, w, sizes_E, w.new_rows(rows.values_PK.size(0)))
@@ -196,11 +204,11 @@ class Float8(Engine):
         sizes = device_sizes(sizes_E, x.tokens_TH.device)
         return launch.quantize_gathered_k_blocks(aligned(x.tokens_TH), x.slots, sizes, self.power_2_scale)
 
-    def _weights(self, w_EFH: torch.Tensor | ScaledWeights, transpose: bool = False) -> ScaledWeights:
+    def _weights(self, w_EFH: Stack | ScaledWeights, transpose: bool = False) -> ScaledWeights:
         if isinstance(w_EFH, ScaledWeights):
             return w_EFH
-        kept = float8.cached(w_EFH, self.power_2_scale, lambda: launch.quantize_weights_both_ways(aligned(w_EFH), self.power_2_scale))
-        return launch.quantize_weights(aligned(w_EFH), self.power_2_scale, transpose) if kept is None else kept[transpose]
+        kept = float8.cached(w_EFH, self.power_2_scale, lambda: launch.quantize_weights_both_ways(w_EFH, self.power_2_scale))
+        return launch.quantize_weights(w_EFH, self.power_2_scale, transpose) if kept is None else kept[transpose]
 
 
 def _sums_of_blocks(rows: ScaledKBlocks) -> torch.Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -15,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gbmoe._checks import require
 from gbmoe.float8.recipe import Float8BlockScaling
 from gbmoe.float8.scaled_tensors import ScaledWeights
+from gbmoe.separate_weights import Stack
 
 
 class _WeightCache:
@@ -28,24 +31,27 @@ class _WeightCache:
         self.checks = check
         self._lock = threading.Lock()
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._names: dict[int, list[tuple[int, str]]] = {}  # of each storage's weights, after the first byte
+        self._weights: dict[int, list[tuple[int, str, torch.Tensor]]] = {}  # of each storage, by their first bytes
         for name, weight in weights:
             storage = weight.untyped_storage()
             self._storages[id(storage)] = storage
-            self._names.setdefault(id(storage), []).append((_first_byte(weight), name))
+            self._weights.setdefault(id(storage), []).append((_first_byte(weight), name, weight.detach()))
+        for of_storage in self._weights.values():
+            of_storage.sort(key=_FIRST_BYTE)
         self._kept: dict[tuple, tuple[tuple, tuple[ScaledWeights, ScaledWeights]]] = {}
 
-    def find(self, w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]], check: bool,
+    def find(self, w_EFH: Stack, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]], check: bool,
              ) -> tuple[ScaledWeights, ScaledWeights] | None:
-        storage = w_EFH.untyped_storage()
         # Work on another stream would not wait for the kernel that quantises.
-        stream = torch.cuda.current_stream(w_EFH.device).cuda_stream if w_EFH.is_cuda else None
-        which = (id(storage), w_EFH.storage_offset(), w_EFH.shape, w_EFH.stride(), w_EFH.dtype, power_2_scale, stream)
+        stream = torch.cuda.current_stream(w_EFH.device).cuda_stream if w_EFH.device.type == "cuda" else None
+        view, tensors = (w_EFH, ()) if isinstance(w_EFH, torch.Tensor) else (w_EFH.lowest, w_EFH.tensors)
+        which = (*map(_place, (view, *tensors)), view.shape, view.stride(), w_EFH.dtype, power_2_scale, stream)
         with self._lock:
             if not self.holds(w_EFH):
                 return None  # the context has ended meanwhile
-            # Taken before the weight is read, so that a change that comes meanwhile counts.
-            state = (w_EFH.data_ptr(), None if w_EFH.is_inference() else w_EFH._version, _unseen_changes)
+            # Taken before the weight is read, so that a change that comes meanwhile counts. What gbmoe.stacked makes of a list counts no
+            # changes of the list's tensors.
+            state = (_unseen_changes, *map(_state, tensors or (view, *(weight for _, _, weight in self._within(view)))))
             known = self._kept.get(which)
             if known is None or known[0] != state:
                 known = self._kept[which] = (state, quantize())
@@ -54,19 +60,42 @@ class _WeightCache:
                                    " a way that torch does not count: call gbmoe.float8.weights_changed() after it")
             return known[1]
 
-    def holds(self, weight: torch.Tensor) -> bool:
-        """Whether this is in the memory of a weight that is kept, or will be when it is first used."""
-        storage = weight.untyped_storage()
-        return self._storages.get(id(storage)) is storage
+    def holds(self, weight: Stack) -> bool:
+        """Whether this is in the memory of weights that are kept, or will be when they are first used."""
+        storages = map(torch.Tensor.untyped_storage, _tensors(weight))
+        return all(self._storages.get(id(storage)) is storage for storage in storages)
 
     def clear(self) -> None:
         with self._lock:
-            self._storages, self._kept = {}, {}
+            self._storages, self._weights, self._kept = {}, {}, {}
 
-    def _name(self, weight: torch.Tensor) -> str:
-        """That of the last weight that begins where this one does, or before."""
-        names = self._names[id(weight.untyped_storage())]
-        return max((known for known in names if known[0] <= _first_byte(weight)), default=min(names))[1]
+    def _within(self, tensor: torch.Tensor) -> list[tuple[int, str, torch.Tensor]]:
+        """The last weight that begins where this tensor does, or before, and those that begin within it."""
+        known, begin = self._weights[id(tensor.untyped_storage())], _first_byte(tensor)
+        last = begin + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) * tensor.element_size()
+        first = max(bisect_right(known, begin, key=_FIRST_BYTE) - 1, 0)
+        return known[first:max(first + 1, bisect_right(known, last, key=_FIRST_BYTE))]
+
+    def _name(self, weight: Stack) -> str:
+        tensors = _tensors(weight)
+        first, last = self._within(tensors[0])[0][1], self._within(tensors[-1])[-1][1]
+        return first if first == last else f"{first} to {last}"
+
+
+_FIRST_BYTE = itemgetter(0)
+
+
+def _tensors(weight: Stack) -> tuple[torch.Tensor, ...]:
+    return (weight,) if isinstance(weight, torch.Tensor) else weight.tensors
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return id(tensor.untyped_storage()), int(tensor.storage_offset())
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """What changes with the tensor's values, as far as torch counts, or with its memory."""
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
 def _first_byte(weight: torch.Tensor) -> int:
@@ -155,9 +184,9 @@ def cached_weights(weights: torch.nn.Module | Iterable[torch.Tensor], *, check: 
     - writes of a hook of all optimizers that was registered after the first context, if another one has used the weight before;
     - a storage that is freed and filled again at the same address, which is what FSDP does. FSDP2's parameters are an error.
 
-    Only tensors in the memory of `weights` are kept. A copy in another dtype, which autocast makes for each forward, or one with other
-    strides is quantised as without the context. While a CUDA graph is captured nothing kept is used, so that its replays quantise what the
-    weights then are. In a function that torch.compile compiles entering has no effect; enter it outside.
+    Only tensors in the memory of `weights` are kept, among them parts of one and lists of several. A copy in another dtype, which autocast
+    makes for each forward, is quantised as without the context. While a CUDA graph is captured nothing kept is used, so that its replays
+    quantise what the weights then are. In a function that torch.compile compiles entering has no effect; enter it outside.
 
     Contexts may be nested and used in several threads at a time. A weight that is in several of them is kept by the one entered first.
 
@@ -216,11 +245,11 @@ def keeps_weights(recipe: Float8BlockScaling | None, weights: Iterable[torch.Ten
     return not any(cache.holds(weight) for weight in weights for cache in caches)
 
 
-def cached(w_EFH: torch.Tensor, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],
+def cached(w_EFH: Stack, power_2_scale: bool, quantize: Callable[[], tuple[ScaledWeights, ScaledWeights]],
            ) -> tuple[ScaledWeights, ScaledWeights] | None:
     """A weight as it is and transposed, from a context that keeps it; `quantize` is called where it is not kept yet. None without one."""
     caches = _caches
-    if not caches or _in_a_step or (w_EFH.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not caches or _in_a_step or (w_EFH.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
     holding = [cache for cache in caches if cache.holds(w_EFH)]
     return holding[0].find(w_EFH, power_2_scale, quantize, any(cache.checks for cache in holding)) if holding else None

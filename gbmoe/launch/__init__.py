@@ -24,6 +24,7 @@ from gbmoe.launch.quantize import (
     quantize_rows,
     quantize_weights,
     quantize_weights_both_ways,
+    reads_weights_in_place,
 )
 from gbmoe.launch.sums_and_copies import add_to_rows, copy_scaled, with_aligned_rows
 
@@ -31,6 +32,6 @@ __all__ = [
     "activate", "activate_backward", "activate_backward_k_blocks", "activate_backward_scaled", "activate_pairs",
     "activate_pairs_backward", "add_to_rows", "clear_rows_without_slot", "copy_scaled", "dequantize_gathered", "dequantize_rows",
     "empty_scaled_rows", "gather", "map_slots", "quantize_gathered", "quantize_gathered_k_blocks", "quantize_k_blocks", "quantize_rows",
-    "quantize_weights", "quantize_weights_both_ways", "requantize_k_blocks", "scatter", "scatter_backward",
+    "quantize_weights", "quantize_weights_both_ways", "reads_weights_in_place", "requantize_k_blocks", "scatter", "scatter_backward",
     "with_aligned_rows",
 ]

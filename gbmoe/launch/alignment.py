@@ -21,12 +21,24 @@ def has_aligned_rows(matrices: Stack) -> bool:
         return bool(matrices.numbers) and has_aligned_rows(matrices.lowest)
     if matrices.is_contiguous():
         return matrices.data_ptr() % 16 == 0
+    return (matrices.stride(2) == 1 or matrices.size(2) == 1) and matrices.data_ptr() % 16 == 0 and _rows_lie_apart(matrices, 1)
+
+
+def has_pairs_in_aligned_rows(matrices: Stack) -> bool:
+    """Whether the rows of a stack [E,R,C] are the first elements of all pairs in aligned rows, or the second ones: gate and up in turns."""
+    if isinstance(matrices, SeparateWeights):
+        return bool(matrices.numbers) and has_pairs_in_aligned_rows(matrices.lowest)
+    begins = matrices.data_ptr() % 16 in (0, matrices.element_size())
+    return matrices.stride(2) == 2 and begins and _rows_lie_apart(matrices, 2)
+
+
+def _rows_lie_apart(matrices: torch.Tensor, step: int) -> bool:
+    """Whether rows of elements that lie `step` apart begin at multiples of 16 bytes after the first, and do not overlap."""
     experts, rows, columns = matrices.shape
-    of_expert, of_row, of_column = matrices.stride()
+    of_expert, of_row, _ = matrices.stride()
     in_16_bytes = 16 // matrices.element_size()  # elements
-    return ((of_column == 1 or columns == 1) and matrices.data_ptr() % 16 == 0
-            and (rows == 1 or (of_row >= columns and of_row % in_16_bytes == 0))
-            and (experts == 1 or (of_expert >= columns and of_expert % in_16_bytes == 0)))
+    return ((rows == 1 or (of_row >= step * columns and of_row % in_16_bytes == 0))
+            and (experts == 1 or (of_expert >= step * columns and of_expert % in_16_bytes == 0)))
 
 
 def lies_transposed(matrices: Stack) -> bool | None:

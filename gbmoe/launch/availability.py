@@ -7,9 +7,10 @@ import functools
 import torch
 
 from gbmoe import extension
+from gbmoe.separate_weights import Stack
 
 
-def serves(tensor: torch.Tensor) -> bool:
+def serves(tensor: Stack) -> bool:
     """Whether the kernels of csrc/ compute for this tensor: it is on a CUDA device, and they are loaded. This call loads them where
     that can be done."""
     return tensor.device.type == "cuda" and extension.loaded()
@@ -37,7 +38,7 @@ def hopper_built() -> bool:
     return extension.answer("hopper_built")
 
 
-def float8_serves(tensor: torch.Tensor) -> bool:
+def float8_serves(tensor: Stack) -> bool:
     """As `serves`. Raises RuntimeError for a CUDA device without float8 kernels: their code is for compute capability 9.0 alone, and in an
     extension that was compiled without it they do nothing, without an error."""
     return serves(tensor) and _has_float8(tensor.device)

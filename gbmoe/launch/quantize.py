@@ -12,8 +12,10 @@ import torch
 
 from gbmoe import float8
 from gbmoe.float8 import ScaledKBlocks, ScaledRows, ScaledWeights
+from gbmoe.launch.alignment import aligned, has_aligned_rows, has_pairs_in_aligned_rows
 from gbmoe.launch.availability import float8_serves
 from gbmoe.plain import plain_permute
+from gbmoe.separate_weights import Stack, in_memory
 from gbmoe.slot_map import SlotMap
 
 
@@ -72,37 +74,63 @@ def quantize_gathered_k_blocks(x_TK: torch.Tensor, slots: SlotMap, sizes_E: torc
     return out
 
 
-def quantize_weights(w_EFH: torch.Tensor, power_2_scale: bool, transpose: bool) -> ScaledWeights:
+def quantize_weights(w_EFH: Stack, power_2_scale: bool, transpose: bool) -> ScaledWeights:
     """A weight in e4m3, with `transpose` as [E,H,F], see gbmoe.float8.quantize_weights; the CUDA kernel, for multiples of 16, where it is
-    loaded."""
+    loaded. That copies the weight where reads_weights_in_place says no."""
     if not float8_serves(w_EFH):
-        return float8.quantize_weights(w_EFH, power_2_scale, transpose)
+        return float8.quantize_weights(_as_tensor(w_EFH), power_2_scale, transpose)
     out = _empty_scaled_weights(w_EFH, transpose)
-    results = (None, None, out.values_ENK, out.scales) if transpose else (out.values_ENK, out.scales, None, None)
-    torch.ops.gbmoe_cuda.quantize_weights(w_EFH.contiguous(), power_2_scale, *results)
+    _quantize_weights(w_EFH, power_2_scale, *((None, out) if transpose else (out, None)))
     return out
 
 
-def quantize_weights_both_ways(w_EFH: torch.Tensor, power_2_scale: bool, memories: Sequence[torch.Tensor | None] = (None, None),
+def quantize_weights_both_ways(w_EFH: Stack, power_2_scale: bool, memories: Sequence[torch.Tensor | None] = (None, None),
                                ) -> tuple[ScaledWeights, ScaledWeights]:
     """quantize_weights without and with `transpose`, from one read where the CUDA kernel is loaded.
 
     `memories`, where given, are what either is written to, uint8 [Y], Y = ScaledWeights.bytes_of.
     """
     out, transposed = (_empty_scaled_weights(w_EFH, transpose, memory_Y) for transpose, memory_Y in zip((False, True), memories))
-    if not float8_serves(w_EFH):
-        for to, transpose in ((out, False), (transposed, True)):
-            scaled = float8.quantize_weights(w_EFH, power_2_scale, transpose)
-            to.values_ENK.copy_(scaled.values_ENK)
-            to.scales.copy_(scaled.scales)
+    if float8_serves(w_EFH):
+        _quantize_weights(w_EFH, power_2_scale, out, transposed)
         return out, transposed
-    torch.ops.gbmoe_cuda.quantize_weights(
-        w_EFH.contiguous(), power_2_scale, out.values_ENK, out.scales, transposed.values_ENK, transposed.scales)
+    stack_EFH = _as_tensor(w_EFH)
+    for to, transpose in ((out, False), (transposed, True)):
+        scaled = float8.quantize_weights(stack_EFH, power_2_scale, transpose)
+        to.values_ENK.copy_(scaled.values_ENK)
+        to.scales.copy_(scaled.scales)
     return out, transposed
 
 
-def _empty_scaled_weights(w_EFH: torch.Tensor, transpose: bool, memory_Y: torch.Tensor | None = None) -> ScaledWeights:
+def reads_weights_in_place(w_EFH: Stack) -> bool:
+    """Whether the kernel reads a weight where it lies: its rows, or its columns, in vectors of 16 bytes, whose elements are all of this
+    weight or every second one."""
+    return _rows_of_vectors(w_EFH) is not None
+
+
+def _rows_of_vectors(w_EFH: Stack) -> tuple[Stack, bool] | None:
+    """(a stack whose rows the kernel reads, whether that is the transposed one), or None."""
+    for rows, is_transposed in ((w_EFH, False), (w_EFH.transpose(1, 2), True)):
+        if has_aligned_rows(rows) or has_pairs_in_aligned_rows(rows):
+            return rows, is_transposed
+    return None
+
+
+def _quantize_weights(w_EFH: Stack, power_2_scale: bool, out: ScaledWeights | None, transposed: ScaledWeights | None) -> None:
+    """The kernel. Blocks are square, so that the results of a transposed stack are the transposed results, with the same bits."""
+    rows, is_transposed = _rows_of_vectors(w_EFH) or (aligned(w_EFH), False)
+    tensor, _, places = in_memory(rows)
+    both = (transposed, out) if is_transposed else (out, transposed)
+    results = [field for to in both for field in ((None, None) if to is None else (to.values_ENK, to.scales))]
+    torch.ops.gbmoe_cuda.quantize_weights(tensor, places, power_2_scale, *results)
+
+
+def _as_tensor(w_EFH: Stack) -> torch.Tensor:
+    return w_EFH if isinstance(w_EFH, torch.Tensor) else w_EFH.contiguous()
+
+
+def _empty_scaled_weights(w_EFH: Stack, transpose: bool, memory_Y: torch.Tensor | None = None) -> ScaledWeights:
     shape = w_EFH.transpose(1, 2).shape if transpose else w_EFH.shape
     if memory_Y is None:
-        memory_Y = w_EFH.new_empty(ScaledWeights.bytes_of(shape), dtype=torch.uint8)
+        memory_Y = torch.empty(ScaledWeights.bytes_of(shape), dtype=torch.uint8, device=w_EFH.device)
     return ScaledWeights.in_memory(memory_Y, shape, w_EFH.dtype)

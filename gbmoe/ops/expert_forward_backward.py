@@ -124,7 +124,7 @@ class Weights:
         if w_EFH is None or not self._keep:
             return w_EFH
         # As large as the operator's fake says, also where nothing is written: without rows no engine of float8 is asked.
-        self.kept[name] = w_EFH.new_empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8)
+        self.kept[name] = torch.empty(ScaledWeights.bytes_of(w_EFH.shape), dtype=torch.uint8, device=w_EFH.device)
         return experts.weight_for_both_passes(w_EFH, self.kept[name], name == "w2")
 
     def backward(self, experts: Engine, name: str):

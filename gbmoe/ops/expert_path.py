@@ -126,7 +126,7 @@ def of_weights(experts: Engine, layout: WeightLayout, w1: torch.Tensor, w2: torc
 
 def _why_copied(experts: Engine) -> str:
     if experts.name in engines.FLOAT8_ENGINES:
-        return "float8 quantises contiguous matrices [E,F,H]"
+        return "float8 quantises rows or columns that begin at multiples of 16 bytes, of whole matrices or of gate and up in turns"
     if isinstance(experts, OwnKernels):
         return f"{experts.name} reads rows or columns that begin at multiples of 16 bytes, and those of w1 and v1 alike"
     return "the engine reads contiguous matrices, or such that are transposed as a whole"

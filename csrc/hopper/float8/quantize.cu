@@ -2,10 +2,12 @@
 //
 // A tile of a row is 128 numbers, which 16 threads hold in vectors of 8. A weight's block is 128 x 128, which a CTA holds.
 //
-// Bytes at the least: gather 2TH + PH, rows 3PH, weights 3EFH in one orientation and 4EFH in both.
+// Bytes at the least: gather 2TH + PH, rows 3PH, weights 3EFH in one orientation and 4EFH in both; 2EFH more where only every second
+// element is one of theirs, as the others come with them.
 
 #include "../../operators.h"
 #include "../../permute/padded_rows.cuh"
+#include "../../places_of.h"
 #include "quantize.cuh"
 
 namespace gbmoe {
@@ -63,13 +65,41 @@ template <typename T> __global__ void __launch_bounds__(kThreads) quantize_rows_
 #endif
 }
 
+// Where weights [E,lines,columns] lie: matrices and lines any multiple of 16 bytes apart, or the matrices in the places of a table.
+template <typename T> struct WeightMemory {
+  const T* first;  // aligned to 16 bytes
+  int64_t matrix, line;  // elements from one to the next; with a table the distance of its places
+  unsigned which_of_pairs;  // kStep 2: the selector by which __byte_perm takes this weight's elements of two pairs
+  Places places;
+
+  // Eight elements. kStep 2: every second one in memory, as where gate and up lie in turns.
+  template <int kStep> __device__ __forceinline__ Numbers<T> load(int group, int line_number, int column) const {
+    const T* const from = first + places.of(group) * matrix + line_number * line + kStep * column;
+    if constexpr (kStep == 1) {
+      return *reinterpret_cast<const Numbers<T>*>(from);
+    } else {
+      const uint4 one = reinterpret_cast<const uint4*>(from)[0], other = reinterpret_cast<const uint4*>(from)[1];
+      const uint4 eight{
+          __byte_perm(one.x, one.y, which_of_pairs), __byte_perm(one.z, one.w, which_of_pairs),
+          __byte_perm(other.x, other.y, which_of_pairs), __byte_perm(other.z, other.w, which_of_pairs)};
+      return reinterpret_cast<const Numbers<T>&>(eight);
+    }
+  }
+};
+
+// What is made of weights: e4m3 and scales of each orientation, or null.
+struct ScaledWeights {
+  uint8_t *out, *transposed;
+  float *scales, *transposed_scales;
+};
+
 // One CTA for each block of 128 x 128 of w [E,lines,columns]. A thread holds eight numbers of lines 4i to 4i + 3, and of those 64 lines on.
 //
 // On the way to `transposed` the block passes through shared memory: four lines of a column are a word there, word w of column c in place
 // w ^ (c / 8 * 2). So neither the writes of 16 threads, whose columns are 8 apart, nor the reads of words in pairs meet in a bank.
-template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
-    const T* __restrict__ weights, bool power_of_two, uint8_t* __restrict__ out, float* __restrict__ scales,
-    uint8_t* __restrict__ transposed, float* __restrict__ transposed_scales, int lines, int columns) {
+template <typename T, int kStep, bool kNatural, bool kTranspose>
+__global__ void __launch_bounds__(kThreads) quantize_weights_kernel(
+    const __grid_constant__ WeightMemory<T> weights, bool power_of_two, const ScaledWeights to, int lines, int columns) {
 #ifdef GBMOE_HOPPER  // set where this is compiled for sm_90a
   constexpr int kLines = 8;  // of a thread
   __shared__ uint32_t largest_of_warp[kWarps];
@@ -85,8 +115,7 @@ template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_b
   for (int i = 0; i < kLines; ++i) {
     const int line = first_line + line_of(i);
     const bool exists = line < lines && column < columns;
-    numbers[i] = exists ? *reinterpret_cast<const Numbers<T>*>(weights + matrix + static_cast<int64_t>(line) * columns + column)
-                        : zeros<T>();
+    numbers[i] = exists ? weights.template load<kStep>(group, line, column) : zeros<T>();
   }
   uint32_t largest = 0;
 #pragma unroll
@@ -99,8 +128,8 @@ template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_b
   const TileScale scale = tile_scale(__uint_as_float(largest), power_of_two);
   if (threadIdx.x == 0) {
     const int64_t first_block = static_cast<int64_t>(group) * blocks_x * blocks_y;
-    if constexpr (kNatural) scales[first_block + block_y * blocks_x + block_x] = scale.decode;
-    if constexpr (kTranspose) transposed_scales[first_block + block_x * blocks_y + block_y] = scale.decode;
+    if constexpr (kNatural) to.scales[first_block + block_y * blocks_x + block_x] = scale.decode;
+    if constexpr (kTranspose) to.transposed_scales[first_block + block_x * blocks_y + block_y] = scale.decode;
   }
   Eight quantized[kLines];
 #pragma unroll
@@ -110,7 +139,7 @@ template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_b
     for (int i = 0; i < kLines; ++i) {
       const int line = first_line + line_of(i);
       if (line < lines && column < columns) {
-        *reinterpret_cast<Eight*>(out + matrix + static_cast<int64_t>(line) * columns + column) = quantized[i];
+        *reinterpret_cast<Eight*>(to.out + matrix + static_cast<int64_t>(line) * columns + column) = quantized[i];
       }
     }
   }
@@ -132,10 +161,24 @@ template <typename T, bool kNatural, bool kTranspose> __global__ void __launch_b
       const int line = first_line + eight * 8;
       if (first_column + c >= columns || line >= lines) continue;
       const uint2 value = *reinterpret_cast<const uint2*>(&words[c][(eight * 2) ^ (c / 8 * 2)]);
-      *reinterpret_cast<uint2*>(transposed + matrix + static_cast<int64_t>(first_column + c) * lines + line) = value;
+      *reinterpret_cast<uint2*>(to.transposed + matrix + static_cast<int64_t>(first_column + c) * lines + line) = value;
     }
   }
 #endif
+}
+
+template <typename T, int kStep>
+void launch_weights(const Tensor& weights, const Places& places, unsigned grid, bool power_of_two, const ScaledWeights& to) {
+  const auto address = reinterpret_cast<uintptr_t>(weights.data_ptr());
+  const bool second_of_pairs = address % 16 != 0;
+  const WeightMemory<T> memory{
+      reinterpret_cast<const T*>(address - address % 16), weights.stride(0), weights.stride(1),
+      second_of_pairs ? 0x7632u : 0x5410u, places};
+  const auto kernel = !to.transposed ? quantize_weights_kernel<T, kStep, true, false>
+                      : to.out       ? quantize_weights_kernel<T, kStep, true, true>
+                                     : quantize_weights_kernel<T, kStep, false, true>;
+  kernel<<<grid, kThreads, 0, current_stream(weights)>>>(
+      memory, power_of_two, to, static_cast<int>(weights.size(1)), static_cast<int>(weights.size(2)));
 }
 
 }  // namespace
@@ -170,22 +213,22 @@ void quantize_rows(Tensor x, bool power_of_two, Tensor out, Tensor scales) {
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-// weights [E,F,H]: out [E,F,H] with scales [E, F / 128, H / 128], transposed [E,H,F] with [E, H / 128, F / 128], rounded up; what is
-// given of the two is written, from one read
-void quantize_weights(Tensor weights, bool power_of_two, std::optional<Tensor> out, std::optional<Tensor> scales,
-                      std::optional<Tensor> transposed, std::optional<Tensor> transposed_scales) {
+// weights [E,F,H], whose rows lie as WeightMemory has it, with a stride of 1 or 2 along H: out [E,F,H] with scales [E, F / 128, H / 128],
+// transposed [E,H,F] with [E, H / 128, F / 128], rounded up; what is given of the two is written, from one read
+void quantize_weights(
+    Tensor weights, std::vector<int64_t> places, bool power_of_two, std::optional<Tensor> out, std::optional<Tensor> scales,
+    std::optional<Tensor> transposed, std::optional<Tensor> transposed_scales) {
   const torch::stable::accelerator::DeviceGuard guard(weights.get_device_index());
   if (weights.numel() == 0 || (!out && !transposed)) return;
-  const auto lines = static_cast<int>(weights.size(1)), columns = static_cast<int>(weights.size(2));
-  const int64_t blocks = weights.size(0) * ceil_div(lines, kScaledColumns) * ceil_div(columns, kScaledColumns);
+  const int64_t groups = places.empty() ? weights.size(0) : static_cast<int64_t>(places.size());
+  const int64_t blocks = groups * ceil_div(weights.size(1), kScaledColumns) * ceil_div(weights.size(2), kScaledColumns);
   STD_TORCH_CHECK(blocks <= INT32_MAX, "quantize_weights: expected at most 2^31 - 1 blocks of 128 x 128, got ", blocks);
   const auto grid = static_cast<unsigned>(blocks);
+  const Places table = places_of("quantize_weights", places, groups);
+  const ScaledWeights to{data<uint8_t>(out), data<uint8_t>(transposed), data<float>(scales), data<float>(transposed_scales)};
   GBMOE_DISPATCH_16_BIT(weights.scalar_type(), "quantize_weights", {
-    const auto kernel = !transposed ? quantize_weights_kernel<T, true, false>
-                        : out ? quantize_weights_kernel<T, true, true> : quantize_weights_kernel<T, false, true>;
-    kernel<<<grid, kThreads, 0, current_stream(weights)>>>(
-        data<const T>(weights), power_of_two, data<uint8_t>(out), data<float>(scales), data<uint8_t>(transposed),
-        data<float>(transposed_scales), lines, columns);
+    if (weights.stride(2) == 2) launch_weights<T, 2>(weights, table, grid, power_of_two, to);
+    else launch_weights<T, 1>(weights, table, grid, power_of_two, to);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -194,8 +237,9 @@ GBMOE_OPERATOR(quantize_gathered,
                "(Tensor x, Tensor row_of_slot, Tensor slot_of_row, bool power_of_two, Tensor(a!) out, Tensor(b!) scales) -> "
                "()");
 GBMOE_OPERATOR(quantize_rows, "(Tensor x, bool power_of_two, Tensor(a!) out, Tensor(b!) scales) -> ()");
-GBMOE_OPERATOR(quantize_weights,
-               "(Tensor weights, bool power_of_two, Tensor(a!)? out, Tensor(b!)? scales, Tensor(c!)? transposed, "
-               "Tensor(d!)? transposed_scales) -> ()");
+GBMOE_OPERATOR(
+    quantize_weights,
+    "(Tensor weights, int[] places, bool power_of_two, Tensor(a!)? out, Tensor(b!)? scales, "
+    "Tensor(c!)? transposed, Tensor(d!)? transposed_scales) -> ()");
 
 }  // namespace gbmoe
