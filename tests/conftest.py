@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gbmoe
 from gbmoe import engines
-from gbmoe.launch import alignment
+from gbmoe.launch import alignment, quantize
 from gbmoe.testing import accuracy, exact_inputs
 from tests import forked_python
 
@@ -34,7 +34,7 @@ def copied_weights(monkeypatch):
         return original(tensor)
 
     original = alignment.aligned
-    for module in (alignment, engines.base, engines.own_kernels, engines.hopper):
+    for module in (alignment, engines.base, engines.own_kernels, engines.hopper, quantize):
         monkeypatch.setattr(module, "aligned", aligned)
     return copied
 

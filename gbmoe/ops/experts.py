@@ -70,11 +70,11 @@ def expert_mlp(
         x_TH: [T,H], bfloat16, float16, float32 or float64.
         plan: the plan of the router's choice, on the device of x.
         w1_EFH, w2_EFH, v1_EFH: [E,F,H], dtype and device of x (under autocast they are cast with x). Each may also be a list of E matrices
-            [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper` and `tensor_core` read up to 256
-            of them where they lie, at multiples of 16 bytes and with like strides (w1's and v1's together, unless those lie alike).
-            Otherwise they are copied into one tensor, unless they are parts of one already (gbmoe.stacked): for other engines, in float8,
-            with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, inside of torch.compile, under
-            FlopCounterMode, where autocast casts them, and where w1 is a list and v1 is none.
+            [F,H] anywhere in memory, as parameters of their own, each of which gets its gradient. `hopper`, `tensor_core` and recipes of
+            float8 read up to 256 of them where they lie, at multiples of 16 bytes and with like strides (w1's and v1's together, unless
+            those lie alike). Otherwise they are copied into one tensor, unless they are parts of one already (gbmoe.stacked): for other
+            engines, with lora, an activation without a kernel or a weight_gradient_scale that is no power of two, inside of torch.compile,
+            under FlopCounterMode, where autocast casts them, and where w1 is a list and v1 is none.
         weights_TK: router weights [T,K], any floating dtype; None gives every slot the weight one.
         activation: a name ("silu", "gelu_tanh", "gelu", "relu", "relu_squared", "identity") or a callable on [P,F], which returns the
             same shape and dtype, may hold parameters and may write to its argument. Torch's own functions and modules of those names

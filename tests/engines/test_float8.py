@@ -19,7 +19,10 @@ from gbmoe.plain import plain_plan
 from gbmoe.slot_map import SlotMap
 from gbmoe.testing import cuda_graphs, exact_inputs, oracle
 from gbmoe.testing.accuracy import relative_error
+from gbmoe.weight_layout import WeightLayout
 from tests.conftest import assert_as_accurate_as, dtype_id
+from tests.scattered import scattered
+from tests.test_weight_layout import laid_out
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
@@ -668,6 +671,43 @@ def test_micro_batches_share_the_weights_that_a_context_keeps(device, recipe, ml
     quantizations.clear()
     assert all(torch.equal(value, changed[name]) for name, value in step(layer, batches[0]).items())
     assert quantizations == ["quantize_weights_both_ways"] * weights
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", ["parts", "lists", "lists in a buffer"])
+def test_a_context_keeps_parts_of_tensors_and_lists(device, kind, quantizations):
+    """A list in one buffer is read as a stack, of which torch counts no changes of the list's tensors: they were not seen."""
+    layout = WeightLayout("gate_first", down_transposed=True)
+    stacks = laid_out(layout, *(values(3, 48, 32, seed=seed, device=device) for seed in (1, 2, 3)))[:2]
+    lying = {"parts": lambda w: [w.clone()], "lists": scattered, "lists in a buffer": lambda w: [*w.clone()]}[kind]
+    parameters = [list(map(torch.nn.Parameter, lying(w))) for w in stacks]
+    weights, every = [of_stack[0] if kind == "parts" else of_stack for of_stack in parameters], [*parameters[0], *parameters[1]]
+    plan = RoutingPlan.from_experts(torch.arange(80, device=device).view(40, 2) % 3, 3)
+    x = values(40, 32, seed=4, device=device).requires_grad_()
+
+    def run(*weights):
+        out = expert_mlp(x, plan, *weights, layout=layout, fp8_recipe=Float8BlockScaling())
+        return out, *torch.autograd.grad(out.float().square().sum(), x)
+
+    expected = run(*stacks)
+    quantizations.clear()
+    assert all(map(torch.equal, run(*weights), expected))
+    assert quantizations == ["quantize_weights_both_ways"] * 3  # for forward and backward
+    quantizations.clear()
+    with float8.cached_weights(every):
+        for _ in range(2):
+            assert all(map(torch.equal, run(*weights), expected))
+        assert quantizations == ["quantize_weights_both_ways"] * 3
+        with torch.no_grad():
+            parameters[0][-1].mul_(-2)
+            stacks[0][0 if kind == "parts" else -1:].mul_(-2)
+        changed = run(*weights)
+        assert quantizations == ["quantize_weights_both_ways"] * 5  # gate and up
+    assert all(map(torch.equal, changed, run(*stacks))) and not torch.equal(changed[0], expected[0])
+    with float8.cached_weights(every, check=True), pytest.raises(RuntimeError, match=r"cached_weights: weights\[0\]"):
+        run(*weights)
+        parameters[0][-1].data.mul_(3)
+        run(*weights)
 
 
 @DEVICES

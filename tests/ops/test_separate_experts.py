@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gbmoe
 from gbmoe import WeightLayout, engines
 from gbmoe.engines.base import Engine
-from gbmoe.launch import alignment
+from gbmoe.launch import alignment, quantize
 from gbmoe.problem import Problem
 from gbmoe.separate_weights import SeparateWeights
 from gbmoe.testing import exact_inputs
@@ -86,6 +86,21 @@ def test_gradients_go_to_lists_of_main_gradients(layout, deferred, in_place):
     for one, each in zip(whole, apart):
         assert one is None or torch.equal(one, torch.stack(each))
     assert all(tensor.grad is not None for tensor in flat(lists))  # which only runs hooks
+
+
+@pytest.mark.parametrize("in_float8", [False, True], ids=["", "in-float8"])
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=ids[:3])
+def test_float8_adds_to_lists_of_main_gradients(layout, in_float8, device):
+    x, plan, weights, grad = inputs(layout, device)
+    recipe, sums = gbmoe.Float8BlockScaling(float8_weight_gradients=in_float8), []
+    for whole in (True, False):
+        parameters = [None if w is None else w.clone().requires_grad_() for w in weights] if whole else as_parameters(weights)
+        mains = [None if w is None else torch.ones(w.shape, device=device) for w in weights]
+        mains = mains if whole else [None if main is None else scattered(main) for main in mains]
+        sink = gbmoe.WeightGradientSink(*mains)
+        gbmoe.expert_mlp(x, plan, *parameters, layout=layout, fp8_recipe=recipe, gradient_sink=sink).backward(grad)
+        sums.append([main for main in mains if main is not None])
+    assert all(torch.equal(one, torch.stack(each)) and bool((one != 1).any()) for one, each in zip(*sums))
 
 
 def test_what_is_frozen_gets_no_gradient(in_place):
@@ -191,12 +206,15 @@ def test_main_gradients_that_overlap_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ["hopper", "tensor_core"])
+@pytest.mark.parametrize("engine", ["hopper", "tensor_core", "float8_block", "float8_block_weights"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
 def test_no_copy_is_made(layout, engine, monkeypatch):
     device = torch.device("cuda")
-    if engines.ENGINES[engine].unavailable(device):
-        pytest.skip(engines.ENGINES[engine].unavailable(device))
+    float8 = engine in engines.FLOAT8_ENGINES
+    instance = engines.FLOAT8_ENGINES[engine][0] if float8 else engines.ENGINES[engine]
+    if instance.unavailable(device):
+        pytest.skip(instance.unavailable(device))
+    options = dict(fp8_recipe=instance.recipe) if float8 else dict(engine=engine)
     x, plan, weights, grad = inputs(layout, device)
     lists, copied, original = as_parameters(weights), [], alignment.aligned
 
@@ -205,12 +223,12 @@ def test_no_copy_is_made(layout, engine, monkeypatch):
             copied.append(tuple(tensor.shape))
         return original(tensor)
 
-    for module in (alignment, engines.base, engines.own_kernels, engines.hopper, engines.tensor_core):
+    for module in (alignment, engines.base, engines.own_kernels, engines.hopper, engines.tensor_core, quantize):
         monkeypatch.setattr(module, "aligned", aligned)
     monkeypatch.setattr(torch, "stack", lambda *_: pytest.fail("a stack"))
     mains = [None if w is None else scattered(torch.zeros(w.shape, device=device)) for w in weights]
     for sink in (None, gbmoe.WeightGradientSink(*mains)):
-        gbmoe.expert_mlp(x, plan, *lists, layout=layout, engine=engine, gradient_sink=sink).backward(grad)
+        gbmoe.expert_mlp(x, plan, *lists, layout=layout, gradient_sink=sink, **options).backward(grad)
     assert not copied
 
 
