@@ -87,6 +87,7 @@ def test_weights_of_every_layout_were_copied_before_they_were_quantised(layout, 
     assert not copied
 
 
+@pytest.mark.memcheck
 @HALVES
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[12], LAYOUTS[14]], ids=lambda layout: layout.code)
 def test_lists_of_matrices_were_copied_before_they_were_quantised(layout, dtype, place, copied, monkeypatch):
