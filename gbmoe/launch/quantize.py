@@ -110,7 +110,8 @@ def reads_weights_in_place(w_EFH: Stack) -> bool:
 
 def _rows_of_vectors(w_EFH: Stack) -> tuple[Stack, bool] | None:
     """(a stack whose rows the kernel reads, whether that is the transposed one), or None."""
-    for rows, is_transposed in ((w_EFH, False), (w_EFH.transpose(1, 2), True)):
+    for is_transposed in (False, True):
+        rows = w_EFH.transpose(1, 2) if is_transposed else w_EFH
         if has_aligned_rows(rows) or has_pairs_in_aligned_rows(rows):
             return rows, is_transposed
     return None
