@@ -163,6 +163,8 @@ def resolves(name):
 FOREIGN = {"cache_hint", "compute_90a", "do_bench", "expert_activation", "use_grouped_mm",
            # What DeepEP's dispatch returns.
            "recv_topk_idx",
+           # transformers' argument.
+           "use_kernels",
            # Options of NCCL's groups.
            "max_ctas", "pg_options",
            # verl's fields and a file of its user's.

@@ -329,8 +329,8 @@ GATHERING = (GemmConfig(WIDE), GemmConfig(WIDE, cluster_n=2), GemmConfig(WIDE, c
 @pytest.mark.parametrize("sizes", [SIZES, [1] * 300, [5000, 3], [0, 9, 0], [2**31 - 1] * 3], ids=lambda sizes: f"{len(sizes)} groups")
 @pytest.mark.parametrize("hidden, ffn, top_k", [(136, 72, 1), (8, 264, 2), (2056, 136, 3), (520, 1032, 8)])
 def test_a_first_gemm_that_gathers_has_the_bits_of_one_that_does_not(dtype, sizes, hidden, ffn, top_k, glu):
-    """Also in tiles without a partner, whose lines belong to the next group or to nobody, with sizes beyond the rows, and in pairs of weights
-    that lie contiguous along F."""
+    """Also in tiles without a partner, whose lines belong to the next group or to nobody, with sizes beyond the rows, and in pairs of CTAs
+    with weights that lie contiguous along F."""
     kept = within(sizes, 900) if max(sizes) > 10**6 else sizes
     x, gathered, slots, w, _ = gathered_inputs(dtype, kept, hidden, ffn, top_k)
     v = drawn(dtype, 5)(*w.shape, number=1, scale=exact_inputs.fan_in_scale(hidden)) if glu else None
