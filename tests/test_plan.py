@@ -11,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import gbmoe.plan
 from gbmoe import RoutingPlan, expert_mlp, extension, padded_gather, padded_scatter
 from gbmoe.launch import availability
+from gbmoe.plain import plain_plan
 from gbmoe.testing import cuda_graphs, exact_inputs
 
 
@@ -137,6 +139,8 @@ def test_unchecked_counts_take_no_rows_that_are_not_there(device):
     (dict(check="maybe"), "check: expected auto, wait, device or none, got 'maybe'"),
     (dict(counts_E=torch.zeros(2, 2, dtype=torch.int32)), "counts: expected 1 dimensions, got \\[2, 2\\]"),
     (dict(counts_E=torch.zeros(2, dtype=torch.int32, device="meta"), device="cpu"), "counts: expected device cpu, got meta"),
+    (dict(counts_E=torch.tensor([5, -1])), "counts: expected no negative entry, got -1"),
+    (dict(counts_E=torch.zeros(0, dtype=torch.int64)), "counts: expected at least one expert, got 0"),
     (dict(num_rows=4, check="wait"), "counts: expected a sum of at most num_rows == 4, got 5"),
 ])
 def test_bad_counts(bad, words):
@@ -435,3 +439,30 @@ def test_threads_with_different_numbers_of_experts_lowered_each_others_limit(thr
     for thread in threads:
         thread.join()
     assert not faults
+
+
+def test_rows_that_int32_cannot_number_are_refused():
+    ids = torch.zeros(1, 1, dtype=torch.int32).expand(2**31 - 64, 1)  # which takes no memory
+    gbmoe.plan._check_values(ids, 1, 1, "none")
+    with pytest.raises(ValueError, match="experts: expected at most 2147483647 padded rows .* got 2147483648"):
+        gbmoe.plan._check_values(ids, 1, 128, "none")
+    gbmoe.plan._check_counts(torch.tensor([5]), 2**31 - 1, "wait")
+    with pytest.raises(ValueError, match="num_rows: expected at most 2147483647"):
+        gbmoe.plan._check_counts(torch.tensor([5]), 2**31, "none")
+
+
+def test_rows_are_no_more_than_any_routing_needs():
+    assert [plain_plan.padded_rows(slots, 3, 8) for slots in (0, 1, 2, 3, 4, 10)] == [0, 8, 16, 24, 24, 24]
+    assert plain_plan.padded_rows(11, 3, 8) == 32 and plain_plan.padded_rows(11, 3, 1) == 11
+
+
+def test_values_are_checked_on_the_device():
+    """Without a wait; on a CPU the assertion raises at once."""
+    RoutingPlan.from_experts(torch.tensor([[-1, 2]]), 3, check="device")
+    RoutingPlan.from_counts(torch.tensor([0, 2, 3]), 5, check="device")
+    for ids in ([[-2, 2]], [[0, 3]]):
+        with pytest.raises(RuntimeError, match=r"expected ids in \[0, 3\)"):
+            RoutingPlan.from_experts(torch.tensor(ids), 3, check="device")
+    for counts in ([-1, 2, 3], [1, 2, 3]):
+        with pytest.raises(RuntimeError, match="expected no negative entry and a sum of at most num_rows == 5"):
+            RoutingPlan.from_counts(torch.tensor(counts), 5, check="device")

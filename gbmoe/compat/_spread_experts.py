@@ -13,7 +13,7 @@ from gbmoe._checks import require
 from gbmoe.float8 import Float8BlockScaling, keeps_weights
 from gbmoe.layers.expert_parallel_options import TRANSPORTS
 from gbmoe.ops import expert_mlp
-from gbmoe.parallel import exchange, groups, pass_agreement, peer_memory
+from gbmoe.parallel import agreement, exchange, groups, pass_agreement, peer_memory
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
 from gbmoe.plan import RoutingPlan
@@ -54,11 +54,14 @@ class SpreadExperts:
         transport: "peer_memory" (ranks of one node map each other's memory), "exchange" (torch.distributed's all-to-all), or "auto".
 
     Raises:
-        ValueError: on all ranks, where experts do not divide evenly, or memory cannot be mapped as asked; it says why.
+        ValueError: on all ranks, where their arguments differ, experts do not divide evenly, or memory cannot be mapped as asked; it says
+            why.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int, device_type: str, transport: str = "auto"):
         world = groups.world_of(group, "SpreadExperts", "group")
+        arguments = {"experts": experts, "transport": transport, "device type": device_type}
+        agreement.require_same_on_all_ranks(arguments, group, "SpreadExperts", "group")
         require(experts % world == 0, "SpreadExperts", "experts", f"a multiple of {world} ranks", experts)
         nodes = groups.nodes_of(group)
         self.where = Placement(group=group, world=world, rank=groups.rank_in(group), experts=experts, experts_per_rank=experts // world,
@@ -84,8 +87,6 @@ class SpreadExperts:
         """
         weights = (w1_EFH, w2_EHF, w3_EFH)
         if self.maps:
-            reason = peer_memory.check_rows(x_TH.dtype, x_TH.size(1))
-            require(reason is None, "SpreadExperts", "x", "rows that other ranks can pull (transport 'exchange' takes any)", reason)
             return peer_experts(x_TH, ids_TK, weights_TK, w1_EFH, w2_EHF, w3_EFH, "silu",
                                 engine if fp8_recipe is None else fp8_recipe.engine, self.where, layer=self.layer,
                                 keep_weights=keeps_weights(fp8_recipe, weights), layout=_LAYOUT)

@@ -20,6 +20,7 @@ from gbmoe.layers.arguments import Arguments
 from gbmoe.layers.expert_weights import ExpertWeights, GroupedExperts
 from gbmoe.layers.same_activation import require_same_activation
 from gbmoe.ops.activations import activation_name
+from gbmoe.ops.gmm import computed_dtype
 from gbmoe.parallel import agreement, automatic_chunks, exchange, groups, pass_agreement, peer_memory, uncompiled
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement, sharding
@@ -115,8 +116,7 @@ def maps_memory(experts: ExpertWeights, x_TH: torch.Tensor, weights_TK: torch.Te
         return False
     reason = _why_no_peer_memory(experts, x_TH, weights_TK, args, where)
     if reason is not None and transport != "auto":
-        require(False, "Arguments", "expert_parallel_transport",
-                f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(transport))
+        peer_memory.refuse_to_exchange("Arguments", "expert_parallel_transport", reason, where.group, x_TH.device)
     return reason is None
 
 
@@ -158,10 +158,11 @@ def parallel_experts(experts: ExpertWeights, x_TH: torch.Tensor, experts_TK: tor
     """
     refuse_jit_tracing("dMoE with experts spread over ranks")
     where = placement(args)
+    x_TH = x_TH.to(computed_dtype(x_TH))  # in which rows travel
     if maps_memory(experts, x_TH, weights_TK, args, where, prepared):
         counts_E = RoutingPlan.from_experts(experts_TK, where.experts, check="none").counts_E if counts else None
         return _experts_by_mapped_memory(experts, x_TH, experts_TK, weights_TK, args, where, meanwhile, prepared.layer), counts_E
-    if prepared.maps and not torch.compiler.is_compiling():
+    if prepared.maps:
         peer_memory.agree_to_exchange(args.expert_parallel_group, x_TH.device, prepared.layer)
     if meanwhile is not None:
         meanwhile()

@@ -13,16 +13,17 @@ from gbmoe.parallel import failures
 from gbmoe.parallel.host_copy import to_host
 
 
-def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def require_same_on_all_ranks(values: dict[str, Any], group: dist.ProcessGroup | None, operator: str = "Arguments",
+                              argument: str = "expert_parallel_group") -> None:
     """Compare plain values over the ranks of a group, by their repr. Collective: all of its ranks must call it.
 
     Raises:
-        ValueError: on every rank; it names each value that differs, and which ranks have which.
+        ValueError: on every rank, of `argument` of `operator`; it names each value that differs, and which ranks have which.
     """
     said = {name: repr(value) for name, value in values.items()}
     each = of_all_ranks_unless_alike(said, group, "comparing the arguments")
     if each is not None:
-        require(False, "Arguments", "expert_parallel_group", "the same arguments on all its ranks", "; ".join(differences(each, group)))
+        require(False, operator, argument, "the same arguments on all its ranks", "; ".join(differences(each, group)))
 
 
 def differences(each: list[dict[str, str]], group: dist.ProcessGroup | None) -> list[str]:

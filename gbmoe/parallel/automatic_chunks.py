@@ -45,16 +45,16 @@ def choose(where: Placement, tokens: int, hidden: int, ffn: int, top_k: int, mat
         return 1
     group: Any = dist.group.WORLD if where.group is None else where.group
     chosen = _CHOSEN.setdefault(group, {})
-    key = (where.experts, where.experts_per_rank, hidden, ffn, top_k, matrices, dtype, device.type)
+    key = (where.experts, where.experts_per_rank, hidden, ffn, top_k, matrices, device.type)  # all of them equal on all ranks
     if key not in chosen:
         if torch.compiler.is_compiling():
             return 1
         gpu, links = SPEEDS[device.type]
-        # The most tokens and, negative, the slowest GEMMs of all ranks, whose GPUs may differ.
-        most = torch.tensor([tokens, -int(Device.of(device).flops(gpu.flops))], dtype=torch.int64, device=device)
+        # The most tokens, negative the slowest GEMMs of all ranks, whose GPUs may differ, and the bytes of the largest elements.
+        most = torch.tensor([tokens, -int(Device.of(device).flops(gpu.flops)), dtype.itemsize], dtype=torch.int64, device=device)
         failures.guarded(lambda: dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group), group, "choosing a number of chunks")
-        most_tokens, flops = to_host(most, group).tolist()
-        shape = cost_model.Shape(max(most_tokens, 1), hidden, ffn, where.experts, top_k, matrices, dtype.itemsize)
+        most_tokens, flops, itemsize = to_host(most, group).tolist()
+        shape = cost_model.Shape(max(most_tokens, 1), hidden, ffn, where.experts, top_k, matrices, itemsize)
         links = replace(links, ranks_per_node=where.nodes.size if where.nodes is not None else _ranks_per_host(group))
         chosen[key] = cost_model.best_chunks(shape, replace(gpu, flops=-flops), links, where.world)
     return chosen[key]

@@ -18,7 +18,7 @@ from gbmoe.ops.permute import gather_slots
 from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.differentiable_all_to_all import AllToAll
 from gbmoe.parallel.dispatch_combine import Trip, first_rows_of, plan_of_destinations
-from gbmoe.parallel.exchange import Compute, check_arguments, total_rows, with_sizes
+from gbmoe.parallel.exchange import Compute, as_it_travels, total_rows, with_sizes
 from gbmoe.parallel.pass_agreement import joined
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.row_counts import exchanged_counts, message_of
@@ -98,7 +98,7 @@ def exact_experts_by_exchange(
             rows. Otherwise it is given None.
         layer, trains, recipe: as in experts_by_exchange. Rows travel in their dtype.
     """
-    check_arguments("exact_experts_by_exchange", x_TH, experts_TK, weights_TK)
+    x_TH = as_it_travels("exact_experts_by_exchange", x_TH, experts_TK, weights_TK)
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TK = p.keys(ids_TK)
@@ -121,6 +121,6 @@ def exact_experts_by_exchange(
 
     x_VH = _OutWhole.apply(x_TH, rows)
     if weighs_later:
-        y_VH = compute(x_VH, of_slots, rows.scalars_out(weights_TK))
+        y_VH = compute(x_VH, of_slots, rows.scalars_out(weights_TK)).to(x_VH.dtype)
         return _BackWeighed.apply(joined(y_VH, needs.any), weights_TK.detach(), rows), plan.counts_E
-    return rows.back(joined(compute(x_VH, of_slots, None), needs.any), weights_TK), plan.counts_E
+    return rows.back(joined(compute(x_VH, of_slots, None).to(x_VH.dtype), needs.any), weights_TK), plan.counts_E

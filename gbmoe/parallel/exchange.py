@@ -24,6 +24,7 @@ import torch
 
 from gbmoe._checks import FLOATING, require, require_tensor
 from gbmoe.float8 import Float8BlockScaling
+from gbmoe.ops.gmm import computed_dtype
 from gbmoe.parallel import pass_agreement
 from gbmoe.parallel.dispatch_combine import Trip, first_rows_of, plan_of_destinations
 from gbmoe.parallel.groups import Nodes
@@ -67,7 +68,7 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
         ValueError: on all ranks, where they make passes of different layers, or in different ways; it says which ranks differ in what.
         RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
-    check_arguments("experts_by_exchange", x_TH, experts_TK, weights_TK)
+    x_TH = as_it_travels("experts_by_exchange", x_TH, experts_TK, weights_TK)
     plan = RoutingPlan.from_experts(experts_TK, p.experts, check="none")
     ids_TK = experts_TK.int().contiguous()
     key_TN = p.keys(ids_TK)
@@ -109,8 +110,9 @@ def experts_by_exchange(chunks: Sequence[Compute], x_TH: torch.Tensor, experts_T
     return trip.sums([sums.wait() for sums in going]), plan.counts_E
 
 
-def check_arguments(function: str, x_TH, experts_TK, weights_TK, needs_weights: bool = True) -> None:
-    """Raise TypeError or ValueError for what cannot travel. All later steps take what was checked here, or built here."""
+def as_it_travels(function: str, x_TH, experts_TK, weights_TK, needs_weights: bool = True) -> torch.Tensor:
+    """x in the dtype in which the experts compute, autocast's where that is on: in it rows travel and sums come back, and the pass's header
+    names it. TypeError or ValueError for what cannot travel. All later steps take what was checked here, or built here."""
     require_tensor(experts_TK, function, "experts", rank=2, dtypes=(torch.int32, torch.int64))
     require_tensor(x_TH, function, "x", rank=2, dtypes=FLOATING, device=experts_TK.device)
     if needs_weights or weights_TK is not None:
@@ -119,6 +121,7 @@ def check_arguments(function: str, x_TH, experts_TK, weights_TK, needs_weights: 
         require(False, function, "x", lambda: f"{experts_TK.size(0)} rows, as experts has", x_TH.size(0))
     if weights_TK is not None and weights_TK.shape != experts_TK.shape:
         require(False, function, "weights", lambda: f"shape {list(experts_TK.shape)}, one a slot", list(weights_TK.shape))
+    return x_TH.to(computed_dtype(x_TH))
 
 
 def total_rows(by_chunk: list[list[int]]) -> int:
@@ -130,7 +133,9 @@ def _compute(compute, chunk, rows, ids_SK, weights_SK, counts, p) -> torch.Tenso
     first, end = p.bounds(chunk)
     # Ids of other ranks' experts, and of other chunks', are outside the plan's range: it drops their slots.
     plan = RoutingPlan.from_experts(ids_SK - (p.first_expert + first), end - first, check="none")
-    return compute(rows.wait(), with_sizes(plan, counts.sizes[first:end]), weights_SK)
+    rows_SH = rows.wait()
+    # Other implementations of experts may return another dtype, such as autocast's own choice for a sum.
+    return compute(rows_SH, with_sizes(plan, counts.sizes[first:end]), weights_SK).to(rows_SH.dtype)
 
 
 def with_sizes(plan: RoutingPlan, sizes: torch.Tensor) -> RoutingPlan:

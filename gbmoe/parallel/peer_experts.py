@@ -28,8 +28,8 @@ from gbmoe.ops.gradient_sink import SunkGradients, WeightGradientSink
 from gbmoe.ops.pass_weights import weights_of_pass
 from gbmoe.parallel import further_windows, pass_agreement
 from gbmoe.parallel.arrival import Arrival, Arrived, Joint
-from gbmoe.parallel.exchange import check_arguments
-from gbmoe.parallel.peer_memory import of_group
+from gbmoe.parallel.exchange import as_it_travels
+from gbmoe.parallel.peer_memory import check_rows, of_group
 from gbmoe.parallel.peer_transport import PeerTransport
 from gbmoe.parallel.placement import Placement
 from gbmoe.parallel.region_rows import pull_rows
@@ -75,10 +75,10 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         return uncompiled.peer_experts(
             x_TH, ids_TK, weights_TK, w1_EFH, w2_EFH, v1_EFH, activation, engine, where, meanwhile, gradient_scale, layer=layer,
             keep_weights=keep_weights, keep_gathered_rows=keep_gathered_rows, layout=layout, gradient_sink=gradient_sink)
-    check_arguments("peer_experts", x_TH, ids_TK, weights_TK, needs_weights=False)
+    x_TH = as_it_travels("peer_experts", x_TH, ids_TK, weights_TK, needs_weights=False)
     memory = of_group(where.group, x_TH.device, where.timeout_seconds)
     # As autocast has operators cast.
-    x_TH, w1_EFH, w2_EFH = (t.to(computed_dtype(t)) for t in (x_TH, w1_EFH, w2_EFH))
+    w1_EFH, w2_EFH = (t.to(computed_dtype(t)) for t in (w1_EFH, w2_EFH))
     v1_EFH = None if v1_EFH is None else v1_EFH.to(computed_dtype(v1_EFH))
     x_TH, ids_TK = x_TH.contiguous(), ids_TK.long().contiguous()
     records = torch.is_grad_enabled()
@@ -91,7 +91,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows,
                   packed=pass_agreement.saved_tensors_are_packed(), wide_gradient=need[3] and not narrow)
     with memory.passing():  # within it, the other ranks are told of an error of this one
-        _check_weights(w1_EFH, w2_EFH, v1_EFH, where, layout, gradient_sink)
+        _check(x_TH, w1_EFH, w2_EFH, v1_EFH, where, layout, gradient_sink)
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
                               pulls_ahead=True, recipe=recipe)
@@ -112,8 +112,10 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         return _PeerExperts.apply(*inputs) if may_be_transformed() else names.apply(_PeerExperts, *inputs)
 
 
-def _check_weights(w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, where: Placement, layout: WeightLayout,
-                   sink: WeightGradientSink | None) -> None:
+def _check(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, where: Placement, layout: WeightLayout,
+           sink: WeightGradientSink | None) -> None:
+    reason = check_rows(x.dtype, x.size(1))
+    require(reason is None, "peer_experts", "x", "rows that other ranks can pull (the exchange takes any)", reason)
     matrices(layout, w1, w2, v1, "peer_experts")
     if where.rows is not None:
         require(layout == MEGABLOCKS and sink is None, "peer_experts", "layout, gradient_sink", "the defaults where rows are bounded",

@@ -387,10 +387,21 @@ def agree_to_exchange(group: dist.ProcessGroup | None, device: torch.device, lay
     Raises:
         ValueError: on all ranks, where other ranks pull theirs.
     """
+    if torch.compiler.is_compiling():
+        from gbmoe.parallel import uncompiled
+        return uncompiled.agree_to_exchange(group, device, layer)
     memory = of_group(group, device)
     with memory.passing():
         memory.announce(layer, "exchange, as rows cannot be pulled", torch.is_grad_enabled())
         memory.board.meet(0)
+
+
+def refuse_to_exchange(operator: str, argument: str, reason: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Raise ValueError where `argument`, which is 'peer_memory', asks for rows that are pulled, and they cannot be. Where other ranks' rows
+    can, these ranks are told."""
+    with contextlib.nullcontext() if unavailable(group, device) else of_group(group, device).passing():
+        require(False, operator, argument, f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}",
+                "'peer_memory'")
 
 
 def release() -> None:

@@ -32,7 +32,7 @@ from gbmoe.ops.permute import gather_slots, scatter_slots
 from gbmoe.parallel import groups, pass_agreement
 from gbmoe.parallel.differentiable_all_to_all import all_to_all, weights_with_ids
 from gbmoe.parallel.dispatch_combine import first_rows_of, plan_of_destinations
-from gbmoe.parallel.exchange import check_arguments, total_rows, with_sizes
+from gbmoe.parallel.exchange import as_it_travels, total_rows, with_sizes
 from gbmoe.parallel.host_copy import HostCopy, to_device
 from gbmoe.parallel.pass_agreement import Needs, joined
 from gbmoe.parallel.placement import Placement
@@ -126,7 +126,7 @@ def dispatch(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
     the current stream, in backward on the same one. torch.compile breaks its graph around it.
 
     Args:
-        x_TH: this rank's tokens, any floating dtype.
+        x_TH: this rank's tokens, any floating dtype; rows travel in it or, under autocast, in autocast's.
         ids_TK: the tokens' experts, ids among all experts, int32 or int64; an id of no expert drops its slot.
         weights_TK: the tokens' router weights, any floating dtype.
         group: the ranks; None for the default group. Rank r of W holds the experts from r * num_experts / W on.
@@ -143,7 +143,7 @@ def dispatch(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor,
         from gbmoe.parallel import uncompiled
         return uncompiled.dispatch(x_TH, ids_TK, weights_TK, group, num_experts, layer=layer, trains=trains)
     refuse_jit_tracing("gbmoe.parallel.dispatch")
-    check_arguments("dispatch", x_TH, ids_TK, weights_TK)
+    x_TH = as_it_travels("dispatch", x_TH, ids_TK, weights_TK)
     p = _placement(group, num_experts)
     plan = RoutingPlan.from_experts(ids_TK, p.experts, check="none")
     ids_TK = ids_TK.int().contiguous()

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from gbmoe.float8 import Float8BlockScaling
 from gbmoe.parallel import automatic_chunks, pass_agreement
-from gbmoe.parallel.exchange import Compute, experts_by_exchange, keys_of_nodes
+from gbmoe.parallel.exchange import Compute, as_it_travels, experts_by_exchange, keys_of_nodes
 from gbmoe.parallel.failures import guarded
 from gbmoe.parallel.host_copy import to_host
 from gbmoe.parallel.pass_agreement import Needs, joined
@@ -277,6 +277,7 @@ def shadowed_experts_by_exchange(
     Raises:
         RuntimeError: where an exchange fails; it names the ranks that are missing.
     """
+    x_TH = as_it_travels("shadowed_experts_by_exchange", x_TH, experts_TK, weights_TK)
     counts_E = RoutingPlan.from_experts(experts_TK, p.experts, check="none").counts_E
     ids_TK = experts_TK.int()
     header_A = pass_agreement.header("shadows", layer, x_TH, weights_TK, trains, p.group, None if recipe is None else recipe.engine)

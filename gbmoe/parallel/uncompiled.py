@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from gbmoe.parallel import exact_exchange, separate_steps, shadowing
+from gbmoe.parallel import exact_exchange, peer_memory, separate_steps, shadowing
 from gbmoe.parallel.peer_experts import peer_experts as _peer_experts  # its own name is what is asked for
 
 # The function, and what to tell a user who asked for one graph.
 _MADE_OF: dict[str, tuple[Any, str]] = {
     "peer_experts": (_peer_experts, "graphs hold no reads of other ranks' memory; expert_parallel_transport='exchange' can be compiled as"
                                     " one graph"),
+    "agree_to_exchange": (peer_memory.agree_to_exchange, "the hosts of ranks that map each other's memory meet"),
     "exact_experts_by_exchange": (exact_exchange.exact_experts_by_exchange,
                                   "the host cuts what travels to the numbers that it has received"),
     "dispatch": (separate_steps.dispatch, "the numbers of the steps that ranks take are Python's"),

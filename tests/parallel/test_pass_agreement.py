@@ -125,7 +125,24 @@ def activations_that_cannot_be_compared(rank, nodes):
     assert all(torch.equal(state, states[0]) for state in states)
 
 
+def another_implementation_under_autocast(rank, nodes):
+    """Its sums may have another dtype than those of the other ranks, which these do not expect: here as on GPUs, where autocast sums in
+    float32."""
+    layer = make(nodes, mlp_impl="bmm" if rank == 1 else "gbmoe")
+    if rank == 1:
+        layer.mlp.register_forward_hook(lambda module, given, out: out.float())
+    x, ids, weights, grad = mine(rank, of_peers.tokens_of_ranks())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = of_peers.call(layer, x.requires_grad_(), ids, weights)
+    out.backward(grad.bfloat16())
+    want = expected(rank)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), want[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(x.grad, want[1], rtol=0.05, atol=0.05)
+
+
 RIGHT = [
+    another_implementation_under_autocast,
     only_some_ranks_could_map_memory, activations_that_cannot_be_compared, frozen_experts_on_some_ranks, nothing_to_train_on_one_rank,
     no_gradient_of_tokens_anywhere, shadows_with_frozen_experts_on_one_rank, another_implementation_on_one_rank,
     an_activation_without_a_kernel_on_one_rank, compiled_on_some_ranks, a_rank_beyond_its_recompile_limit,
@@ -156,6 +173,17 @@ def autocast_on_one_rank(rank, nodes):
     x, ids, weights, _ = mine(rank, of_peers.tokens_of_ranks())
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
         layer(x.bfloat16() if rank == 0 else x, x.new_zeros(x.size(0), EXPERTS), weights, ids)
+
+
+def autocast_of_one_rank_made_sums_that_others_did_not_expect(rank, nodes):
+    """Tokens were of one dtype, and so were the rows. gloo aborted the process."""
+    options = {"expert_parallel_chunks": 2}, {}, {"expert_parallel_shadows": 2}, {"expert_parallel_exact": True}
+    for fields in options if nodes is None else options[:1]:
+        layer = make(nodes, **fields)
+        x, ids, weights, _ = mine(rank, of_peers.tokens_of_ranks())
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 2), pytest.raises(ValueError, match="path is .*bfloat16") as error:
+            of_peers.call(layer, x, ids, weights)
+    raise error.value
 
 
 def gradients_recorded_on_one_rank(rank, nodes):
@@ -201,6 +229,7 @@ WRONG = {
     exact_layers_in_another_order: r"layer is \d+ on ranks 0, 1, 2, \d+ on rank 3$",
     a_layer_left_out_once: r"layer is \d+ on ranks 0, 2, 3, \d+ on rank 1$",
     autocast_on_one_rank: r"path is .*bfloat16.* on rank 0, .* on ranks 1, 2, 3$",
+    autocast_of_one_rank_made_sums_that_others_did_not_expect: r"path is .*float32.* on ranks 0, 1, 3, .*bfloat16.* on rank 2$",
     gradients_recorded_on_one_rank: r"torch.is_grad_enabled\(\) is True on rank 0, False on ranks 1, 2, 3$",
     compiled_gradients_recorded_on_one_rank: r"torch.is_grad_enabled\(\) is True on rank 0, False on ranks 1, 2, 3$",
     checkpointed_on_one_rank: r"torch.utils.checkpoint is False on ranks 0, 1, 3, True on rank 2$",
@@ -210,7 +239,7 @@ WRONG = {
 
 # Cases that run over nodes as well, where headers take two trips.
 OVER_NODES = {frozen_experts_on_some_ranks, nothing_to_train_on_one_rank, no_gradient_of_tokens_anywhere,
-              layers_in_another_order, a_layer_left_out_once}
+              layers_in_another_order, a_layer_left_out_once, autocast_of_one_rank_made_sums_that_others_did_not_expect}
 ALL = [(case, name) for case in (*RIGHT, *WRONG) for name in NODES if name == "equals" or case in OVER_NODES]
 
 

@@ -323,6 +323,41 @@ def autocast_on_one_rank(rank):
 
 
 @case
+def autocast_on_one_rank_with_tokens_of_one_dtype(rank):
+    def call_it():
+        with torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=rank == 0):
+            call(make(), *mine(rank, tokens_of_ranks())[:3])
+
+    differs(rf"path is .*bfloat16.* on rank 0, .* on {ALL_BUT_FIRST()}$", rank, call_it)
+
+
+@case
+def a_compiled_rank_that_cannot_pull_rows_hung(rank):
+    """It exchanged them without a word, while the others waited for it in each other's memory."""
+    layer = make()
+    graph = torch.compile(layer, backend="aot_eager") if rank == 0 else layer
+
+    def call_it():
+        x, ids, weights, _ = mine(rank, tokens_of_ranks())
+        call(graph, x, ids, weights.double() if rank == 0 else weights)
+
+    differs(rf"path is 'exchange.* on rank 0, 'mapped memory.* on {ALL_BUT_FIRST()}", rank, call_it)
+    torch.compiler.reset()
+
+
+@case
+def tokens_that_cannot_be_pulled_on_one_rank(rank):
+    """With a transport that is named, that rank alone said so."""
+    layer = make(expert_parallel_transport="peer_memory")
+
+    def call_it():
+        x, ids, weights, _ = mine(rank, tokens_of_ranks())
+        call(layer, x.double() if rank == 0 else x, ids, weights)
+
+    lost(rank, call_it, words="rank 0 ended a pass early: ValueError: Arguments: expert_parallel_transport: .* not float64", by=ValueError)
+
+
+@case
 def backward_of_layers_in_another_order(rank):
     """The next forward tells of it."""
     layers = make(), make()

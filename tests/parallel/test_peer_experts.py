@@ -8,8 +8,10 @@ Shape suffixes: T tokens, K slots a token, E experts of all ranks, H hidden, F f
 
 import contextlib
 import functools
+import gc
 import os
 import traceback
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -337,6 +339,39 @@ def layouts_and_sinks(rank, world):
                 if gradient is not None:
                     torch.testing.assert_close(main - 1 if sunk else leaves[name].grad, gradient, rtol=1e-5, atol=1e-5)
                     assert sunk or leaves[name].grad.stride() == leaves[name].stride()
+
+
+@case
+def deferred_gradients_kept_the_tokens_of_all_ranks(rank, world):
+    """They are sums over this rank's rows. Copies of whole matrices of tokens, which backward makes, are larger where ranks are more."""
+    layer = Layer(rank, world, [1500, 1400], top_k=1)
+    want, leaves = layer.run(), layer.leaves()
+    mains = [torch.zeros(leaves[name].shape, dtype=torch.float32, device=device(rank)) for name in ("w1", "w2", "v1")]
+    sink = WeightGradientSink(*mains, deferred=True)
+    out = peer_experts(leaves["x"], layer.ids[rank], leaves["weights"], leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
+                       layer.where(), gradient_sink=sink)
+    out.backward(layer.grad[rank])
+    kept = tensors_kept_by(sink)
+    rows = [t.untyped_storage().nbytes() // (64 * t.element_size()) for t in kept.values() if t.dim() == 2 and t.size(1) == 64]
+    assert rows and max(rows) <= 2048 < world * 1500
+    sink.compute()
+    for name, main in zip(("w1", "w2", "v1"), mains):
+        torch.testing.assert_close(main, want[name].float(), rtol=2e-2, atol=2e-2 * want[name].abs().max().item())
+
+
+def tensors_kept_by(thing):
+    """The tensors to which references lead from here, by their ids; not through classes, nor the globals of functions."""
+    seen, left, tensors = set(), [thing], {}
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            tensors[id(one)] = one
+        else:
+            left += one.__closure__ or () if isinstance(one, types.FunctionType) else gc.get_referents(one)
+    return tensors
 
 
 @case

@@ -21,7 +21,7 @@ from gbmoe.layers.expert_parallel_options import TRANSPORTS
 from gbmoe.ops import expert_mlp
 from gbmoe.ops.activations import activation_name
 from gbmoe.ops.gmm import computed_dtype
-from gbmoe.parallel import pass_agreement, peer_memory
+from gbmoe.parallel import agreement, pass_agreement, peer_memory
 from gbmoe.parallel.exchange import experts_by_exchange
 from gbmoe.parallel.peer_experts import peer_experts
 from gbmoe.parallel.placement import Placement
@@ -47,6 +47,8 @@ class Megakernel(torch.nn.Module):
         num_local_experts: of this rank.
         transport: "peer_memory" (ranks map each other's memory; without biases of experts), "exchange" (all-to-all), or "auto".
 
+    Where there are several ranks, making one is collective over the group.
+
     Raises:
         ValueError, TypeError: naming the argument or field, what was expected and what came.
     """
@@ -66,12 +68,15 @@ class Megakernel(torch.nn.Module):
         self._modules_elsewhere = (routed_experts, shared_experts)  # in a tuple, so that they are not this module's children
         self._placement = Placement(group=ep_group, world=ep_group.size(), rank=ep_group.rank(), experts=self.experts,
                                     experts_per_rank=num_local_experts, shards=1)
-        self._layer = pass_agreement.next_layer(ep_group) if ep_group.size() > 1 else 0
         require(transport in TRANSPORTS, ADAPTER, "transport", f"one of {', '.join(TRANSPORTS)}", repr(transport))
         self._transport = transport
+        self._layer = 0
+        if ep_group.size() > 1:
+            agreement.require_same_on_all_ranks({"num_moe_experts": self.experts, "transport": transport}, ep_group, ADAPTER, "ep_group")
+            self._layer = pass_agreement.next_layer(ep_group)
 
     def _why_exchanged(self, x_TH: torch.Tensor, options: dict[str, Any]) -> str | None:
-        """None where rows are pulled from mapped memory; otherwise why not, the same on all ranks."""
+        """None where rows are pulled from mapped memory; otherwise why not."""
         if self._transport == "exchange":
             return "transport is 'exchange'"
         if options["w1_bias"] is not None or options["w2_bias"] is not None:
@@ -79,6 +84,14 @@ class Megakernel(torch.nn.Module):
         if activation_name(options["activation"]) is None:
             return "the activation has no kernel"
         return peer_memory.check_rows(computed_dtype(x_TH), x_TH.size(1)) or peer_memory.unavailable(self._placement.group, x_TH.device)
+
+    def _tell_of_exchange(self, device: torch.device, reason: str) -> None:
+        """Refuse to exchange rows, or agree to it with ranks that might pull theirs."""
+        group = self._placement.group
+        if self._transport == "peer_memory":
+            peer_memory.refuse_to_exchange(ADAPTER, "transport", reason, group, device)
+        if self._transport == "auto" and peer_memory.unavailable(group, device) is None:
+            peer_memory.agree_to_exchange(group, device, self._layer)
 
     def forward(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """out[t] = sum over the experts e of token t of probs[t,e] * mlp_e(x[t]), and the shared experts' result.
@@ -108,8 +121,7 @@ class Megakernel(torch.nn.Module):
         elif (reason := self._why_exchanged(x_TH, options)) is None:
             out_TH = _over_mapped_memory(x_TH, ids_TK, weights_TK, w1, w2, self._placement, self._layer, options)
         else:
-            require(self._transport != "peer_memory", ADAPTER, "transport",
-                    f"'auto' or 'exchange', as rows cannot be pulled from other ranks' memory: {reason}", repr(self._transport))
+            self._tell_of_exchange(x_TH.device, reason)
             trains = any(parameter.requires_grad for parameter in routed.parameters())
             out_TH, _ = experts_by_exchange([experts], x_TH, ids_TK, weights_TK, self._placement, layer=self._layer, trains=trains,
                                             recipe=options["fp8_recipe"])

@@ -1,10 +1,19 @@
-"""The megakernel of gbmoe.compat.megatron on one rank; several ranks are in test_models.py."""
+"""The megakernel of gbmoe.compat.megatron on one rank, and on two that differ; models over several ranks are in test_models.py."""
+
+import gc
+import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from gbmoe.parallel import peer_memory
+from tests import rank_groups
+from tests.compat import interfaces
 from tests.compat.expert_rows import HIDDEN, values
+from tests.compat.megatron.conftest import ADAPTER
 from tests.compat.megatron.parts import EXPERTS, Group, configured, groups, halves, main_grads, routed
 
 
@@ -60,3 +69,48 @@ def test_what_a_megakernel_refuses(megatron):
     x, probs, routing_map = routed(experts=EXPERTS)
     with pytest.raises(ValueError, match=r"routing_map: expected shape \[T,E\] == \[39, 5\], as probs, got \[40, 5\]"):
         megakernel(megatron)[1](x[1:], probs, routing_map)
+
+
+def _on_a_rank(rank, store, folder):
+    """Two ranks that map each other's memory, whose tokens differ: each call raises on both, and they go on together."""
+    rank_groups.join_and_map_memory(rank, 2, store, "cpu")
+    of = groups()
+    of.ep = dist.group.WORLD
+    with interfaces.installed("megatron-core", ADAPTER, folder / f"of-{rank}"):
+        modules = SimpleNamespace(transformer_config=importlib.import_module("megatron.core.transformer.transformer_config"),
+                                  adapter=importlib.import_module(ADAPTER))
+
+        def kernel(transport, **config):
+            config = configured(modules, num_moe_experts=4, **config)
+            experts = modules.adapter.GroupedExperts(2, config, pg_collection=of)
+            return modules.adapter.Megakernel(config=config, ep_group=of.ep, routed_experts=experts, num_local_experts=2,
+                                              transport=transport)
+
+        def call(layer, dtype=torch.float32):
+            x, probs, routing_map = routed(experts=4)
+            return layer(x.to(dtype), probs, routing_map)
+
+        with pytest.raises(ValueError, match="ep_group: .* transport is 'exchange' on rank 0, 'auto' on rank 1"):
+            kernel(("exchange", "auto")[rank])
+        for transport, config in (("auto", {}), ("peer_memory", {}), ("exchange", {}), ("auto", {"add_bias_linear": True})):
+            layer = kernel(transport, **config)
+            wanted = call(layer)
+            with pytest.raises((ValueError, RuntimeError), match="float64|rows cannot be pulled"):
+                call(layer, torch.float64 if rank == 0 else torch.float32)
+            gc.collect()
+            assert torch.equal(call(layer), wanted)
+            with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0), pytest.raises(ValueError, match="path is .*bfloat16.* rank 0"):
+                call(layer)
+            gc.collect()
+            assert torch.equal(call(layer), wanted)
+    peer_memory.release()
+    torch.save(True, folder / f"{rank}.pt")
+    rank_groups.leave()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("mapped-files")
+def test_ranks_chose_their_transports_alone(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"of-{rank}").mkdir()
+    assert rank_groups.files_of_ranks(_on_a_rank, 2, tmp_path) == [True, True]
