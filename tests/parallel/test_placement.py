@@ -48,11 +48,17 @@ def test_experts_that_do_not_divide(arguments, words):
         sharding(*arguments)
 
 
+def test_shards_do_not_bring_the_rows_of_one_process():
+    Placement(None, 4, 0, 8, 2, 1, exact=True)
+    with pytest.raises(ValueError, match="Placement: shards: expected 1 together with exact: .* got 2"):
+        Placement(None, 4, 0, 2, 1, 2, exact=True)
+
+
 @pytest.mark.parametrize("world, experts, chunks", GROUPS)
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_a_row_goes_once_to_each_chunk_of_each_rank_that_needs_it(world, experts, chunks, top_k):
+@pytest.mark.parametrize("count, top_k", [(20, 1), (20, 2), (20, 3), (1, 4)])
+def test_a_row_goes_once_to_each_chunk_of_each_rank_that_needs_it(world, experts, chunks, count, top_k):
     each = placements(world, experts, chunks)
-    ids_TK = torch.randint(-1, experts + 1, (20, top_k), generator=torch.Generator().manual_seed(world)).int()
+    ids_TK = torch.randint(-1, experts + 1, (count, top_k), generator=torch.Generator().manual_seed(world)).int()
     to_ranks = plan_of_destinations(each[0].keys(ids_TK), world, chunks)
     wanted = [[chunk * world + rank for rank, chunk in sorted({pair for expert in ids_K for pair in computed_by(each, expert)})]
               for ids_K in ids_TK.tolist()]

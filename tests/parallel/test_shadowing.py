@@ -84,6 +84,7 @@ def test_shadows_are_one_more_chunk_of_the_tokens_own_rank(chunks):
     p = Placement(group=None, world=2, rank=1, experts=6, experts_per_rank=3, shards=1, chunks=chunks)
     more = p.with_shadows(2)
     assert [more.bounds(chunk) for chunk in range(more.chunks)] == [*(p.bounds(chunk) for chunk in range(chunks)), (3, 5)]
+    assert p.with_shadows(1).bounds(chunks) == (3, 4) and p.with_shadows(1).bounds(0) == p.bounds(0)
     ids = torch.tensor([[0, 1, 2, 3, 4, 5, -1, 6]], dtype=torch.int32)
     with_shadows = shadowing._ids_with_shadows(ids, [1, 4], p)
     assert with_shadows.tolist() == [[0, 8, 2, 5, 9, 7, -1, -1]]

@@ -36,9 +36,20 @@ def test_a_token_has_all_its_rows_in_one_window_and_each_window_fits():
         rows = window_SK[there_SK].bincount(minlength=windows.count)
         assert len(rows) == windows.count and int(rows.max()) <= windows.rows <= room + top_k - 1
         assert int(there_SK.sum()) > windows.step or not rows[1:].any()
-        for number, (slots, sizes_E) in enumerate(windows.further(divided_SK), 1):
+        fits = (room - top_k + 1) * windows.count >= tokens * top_k  # whatever the last token of each window brings
+        assert windows.step * windows.count >= tokens * top_k and (windows.rows <= room) == (fits or top_k == 1)
+        further = list(windows.further(divided_SK))
+        assert len(further) == windows.count - 1
+        for number, (slots, sizes_E) in enumerate(further, 1):
             assert torch.equal(slots.row_of_slot_TK >= 0, there_SK & (window_SK == number)) and int(sizes_E.sum()) == rows[number]
             assert slots.num_rows == windows.rows and int((slots.slot_of_row_P >= 0).sum()) == rows[number]
+
+
+def test_each_window_has_tokens_of_all_ranks():
+    windows = Windows.of(32, 4 * 20, 2, 3)
+    window_WC = windows.divided(torch.zeros(80, 2, dtype=torch.int32), 4).view(4, 20, 2)[:, :, 0] // 3
+    counts = torch.stack([window_C.bincount(minlength=windows.count) for window_C in window_WC])
+    assert windows.count == 5 and int((counts.amax(0) - counts.amin(0)).max()) <= 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
