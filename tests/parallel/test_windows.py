@@ -45,6 +45,10 @@ def test_a_token_has_all_its_rows_in_one_window_and_each_window_fits():
             assert slots.num_rows == windows.rows and int((slots.slot_of_row_P >= 0).sum()) == rows[number]
 
 
+def test_windows_that_fit_exactly_took_more_room():
+    assert Windows.of(4, 3, 2, 1) == Windows(count=2, step=3, rows=4, experts=1)
+
+
 def test_each_window_has_tokens_of_all_ranks():
     windows = Windows.of(32, 4 * 20, 2, 3)
     window_WC = windows.divided(torch.zeros(80, 2, dtype=torch.int32), 4).view(4, 20, 2)[:, :, 0] // 3
