@@ -352,6 +352,14 @@ def test_extreme_logits_have_finite_scores_and_gradients(device, name, value):
     assert all(bool(t.isfinite().all()) for t in (*got, logits.grad))
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_a_score_of_0_gives_its_logit_no_gradient(device, score):
+    logits = torch.tensor([[-1e4, 0.5, 1.0]], device=device, requires_grad=True)
+    scores_TE = route(logits, 1, function=RouterFunction(score)).scores_TE
+    scores_TE.sum().backward()
+    assert scores_TE[0, 0] == 0 and (logits.grad == 0).tolist() == [[True, False, False]]
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(0, 8, 2), (1, 8, 8), (3, 8, 1), (2, 1, 1), (2, 13, 13), (2, 61, 5), (1, 1024, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
@@ -586,7 +594,7 @@ def check_kernels(experts, top_k, function, dtype, scores_dtype, given, padded, 
     (dict(group_topk=2), "group_topk: expected at most num_groups == 1, got 2"),
     (dict(group_best=1.5), "group_best: expected an int of at least 1, got 1.5"),
     (dict(normalize=0), "normalize: expected None or a positive p, got 0"),
-    (dict(epsilon=-1), "epsilon: expected a number of at least 0, got -1"),
+    (dict(epsilon=-0.5), "epsilon: expected a number of at least 0, got -0.5"),
     (dict(scale=math.inf), "scale: expected a finite number, got inf"),
     (dict(score="sigmoid", pre_softmax=False), "pre_softmax: expected True with score 'sigmoid', got False"),
     (dict(pre_softmax=False, normalize=2), "normalize: expected None or 1 without pre_softmax, .*, got 2"),
