@@ -547,7 +547,7 @@ def test_adapters(device, function):
 def test_a_gpu_graph_copies_sizes_to_the_host_only_for_engines_that_want_them(monkeypatch, engine, copies):
     """Traced on fake CUDA tensors, which need no GPU. Engines are asked, not traced: the real ones look for files."""
     for candidate in engines.ENGINES.values():
-        monkeypatch.setattr(candidate, "unavailable", lambda device: None if Path(__file__).exists() else "never")
+        monkeypatch.setitem(vars(candidate), "unavailable", lambda device: None if Path(__file__).exists() else "never")
     monkeypatch.setattr(loader, "load", lambda: (_ for _ in ()).throw(AssertionError("traced")))
 
     def layer(x, ids, w1, w2, v1):
@@ -589,7 +589,7 @@ def test_cuda_graphs_were_given_sizes_on_the_host(monkeypatch, function, engine,
     in no pool. Recorded, they would have repeated the sizes of that call for every other."""
     for candidate in engines.ENGINES.values():
         reason = None if candidate.name == engine else "not this one"
-        monkeypatch.setattr(candidate, "unavailable", lambda device, reason=reason: reason)
+        monkeypatch.setitem(vars(candidate), "unavailable", lambda device, reason=reason: reason)
     tagged, reading, waiting = set(), set(), set()
 
     def keep(module, inputs):

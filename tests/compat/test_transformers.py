@@ -454,7 +454,7 @@ def test_one_of_two_products_wanted_its_sizes_elsewhere(monkeypatch):
 
     for name, engine in engines.ENGINES.items():
         reason = None if name in ("hopper", "cublas_grouped") else "not this one"
-        monkeypatch.setattr(engine, "unavailable", lambda device, reason=reason: reason)
+        monkeypatch.setitem(vars(engine), "unavailable", lambda device, reason=reason: reason)
     seen = []
     with FakeTensorMode(), Names():
         empty = partial(torch.empty, device="cuda", dtype=torch.bfloat16)

@@ -114,7 +114,7 @@ def pretend_gpu(monkeypatch, capability):
     monkeypatch.setattr(availability, "why_not", lambda: None)
     monkeypatch.setattr(torch.ops, "gbmoe_cuda", SimpleNamespace(tensor_core_built=lambda index: True, hopper_built=lambda: True))
     for name in ("cublas_loop", "cublas_grouped"):
-        monkeypatch.setattr(engines.ENGINES[name], "unavailable", lambda device: None)
+        monkeypatch.setitem(vars(engines.ENGINES[name]), "unavailable", lambda device: None)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_engines_that_read_numbers_or_are_watched_stay_as_they_are(monkeypatch):
     assert in_programs(engine, x) is engine  # no CUDA
     monkeypatch.setattr(module, "is_unseen", lambda *tensors: True)
     assert isinstance(in_programs(engine, x), InPrograms)
-    monkeypatch.setattr(engine, "decides_by_kind", False)
+    monkeypatch.setitem(vars(engine), "decides_by_kind", False)
     assert in_programs(engine, x) is engine
     assert InPrograms(engine).name == engine.name
 

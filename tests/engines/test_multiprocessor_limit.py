@@ -10,7 +10,6 @@ import torch
 import gbmoe
 from gbmoe import engines, programs
 from gbmoe.engines import multiprocessor_limit
-from gbmoe.engines.tensor_core import TensorCore
 from gbmoe.testing.cuda_graphs import captured
 from gbmoe.testing.exact_inputs import poison
 from tests import csrc_operators
@@ -31,7 +30,7 @@ def told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(TensorCore, "unavailable", lambda self, device: None)
+    monkeypatch.setitem(vars(engines.ENGINES["tensor_core"]), "unavailable", lambda device: None)
     monkeypatch.setattr(multiprocessor_limit.availability, "why_not", lambda: None)
     monkeypatch.setattr(torch.ops.gbmoe_cuda, "limit_multiprocessors", told.append, raising=False)
     yield told
@@ -72,7 +71,7 @@ def test_what_is_no_limit_is_refused_and_changes_nothing(told, most, error, mess
 
 
 def test_a_gpu_without_gemms_of_gbmoe_cannot_be_limited_and_says_so(told, monkeypatch):
-    monkeypatch.setattr(TensorCore, "unavailable", lambda self, device: "runs elsewhere")
+    monkeypatch.setitem(vars(engines.ENGINES["tensor_core"]), "unavailable", lambda device: "runs elsewhere")
     with pytest.raises(RuntimeError, match="got cuda:0: tensor_core runs elsewhere. Those of cuBLAS and torch cannot be limited"):
         gbmoe.limit_multiprocessors(100)
     gbmoe.limit_multiprocessors(None)  # which they are not

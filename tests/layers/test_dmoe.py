@@ -176,7 +176,7 @@ def test_fp16_default_runs_on_the_cpu():
 @pytest.mark.parametrize("activation", [F.silu, torch.tanh], ids=["fused", "composed"])
 def test_reducing_the_kept_counts_changed_the_gradients(device, monkeypatch, impl, activation):
     """The counts were what backward has its group sizes from; a collective writes to them without autograd's knowledge."""
-    monkeypatch.setattr(engines.ENGINES["reference"], "needs_host_sizes", False)  # on the CPU too it reads the plan's own
+    monkeypatch.setitem(vars(engines.ENGINES["reference"]), "needs_host_sizes", False)  # on the CPU too it reads the plan's own
     layer, _ = make(device, mlp_impl=impl, mlp_type="glu", activation_fn=activation, bf16=device.type == "cuda")
     x = exact_inputs.exact_values(64, 32, dtype=layer.router.layer.weight.dtype, device=device, seed=0)
 
