@@ -64,7 +64,7 @@ class NoticeBoard:
         """This rank begins a pass, forward or backward; `digest` and `text` are what must be equal on all ranks. It has then begun so many
         forwards."""
         words, at = self._words, self._mine
-        number = words[at + _NUMBER] + 1
+        number = self.number + 1
         self._write(number % 2, text)  # a rank that is ahead leaves what it said of the pass before
         words[at + _FORWARDS] = forwards
         words[at + _DIGEST + number % 2] = digest
@@ -72,13 +72,13 @@ class NoticeBoard:
 
     def texts(self) -> list[str]:
         """What each rank has said of the pass with this rank's number. A rank may be one pass ahead."""
-        number = self._words[self._mine + _NUMBER]
+        number = self.number
         return [self._read(rank, number % 2) for rank in range(self.ranks)]
 
     def differ(self) -> bool:
         """Whether a rank makes another pass than this one, with the same number; once no rank is in an earlier one, so that all see the
         same."""
-        words, number = self._words, self._words[self._mine + _NUMBER]
+        words, number = self._words, self.number
         at_once = [(words[at + _NUMBER], words[at + _DIGEST + number % 2], words[at + _NUMBER]) for at in self._at]
         digests = {digest for before, digest, after in at_once if before == after == number}
         return len(digests) > 1 and all(before >= number for before, *_ in at_once)
@@ -90,14 +90,19 @@ class NoticeBoard:
         """Whether a rank has failed in this epoch."""
         return self._words[0] > self.epoch
 
-    def fail(self, error: BaseException) -> None:
-        """This rank leaves its pass early, because of `error`."""
+    @property
+    def number(self) -> int:
+        """Of the pass that this rank has begun last."""
+        return self._words[self._mine + _NUMBER]
+
+    def fail(self, error: BaseException, number: int | None = None) -> None:
+        """This rank leaves a pass early, because of `error`: that of `number`, or the one that it has begun last."""
         words, at = self._words, self._mine
         differ = isinstance(error, ValueError) and str(error).startswith(pass_agreement.PASSES_DIFFER)
         if words[at + _FAILED] <= self.epoch:
             late = isinstance(error, CollectiveFailed)
             self._write(_WHY, str(error) if differ or late else f"{type(error).__name__}: {error}")
-            words[at + _LOST], words[at + _WAS_LATE] = words[at + _NUMBER], late
+            words[at + _LOST], words[at + _WAS_LATE] = self.number if number is None else number, late
             words[at + _DIFFERS] = differ
             words[at + _FAILED] = self.epoch + 1
         words[0] = self.epoch + 1
@@ -112,7 +117,7 @@ class NoticeBoard:
             PassLost: otherwise. It says which rank failed, and why.
         """
         if self._words[0] > self.epoch and not self.told:  # is_broken, without a call
-            self._raise_for(self._failed_until(self._words[self._mine + _NUMBER]))
+            self._raise_for(self._failed_until(self.number))
 
     def must_recover(self) -> bool:
         """Whether all ranks have to meet before the pass that this rank is about to begin. Raises as `check` does if that pass is lost."""
@@ -120,7 +125,7 @@ class NoticeBoard:
             return False
         if not self.told:
             self.check()
-            failed = self._failed_until(self._words[self._mine + _NUMBER] + 1)
+            failed = self._failed_until(self.number + 1)
             # A rank that is late has lost nothing where the others gave up waiting for it before it began the pass.
             self._raise_for([rank for rank in failed if not self._words[self._at[rank] + _WAS_LATE]])
             return bool(failed)  # otherwise another rank is ahead, and failed in a later pass

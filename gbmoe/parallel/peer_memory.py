@@ -194,6 +194,7 @@ class PeerMemory:
             self._close_barriers()
             raise
         self._in_pass = True
+        number = self.board.number + 1
         try:
             if backward_of is not None:
                 self._announce_backward(backward_of)
@@ -202,7 +203,7 @@ class PeerMemory:
         except BaseException as error:
             if self._in_pass:
                 if not self.board.told:  # by the board itself
-                    self.board.fail(error)
+                    self.board.fail(error, number)  # which this rank may not have announced: others can still end the pass before
                 self._close_barriers()
                 with contextlib.suppress(RuntimeError):  # of a device that is lost
                     self.end()

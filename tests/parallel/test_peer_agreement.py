@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import re
+import sys
 import time
 import traceback
 from contextlib import nullcontext
@@ -511,6 +512,40 @@ def hosts_that_waited_for_their_devices_after_a_failure_of_another_hung(rank):
 
             step(layer, rank)
             goes_on_at_once(rank, do, lambda name=name, results=results: name == "sum_of_ranks" or bool(results[-1].isnan().any()))
+
+
+@case
+def a_refusal_at_the_beginning_of_a_pass_lost_the_pass_before(rank):
+    """It counted to the pass that the rank had announced last, whose last barrier slower ranks were about to leave."""
+    layer = make()
+    step(layer, rank)
+    x, ids, weights, grad = mine(rank, tokens_of_ranks())
+    out = call(layer, x.requires_grad_(), ids, weights)
+    arrived = peer_transport.PeerTransport.arrived
+
+    def held(transport):
+        board = transport._memory.board
+        leave = board.wait_in_barrier
+
+        def wait_in_barrier(channel):
+            until = time.monotonic() + 20
+            while not board.is_broken and time.monotonic() < until:
+                time.sleep(0.01)
+            assert board.is_broken
+            leave(channel)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(vars(board), "wait_in_barrier", wait_in_barrier)
+            return arrived(transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(peer_transport.PeerTransport, "arrived", held)
+        out.backward(grad)
+    with pytest.MonkeyPatch.context() as patch:
+        failing_once(patch, sys.modules["gbmoe.parallel.peer_experts"], "_check", rank == 0)
+        lost(rank, lambda: step(layer, rank))
+    assert x.grad.isfinite().all()
 
 
 @case
