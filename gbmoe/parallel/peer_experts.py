@@ -91,7 +91,7 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
     needs = Joint(need[0], need[1], any(need[2:]), x_again=reads_x and not keep_gathered_rows,
                   packed=pass_agreement.saved_tensors_are_packed(), wide_gradient=need[3] and not narrow)
     with memory.passing():  # within it, the other ranks are told of an error of this one
-        _check(x_TH, w1_EFH, w2_EFH, v1_EFH, where, layout, gradient_sink)
+        _check(x_TH, weights_TK, w1_EFH, w2_EFH, v1_EFH, where, layout, gradient_sink)
         with torch.no_grad():
             arrival = Arrival(memory, x_TH, ids_TK, weights_TK, where, layer=layer, records=records, needs=needs,
                               pulls_ahead=True, recipe=recipe)
@@ -112,10 +112,12 @@ def peer_experts(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Ten
         return _PeerExperts.apply(*inputs) if may_be_transformed() else names.apply(_PeerExperts, *inputs)
 
 
-def _check(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, where: Placement, layout: WeightLayout,
-           sink: WeightGradientSink | None) -> None:
+def _check(x: torch.Tensor, weights: torch.Tensor | None, w1: torch.Tensor, w2: torch.Tensor, v1: torch.Tensor | None, where: Placement,
+           layout: WeightLayout, sink: WeightGradientSink | None) -> None:
     reason = check_rows(x.dtype, x.size(1))
     require(reason is None, "peer_experts", "x", "rows that other ranks can pull (the exchange takes any)", reason)
+    if weights is not None and weights.dtype == torch.float64:
+        require(False, "peer_experts", "weights", "a dtype of 32 or 16 bits (the exchange takes float64)", weights.dtype)
     matrices(layout, w1, w2, v1, "peer_experts")
     if where.rows is not None:
         require(layout == MEGABLOCKS and sink is None, "peer_experts", "layout, gradient_sink", "the defaults where rows are bounded",

@@ -386,6 +386,16 @@ def weights_that_the_layout_has_no_place_for_were_not_used(rank, world):
 
 
 @case
+def router_weights_of_float64_were_taken_in_float32(rank, world):
+    layer = Layer(rank, world, [20, 13])
+    leaves = layer.leaves()
+    with pytest.raises((ValueError, RuntimeError), match="peer_experts: weights: expected a dtype of 32 or 16 bits .* got torch.float64"):
+        peer_experts(leaves["x"], layer.ids[rank], leaves["weights"].double(), leaves["w1"], leaves["w2"], leaves["v1"], "silu", "auto",
+                     layer.where())
+    layer.check(layer.run())
+
+
+@case
 def autocast_casts_tokens_and_weights(rank, world):
     layer, wide = Layer(rank, world, [40, 33]), Layer(rank, world, [40, 33], dtype=torch.float32)
     leaves = {name: None if t is None else t.detach().float().requires_grad_() for name, t in layer.leaves().items()}
