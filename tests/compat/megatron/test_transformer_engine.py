@@ -126,18 +126,20 @@ def experts_in(spec):
     return []
 
 
-def block(megatron):
-    config = configured(megatron, num_layers=3, moe_layer_freq=[0, 1, 1])
+def block(megatron, *, further=False):
+    """The specification of three layers, two of them with experts; or of the layers that predict further tokens, of which there is one."""
+    config = configured(megatron, num_layers=3, moe_layer_freq=[0, 1, 1], mtp_num_layers=1)
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     with on_a_cpu():
-        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        made = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return specs.get_gpt_mtp_block_spec(config, made, use_transformer_engine=True) if further else made
 
 
 def test_specifications_of_transformer_engines_layers_get_gbmoes_experts(megatron):
     theirs, ours = megatron.experts.TEGroupedMLP, megatron.adapter.GroupedExperts
     of_block, of_layer = block(megatron), megatron.moe_module_specs.get_moe_module_spec(True, EXPERTS, True)
     of_stack = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
-    for spec, layers in ((of_block, 2), (of_layer, 1), (of_stack, 1)):
+    for spec, layers in ((of_block, 2), (of_layer, 1), (of_stack, 1), (block(megatron, further=True), 1)):
         changed = megatron.adapter.with_gbmoe_experts(spec, engine="torch")
         assert [each.func for each in experts_in(changed)] == [ours] * layers
         assert [each.func for each in experts_in(spec)] == [theirs] * layers
@@ -187,3 +189,33 @@ def test_a_float8_layer_was_recomputed_without_its_context(megatron, monkeypatch
         out, _ = layer(x)
         assert [each[0] for each in seen] == [False] and seen[0][2] is layer.tp_group
         assert torch.equal(out, layer.eval()(x)[0]) and len(seen) == 1
+
+
+def test_a_layer_with_latent_projections_is_megatrons(megatron):
+    """The projections are TransformerEngine's, which need a GPU to be computed: here torch computes them of the same parameters."""
+    collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
+    spec = megatron.moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=True)
+
+    def on_torch(projection):
+        projection.forward = lambda x: (torch.nn.functional.linear(x, projection.weight), None)
+
+    with on_a_cpu():
+        config = configured(megatron, moe_latent_size=16, moe_shared_expert_intermediate_size=40, init_method_std=0.5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)  # while TransformerEngine's modules are made
+            layers = [megatron.adapter.with_gbmoe_experts(spec, whole_layer=whole)(
+                config=config, layer_number=1, pg_collection=collection.use_mpu_process_groups()) for whole in (False, True)]
+        layers[1].load_state_dict(layers[0].state_dict())
+        results = []
+        for layer in layers:
+            for projection in (layer.fc1_latent_proj, layer.fc2_latent_proj):
+                assert type(projection) is megatron.transformer_engine.TELinear
+                on_torch(projection)
+            x = values(40, 1, HIDDEN, dtype=torch.float32, seed=2).requires_grad_()
+            out, _ = layer(x)
+            out.backward(values(40, 1, HIDDEN, dtype=torch.float32, seed=3))
+            results.append({"out": out, "x": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}})
+        assert {"fc1_latent_proj.weight", "fc2_latent_proj.weight", "shared_experts.linear_fc1.weight"} < results[0].keys()
+        for name, wanted in results[0].items():
+            assert wanted.abs().max() > 0.01, name
+            torch.testing.assert_close(results[1][name], wanted, rtol=1e-4, atol=1e-5)
