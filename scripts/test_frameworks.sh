@@ -5,6 +5,8 @@
 #
 #   scripts/test_frameworks.sh [FOLDER]      the environments' folder (default: .venv-frameworks), kept for the next time
 #
+# TransformerEngine is not installed, because it has to be compiled against the torch there, with a CUDA toolkit; so
+# tests/compat/megatron/test_transformer_engine.py is skipped.
 # Megatron-Core needs Python 3.12 or newer (GBMOE_PYTHON_MEGATRON names one; default: python3.12), and is left out where there is none.
 # The packages are installed without what they require, which excludes what the others require, and with what their experts import.
 set -euo pipefail

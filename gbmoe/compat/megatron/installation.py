@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
 from gbmoe.compat import transformer_engine as functions
+from gbmoe.compat.megatron.grouped_experts import GroupedExperts
 from gbmoe.compat.megatron.spec_provider import GbmoeSpecProvider
 
 # Megatron's name -> gbmoe's function of TransformerEngine's interface.
@@ -23,6 +27,8 @@ _PERMUTATION = {
 }
 _ROUTER = {name: getattr(functions, name) for name in
            ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")}
+# Where Megatron makes specifications while it is imported, with TransformerEngine's modules: hybrid_stack_spec and its like.
+_SPECIFICATIONS = "megatron.core.models.hybrid.hybrid_layer_specs"
 
 
 def install(*, experts: bool = True, permutation: bool = True, router: bool = True, **options: Any) -> None:
@@ -40,6 +46,7 @@ def install(*, experts: bool = True, permutation: bool = True, router: bool = Tr
     if experts:
         for provider in _providers():
             _take_experts(provider, options)
+        _take_experts_of_specifications(options)
     for wanted, functions_by_name, version in ((permutation, _PERMUTATION, "2.12.0"), (router, _ROUTER, "2.13.0")):
         if wanted:
             for name, function in functions_by_name.items():
@@ -79,3 +86,11 @@ def _take_experts(provider: Any, options: dict[str, Any]) -> None:
         return theirs(self, moe_use_grouped_gemm)
 
     provider.grouped_mlp_modules = grouped_mlp_modules
+
+
+def _take_experts_of_specifications(options: dict[str, Any]) -> None:
+    """Where they have been imported already. They change in place, because others may have imported them by name."""
+    for value in vars(sys.modules.get(_SPECIFICATIONS, object)).values():
+        submodules = value.keywords.get("submodules") if isinstance(value, functools.partial) else None
+        if isinstance(submodules, MoESubmodules) and getattr(submodules.experts, "func", None) in (TEGroupedMLP, GroupedExperts):
+            submodules.experts = GbmoeSpecProvider(**options).grouped_mlp_modules(True)

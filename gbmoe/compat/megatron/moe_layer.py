@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from gbmoe._checks import require
@@ -36,6 +37,10 @@ class GbmoeMoELayer(MoELayer):
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:
+            if (self.config.fp8 or self.config.fp4) and moe_layer.te_checkpoint is not None:
+                # It enters the float8 context of forward again, which TransformerEngine's modules ask for, the shared experts among them.
+                return moe_layer.te_checkpoint(self._layer, False, tensor_parallel.random.get_cuda_rng_tracker, self.tp_group,
+                                               hidden_states, padding_mask), None
             return tensor_parallel.checkpoint(self._layer, False, hidden_states, padding_mask), None
         return self._layer(hidden_states, padding_mask), None
 

@@ -1,8 +1,12 @@
 """What the tests of gbmoe.compat.megatron share: small experts, their parameters, and what other parts of Megatron give them."""
 
+import contextlib
+import importlib
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.compat import expert_rows
@@ -81,3 +85,36 @@ def routed(tokens=40, experts=6, topk=2):
     ids = logits.topk(topk).indices
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, ids, True)
     return values(tokens, HIDDEN, dtype=torch.float32, seed=2), torch.softmax(logits, -1) * routing_map, routing_map
+
+
+def providers(megatron):
+    """Megatron's own modules, and TransformerEngine's where that is installed."""
+    found = [megatron.backends.LocalSpecProvider]
+    if megatron.transformer_engine.HAVE_TE:
+        found.append(importlib.import_module("megatron.core.extensions.transformer_engine_spec_provider").TESpecProvider)
+    return found
+
+
+@contextlib.contextmanager
+def on_a_cpu(rank=0, ranks=1, store=None, **parallel):
+    """Megatron-Core with gloo: the devices that it takes from torch.cuda are the CPU, and CUDA's random numbers have no states.
+
+    Where TransformerEngine is installed, Megatron's router takes its GEMM and the local specification its last norm, which want a GPU."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    tracker = random.get_cuda_rng_tracker()
+    with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), current_stream=mock.MagicMock(),
+                             synchronize=mock.MagicMock(), Stream=mock.MagicMock()), \
+            mock.patch.object(tracker, "fork", lambda *_: contextlib.nullcontext()), \
+            mock.patch.object(moe_utils, "te_general_gemm", None), mock.patch.object(transformer_block, "LayerNormImpl", WrappedTorchNorm):
+        dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
+        parallel_state.initialize_model_parallel(**parallel)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """gbmoe.compat.megatron in models of Megatron-Core 0.19.2, on a CPU: losses, Megatron's own DDP, and checkpoints. It needs the package."""
 
-import contextlib
 import os
 from unittest import mock
 
@@ -11,28 +10,10 @@ import torch.nn.functional as F
 from torch.multiprocessing import spawn  # not forked_python's: Megatron's writer of checkpoints starts processes of its own
 
 from tests.compat import interfaces
+from tests.compat.megatron.parts import on_a_cpu
 
 pytestmark = pytest.mark.slow
 EXPERTS, HIDDEN, VOCABULARY, LENGTH = 4, 32, 64, 16
-
-
-@contextlib.contextmanager
-def on_a_cpu(rank=0, ranks=1, store=None, **parallel):
-    """Megatron-Core with gloo: the devices that it takes from torch.cuda are the CPU, and CUDA's random numbers have no states."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random
-
-    tracker = random.get_cuda_rng_tracker()
-    with mock.patch.multiple(torch.cuda, current_device=lambda: torch.device("cpu"), current_stream=mock.MagicMock(),
-                             synchronize=mock.MagicMock(), Stream=mock.MagicMock()), \
-            mock.patch.object(tracker, "fork", lambda *_: contextlib.nullcontext()):
-        dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
-        parallel_state.initialize_model_parallel(**parallel)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
 
 
 def configured(**fields):

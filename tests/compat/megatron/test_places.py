@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.compat.expert_rows import values
-from tests.compat.megatron.parts import EXPERTS, configured, groups, routed
+from tests.compat.megatron.parts import EXPERTS, configured, groups, providers, routed
 
 
 def experts_of(spec):
@@ -35,26 +35,15 @@ def test_specifications_that_exist_get_other_experts_and_stay_as_they_were(megat
         megatron.adapter.with_gbmoe_experts([1, "two"])
 
 
-@pytest.fixture
-def installed(megatron, monkeypatch):
-    """`install`, whose effects end with the test."""
-    for module in (megatron.moe_utils, megatron.transformer_engine):
-        for name in [name for name in vars(module) if name.startswith("fused_")] + ["HAVE_TE", "is_te_min_version"]:
-            monkeypatch.setattr(module, name, getattr(module, name, None), raising=False)
-    provider = megatron.backends.LocalSpecProvider
-    monkeypatch.setattr(provider, "grouped_mlp_modules", provider.grouped_mlp_modules)
-    megatron.theirs = provider.grouped_mlp_modules
-    megatron.adapter.install(engine="torch")
-    return megatron
-
-
 def test_install_takes_the_place_of_grouped_experts_alone(installed):
-    provider = installed.backends.LocalSpecProvider()
-    assert provider.grouped_mlp_modules(True).keywords == {"engine": "torch"}
-    assert provider.grouped_mlp_modules(False).func is installed.experts.SequentialMLP
+    found = providers(installed)
+    for kind in found:
+        assert kind().grouped_mlp_modules(True).keywords == {"engine": "torch"}
+        assert kind().grouped_mlp_modules(False).func is installed.experts.SequentialMLP
     installed.adapter.install(engine="cublas", permutation=False, router=False)
-    assert provider.grouped_mlp_modules(True).keywords == {"engine": "cublas"}
-    assert installed.backends.LocalSpecProvider.grouped_mlp_modules.__wrapped__ is installed.theirs
+    for kind in found:
+        assert kind().grouped_mlp_modules(True).keywords == {"engine": "cublas"}
+        assert kind.grouped_mlp_modules.__wrapped__ is installed.theirs[kind]
 
 
 def test_parts_of_install_are_parts(megatron, installed, monkeypatch):
