@@ -65,12 +65,13 @@ def stack_or_separate(weights: Sequence[torch.Tensor], as_stack: bool = False) -
 def _as_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not are_plain(weights):
         return None
-    first = weights[0]
+    first, storage = weights[0], weights[0].untyped_storage().data_ptr()
+    if weights[-1].untyped_storage().data_ptr() != storage:  # most lists: a layer has hundreds of matrices
+        return None
     distance = weights[1].storage_offset() - first.storage_offset() if len(weights) > 1 else first.numel()
     if distance < first.numel():
         return None
     begins = [weight.storage_offset() for weight in weights]
-    storage = first.untyped_storage().data_ptr()
     in_one_place = all(
         weight.is_contiguous() and weight.untyped_storage().data_ptr() == storage and begin == begins[0] + e * distance
         for e, (weight, begin) in enumerate(zip(weights, begins)))

@@ -16,7 +16,7 @@ from itertools import chain, islice
 
 import torch
 
-from gbmoe import engines
+from gbmoe import _torch_names as names, engines
 from gbmoe._checks import require
 from gbmoe._define_operator import (
     define,
@@ -325,7 +325,8 @@ backward_operator = define(
 
 def _directly(sink: WeightGradientSink | None, apart: Lists, arguments: tuple) -> torch.Tensor:
     without_lists = (None if name in apart else argument for name, argument in zip(_POSITION_OF, arguments))
-    return _Direct.apply(sink, {name: len(tensors) for name, tensors in apart.items()}, *without_lists, *chain(*apart.values()))
+    # No transform is active, which would need the stacks of lists, and which a sink refuses.
+    return names.apply(_Direct, sink, {name: len(tensors) for name, tensors in apart.items()}, *without_lists, *chain(*apart.values()))
 
 
 class _Direct(torch.autograd.Function):
