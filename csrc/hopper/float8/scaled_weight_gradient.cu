@@ -17,9 +17,10 @@ void hopper_scaled_weights(
   Arguments args = arguments(filled_rows, rows, out.size(2), tiles);
   args.size_m = static_cast<int>(out.size(1));
   args.out[0] = out.data_ptr();
-  args.out_pitch = {static_cast<int>(out.stride(1)), out.stride(0)};
+  args.out_pitch = {
+      static_cast<int>(out.stride(1)), out.size(0) > 1 ? out.stride(0) : 0};  // of a single matrix it may be anything
   STD_TORCH_CHECK(
-      out.stride(2) == 1 && out.stride(1) % 8 == 0 && out.stride(0) % 8 == 0 && out.stride(1) <= INT32_MAX,
+      out.stride(2) == 1 && out.stride(1) % 8 == 0 && args.out_pitch.group % 8 == 0 && out.stride(1) <= INT32_MAX,
       "hopper_scaled_weights: expected out with rows at multiples of 16 bytes");
   TensorMaps maps{};
   maps.a[0] = tensor_map(a, kTileM);
