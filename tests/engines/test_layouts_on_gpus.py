@@ -107,7 +107,8 @@ def test_float8_in_another_layout_took_more_memory(layout, recipe):
         gradients((50000, 4, 2, 512, 512), layout, "auto", fp8_recipe=recipe)
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(layout) <= peak(WeightLayout()) + (1 << 20)
+    # The test's own weights of another layout are copies, of 6 MiB; one tensor [P,F] has 70.
+    assert peak(layout) <= peak(WeightLayout()) + (16 << 20)
 
 
 @pytest.mark.gpu
