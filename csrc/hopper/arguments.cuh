@@ -12,6 +12,7 @@
 #include "../activation_formulas.cuh"
 #include "../common.cuh"
 #include "../group_sizes.cuh"
+#include "../pitch.cuh"
 #include "../places.cuh"
 
 namespace gbmoe::hopper {
@@ -49,6 +50,7 @@ struct Arguments {
   // begin at second_n, else INT_MAX, and tiled_n is second_n + size_n.
   int tiled_n, second_n;
   int size_m;              // M, k-grouped
+  Pitch out_pitch;  // scaled operands, k-grouped: of the output
   bool adds;  // k-grouped kStore: to what the output has, which groups without rows leave as it is
   // m-grouped: those of the first pair of operands, and of all pairs, which is 0 until the launch where each has k_blocks.
   int k_blocks, sum_k_blocks;
