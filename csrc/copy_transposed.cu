@@ -20,7 +20,7 @@ struct Sizes {
   int64_t b, m, n;
   int64_t from_b, from_n, to_b, to_m;  // elements from one index to the next
   bool from_runs, to_runs;  // whether runs are whole, and aligned
-  int tile_m, tile_n;
+  int tile_m, tile_n, tiles_m, tiles_n;
 };
 
 template <typename T> __device__ __forceinline__ Vector<T, kRun> load_run(const T* from, int64_t left, bool whole) {
@@ -45,12 +45,12 @@ template <typename T> __device__ __forceinline__ void store_run(T* to, const Vec
 template <typename From, typename To>
 __global__ void __launch_bounds__(kThreads)
     copy_transposed_kernel(const From* __restrict__ from, To* __restrict__ to, float scale, const __grid_constant__ Sizes sizes) {
-  // [N,M], with a column more than a tile has, so that neither side meets in one bank.
+  // [N,M], with a column more than a tile has, so that lines along either side spread over the banks.
   __shared__ float tile[kTile + kTile / kShortSide];
   const int pitch = sizes.tile_m + 1;
-  const int64_t tiles_m = ceil_div(sizes.m, int64_t{sizes.tile_m}), tiles_n = ceil_div(sizes.n, int64_t{sizes.tile_n});
-  const int64_t in_batch = blockIdx.x % (tiles_m * tiles_n), b = blockIdx.x / (tiles_m * tiles_n);
-  const int64_t first_m = in_batch % tiles_m * sizes.tile_m, first_n = in_batch / tiles_m * sizes.tile_n;
+  const int along_m = blockIdx.x % sizes.tiles_m, others = blockIdx.x / sizes.tiles_m;
+  const int64_t b = others / sizes.tiles_n, first_m = int64_t{along_m} * sizes.tile_m;
+  const int64_t first_n = int64_t{others % sizes.tiles_n} * sizes.tile_n;
   {
     const int runs = sizes.tile_m / kRun, lines = kThreads / runs, in_m = threadIdx.x % runs * kRun, in_n = threadIdx.x / runs;
     const int64_t left = sizes.m - first_m - in_m;
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename From> void launch(const Tensor& from, const Tensor& to, float scale, const Sizes& sizes) {
-  const int64_t ctas = sizes.b * ceil_div(sizes.m, int64_t{sizes.tile_m}) * ceil_div(sizes.n, int64_t{sizes.tile_n});
-  STD_TORCH_CHECK(ctas <= INT32_MAX, "copy_transposed: expected at most 2^31 - 1 tiles, got ", ctas);
+  const auto ctas = sizes.b * sizes.tiles_m * sizes.tiles_n;
   const auto start = [&](auto* written) {
     copy_transposed_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, current_stream(from)>>>(
         data<const From>(from), written, scale, sizes);
@@ -102,13 +101,17 @@ bool has_runs(const Tensor& tensor, int64_t length, int64_t stride, int64_t othe
 Sizes sizes_of(const Tensor& from, const Tensor& to, int m, int n) {
   const int b = 3 - m - n;
   Sizes sizes{from.size(b), from.size(m), from.size(n), from.stride(b), from.stride(n), to.stride(b),
-              to.stride(m), false,        false,        kSide,          kSide};
+              to.stride(m), false,        false,        kSide,          kSide,          0,            0};
   if (sizes.from_b == sizes.n * sizes.from_n && sizes.to_b == sizes.n) sizes.n *= std::exchange(sizes.b, 1);
   else if (sizes.to_b == sizes.m * sizes.to_m && sizes.from_b == sizes.m) sizes.m *= std::exchange(sizes.b, 1);
   sizes.from_runs = has_runs(from, sizes.m, sizes.from_n, sizes.b > 1 ? sizes.from_b : 0);
   sizes.to_runs = has_runs(to, sizes.n, sizes.to_m, sizes.b > 1 ? sizes.to_b : 0);
   if (sizes.m <= kShortSide) sizes.tile_m = kShortSide, sizes.tile_n = kTile / kShortSide;
   else if (sizes.n <= kShortSide) sizes.tile_n = kShortSide, sizes.tile_m = kTile / kShortSide;
+  const int64_t tiles_m = ceil_div(sizes.m, int64_t{sizes.tile_m}), tiles_n = ceil_div(sizes.n, int64_t{sizes.tile_n});
+  STD_TORCH_CHECK(
+      sizes.b * tiles_m * tiles_n <= INT32_MAX, "copy_transposed: expected at most 2^31 - 1 tiles, got ", sizes.b * tiles_m * tiles_n);
+  sizes.tiles_m = static_cast<int>(tiles_m), sizes.tiles_n = static_cast<int>(tiles_n);
   return sizes;
 }
 

@@ -1,4 +1,4 @@
-// weigh_rows: rows times the router's weight of their slot, for rows so short that no kernel which writes them is worth another instance.
+// weigh_rows: rows times the router's weight of their slot. They are adapters' rows, of few vectors of 16 bytes.
 
 #include "../common.cuh"
 #include "../operators.h"
@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread has one vector of N elements.
-template <typename T, int N>
+// A thread has one vector.
+template <typename T, int N = kVectorLength<T>>
 __global__ void __launch_bounds__(kThreads) weigh_rows_kernel(
     const Vector<T, N>* rows_PR, const int* slot_of_row, uint32_t slots, const Scalars weights, Vector<T, N>* out_PR, int64_t all,
     int vectors) {
@@ -29,23 +29,19 @@ __global__ void __launch_bounds__(kThreads) weigh_rows_kernel(
 }  // namespace
 
 // out[r] = rows[r] * weights[slot_of_row[r]], [P,R], rounded once, or rows[r] without weights; zeros where slot_of_row[r] names no slot.
-// weights have any floating dtype
+// Rows are whole vectors of 16 bytes; weights have any floating dtype
 void weigh_rows(Tensor rows, Tensor slot_of_row, std::optional<Tensor> weights, Tensor out) {
   const torch::stable::accelerator::DeviceGuard guard(rows.get_device_index());
   if (rows.numel() == 0) return;
-  const int64_t row_bytes = rows.size(1) * static_cast<int64_t>(rows.element_size());
-  const bool fits = fits_16_bytes(row_bytes, {&rows, &out});
+  const int64_t row_bytes = rows.size(1) * static_cast<int64_t>(rows.element_size()), vectors = row_bytes / 16;
+  STD_TORCH_CHECK(fits_16_bytes(row_bytes, {&rows, &out}), "weigh_rows: expected rows of whole, aligned vectors of 16 bytes");
+  const int64_t all = rows.size(0) * vectors, ctas = ceil_div(all, int64_t{kThreads});
+  STD_TORCH_CHECK(ctas <= INT32_MAX, "weigh_rows: expected less than 2^39 vectors, got ", all);
   GBMOE_DISPATCH_FLOATING(rows.scalar_type(), "weigh_rows", {
-    const auto launch = [&](auto length) {
-      constexpr int N = decltype(length)::value;
-      const int64_t all = rows.numel() / N, ctas = ceil_div(all, int64_t{kThreads});
-      STD_TORCH_CHECK(ctas <= INT32_MAX, "weigh_rows: expected at most 2^39 vectors, got ", all);
-      weigh_rows_kernel<T, N><<<static_cast<unsigned>(ctas), kThreads, 0, current_stream(rows)>>>(
-          data<const Vector<T, N>>(rows), data<const int>(slot_of_row), count_of_slots(weights), scalars(weights),
-          data<Vector<T, N>>(out), all, static_cast<int>(rows.size(1) / N));
-    };
-    if (fits) launch(std::integral_constant<int, kVectorLength<T>>());
-    else launch(std::integral_constant<int, 1>());
+    using V = Vector<T, kVectorLength<T>>;
+    weigh_rows_kernel<T><<<static_cast<unsigned>(ctas), kThreads, 0, current_stream(rows)>>>(
+        data<const V>(rows), data<const int>(slot_of_row), count_of_slots(weights), scalars(weights), data<V>(out), all,
+        static_cast<int>(vectors));
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -42,16 +42,15 @@ def test_copies_of_parts_of_tensors_took_two_dimensions_for_one(device, cut):
     """Nothing between the parts of what is written is touched."""
     shape = (36, 20, 32)
     values = exact_inputs.exact_values(*shape, dtype=torch.bfloat16, device=device, seed=3)
-    whole = [size + gap for size, gap in zip(shape, cut)]
-    for order, to_order in itertools.product(itertools.permutations(range(3)), repeat=2):
-        of_each = [torch.full([whole[dim] for dim in one], 7.0, dtype=torch.bfloat16, device=device).permute([one.index(d) for d in range(3)])
-                   for one in (order, to_order)]
-        lying, back = (tensor[tuple(slice(gap, None) for gap in cut)] for tensor in of_each)
-        lying.copy_(values)
-        expected = of_each[1].clone()
-        expected[tuple(slice(gap, None) for gap in cut)] = values * 0.5
-        launch.copy_scaled(lying, 0.5, back)
-        assert torch.equal(of_each[1], expected), (order, to_order)
+    whole, part = [size + gap for size, gap in zip(shape, cut)], tuple(slice(gap, None) for gap in cut)
+    for orders in itertools.product(itertools.permutations(range(3)), repeat=2):
+        lying, back = (torch.full([whole[dim] for dim in order], 7.0, dtype=torch.bfloat16, device=device)
+                       .permute([order.index(dim) for dim in range(3)]) for order in orders)
+        lying[part] = values
+        expected = back.clone()
+        expected[part] = values * 0.5
+        launch.copy_scaled(lying[part], 0.5, back[part])
+        assert torch.equal(back, expected), orders
 
 
 def test_rows_are_aligned_or_copied():
