@@ -4,9 +4,9 @@
     backward:  u = dz B2,   d = dz W2.T + u A2          dA2 = u.T a,   dB2 = dz.T s
                v = dh B1,   dx = dh W1 + v A1           dB1 = dh.T t,  dA1 = v.T x
 
-with each expert's factors, the scale in B1 and B2. Gate and up share A1 and have columns of B1 each. Kept for backward are t and s, [P,R]
-each, 4PR bytes. That of dB2 has the router's weight of each row, by which its rows are multiplied: 4PR bytes, where s computed again from
-backward's a would read 2PF.
+with each expert's factors, the scale in B1 and B2. Gate and up share A1 and have columns of B1 each. Forward keeps t and s, [P,R], for
+backward. In dB2 each row of s has its router weight, by which it is multiplied: 4PR bytes, where s computed again from backward's a, which
+has the weights, would be 2PF.
 
 The engine adds the second products to the first (LowRankProducts; Hopper's in one GEMM), and computes the small ones by its grouped GEMM.
 
@@ -15,7 +15,7 @@ Bytes of memory that this costs, with 2 bytes an element and without matrices of
     t, s, u, v                          2PH, 2PF, 2PH, 4PF
     dA2, dB2, dB1, dA1                  2PF, 2PH, 4PF, 2PH
     second products, added in memory    8 for each element, 4 where the engine's GEMM adds in place: of h and g 16PF, y 8PH, d 8PF, dx 8PH
-                                        0 where one GEMM sums all: on Hopper, but for few rows
+                                        0 where one GEMM sums all: on Hopper, but of few rows in forward
     activation of gate and up           4PF where its kernel is none of the products': on Hopper only with biases, or few rows
 
 Shape suffixes: E experts, H hidden, F ffn hidden, G columns of gate and up, P padded rows of the plan, R ranks.
