@@ -15,7 +15,7 @@ Bytes of memory that this costs, with 2 bytes an element and without matrices of
     t, s, u, v                          2PH, 2PF, 2PH, 4PF
     dA2, dB2, dB1, dA1                  2PF, 2PH, 4PF, 2PH
     second products, added in memory    8 for each element, 4 where the engine's GEMM adds in place: of h and g 16PF, y 8PH, d 8PF, dx 8PH
-                                        0 where one GEMM sums all: on Hopper, but of few rows in forward
+                                        0 where one GEMM sums all: on Hopper, but for few rows
     activation of gate and up           4PF where its kernel is none of the products': on Hopper only with biases, or few rows
 
 Shape suffixes: E experts, H hidden, F ffn hidden, G columns of gate and up, P padded rows of the plan, R ranks.
