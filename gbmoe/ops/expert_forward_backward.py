@@ -247,7 +247,6 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
         dz = experts.rows_for_weights(dz)
     if wanted.any_bias:
         expert_biases.gradients(experts, dz, dh_PF, dg_PF, weights_TK, sizes_E, wanted, gradients)
-    del weights_TK
     if wanted.weights and weights.biases.w2 is not None and dweights_TK is not None:
         dweights_TK = expert_biases.add_to_router_gradient(experts, dz, weights.biases.w2, sizes_E, dweights_TK)
     if wanted.weights:
@@ -261,8 +260,8 @@ def compute_gradients(t: Transport, experts: Engine, weights: Weights, sizes_E: 
     if wanted.w2:
         gradients.write("w2", experts, a_PF, dz, sizes_E, left)
     if low is not None:
-        low.make_down_gradients(experts, a_PF, dz, sizes_E)
-    del a_PF, dz
+        low.make_down_gradients(experts, a_PF, dz, weights_TK, sizes_E)
+    del a_PF, dz, weights_TK
     if wanted.x and not t.gives_back_first:
         _give_back_dx(t, experts, weights, dh, dg, sizes_E, 1 / rows_scale, second)
     del dh, dg, second
