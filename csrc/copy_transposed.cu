@@ -19,8 +19,8 @@ static_assert(kTile == kSide * kSide && kTile % kShortSide == 0);
 struct Sizes {
   int64_t b, m, n;
   int64_t from_b, from_n, to_b, to_m;  // elements from one index to the next
-  bool from_runs, to_runs;  // whether runs are whole, and aligned
-  int tile_m, tile_n, tiles_m, tiles_n;
+  bool from_runs = false, to_runs = false;  // whether runs are whole, and aligned
+  int tile_m = kSide, tile_n = kSide, tiles_m = 0, tiles_n = 0;
 };
 
 template <typename T> __device__ __forceinline__ Vector<T, kRun> load_run(const T* from, int64_t left, bool whole) {
@@ -100,8 +100,7 @@ bool has_runs(const Tensor& tensor, int64_t length, int64_t stride, int64_t othe
 // of PEFT's factors [N, r * E], which are copied to [E,N,r], r is short, and N r is not.
 Sizes sizes_of(const Tensor& from, const Tensor& to, int m, int n) {
   const int b = 3 - m - n;
-  Sizes sizes{from.size(b), from.size(m), from.size(n), from.stride(b), from.stride(n), to.stride(b),
-              to.stride(m), false,        false,        kSide,          kSide,          0,            0};
+  Sizes sizes{from.size(b), from.size(m), from.size(n), from.stride(b), from.stride(n), to.stride(b), to.stride(m)};
   if (sizes.from_b == sizes.n * sizes.from_n && sizes.to_b == sizes.n) sizes.n *= std::exchange(sizes.b, 1);
   else if (sizes.to_b == sizes.m * sizes.to_m && sizes.from_b == sizes.m) sizes.m *= std::exchange(sizes.b, 1);
   sizes.from_runs = has_runs(from, sizes.m, sizes.from_n, sizes.b > 1 ? sizes.from_b : 0);
@@ -110,7 +109,8 @@ Sizes sizes_of(const Tensor& from, const Tensor& to, int m, int n) {
   else if (sizes.n <= kShortSide) sizes.tile_n = kShortSide, sizes.tile_m = kTile / kShortSide;
   const int64_t tiles_m = ceil_div(sizes.m, int64_t{sizes.tile_m}), tiles_n = ceil_div(sizes.n, int64_t{sizes.tile_n});
   STD_TORCH_CHECK(
-      sizes.b * tiles_m * tiles_n <= INT32_MAX, "copy_transposed: expected at most 2^31 - 1 tiles, got ", sizes.b * tiles_m * tiles_n);
+      sizes.b * tiles_m * tiles_n <= INT32_MAX, "copy_transposed: expected at most 2^31 - 1 tiles, got ",
+      sizes.b * tiles_m * tiles_n);
   sizes.tiles_m = static_cast<int>(tiles_m), sizes.tiles_n = static_cast<int>(tiles_n);
   return sizes;
 }
